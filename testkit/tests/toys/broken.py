@@ -71,7 +71,7 @@ def reads_the_width_of_the_first_row(self, fetch_fields, located, num_samples, d
         found[name] = found[name].to(dtype).to(found[name].dtype)
     return found
 
-@toy("test_get_of_missing_samples_names_them", "Returns the rows that are there, and says nothing of the others.")
+@toy("test_get_of_missing_samples_names_them[a_few]", "Returns the rows that are there, and says nothing of the others.")
 def drops_missing_samples(self, get_samples, request):
     listed = set(_listed(self, request))
     request.sample_ids = [each for each in request.sample_ids if each in listed]
@@ -82,16 +82,16 @@ def _zeros(self, request, error):
     specs = dict.fromkeys(columns, spec.FieldSpec("tensor", "float32", 0))
     return spec.WireBatch(columns=columns, specs=specs) if error.missing_cells else error
 
-toy.row("FillsMissingCells", "test_get_of_missing_cells_names_them", "A cell not yet produced reads as zero.",
+toy.row("FillsMissingCells", "test_get_of_missing_cells_names_them[a_few]", "A cell not yet produced reads as zero.",
         get_samples=catches(errors.MissingDataError, _zeros))
-toy.row("CopiesToTheDefaultDevice", "test_smoke_torchs_defaults_change_nothing[device]",
+toy.row("CopiesToTheDefaultDevice", "test_smoke_torchs_defaults_change_nothing[defaults]",
         "Numbers are copied to torch's default device.",
         get_samples=reads("dense", lambda column: torch.as_tensor(column.numpy())))
-toy.row("LosesEmptyLists", "test_empty_lists_leave_a_field_open",
+toy.row("LosesEmptyLists", "test_a_list_becomes_the_type_that_its_field_has[empty_before_ints]",
         "Cells that were put while their field was open do not exist.",
         get_samples=catches(errors.OpenCellsError, lambda self, request, error: errors.MissingDataError.for_cells(
             "get_samples", request.partition_id, [(each, request.fields) for each in error.groups[0]])))
-toy.row("ForgetsWhatWasInts", "test_ints_of_a_list_may_become_floats",
+toy.row("ForgetsWhatWasInts", "test_a_list_becomes_the_type_that_its_field_has[ints_before_floats]",
         "Says of cells that were put as ints that they are stored as floats, as their field is by now.",
         get_samples=replies(specs=lambda reply: {name: replace(each, lists="") for name, each in reply.specs.items()}))
 toy.row("ReordersRows", "test_get_keeps_the_order_asked_for", "Rows come back in the engine's own order.",
@@ -126,7 +126,7 @@ def hands_out_its_own_memory(self, get_samples, request):
         replies.append(get_samples(request))
     return replies[0]
 
-@toy("test_a_read_of_missing_data_does_not_wait", "Waits for a producer, far beyond what anybody asked for.")
+@toy("test_one_bad_request_holds_nobody_up", "Waits for a producer, far beyond what anybody asked for.")
 def waits_for_missing_data(self, get_samples, request):
     while True:
         with contextlib.suppress(errors.MissingDataError):
@@ -144,16 +144,16 @@ def _says(kind, hint=None):
     return catches(errors.MissingDataError, lambda self, request, error: kind(
         error.message, missing_samples=error.missing_samples, hint=hint))
 
-toy.row("RaisesItsEnginesErrors", "test_get_of_only_missing_samples_raises",
+toy.row("RaisesItsEnginesErrors", "test_get_of_missing_samples_names_them[nothing]",
         "A KeyError of its own, which no user can tell from a bug.",
         get_samples=catches(errors.MissingDataError, lambda self, request, error: KeyError(request.sample_ids[0])))
-toy.row("RaisesErrorsThatCannotTravel", "test_get_of_only_missing_samples_raises",
+toy.row("RaisesErrorsThatCannotTravel", "test_get_of_missing_samples_names_them[nothing]",
         "Another process gets an error without the names of the samples.", get_samples=_says(_CannotTravel))
-toy.row("PrintsErrorsAsReprs", "test_get_of_only_missing_samples_raises",
+toy.row("PrintsErrorsAsReprs", "test_get_of_missing_samples_names_them[nothing]",
         "The message is in quotes, and does not name the backend.", get_samples=_says(_PrintsAsARepr))
-toy.row("RaisesPagesOfText", "test_get_of_only_missing_samples_raises", "The message holds all that the store knows.",
+toy.row("RaisesPagesOfText", "test_get_of_missing_samples_names_them[nothing]", "The message holds all that the store knows.",
         get_samples=_says(errors.MissingDataError, hint="row " * 1000))
-toy.row("LeavesErrorsToTheClient", "test_get_of_missing_samples_names_them",
+toy.row("LeavesErrorsToTheClient", "test_get_of_missing_samples_names_them[a_few]",
         "Counts on core to notice that rows are missing.",
         get_samples=catches(errors.DataPlaneError, lambda self, request, error: RuntimeError(str(error))))
 toy.row("TakesLossForHaste", "test_lost_payload_is_named",
@@ -171,7 +171,7 @@ def _one_by_one(put, request, pause_s=0.0):
 def _forgets_what_is_expected(self, request, error):
     error.expected = {}
 
-toy.row("DoesNotSayWhatItExpects", "test_a_list_becomes_the_type_that_its_field_has",
+toy.row("DoesNotSayWhatItExpects", "test_a_list_becomes_the_type_that_its_field_has[ints_among_doubles]",
         "Refuses columns of another type without the types of their fields.",
         put_samples=catches(errors.SchemaMismatchError, _forgets_what_is_expected))
 
@@ -197,7 +197,7 @@ def takes_more_than_were_registered(self, put_samples, request):
     with mock.patch.object(partition, "info", replace(partition.info, num_samples=1 << 40)):
         return put_samples(request)
 
-toy.row("ForgetsToWriteTags", "test_put_hook_counts_its_rows", "Tags alone are not written, and not counted.",
+toy.row("ForgetsToWriteTags", "test_put_and_get_hooks_say_what_they_did", "Tags alone are not written, and not counted.",
         put_samples=lambda self, put, request: put(request) if request.columns else spec.PutReply(num_samples=0))
 
 @toy("test_tags_merge_key_by_key", "A put's tags take the place of all that were there.")
@@ -211,7 +211,7 @@ toy.row("StoresTagsAsNumbers", "test_tags_keep_their_types", "True comes back as
         put_samples=asks(tags=lambda request: request.tags and [
             {name: int(value) if value is True or value is False else value for name, value in row.items()}
             for row in request.tags]))
-toy.row("StoresTagsAsJson", "test_tags_that_are_no_finite_numbers_leave_the_store_usable",
+toy.row("StoresTagsAsJson", "test_tags_keep_their_types",
         "JSON has no NaN: it comes back as None.",
         put_samples=asks(tags=lambda request: json.loads(
             json.dumps(request.tags), parse_constant=lambda name: None if name == "NaN" else float(name))))
@@ -239,7 +239,7 @@ toy.row("WritesTheGoodColumns", "test_a_field_keeps_its_schema[n_to_n1]",
 toy.row("IgnoresTheEpoch", "test_put_hook_takes_the_current_epoch",
         "Writes what was checked against another registration.", put_samples=asks(epoch=None))
 
-@toy("test_an_overwrite_gives_no_sample_again",
+@toy("test_the_last_write_wins",
      "An overwrite drops the row and writes it anew, which resurrects it for consumers.")
 def overwrites_by_deleting(self, put_samples, request):
     if request.columns and (again := _written(self, request)):
@@ -268,7 +268,7 @@ toy.row("PairsColumnsByTheirOrder", "test_middleware_may_add_its_column_first",
         "Joins the columns of a row in the order in which they come, and numbers them by the order of the specs.",
         put_samples=asks(columns=lambda request: dict(zip(request.specs, request.columns.values(), strict=True))))
 
-@toy("test_images_ride_with_the_tokens", "Columns that nobody registered are dropped without a word.",
+@toy("test_later_puts_add_fields", "Columns that nobody registered are dropped without a word.",
      register_partition=notes(lambda request: [(request.partition_id, name) for name in request.fields]))
 def keeps_what_was_registered(self, put_samples, request):
     for name in [each for each in request.columns if (request.partition_id, each) not in self.seen["noted"]]:
@@ -285,7 +285,7 @@ def copies_on_the_way_in(self, put_samples, request):
             request.columns[name] = torch.frombuffer(kept[-1], dtype=column.dtype).view(column.shape).clone()
     return put_samples(request)
 
-@toy("test_an_overwrite_may_be_wider_or_narrower",
+@toy("test_puts_that_differ_in_width_are_read_together",
      "A field has one dtype in the engine, that of the first put: wider integers of later ones are cut off.")
 def keeps_the_width_of_the_first_put(self, store_write, write_id, columns, *rest):
     for name, column in columns.items():
@@ -308,21 +308,21 @@ def keeps_rows_across_registrations(self, register_partition, request):
     partition = _partition(self, request)
     return register_partition(request) if partition is None else partition.info
 
-@toy("test_register_again_drops_the_schema", "The dtype of a field outlives the registration.")
+@toy("test_register_again_drops_rows", "The dtype of a field outlives the registration.")
 def keeps_the_schema_across_registrations(self, register_partition, request):
     before, info = _partition(self, request), register_partition(request)
     _partition(self, request).specs.update(before.specs if before else {})
     return info
 
-toy.row("ForgetsButKeeps", "test_a_cleared_partition_leaves_the_engine",
+toy.row("ForgetsButKeeps", "test_what_is_dropped_leaves_the_engine[a_partition]",
         "What is cleared is gone from the books, and stays in the engine.", delete_refs=lambda *_: None)
 
-@toy("test_overwritten_cells_leave_the_engine", "A put does not delete what it replaced.")
+@toy("test_what_is_dropped_leaves_the_engine[overwritten_cells]", "A put does not delete what it replaced.")
 def keeps_old_versions(self, put_samples, request):
     with mock.patch.object(self, "delete_refs"):
         return put_samples(request)
 
-@toy("test_a_refused_put_leaves_nothing_in_the_engine",
+@toy("test_what_is_dropped_leaves_the_engine[a_refused_put]",
      "A put stores its columns first, and leaves them there when it is refused.")
 def stores_before_it_asks(self, put_samples, request):
     self.store_write(-1 - len(self._segments), request.columns, len(request.sample_ids), request.deadline)
@@ -348,7 +348,7 @@ def clears_by_prefix(self, clear_samples, request):
 toy.row("ReturnsNone", "test_clear_hook_counts_its_rows", "Does its work and returns nothing.",
         clear_samples=lambda self, clear, request: clear(request) and None)
 
-toy.row("CountsEpochs", "test_the_epoch_is_the_one_that_the_registration_drew",
+toy.row("CountsEpochs", "test_register_hook_returns_the_registration",
         "Registrations are numbered in the store, which forgets how far it had counted.",
         register_partition=numbers(epoch="{}"))
 
@@ -365,7 +365,7 @@ def claims_twice(self, claim, request):
     given = claim(replace(request, lease_s=request.lease_s or 1e-9))
     return given if request.lease_s else replace(given, lease_tokens=None)
 
-@toy("test_many_claimers_get_each_sample_once",
+@toy("test_many_claimers_get_each_sample_once[alone]",
      "Looks first and marks later, so that two claimers see the same sample.")
 def claims_in_two_steps(self, claim, request):
     given = self.seen[request.partition_id, request.task_name]
@@ -397,7 +397,7 @@ def waits_inside_the_claim(self, claim, request):
             return given
         time.sleep(0.01)
 
-@toy("test_keep_adds_num_samples", "A registration that keeps ignores num_samples.")
+@toy("test_keep_leaves_what_is_there_and_adds_the_rest", "A registration that keeps ignores num_samples.")
 def keeps_the_end_open(self, register_partition, request):
     keeps = _partition(self, request) and request.if_exists == "keep" and request.num_samples
     return register_partition(replace(request, num_samples=None) if keeps else request)
@@ -511,14 +511,12 @@ toy.row("ConsumesBeforeTheEnd", "test_num_samples_must_be_written_and_consumed",
         "Compares what was consumed with what is there, not with what will come.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_done == len(partition.rows) for task in tasks)))
-toy.row("CountsLeasesAsConsumed", "test_an_ack_is_for_good_and_a_nack_gives_back",
-        "What was claimed counts, acked or not.",
+toy.row("CountsLeasesAsConsumed", "test_an_ack_is_for_good_and_a_nack_gives_back", "What was claimed counts, acked or not.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_held == len(partition.rows) for task in tasks)))
 
 # --- leases -----------------------------------------------------------------------------------------------------------
-toy.row("LeasesNeverExpire", "test_only_what_nobody_settles_goes_back",
-        "A crashed consumer keeps its samples for ever.",
+toy.row("LeasesNeverExpire", "test_only_what_nobody_settles_goes_back", "A crashed consumer keeps its samples for ever.",
         claim=asks(lease_s=lambda request: request.lease_s and 1e9))
 toy.row("AcceptsExpiredAcks", "test_two_holders_never_both_succeed", "An ack always succeeds.",
         ack=catches(errors.LeaseExpiredError, lambda self, request, error: settles(self, None, request)))
@@ -541,13 +539,12 @@ def settles_row_by_row(self, nack, request):
         nack(replace(request, sample_ids=[sample_id], lease_tokens=[token], request_id=new_id()))
     return settles(self, nack, request)
 
-toy.row("UsesTokensAgain", "test_register_again_ends_leases", "Tokens are numbered anew with every registration.",
+toy.row("UsesTokensAgain", "test_register_again_drops_cursors", "Tokens are numbered anew with every registration.",
         register_partition=lambda self, register, request: self.seen["numbered"].clear() or register(request),
         claim=numbers(token="token {}"))
 toy.row("CountsTokens", "test_lease_tokens_are_those_that_the_claim_drew",
         "Lease tokens are numbered in the store, which forgets how far it had counted.", claim=numbers(token="1.{}"))
-toy.row("AcksForAWhile", "test_only_what_nobody_settles_goes_back",
-        "An ack is forgotten when the lease ends.", ack=settles)
+toy.row("AcksForAWhile", "test_only_what_nobody_settles_goes_back", "An ack is forgotten when the lease ends.", ack=settles)
 toy.row("RenewsNothing", "test_only_what_nobody_settles_goes_back",
         "A renewal succeeds, and the lease ends when it would have ended.", renew=settles)
 
@@ -605,7 +602,7 @@ def _through_a_pipe(listed):
 toy.row("UnpicklesMessages", "test_nothing_is_unpickled",
         "Declares no_pickle, and sends its tags through a pipe of multiprocessing.",
         list_samples=replies(tags=_through_a_pipe))
-toy.row("DeclaresHalf", "test_operations_that_build_on_claims_declare_them", "Leases without claims.",
+toy.row("DeclaresHalf", "test_declarations_are_consistent", "Leases without claims.",
         capabilities=_without(spec.Capability.CLAIMS))
 
 @toy("test_random_histories_agree_with_the_ledger",
@@ -622,7 +619,7 @@ toy.row("GivesRoomToWhoeverAsks", "test_a_large_put_is_not_starved_by_small_ones
         put_once=lambda self, put, request, writes, ticket: put(request, writes, None),
         call_ledger=lambda self, call, deadline, command: (
             None if isinstance(command, commands.WaitForRoom) else call(deadline, command)))
-toy.row("ExplainsWhatItDeclares", "test_reasons_are_given_only_for_what_is_not_declared",
+toy.row("ExplainsWhatItDeclares", "test_declarations_are_consistent",
         "Declares claims, and says why it cannot have them.", why_not_declared={"claims": "the engine has no cursor"})
 toy.row("ListsTheDead", "test_clients_that_ended_are_listed_if_asked_for",
         "Lists a client until it says that it closes.", announce=asks(ttl_s=lambda request: request.ttl_s and 9999.0))
@@ -697,7 +694,7 @@ toy.row("SaysThatItDidNot", "test_an_error_says_truly_whether_a_put_happened",
 toy.row("SaysThatItDid", "test_an_error_says_truly_whether_a_put_happened",
         "Drops what is late, and says that it was done.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="done")))
-toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value[small]",
+toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value",
         "Declares that requests are repeatable, and does not look at their ids.",
         put_samples=asks(request_id=lambda request: new_id()))
 

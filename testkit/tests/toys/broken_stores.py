@@ -56,10 +56,10 @@ def _place(self, *names):
 # --- one blob ---------------------------------------------------------------------------------------------------------
 toy.row("DeletesNothing", "test_a_deleted_blob_is_gone", "delete does nothing: what is cleared stays for ever.",
         delete=lambda *_: None)
-toy.row("KeepsWhatIsCleared", "test_rows_that_are_cleared_leave_the_engine",
+toy.row("KeepsWhatIsCleared", "test_what_is_dropped_leaves_the_engine[half_of_the_rows]",
         "The one delete that clears call is not there.", delete_rows=lambda *_: None)
 
-@toy("test_a_new_registration_leaves_nothing_of_the_old_in_the_engine", "Only clears delete.",
+@toy("test_what_is_dropped_leaves_the_engine[an_old_registration]", "Only clears delete.",
      delete_rows=lambda self, delete, *rows: delete(*rows) if self.seen["clears"] else None)
 def keeps_what_a_registration_frees(self, clear_samples, request):
     self.seen["clears"].append(request)
@@ -162,7 +162,7 @@ def raises_at_the_end(self, read, first):
         raise IndexError(first)
     return records
 
-@toy("test_tags_that_are_no_finite_numbers_leave_the_store_usable",
+@toy("test_tags_keep_their_types",
      "The journal can be written with a NaN in it, and then not be read.")
 def cannot_read_nan(self, read, first):
     records = read(first)
@@ -231,7 +231,7 @@ def takes_what_was_trimmed(self, append, seq, record):
     return False
 
 # --- several processes ------------------------------------------------------------------------------------------------
-toy.row("KeepsCursorsInTheClient", "test_each_sample_goes_to_one_process",
+toy.row("KeepsCursorsInTheClient", "test_many_claimers_get_each_sample_once[alone]",
         "Every process remembers for itself what it gave: right in one process, wrong in two.",
         claim=claims_in_two_steps)
 

@@ -101,8 +101,8 @@ RULES: Final = {
     "ended": "With `ended`, it also lists those that closed, or were not heard of for too long, in the last ten "
     "minutes; their `state` says which.",
     "deadline": "Every call ends by its deadline",
-    "errors": "Errors derive from `DataPlaneError`, which carries `backend`, `retryable` and `hint`, survives pickling, "
-    "and keeps its cause.",
+    "errors": "Errors derive from `DataPlaneError`, which carries `backend`, `retryable` and `hint`, survives pickling,"
+    " and keeps its cause.",
 }
 
 

@@ -71,7 +71,8 @@ def reads_the_width_of_the_first_row(self, fetch_fields, located, num_samples, d
         found[name] = found[name].to(dtype).to(found[name].dtype)
     return found
 
-@toy("test_get_of_missing_samples_names_them[a_few]", "Returns the rows that are there, and says nothing of the others.")
+@toy("test_get_of_missing_samples_names_them[a_few]",
+     "Returns the rows that are there, and says nothing of the others.")
 def drops_missing_samples(self, get_samples, request):
     listed = set(_listed(self, request))
     request.sample_ids = [each for each in request.sample_ids if each in listed]
@@ -151,7 +152,8 @@ toy.row("RaisesErrorsThatCannotTravel", "test_get_of_missing_samples_names_them[
         "Another process gets an error without the names of the samples.", get_samples=_says(_CannotTravel))
 toy.row("PrintsErrorsAsReprs", "test_get_of_missing_samples_names_them[nothing]",
         "The message is in quotes, and does not name the backend.", get_samples=_says(_PrintsAsARepr))
-toy.row("RaisesPagesOfText", "test_get_of_missing_samples_names_them[nothing]", "The message holds all that the store knows.",
+toy.row("RaisesPagesOfText", "test_get_of_missing_samples_names_them[nothing]",
+        "The message holds all that the store knows.",
         get_samples=_says(errors.MissingDataError, hint="row " * 1000))
 toy.row("LeavesErrorsToTheClient", "test_get_of_missing_samples_names_them[a_few]",
         "Counts on core to notice that rows are missing.",
@@ -197,7 +199,8 @@ def takes_more_than_were_registered(self, put_samples, request):
     with mock.patch.object(partition, "info", replace(partition.info, num_samples=1 << 40)):
         return put_samples(request)
 
-toy.row("ForgetsToWriteTags", "test_put_and_get_hooks_say_what_they_did", "Tags alone are not written, and not counted.",
+toy.row("ForgetsToWriteTags", "test_put_and_get_hooks_say_what_they_did",
+        "Tags alone are not written, and not counted.",
         put_samples=lambda self, put, request: put(request) if request.columns else spec.PutReply(num_samples=0))
 
 @toy("test_tags_merge_key_by_key", "A put's tags take the place of all that were there.")
@@ -511,12 +514,14 @@ toy.row("ConsumesBeforeTheEnd", "test_num_samples_must_be_written_and_consumed",
         "Compares what was consumed with what is there, not with what will come.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_done == len(partition.rows) for task in tasks)))
-toy.row("CountsLeasesAsConsumed", "test_an_ack_is_for_good_and_a_nack_gives_back", "What was claimed counts, acked or not.",
+toy.row("CountsLeasesAsConsumed", "test_an_ack_is_for_good_and_a_nack_gives_back",
+        "What was claimed counts, acked or not.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_held == len(partition.rows) for task in tasks)))
 
 # --- leases -----------------------------------------------------------------------------------------------------------
-toy.row("LeasesNeverExpire", "test_only_what_nobody_settles_goes_back", "A crashed consumer keeps its samples for ever.",
+toy.row("LeasesNeverExpire", "test_only_what_nobody_settles_goes_back",
+        "A crashed consumer keeps its samples for ever.",
         claim=asks(lease_s=lambda request: request.lease_s and 1e9))
 toy.row("AcceptsExpiredAcks", "test_two_holders_never_both_succeed", "An ack always succeeds.",
         ack=catches(errors.LeaseExpiredError, lambda self, request, error: settles(self, None, request)))
@@ -544,7 +549,8 @@ toy.row("UsesTokensAgain", "test_register_again_drops_cursors", "Tokens are numb
         claim=numbers(token="token {}"))
 toy.row("CountsTokens", "test_lease_tokens_are_those_that_the_claim_drew",
         "Lease tokens are numbered in the store, which forgets how far it had counted.", claim=numbers(token="1.{}"))
-toy.row("AcksForAWhile", "test_only_what_nobody_settles_goes_back", "An ack is forgotten when the lease ends.", ack=settles)
+toy.row("AcksForAWhile", "test_only_what_nobody_settles_goes_back",
+        "An ack is forgotten when the lease ends.", ack=settles)
 toy.row("RenewsNothing", "test_only_what_nobody_settles_goes_back",
         "A renewal succeeds, and the lease ends when it would have ended.", renew=settles)
 

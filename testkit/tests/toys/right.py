@@ -99,7 +99,7 @@ _TESTS = {
     "DeclaresClaims": ("undeclared or tags or consumed or order or history", 20, {}),
     "CarriesRows": (_COLUMNS, 40, {"test_equal_cells_count_once": "not declared"}),
     "CarriesBytes": (_COLUMNS, 40, {}),
-    "StandsStill": ("acked_samples_never or renew_extends", 2, {}),
+    "StandsStill": ("nobody_settles", 1, {}),
     "OthersCome": ("listed or number_of_clients or announces", 5, {}),
     "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 8, {}),
     "Plain": (f"{_BLOBS} or {_PROCESSES}", 50, {}),

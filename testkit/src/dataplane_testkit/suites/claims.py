@@ -157,8 +157,10 @@ class ClaimSuite(Suite, chapter="claims"):
         assert batch(one, 0, None).sample_ids == batch(two, 0, 1).sample_ids == ["s4"]
         assert batch(one, 1, None).sample_ids == []
         store.register(partition_id=partition)
-        store.put(partition, ids(2), x=torch.arange(2))
-        assert batch(one, 0, None).sample_ids == ["s0", "s1"], "a new registration does not begin with batch 0"
+        store.put(partition, ids(4), x=torch.arange(4))
+        again = batch(one, 0, None)
+        assert again.sample_ids == ["s0", "s1"]
+        assert batch(two, 0, 0) == again, "a new registration does not begin with batch 0"
 
     def test_a_cleared_batch_is_refused_though_its_samples_are_written_anew(self, store: Store) -> None:
         partition = store.filled(4)

@@ -139,15 +139,15 @@ class ListingSuite(Suite, chapter="listing"):
         assert store.client.describe(partition).num_rows == {"x": 1, "o": 1, "s": 1}
 
     def test_describe_counts_per_task(self, store: Store) -> None:
-        groups = {"group_size": 2} if store.declares(Capability.GROUPS) else {}
+        group_size = 2 if store.declares(Capability.GROUPS) else None
         whole = [f"{group}_g{member}" for group in "kmn" for member in range(2)]
-        partition = store.filled([*whole, "late_g0", "late_g1"], "x", "y", tasks=["a", "b"], **groups)
+        partition = store.filled([*whole, "late_g0", "late_g1"], "x", "y", tasks=["a", "b"], group_size=group_size)
         store.put(partition, [*whole, "late_g0"], y=torch.zeros(7))
         store.claim(partition, 2, task="a")
         store.claim(partition, 2, task="a", lease_s=_LONG_S)
         tasks = store.client.describe(partition).tasks
         found = {name: (task.num_ready, task.num_leased, task.num_consumed) for name, task in tasks.items()}
-        alone = 0 if groups else 1  # late_g0 lacks its group
+        alone = 0 if group_size else 1  # late_g0 lacks its group
         assert found == {"a": (2 + alone, 2, 2), "b": (6 + alone, 0, 0)}
 
     def test_questions_are_answered(self, store: Store) -> None:

@@ -144,7 +144,7 @@ class RaceSuite(Suite, chapter="races"):
             store.put(target, names, x=jagged(rows), y=torch.full((3,), value))
 
         def churn() -> None:
-            for value in range(1, 1 + 40 * _FACTOR):
+            for value in range(1, by_profile(20, 40, 400)):
                 changes: list[Callable[[], object]] = [
                     partial(fill, partition, goes, value),
                     partial(store.client.clear_samples, goes if value % 2 else goes[1:], partition),

@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Command, Ledger, commands
 from dataplane_core.ledger.clients import ClientRegister
-from dataplane_core.spec import CallInfo, Capability, ClientInfo, FieldSpec, ListClientsRequest, Question
+from dataplane_core.spec import CallInfo, Capability, ClientInfo, FieldSpec, ListClientsRequest, Question, Sampler
 
 _T = TypeVar("_T")
 
@@ -254,7 +255,7 @@ class History:
     _begun: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._next = [lambda name=name: self._register(name, keep=False) for name in PARTITIONS]
+        self._next = [partial(self._register, name, keep=False) for name in PARTITIONS]
         self._weights = {name: weight for name, (weight, needs) in _DRAWN.items() if needs <= self.able}
         for name in _ONLY_REAL if not self.real else _ONLY_VIRTUAL:
             self._weights.pop(name, None)
@@ -371,8 +372,8 @@ class History:
                 {"e": self.dice.choice(kinds)} if not self.narrows or self.dice.random() < 0.8 else {"w": "large ints"}
             )
         odd = self.dice.random() < 0.3
-        kinds = {name: self.dice.choice(each) if odd or name in "lwe" else each[0] for name, each in FIELDS.items()}
-        return {name: kinds[name] for name in fields}
+        drawn = {name: self.dice.choice(each) if odd or name in "lwe" else each[0] for name, each in FIELDS.items()}
+        return {name: drawn[name] for name in fields}
 
     def _register(self, name: str = "", keep: bool | None = None) -> Step:
         dice = self.dice
@@ -402,6 +403,7 @@ class History:
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
         dice, repeatable = self.dice, Capability.REPEATABLE in self.able
         ids = list(ids) or self._some_ids()
+        faults: list[Literal["", "lost", "late"]] = ["lost", "late"] if repeatable else ["late"]
         put = Put(
             name or self._part(),
             ids,
@@ -409,7 +411,7 @@ class History:
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
             epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
-            fault=dice.choice(["lost"] * repeatable + ["late"]) if dice.random() < 0.1 and self.real else "",
+            fault=dice.choice(faults) if dice.random() < 0.1 and self.real else "",
         )
         if put.fault == "late":
             put = replace(put, columns={"x": "dense"}, tags=None, epoch="")
@@ -486,7 +488,7 @@ class History:
             explain=waits and self.real,
             lease_s=dice.choice([None, *leases]) if Capability.LEASES in self.able else None,
             tag_filter=self._filter(),
-            sampler=dice.choice(["first_write"] * 3 + ["freshest"] * (Capability.SAMPLERS in self.able)),
+            sampler="freshest" if Capability.SAMPLERS in self.able and dice.random() < 0.25 else "first_write",
             token=f"k{self._number()}",
         )
 
@@ -498,10 +500,17 @@ class History:
         dice, claim = self.dice, self._claim()
         assert isinstance(claim, commands.ClaimRequest)
         size = dice.choice([None, 2, 2])
-        samplers = ["first_write", "freshest", *["balanced"] * (size is not None)]
-        lease_s = LONG_S if claim.lease_s and self.real else claim.lease_s
-        about = {"dp_rank": dice.randrange(2), "dp_size": size, "batch_index": dice.choice([0, 0, 1, 2])}
-        return replace(claim, **about, sampler=dice.choice(samplers), lease_s=lease_s)
+        samplers: list[Sampler] = (
+            ["first_write", "freshest"] if size is None else ["first_write", "freshest", "balanced"]
+        )
+        return replace(
+            claim,
+            lease_s=LONG_S if claim.lease_s and self.real else claim.lease_s,
+            sampler=dice.choice(samplers),
+            dp_rank=dice.randrange(2),
+            dp_size=size,
+            batch_index=dice.choice([0, 0, 1, 2]),
+        )
 
     def _stay(self) -> Step:
         claim = self._claim(task="train")
@@ -526,10 +535,12 @@ class History:
         request_id = f"s{self._number()}"
         self._requests = [*self._requests[-6:], request_id]
         about = (claim.partition_id, claim.task_name, [each for each, _ in some], [token for _, token in some])
-        kind = dice.choice([commands.AckRequest, commands.NackRequest, commands.NackRequest, commands.RenewRequest])
-        if kind is commands.RenewRequest:
-            return kind(*about, LONG_S if self.real else 4.0, request_id=request_id, left_s=1e9)
-        return kind(*about, request_id=request_id, left_s=1e9)
+        kind: Any = dice.choice(
+            [commands.AckRequest, commands.NackRequest, commands.NackRequest, commands.RenewRequest]
+        )
+        extra = [LONG_S if self.real else 4.0] if kind is commands.RenewRequest else []
+        settle: commands.SettleRequest = kind(*about, *extra, request_id=request_id, left_s=1e9)
+        return settle
 
     def _set_cursor(self) -> Step:
         some, create = self.dice.sample(IDS, self.dice.choice([0, 4])), not self.real and self.dice.random() < 0.5
@@ -546,7 +557,11 @@ class History:
         if Capability.CLAIMS in self.able:
             for _ in range(self.dice.randint(0, 2)):
                 task = self.dice.choice([*TASKS, "nobody"])
-                about = {"task_name": task, "required_fields": self._fields(), "tag_filter": self._filter()}
+                about: dict[str, Any] = {
+                    "task_name": task,
+                    "required_fields": self._fields(),
+                    "tag_filter": self._filter(),
+                }
                 questions.append(Question(**about, explain=self.real and self.dice.random() < 0.5))
         return commands.InspectRequest(self._part(), questions)
 
@@ -565,7 +580,13 @@ class History:
 
     def _announce(self) -> Step:
         calls = [CallInfo(operation="ping", partition_id="", running_s=0.5)] * self.dice.randint(0, 2)
-        about = {"host": "a host", "pid": self._number(), "role": "kit", "open_s": 1.0, "num_calls": len(calls)}
+        about: dict[str, Any] = {
+            "host": "a host",
+            "pid": self._number(),
+            "role": "kit",
+            "open_s": 1.0,
+            "num_calls": len(calls),
+        }
         client = ClientInfo(client_id=self.dice.choice(CLIENTS), **about, calls=calls)
         ends = [600.0, 600.0, 0.0, SHORT_S] if self.real else [600.0, 0.0, 2.0]
         self._next.append(self._list_clients if self.dice.random() < 0.6 else self._announce)

@@ -18,7 +18,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError, LostReplyError, LostSamplesError, MissingDataError
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Claim, ListClientsRequest, this_process
+from dataplane_core.spec import Capability, Claim, ClientInfo, ListClientsRequest, this_process
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
 from dataplane_testkit._hooks import Hooks, backend_of
@@ -101,8 +101,8 @@ RULES: Final = {
     "ended": "With `ended`, it also lists those that closed, or were not heard of for too long, in the last ten "
     "minutes; their `state` says which.",
     "deadline": "Every call ends by its deadline",
-    "errors": "Errors derive from `DataPlaneError`, which carries `backend`, `retryable` and `hint`, survives pickling,"
-    " and keeps its cause.",
+    "errors": "Errors derive from `DataPlaneError`, which carries `backend`, `retryable` and `hint`, survives "
+    "pickling, and keeps its cause.",
 }
 
 
@@ -240,7 +240,7 @@ class StoreMachine:
         """Takes steps that a history draws. Returns how it failed."""
         wire, about = self.store.deployment.backend_class.wire, self.store.deployment.backend_class
         narrows = self.store.backend.narrow and (wire.bytes or wire.narrow)
-        options = {"bounded": self.bounded, "narrows": narrows, "shares": wire.shared_rows}
+        options: dict[str, Any] = {"bounded": self.bounded, "narrows": narrows, "shares": wire.shared_rows}
         history = History(random.Random(seed), about.capabilities, real=True, **options)
         try:
             with self.ending():
@@ -617,8 +617,8 @@ class StoreMachine:
         same("describe rows", dict(found.num_rows), dict(reply.num_rows), "the samples that have a field")
         for task, expected in reply.tasks.items():
             of = found.tasks[task]
-            numbers = [(each.num_ready, each.num_leased, each.num_consumed) for each in (of, expected)]
-            same("describe tasks", *numbers, f"what is ready, leased and consumed of {task}")
+            counted, right = [(each.num_ready, each.num_leased, each.num_consumed) for each in (of, expected)]
+            same("describe tasks", counted, right, f"what is ready, leased and consumed of {task}")
             self.check_oldest(name, task, of.oldest_lease, expected.oldest_lease, asked_at)
         if step.questions:
             answers = Hooks(backend_of(client)).answers(partition, *step.questions)
@@ -707,7 +707,9 @@ class StoreMachine:
             return self.take_answered(claim, client, reply, error)
         with self.noting(client, "claim", None) as sent:
             waiting = self.store.waiting_claim(
-                *(self.partition(claim.partition_id), claim.batch_size, *claim.required_fields),
+                self.partition(claim.partition_id),
+                claim.batch_size,
+                *claim.required_fields,
                 client=client,
                 timeout_s=600.0,
                 **_options(claim),
@@ -797,9 +799,12 @@ class StoreMachine:
             raise Broken("clients", f"the store says that it has {told.num_clients} clients, but {reply} are listed")
         if step.ttl_s == SHORT_S:
             self.model.now += 2 * SHORT_S
-            listed = lambda: {each.client_id for each in hooks.clients()}  # noqa: E731
+
+            def is_listed() -> bool:
+                return any(each.client_id == info.client_id for each in hooks.clients())
+
             with proving("ended"):
-                eventually(lambda: info.client_id not in listed(), what="the end of a client that is silent")
+                eventually(lambda: not is_listed(), what="the end of a client that is silent")
         return reply
 
     def take_list_clients(self, step: ListClientsRequest, client: DataPlaneClient) -> Any:
@@ -807,7 +812,10 @@ class StoreMachine:
         reply, _ = self.expected(step)
         listed = Hooks(backend_of(client)).clients(ended=step.ended)
         mine = {each.client_id.removeprefix(self.base): each for each in listed if each.client_id.startswith(self.base)}
-        about = lambda each: (each.pid, each.state, list(each.calls))  # noqa: E731
+
+        def about(each: ClientInfo) -> Any:
+            return each.pid, each.state, list(each.calls)
+
         rule = "ended" if step.ended else "clients"
         found = {name: about(each) for name, each in mine.items()}
         same(rule, found, {each.client_id: about(each) for each in reply}, "the clients")

@@ -700,7 +700,7 @@ toy.row("SaysThatItDidNot", "test_an_error_says_truly_whether_a_put_happened",
 toy.row("SaysThatItDid", "test_an_error_says_truly_whether_a_put_happened",
         "Drops what is late, and says that it was done.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="done")))
-toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value",
+toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value[small]",
         "Declares that requests are repeatable, and does not look at their ids.",
         put_samples=asks(request_id=lambda request: new_id()))
 

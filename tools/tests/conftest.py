@@ -1,6 +1,7 @@
-"""A store that commands look at."""
+"""Stores that commands look at."""
 
 import pytest
+import torch
 
 from dataplane_core import connect
 
@@ -36,3 +37,50 @@ def nowhere(tmp_path):
     path = tmp_path / "nowhere.yaml"
     path.write_text("{backend: shm_store, attach_wait_s: 0, options: {namespace: nowhere, capacity_bytes: 50MB}}")
     return str(path)
+
+
+@pytest.fixture
+def client():
+    """A store of this process."""
+    with connect({"backend": "noop"}) as client:
+        yield client
+
+
+@pytest.fixture
+def other():
+    """A second store."""
+    with connect({"backend": "noop"}) as client:
+        yield client
+
+
+@pytest.fixture
+def written(client):
+    """A store with ``p``: 4 of 5 rows are finished."""
+    client.register_partition("p", ["tokens", "reward"], 5, ["train"])
+    columns = {"tokens": [[1, 2, 3], [4], [], [5, 6], [7]], "reward": torch.tensor([0.0, 0.25, 0.5, 0.75])}
+    ids = ["a", "b", "c", "d", "e"]
+    tags = [{"weight_version": 7 + number, "reward": "good", "kind": number or "odd"} for number in range(5)]
+    client.put_samples(ids, "p", {"tokens": columns["tokens"]}, tags=tags)
+    client.put_samples(ids[:4], "p", {"reward": columns["reward"].bfloat16()})
+    return client
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """Does something before a call of a method: ``before(client, "ack", 2, act)`` before the second one.
+
+    ``act`` may return what the call returns instead.
+    """
+
+    def patch(of, name, number, act):
+        real, calls = getattr(of, name), []
+
+        def call(*arguments, **options):
+            calls.append(arguments)
+            instead = act() if len(calls) == number else None
+            return real(*arguments, **options) if instead is None else instead
+
+        monkeypatch.setattr(of, name, call)
+        return calls
+
+    return patch

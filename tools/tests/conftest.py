@@ -1,9 +1,11 @@
-"""Stores that commands look at."""
+"""Stores that commands look at, and what tests do to them."""
 
 import pytest
 import torch
 
 from dataplane_core import connect
+from dataplane_testkit._timing import Background
+from dataplane_tools._metrics import Federation
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +86,17 @@ def before(monkeypatch):
         return calls
 
     return patch
+
+
+@pytest.fixture
+def federation():
+    """A store in which one task moves, and another one is starved."""
+    config = {"backend": "noop", "middleware": ["prometheus"], "announce_s": 0.2, "warn_after_s": 0.5}
+    with connect(config) as client:
+        client.register_partition("p", ["x", "y"], None, ["score", "train"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        waiting = Background(lambda: client.claim_meta("p", "train", ["x", "y"], 1, timeout_s=600.0))
+        yield Federation(client, lambda: client)
+        client.clear_samples(None, "p")
+        with pytest.raises(KeyError):
+            waiting.result()

@@ -223,6 +223,7 @@ RESUMES = {
         [q(3, 4), q(5, 6)],
         {"given twice": ("1 prompt", "'q3'", "2 and in step 3")},
     ),
+    "given twice, and no new one": ([q(0, 1), q(2, 3)], 3, [q(3)], {"given twice": ("1 prompt", "'q3'")}),
     "numbers are missing anyway": ([q(0, 1), q(2, 5), q(6, 7)], 4, [q(10, 11), q(12, 13)], {}),
     "numbers jump": ([q(0, 1), q(2, 3)], 3, [q(10**17, 10**17 + 1), q(10**17 + 2, 10**17 + 3)], {}),
     "a further pass over all prompts": ([q(0, 1), q(2, 3)], 3, [q(0, 1), q(2, 3)], {}),

@@ -25,6 +25,14 @@ def folder(tmp_path):
     return tmp_path / "recording"
 
 
+def run_that_puts(folder, *sample_ids, payload="all", tags=None):
+    """A recording of samples with ``x``, which is 1, in partition ``train``: a put for each."""
+    with run_of(folder, payload) as client:
+        client.register_partition("train", ["x"], None, [])
+        for sample_id in sample_ids:
+            client.put_samples([sample_id], "train", {"x": torch.ones(1)}, tags=tags)
+
+
 def columns(step):
     """Columns of the four ids: ragged, of objects, images that are shared, and of two dtypes."""
     generator = torch.Generator().manual_seed(step)
@@ -123,9 +131,7 @@ def test_registrations_with_other_dtypes_show_the_newest_rows(folder, capsys):
 
 @pytest.mark.parametrize("payload", ["none", "digests"])
 def test_without_rows_it_says_what_to_record(folder, capsys, payload):
-    with run_of(folder, payload=payload) as client:
-        client.register_partition("train", ["x"], None, [])
-        client.put_samples(["a"], "train", {"x": torch.ones(1)}, tags=[{"r": 1}])
+    run_that_puts(folder, "a", payload=payload, tags=[{"r": 1}])
     assert main(["read", str(folder), "train"]) == 1
     err = capsys.readouterr().err
     assert f"has no rows of partition 'train': its clients recorded payload '{payload}'." in err
@@ -149,9 +155,7 @@ def test_of_a_share_of_the_samples_the_others_are_counted(folder, capsys):
 
 
 def test_a_client_that_records_less_is_said(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a")
     with run_of(folder, payload="digests") as client:
         client.register_partition("train", ["x"], None, [], if_exists="keep")
         client.put_samples(["a", "b"], "train", {"y": torch.ones(2)}, tags=[{"r": 1}] * 2)
@@ -162,10 +166,7 @@ def test_a_client_that_records_less_is_said(folder, capsys):
 
 
 def test_a_tail_that_a_kill_cut_off_is_said(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        for sample_id in ("a", "b"):
-            client.put_samples([sample_id], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a", "b")
     (lines,) = folder.glob("*-000000.jsonl")
     *_, second_put, end_mark = lines.read_bytes().splitlines(keepends=True)
     assert second_put.count(b'"put_samples"') == 1
@@ -176,9 +177,7 @@ def test_a_tail_that_a_kill_cut_off_is_said(folder, capsys):
 
 
 def test_damaged_rows_are_an_error(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a")
     (rows,) = folder.glob("*.rows")
     rows.write_bytes(rows.read_bytes()[:-1] + b"\xff")
     assert main(["read", str(folder)]) == 1
@@ -234,8 +233,7 @@ def test_a_page_shows_what_was_cleared(folder, tmp_path, capsys):
 
 
 def test_a_folder_is_not_followed(folder, tmp_path, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
+    run_that_puts(folder)
     assert main(["export", str(folder), "train", str(tmp_path / "out"), "--follow"]) == 1
     assert "is a folder, and only a running store goes on" in capsys.readouterr().err
 
@@ -286,10 +284,7 @@ def test_flow_draws_the_same_of_a_recording_as_of_a_file_of_events(folder, tmp_p
 
 
 def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
-    with run_of(folder, payload="none") as client:
-        client.register_partition("train", ["x"], None, [])
-        for sample_id in ("a", "b"):
-            client.put_samples([sample_id], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a", "b", payload="none")
     (lines,) = folder.glob("*-000000.jsonl")
     lines.write_bytes(lines.read_bytes()[:-20])
     assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
@@ -301,8 +296,7 @@ def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
 def test_flow_of_a_folder_without_operations_is_an_error(folder, capsys, what):
     folder.mkdir()
     if what == "nothing moved":
-        with run_of(folder) as client:
-            client.register_partition("train", ["x"], None, [])
+        run_that_puts(folder)
     assert main(["flow", str(folder)]) == 1
     said = "no recording in" if what == "no recording" else "has no line with an operation"
     assert said in capsys.readouterr().err

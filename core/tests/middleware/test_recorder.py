@@ -325,12 +325,15 @@ def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folde
 
 
 @pytest.mark.usefixtures("_small_segments")
-def test_a_client_that_ended_does_not_keep_its_newest_segment(folder):
+def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
     for name in ("a", "b"):
         write(folder, name, 10**9, 3)
-    write(folder, "long", 1 << 13, 50)
-    recording = Recording(folder)
-    assert {each.role for each in recording.writers} == {"long"}
+    with recorded(folder) as still_open:
+        write(folder, "long", 1 << 13, 50)
+        recording = Recording(folder)
+        (kept,) = (each for each in recording.writers if each.role != "long")
+        assert recording.is_open(kept.client)
+        still_open.list_partitions()
     assert len(recording.dropped) >= 2
 
 

@@ -1,8 +1,11 @@
-"""A store that commands look at."""
+"""Stores that commands look at, and what tests do to them."""
 
 import pytest
+import torch
 
 from dataplane_core import connect
+from dataplane_testkit._timing import Background
+from dataplane_tools._metrics import Federation
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +39,64 @@ def nowhere(tmp_path):
     path = tmp_path / "nowhere.yaml"
     path.write_text("{backend: shm_store, attach_wait_s: 0, options: {namespace: nowhere, capacity_bytes: 50MB}}")
     return str(path)
+
+
+@pytest.fixture
+def client():
+    """A store of this process."""
+    with connect({"backend": "noop"}) as client:
+        yield client
+
+
+@pytest.fixture
+def other():
+    """A second store."""
+    with connect({"backend": "noop"}) as client:
+        yield client
+
+
+@pytest.fixture
+def written(client):
+    """A store with ``p``: 4 of 5 rows are finished."""
+    client.register_partition("p", ["tokens", "reward"], 5, ["train"])
+    columns = {"tokens": [[1, 2, 3], [4], [], [5, 6], [7]], "reward": torch.tensor([0.0, 0.25, 0.5, 0.75])}
+    ids = ["a", "b", "c", "d", "e"]
+    tags = [{"weight_version": 7 + number, "reward": "good", "kind": number or "odd"} for number in range(5)]
+    client.put_samples(ids, "p", {"tokens": columns["tokens"]}, tags=tags)
+    client.put_samples(ids[:4], "p", {"reward": columns["reward"].bfloat16()})
+    return client
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """Does something before a call of a method: ``before(client, "ack", 2, act)`` before the second one.
+
+    ``act`` may return what the call returns instead.
+    """
+
+    def patch(of, name, number, act):
+        real, calls = getattr(of, name), []
+
+        def call(*arguments, **options):
+            calls.append(arguments)
+            instead = act() if len(calls) == number else None
+            return real(*arguments, **options) if instead is None else instead
+
+        monkeypatch.setattr(of, name, call)
+        return calls
+
+    return patch
+
+
+@pytest.fixture
+def federation():
+    """A store in which one task moves, and another one is starved."""
+    config = {"backend": "noop", "middleware": ["prometheus"], "announce_s": 0.2, "warn_after_s": 0.5}
+    with connect(config) as client:
+        client.register_partition("p", ["x", "y"], None, ["score", "train"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        waiting = Background(lambda: client.claim_meta("p", "train", ["x", "y"], 1, timeout_s=600.0))
+        yield Federation(client, lambda: client)
+        client.clear_samples(None, "p")
+        with pytest.raises(KeyError):
+            waiting.result()

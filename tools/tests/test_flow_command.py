@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import threading
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.middleware import EventFile
-from dataplane_tools import _inspect
 from dataplane_tools._charts import show_bytes, show_seconds
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -205,57 +203,10 @@ def test_names_are_escaped(tmp_path):
     assert list(table) == ["claim &lt;b&gt;&amp;"]
 
 
-def test_a_running_store_is_looked_at_for_a_while(store, config, tmp_path, capsys):
-    store.register_partition("train", ["x"], None, ["policy"])
-    stop = threading.Event()
-
-    def write():
-        row = 0
-        while not stop.wait(0.01):
-            store.put_samples([f"s{row}"], "train", {"x": torch.zeros(1, 4)})
-            row += 1
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for seconds in ("2.5", "10", "40"):
-            assert main(["flow", config, "--seconds", seconds, "-o", str(tmp_path)]) == 0
-            (looks,) = re.findall(r": (\d+) looks? over ", capsys.readouterr().out)
-            if int(looks) >= 2:  # a busy machine has fewer than one per second
-                break
-    finally:
-        stop.set()
-        writer.join()
-    assert int(looks) >= 2
-    texts, table, _ = page(tmp_path)
-    assert "train: written" in texts
-    assert texts.count("train: policy") == 3
-    assert int(table["train"][0]) > 3
-    assert table["train"][-1].endswith(" ready, 0 leased, 0 consumed")
-
-
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
 def test_the_time_to_look_is_checked(tmp_path, capsys, seconds):
     assert main(["flow", str(tmp_path / "config.yaml"), "--seconds", seconds]) == 1
     assert "Expected a number above 0." in capsys.readouterr().err
-
-
-def test_what_was_seen_of_a_store_that_ends_is_drawn(nowhere, tmp_path, capsys, monkeypatch):
-    client = connect(nowhere)
-    client.register_partition("train", ["x"], None, ["policy"])
-    look = _inspect.look
-
-    def look_and_end(attached, **more):
-        seen = look(attached, **more)
-        client.close()
-        return seen
-
-    monkeypatch.setattr(_inspect, "look", look_and_end)
-    assert main(["flow", nowhere, "--seconds", "60", "-o", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert re.search(r" and flow.svg: 1 look over ", out)
-    assert "The store could not be looked at any more: " in err
-    assert "could not be looked at any more" in page(tmp_path)[2]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from contents import content
 
 from dataplane_core import connect
 from dataplane_core.cli import main
@@ -14,16 +15,22 @@ from dataplane_tools import _recorded, import_folder
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
 
 
-def run_of(folder, backend="noop", payload="all", **options):
+def run_of(folder, payload="all"):
     """A client that records."""
-    config = {"backend": backend, "options": options, "middleware": [{"recorder": {"folder": folder}}]}
-    config["middleware"][0]["recorder"]["payload"] = payload
-    return connect(config)
+    return connect({"backend": "noop", "middleware": [{"recorder": {"folder": folder, "payload": payload}}]})
 
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "recording"
+
+
+def run_that_puts(folder, *sample_ids, payload="all", tags=None):
+    """A recording of samples with ``x``, which is 1, in partition ``train``: a put for each."""
+    with run_of(folder, payload) as client:
+        client.register_partition("train", ["x"], None, [])
+        for sample_id in sample_ids:
+            client.put_samples([sample_id], "train", {"x": torch.ones(1)}, tags=tags)
 
 
 def columns(step):
@@ -39,24 +46,6 @@ def columns(step):
     }
 
 
-def plain(cell):
-    if isinstance(cell, torch.Tensor):
-        return str(cell.dtype), tuple(cell.shape), cell.contiguous().reshape(-1).view(torch.uint8).tolist()
-    return [plain(each) for each in cell] if isinstance(cell, list) else (type(cell), repr(cell))
-
-
-def content(client, partition_id):
-    """All that a partition holds, in order: ids, tags and cells."""
-    listed = client.list_samples(partition_id)
-    held = []
-    for sample_id, tags in zip(listed.sample_ids, listed.tags, strict=True):
-        (names,) = client.list_fields([sample_id], partition_id)
-        cells = client.get_samples([sample_id], partition_id, sorted(names)) if names else {}
-        rows = {name: cells[name][0] if torch.is_tensor(cells[name]) else cells[name].tolist()[0] for name in names}
-        held.append((sample_id, dict(tags), {name: plain(rows[name]) for name in sorted(rows)}))
-    return held
-
-
 def read(capsys, *arguments):
     """What `dataplane read --json` shows: id -> values and tags; and its remarks."""
     assert main(["read", *map(str, arguments), "--json"]) == 0
@@ -64,11 +53,9 @@ def read(capsys, *arguments):
     return {each["sample_id"]: {**each["values"], **each["tags"]} for each in json.loads(out)["samples"]}, err
 
 
-@pytest.mark.parametrize("backend", ["noop", "shm_store"])
-def test_an_export_has_all_rows_bit_for_bit_that_the_run_put_and_cleared(folder, tmp_path, capsys, backend):
-    options = {"capacity_bytes": "50MB"} if backend == "shm_store" else {}
+def test_an_export_has_all_rows_bit_for_bit_that_the_run_put_and_cleared(folder, tmp_path, capsys):
     expected = []
-    with run_of(folder, backend, **options) as client:
+    with run_of(folder) as client:
         for step in (1, 2, 3):
             client.register_partition("train", ["tokens", "reward"], 4, ["trainer"], 2, {"source": ["math", "code"]})
             ids = [f"s{step}_{each}" for each in IDS]
@@ -144,9 +131,7 @@ def test_registrations_with_other_dtypes_show_the_newest_rows(folder, capsys):
 
 @pytest.mark.parametrize("payload", ["none", "digests"])
 def test_without_rows_it_says_what_to_record(folder, capsys, payload):
-    with run_of(folder, payload=payload) as client:
-        client.register_partition("train", ["x"], None, [])
-        client.put_samples(["a"], "train", {"x": torch.ones(1)}, tags=[{"r": 1}])
+    run_that_puts(folder, "a", payload=payload, tags=[{"r": 1}])
     assert main(["read", str(folder), "train"]) == 1
     err = capsys.readouterr().err
     assert f"has no rows of partition 'train': its clients recorded payload '{payload}'." in err
@@ -170,9 +155,7 @@ def test_of_a_share_of_the_samples_the_others_are_counted(folder, capsys):
 
 
 def test_a_client_that_records_less_is_said(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a")
     with run_of(folder, payload="digests") as client:
         client.register_partition("train", ["x"], None, [], if_exists="keep")
         client.put_samples(["a", "b"], "train", {"y": torch.ones(2)}, tags=[{"r": 1}] * 2)
@@ -183,10 +166,7 @@ def test_a_client_that_records_less_is_said(folder, capsys):
 
 
 def test_a_tail_that_a_kill_cut_off_is_said(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        for sample_id in ("a", "b"):
-            client.put_samples([sample_id], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a", "b")
     (lines,) = folder.glob("*-000000.jsonl")
     *_, second_put, end_mark = lines.read_bytes().splitlines(keepends=True)
     assert second_put.count(b'"put_samples"') == 1
@@ -197,9 +177,7 @@ def test_a_tail_that_a_kill_cut_off_is_said(folder, capsys):
 
 
 def test_damaged_rows_are_an_error(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        client.put_samples(["a"], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a")
     (rows,) = folder.glob("*.rows")
     rows.write_bytes(rows.read_bytes()[:-1] + b"\xff")
     assert main(["read", str(folder)]) == 1
@@ -255,8 +233,7 @@ def test_a_page_shows_what_was_cleared(folder, tmp_path, capsys):
 
 
 def test_a_folder_is_not_followed(folder, tmp_path, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
+    run_that_puts(folder)
     assert main(["export", str(folder), "train", str(tmp_path / "out"), "--follow"]) == 1
     assert "is a folder, and only a running store goes on" in capsys.readouterr().err
 
@@ -307,10 +284,7 @@ def test_flow_draws_the_same_of_a_recording_as_of_a_file_of_events(folder, tmp_p
 
 
 def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
-    with run_of(folder, payload="none") as client:
-        client.register_partition("train", ["x"], None, [])
-        for sample_id in ("a", "b"):
-            client.put_samples([sample_id], "train", {"x": torch.ones(1)})
+    run_that_puts(folder, "a", "b", payload="none")
     (lines,) = folder.glob("*-000000.jsonl")
     lines.write_bytes(lines.read_bytes()[:-20])
     assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
@@ -322,8 +296,7 @@ def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
 def test_flow_of_a_folder_without_operations_is_an_error(folder, capsys, what):
     folder.mkdir()
     if what == "nothing moved":
-        with run_of(folder) as client:
-            client.register_partition("train", ["x"], None, [])
+        run_that_puts(folder)
     assert main(["flow", str(folder)]) == 1
     said = "no recording in" if what == "no recording" else "has no line with an operation"
     assert said in capsys.readouterr().err

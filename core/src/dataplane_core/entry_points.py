@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -77,7 +80,7 @@ def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
     A name that two distributions register is listed twice.
     """
     records: dict[tuple[str, str, str], PluginRecord] = {}
-    for point in entry_points(group=group):
+    for point in _points(group):
         record = _record(point)
         # one distribution may be found twice, by an editable install and by a path entry
         records.setdefault((record.name, record.distribution, record.target), record)
@@ -104,7 +107,7 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
         DuplicatePluginError: Two distributions register the name.
         PluginImportError: Its import fails. The cause is the original error.
     """
-    points = {(_record(point).distribution, point.value): point for point in entry_points(group=group, name=name)}
+    points = {(_record(point).distribution, point.value): point for point in _points(group) if point.name == name}
     if not points:
         raise unknown_plugin(group, name, kind)
     if len(points) > 1:
@@ -140,6 +143,27 @@ def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
     )
+
+
+def _points(group: str) -> Sequence[EntryPoint]:
+    """The entry points of a group. They are kept until something is installed or removed.
+
+    Else each client would read the metadata of all installed distributions, which takes tens of milliseconds.
+    """
+    return _read_points(group, tuple((place, _changed_ns(place)) for place in sys.path))
+
+
+@functools.lru_cache(maxsize=16)
+def _read_points(group: str, _places: tuple[tuple[str, int], ...]) -> Sequence[EntryPoint]:
+    return tuple(entry_points(group=group))
+
+
+def _changed_ns(place: str) -> int:
+    """When entries of a folder of ``sys.path`` were last added or removed. 0 if it is not there."""
+    try:
+        return os.stat(place or os.curdir).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _record(point: EntryPoint) -> PluginRecord:

@@ -1,4 +1,4 @@
-"""From facts to a verdict: each cause, and what is not called starved. Real processes: tools/tests/test_why.py."""
+"""From facts to a verdict: each cause, and what is not called starved. With processes: engines/test_why.py of tools."""
 
 from dataclasses import replace
 

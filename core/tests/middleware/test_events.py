@@ -1,4 +1,4 @@
-"""The file of events: what its lines have, and that several processes can share it."""
+"""The file of events: what its lines have. Files that several processes share: engines/middleware/."""
 
 import json
 import socket
@@ -89,56 +89,12 @@ def test_the_middleware_writes_for_all_its_operations_and_still_calls_on_event(t
     assert [each.fields for each in seen if each.op == "put_samples"] == [("x",)]
 
 
-def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path, python):
-    code = """
-import sys
-from dataplane_core.middleware import EventFile, OperationEvent
-file = EventFile(sys.argv[1])
-for number in range(500):
-    ids = [f"{sys.argv[2]}_{number}_{row}" for row in range(200)]
-    file(OperationEvent(op="get_samples", partition_id=sys.argv[2], n_keys=200, n_bytes=1, wall_ms=1.0, status="ok",
-                        fields=("x",), sample_ids=ids))
-file.close()
-"""
-    path = tmp_path / "events.jsonl"
-    started = [python.start("-c", code, path, name) for name in ("a", "b", "c")]
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
-    found = lines(path)
-    assert len(found) == 1500
-    assert all(name.startswith(f"{line['partition']}_") for line in found for name in line["ids"])
-
-
 def test_a_file_that_cannot_be_written_ends_no_operation(caplog):
     file = EventFile("/dev/full")
     for _ in range(3):
         file(event())
     file.close()
     assert caplog.text.count("the events of the data plane cannot be written: ") == 1
-
-
-def test_after_a_full_disk_the_next_event_begins_on_a_line_of_its_own(tmp_path, python):
-    """Of two processes, one writes until its file may not grow, which cuts a line as a full disk does."""
-    path = tmp_path / "events.jsonl"
-    code = """
-import resource, signal, sys
-from dataplane_core.middleware import EventFile, OperationEvent
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
-file = EventFile(sys.argv[1])
-for _ in range(3):
-    file(OperationEvent(op="put_samples", partition_id="cut", n_keys=2, n_bytes=8, wall_ms=1.5, status="ok"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-"""
-    done = python.run("-c", code, path)
-    assert "No space left" in done.stderr or "File too large" in done.stderr, done.stderr
-    assert len(path.read_bytes()) == 250
-    file = EventFile(path)
-    file(event(partition_id="next"))
-    file.close()
-    *whole, cut, last = path.read_text().splitlines()
-    assert [json.loads(line)["partition"] for line in [*whole, last]] == ["cut", "cut", "next"]
-    with pytest.raises(ValueError):
-        json.loads(cut)
 
 
 def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from one_store import joined
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -80,7 +81,7 @@ def test_the_number_of_links_is_bounded():
         for name in "abc":
             client.put_samples([name], "p", {"x": torch.zeros(1)})
         client.claim_meta("p", "t", ["x"], 3)
-        assert linked(spans("claim")[0]) == [span.context.span_id for span in spans("put_samples")[:2]]
+    assert linked(spans("claim")[0]) == [span.context.span_id for span in spans("put_samples")[:2]]
     with pytest.raises(ConfigError, match="max_link"):
         connect({"backend": "noop", "middleware": [{"opentelemetry": {"max_lins": 2}}]})
 
@@ -126,18 +127,13 @@ def test_the_event_loop_client_keeps_the_trace():
     assert claim.links[0].context.trace_id == request.trace_id
 
 
-def test_clients_with_and_without_it_share_a_store():
-    config = {"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}
-    with (
-        connect({**config, "middleware": ["opentelemetry"]}) as traced,
-        connect(config, bootstrap=False) as plain,
-    ):
-        traced.register_partition("p", ["x"], None, ["t"])
-        traced.put_samples(["a"], "p", {"x": torch.zeros(1)}, tags=[{"n": 1}])
+def test_clients_with_and_without_it_share_a_store(client):
+    with joined(client, connect({"backend": "noop"})) as plain:
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)}, tags=[{"n": 1}])
         plain.put_samples(["b"], "p", {"x": torch.zeros(1)}, tags=[{"~trace.x": "not a context"}])
         (mark,) = [name for name in plain.list_samples("p").tags[0] if name != "n"]
         assert mark == "~trace.x"
-        assert traced.claim_meta("p", "t", ["x"], 2).tags == [{"n": 1}, {}]
+        assert client.claim_meta("p", "t", ["x"], 2).tags == [{"n": 1}, {}]
         assert linked(spans("claim")[0]) == [spans("put_samples")[0].context.span_id]
 
 

@@ -1,9 +1,10 @@
-"""The recorder and its reader: what a recording says, that it survives kills and full disks, and what it refuses."""
+"""The recorder and its reader: what a recording says, what is left of one that is cut or damaged, what it refuses.
+
+Kills, full disks and several processes: engines/middleware/test_written_files.py.
+"""
 
 import json
 import shutil
-import signal
-import subprocess
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     UnsupportedOperationError,
 )
-from dataplane_core.middleware import Recording, is_recording
+from dataplane_core.middleware import Recording, is_recording, recorder as recorder_module
 
 
 def recorded(folder, payload="digests", backend="noop", **options):
@@ -42,6 +43,15 @@ def records(folder, op=None):
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "recording"
+
+
+def put_of(folder, columns, ids=("a", "b"), **recorder):
+    """Records one put. Returns its record, and the recording."""
+    with recorded(folder, **recorder) as client:
+        client.register_partition("p", list(columns), None, ["t"])
+        client.put_samples(list(ids), "p", columns)
+    (put,) = records(folder, "put_samples")
+    return put, Recording(folder)
 
 
 COLUMNS = {
@@ -94,10 +104,7 @@ def test_a_recording_says_what_was_done_with_what_and_by_whom(folder):
 
 def test_digests_do_not_depend_on_the_backend_and_tell_a_changed_cell(tmp_path):
     def digests(name, columns, backend="noop"):
-        with recorded(tmp_path / name / "recording", backend=backend) as client:
-            client.register_partition("p", list(COLUMNS), 2, ["t"])
-            client.put_samples(["a", "b"], "p", columns)
-        (put,) = records(tmp_path / name / "recording", "put_samples")
+        put, _ = put_of(tmp_path / name / "recording", columns, backend=backend)
         return {field: put.digests_of(field).tolist() for field in COLUMNS}
 
     first = digests("first", COLUMNS)
@@ -140,11 +147,8 @@ def test_with_all_the_rows_come_back_bit_for_bit(folder, backend):
 def test_a_share_of_the_samples_is_the_same_in_every_process_and_digests_are_of_all(tmp_path):
     ids, kept = [f"q{number}" for number in range(400)], []
     for name in ("one", "two"):
-        with recorded(tmp_path / name, 0.1) as client:
-            client.register_partition("p", ["x"], None, ["t"])
-            client.put_samples(ids, "p", {"x": torch.arange(400.0)})
-        (put,) = records(tmp_path / name, "put_samples")
-        found, columns = Recording(tmp_path / name).rows(put)
+        put, recording = put_of(tmp_path / name, {"x": torch.arange(400.0)}, ids, payload=0.1)
+        found, columns = recording.rows(put)
         assert columns["x"].tolist() == [float(each[1:]) for each in found]
         assert len(put.digests_of("x")) == 400
         kept.append(found)
@@ -157,12 +161,9 @@ def test_a_share_of_the_samples_is_the_same_in_every_process_and_digests_are_of_
 def test_columns_of_equal_large_cells_of_lists_and_of_nothing_are_recorded_as_they_are(folder, payload, backend):
     image = torch.arange(70_000.0)
     columns = {"image": [image] * 4 + [image + 1] * 4, "empty": [[]] * 8, "ints": [[1, 2]] * 8}
-    with recorded(folder, payload, backend) as client:
-        client.register_partition("p", list(columns), None, ["t"])
-        client.put_samples([f"q{number}" for number in range(8)], "p", columns)
+    put, recording = put_of(folder, columns, [f"q{number}" for number in range(8)], payload=payload, backend=backend)
     (folder / "notes.jsonl").write_text("{}\n")  # no file of the recorder
-    (put,) = records(folder, "put_samples")
-    ids, found = Recording(folder).rows(put)
+    ids, found = recording.rows(put)
     assert ids == put.ids if payload == "all" else 0 < len(ids) < 8
     for sample_id, row, empty, ints in zip(ids, found["image"], found["empty"], found["ints"], strict=True):
         assert torch.equal(row, columns["image"][int(sample_id[1:])])
@@ -170,29 +171,21 @@ def test_columns_of_equal_large_cells_of_lists_and_of_nothing_are_recorded_as_th
 
 
 def test_none_records_neither_digests_nor_rows(folder):
-    with recorded(folder, "none") as client:
-        a_run(client)
-    (put,) = records(folder, "put_samples")
+    put, _ = put_of(folder, COLUMNS, payload="none")
     assert (put.digests, put.block) == ({}, None)
     assert set(put.specs) == set(COLUMNS)
 
 
-def test_an_object_that_only_pickle_could_encode_is_left_out_by_name(folder):
-    recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
-    with connect({"backend": "noop", "allow_pickle": True, "middleware": [recorder]}) as client:
+def test_neither_checksums_nor_secrets_nor_what_only_pickle_could_encode_are_recorded(folder):
+    middleware = [{"recorder": {"folder": str(folder), "payload": "all"}}, "wire_guard"]
+    config = {"backend": "noop", "allow_pickle": True, "middleware": middleware}
+    with connect({**config, "options": {"capacity_bytes": 98_765_432}}) as client:
         client.register_partition("p", ["x", "odd"], None, ["t"])
         client.put_samples(["a"], "p", {"x": torch.ones(1), "odd": [3 + 4j]})
     (put,) = records(folder, "put_samples")
     assert put.left_out == ["odd"]
     ids, columns = Recording(folder).rows(put)
     assert (ids, list(columns)) == (["a"], ["x"])
-
-
-def test_checksums_of_the_guard_and_secrets_of_the_config_are_not_recorded(folder):
-    middleware = [{"recorder": {"folder": str(folder), "payload": "all"}}, "wire_guard"]
-    with connect({"backend": "noop", "middleware": middleware, "options": {"capacity_bytes": 98_765_432}}) as client:
-        a_run(client)
-        assert client.list_partitions() == []
     everything = b"".join(path.read_bytes() for path in folder.iterdir())
     assert b"~xxh3" not in everything
     assert b"98765432" not in everything
@@ -245,17 +238,20 @@ def test_names_of_a_class_of_their_own_are_recorded_as_they_are(folder):
     assert [each.task for each in records(folder, "claim")] == ["trainer"]
 
 
-# --- kills, full disks, bounds ----------------------------------------------------------------------------------------
+# --- damage and bounds ------------------------------------------------------------------------------------------------
 
 
-def test_cut_at_any_byte_it_has_the_records_that_are_whole(folder, tmp_path):
-    with recorded(folder, "all") as client:
-        a_run(client)
+def test_cut_anywhere_it_has_the_records_that_are_whole(folder):
+    with recorded(folder) as client:
+        client.register_partition("p", ["x"], 2, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1)})
+        client.mark_step(1)
     whole = [(each.op, each.ids) for each in records(folder)]
     (lines,) = folder.glob("*.jsonl")
     data = lines.read_bytes()
     ends = [at for at, byte in enumerate(data) if byte == ord("\n")]
-    for size in range(len(data)):
+    around = {end + beside for end in ends for beside in (-1, 0, 1, 2) if end + beside < len(data)}
+    for size in sorted({*around, *range(0, len(data), 7)}):
         lines.write_bytes(data[:size])
         recording = Recording(folder)
         found = [(each.op, each.ids) for each in recording.records()]
@@ -269,7 +265,7 @@ def test_a_damaged_byte_is_an_error_that_names_segment_line_and_step(folder):
         a_run(client)
     (lines,), (rows,) = folder.glob("*.jsonl"), folder.glob("*.rows")
     data = lines.read_bytes()
-    for at in range(0, len(data), 7):
+    for at in range(0, len(data), 23):
         if data[at : at + 1] == b"\n":
             continue
         lines.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -280,61 +276,43 @@ def test_a_damaged_byte_is_an_error_that_names_segment_line_and_step(folder):
     with pytest.raises(CorruptDataError, match=f"line 10 of segment {lines.stem} .* is damaged. It is after step 1"):
         records(folder)
     lines.write_bytes(data)
-    block = rows.read_bytes()
+    put, block = records(folder, "put_samples")[0], rows.read_bytes()
     for changed in (block[:-1], block[:50] + bytes([block[50] ^ 1]) + block[51:], b""):
         rows.write_bytes(changed)
         with pytest.raises(CorruptDataError, match="are not as they were written"):
-            Recording(folder).rows(records(folder, "put_samples")[0])
+            Recording(folder).rows(put)
     rows.unlink()
     with pytest.raises(CorruptDataError, match="are missing"):
-        Recording(folder).rows(records(folder, "put_samples")[0])
+        Recording(folder).rows(put)
 
 
-WRITES = """
-import sys, time, torch
-from dataplane_core import connect
-recorder = {"folder": sys.argv[1], "payload": "all", "max_bytes": int(sys.argv[3])}
-with connect({"backend": "noop", "role": sys.argv[2], "middleware": [{"recorder": recorder}]}) as client:
-    client.register_partition("p", ["x"], None, ["t"])
-    print("ready", flush=True)
-    for number in range(int(sys.argv[4])):
-        ids = [f"{sys.argv[2]}{number}_{row}" for row in range(20)]
-        client.put_samples(ids, "p", {"x": torch.full((20, 8), float(number))})
-        client.clear_samples(ids, "p")
-        time.sleep(0.02 if sys.argv[2] == "killed" else 0)
-"""
+@pytest.fixture
+def _small_segments(monkeypatch):
+    monkeypatch.setattr(recorder_module, "_LEAST_SEGMENT_BYTES", 1 << 12)
 
 
-def test_processes_that_share_a_folder_and_one_that_is_killed(folder, python):
-    a, b = (python.start("-c", WRITES, folder, name, 10**9, 30) for name in "ab")
-    killed = python.start("-c", WRITES, folder, "killed", 10**9, 10**9, stdout=subprocess.PIPE)
-    assert killed.stdout.readline()
-    assert [a.wait(timeout=300), b.wait(timeout=300)] == [0, 0]
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(timeout=300)
-    killed.stdout.close()
-    recording = Recording(folder)
-    puts = [each for each in recording.records() if each.op == "put_samples"]
-    by_role = {name: [each for each in puts if each.client.role == name] for name in ("a", "b", "killed")}
-    assert [each.ids[0] for each in by_role["a"]] == [f"a{number}_0" for number in range(30)]
-    assert [each.ids[0] for each in by_role["b"]] == [f"b{number}_0" for number in range(30)]
-    for each in by_role["killed"]:
-        ids, columns = recording.rows(each)
-        assert columns["x"][0, 0] == float(ids[0].split("_")[0].removeprefix("killed"))
-    assert len({each.run for each in recording.writers}) == 1
+def write(folder, role, max_bytes, count):
+    """A client that puts and clears one sample after the other."""
+    recorder = {"folder": str(folder), "payload": "all", "max_bytes": max_bytes}
+    with connect({"backend": "noop", "role": role, "middleware": [{"recorder": recorder}]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        for number in range(count):
+            client.put_samples([f"{role}{number}"], "p", {"x": torch.full((1, 8), float(number))})
+            client.clear_samples([f"{role}{number}"], "p")
 
 
-def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folder, python):
+@pytest.mark.usefixtures("_small_segments")
+def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folder):
     folder.mkdir()
     others = [folder / name for name in ("events.jsonl", "notes.jsonl", "a-b.jsonl", "a-c.rows")]
     for path in others:
         path.write_text("{}\n")
-    assert python.run("-c", WRITES, folder, "a", 1 << 17, 200).returncode == 0
-    assert sum(path.stat().st_size for path in folder.iterdir()) < (1 << 17) + 2 * (1 << 16)
+    write(folder, "a", 1 << 13, 50)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < (1 << 13) + 2 * (1 << 12)
     recording = Recording(folder)
     puts = [each for each in recording.records() if each.op == "put_samples"]
-    numbers = [int(each.ids[0][1:].split("_")[0]) for each in puts]
-    assert numbers == list(range(numbers[0], 200))
+    numbers = [int(each.ids[0][1:]) for each in puts]
+    assert numbers == list(range(numbers[0], 50))
     assert numbers[0] > 0
     names = [each.name for each in recording.dropped]
     assert names == [f"{recording.writers[0].client}-{number:06}" for number in range(len(names))]
@@ -346,49 +324,17 @@ def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folde
         Recording(folder)
 
 
-def test_a_client_that_ended_does_not_keep_its_newest_segment(folder, python):
+@pytest.mark.usefixtures("_small_segments")
+def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
     for name in ("a", "b"):
-        assert python.run("-c", WRITES, folder, name, 10**9, 30).returncode == 0
-    assert python.run("-c", WRITES, folder, "long", 1 << 17, 200).returncode == 0
-    recording = Recording(folder)
-    assert {each.role for each in recording.writers} == {"long"}
+        write(folder, name, 10**9, 3)
+    with recorded(folder) as still_open:
+        write(folder, "long", 1 << 13, 50)
+        recording = Recording(folder)
+        (kept,) = (each for each in recording.writers if each.role != "long")
+        assert recording.is_open(kept.client)
+        still_open.list_partitions()
     assert len(recording.dropped) >= 2
-
-
-def test_it_is_read_while_its_segments_are_deleted(folder, python):
-    writing = python.start("-c", WRITES, folder, "a", 1 << 16, 120)
-    while writing.poll() is None:
-        if is_recording(folder):
-            numbers = [int(each.segment[-6:]) for each in Recording(folder).records()]
-            assert numbers == sorted(numbers)
-    assert writing.wait(timeout=300) == 0
-
-
-@pytest.mark.parametrize("more", [["last"], []])
-def test_a_full_disk_ends_no_operation_and_what_was_lost_is_counted(folder, python, more):
-    code = """
-import resource, signal, sys, torch
-from dataplane_core import connect
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-with connect({"backend": "noop", "middleware": [{"recorder": {"folder": sys.argv[1]}}]}) as client:
-    client.register_partition("p", ["x"], None, ["t"])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
-    for number in range(10):
-        client.put_samples([str(number)], "p", {"x": torch.ones(1)})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    for name in sys.argv[2:]:
-        client.put_samples([name], "p", {"x": torch.ones(1)})
-"""
-    done = python.run("-c", code, folder, *more)
-    assert done.returncode == 0
-    assert done.stderr.count("the recorder cannot write") == 1
-    recording = Recording(folder)
-    found = list(recording.records())
-    puts = [each.ids[0] for each in found if each.op == "put_samples"]
-    num_lost = sum(each.lines for each in found if each.op == "lost")
-    assert num_lost > 0
-    assert puts == [*map(str, range(10 - num_lost)), *more]
-    assert all("could not write" in remark for remark in recording.remarks)
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------

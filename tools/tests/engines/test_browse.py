@@ -87,7 +87,7 @@ def browse(config, check, partition_id=None, wish=None, size=(140, 40)):
     asyncio.run(run())
 
 
-def test_stages_samples_and_the_text_of_the_chosen_one(store, config):
+def test_stages_samples_and_the_text_of_the_chosen_one_and_that_no_task_loses_any(store, config):
     fill(store)
 
     async def check(screen):
@@ -102,16 +102,6 @@ def test_stages_samples_and_the_text_of_the_chosen_one(store, config):
         await screen.press("down", "j")
         await screen.until(lambda: screen.text("#sample").startswith("q1_g0\n"), "the third one")
         assert "step-1: 4 of 4" in screen.text("#state")
-
-    browse(config, check)
-
-
-def test_it_takes_nothing_from_a_task(store, config):
-    fill(store)
-
-    async def check(screen):
-        await screen.shows(*REWARDS)
-        await screen.until(lambda: "q0_g0" in screen.text("#sample"), "the text")
 
     browse(config, check)
     assert store.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)

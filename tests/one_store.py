@@ -1,0 +1,21 @@
+"""Several clients of one store of `noop`, which is as quick as one client: no process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dataplane_core import DataPlaneClient
+from dataplane_testkit import backend_of
+
+
+@contextmanager
+def joined(client: DataPlaneClient, other: DataPlaneClient) -> Iterator[DataPlaneClient]:
+    """Makes ``other`` a client of the store of ``client`` until the block ends. Closes it then."""
+    with other:
+        store, own = backend_of(client), backend_of(other)
+        own._service, own._segments = store._service, store._segments
+        try:
+            yield other
+        finally:
+            own._segments = {}  # closing it would free the store's

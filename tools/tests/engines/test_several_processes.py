@@ -1,0 +1,195 @@
+"""`export --follow` that is killed, stopped or not alone; the commands; `audit` of a run of several processes."""
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+from contents import changed, rows
+from tiers import in_long
+
+from dataplane_core import connect
+from dataplane_core.cli import main
+from dataplane_core.errors import InvalidRequestError
+from dataplane_core.spec import AnnounceRequest
+from dataplane_testkit import backend_of
+from dataplane_testkit._timing import STARTS_S, eventually
+from dataplane_tools import follow_partition, import_folder
+
+#: `dataplane export`, which reads few rows at once. No announcement of it is missed, however busy this machine is.
+EXPORT = f"""
+import sys
+from dataplane_core.cli import main
+from dataplane_core.client import announcing
+from dataplane_tools import _portions
+announcing._TIMEOUT_S = {STARTS_S}
+_portions._FIRST_ROWS, _portions._MOST_ROWS = 3, 4
+sys.exit(main(["export", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{backend: shm_store, announce_s: 0.1, options: {capacity_bytes: 50MB}}")
+    return str(path)
+
+
+@pytest.fixture
+def store(config):
+    with connect(config) as client:
+        yield client
+
+
+@pytest.mark.parametrize("kills", [2, *in_long(12)])
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(
+    python, store, other, config, tmp_path, group_size, kills
+):
+    out, total = tmp_path / "out", 60 * (kills + 1)
+    options = ["--shard-bytes", 1, "--every", 0.05, "--where", "keep", "--task", "export"]
+    arguments = [config, "p", out, "--follow", *options]
+    store.register_partition("p", ["x"], total, ["train"], group_size)
+
+    def put(start, stop):
+        for number in range(start, stop, 4):
+            ids = [f"p{each // 2}_g{each % 2}" for each in range(number, number + 4)]
+            tags = [{"keep": each % 8 < 6} for each in range(number, number + 4)]
+            store.put_samples(ids, "p", {"x": torch.arange(number, number + 4)}, tags=tags)
+
+    def num_shards():
+        return len(list(out.glob("part-*.parquet")))
+
+    for kill in range(kills):
+        before = num_shards()
+        with python.start("-c", EXPORT, *arguments) as follower:
+            put(kill * 60, kill * 60 + 60)
+            # the next shards come at their own time, so the kill falls between any two steps
+            wanted = before + kill % 4
+            eventually(lambda wanted=wanted: num_shards() > wanted, within_s=STARTS_S, what="shards")
+            follower.send_signal(signal.SIGKILL)
+    put(kills * 60, total)
+    python.run("-c", EXPORT, *arguments)
+    written = [(row["sample_id"], row["x"]) for row in rows(out)]
+    expected = [(f"p{each // 2}_g{each % 2}", each) for each in range(total) if each % 8 < 6]
+    assert sorted(written, key=lambda row: row[1]) == expected
+    assert store.is_finished("p", ["export"])
+    assert import_folder(out, other).num_rows == len(written)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_follower_that_is_told_to_end_keeps_what_it_read(python, store, config, tmp_path, sent):
+    out = tmp_path / "out"
+    store.register_partition("p", ["x"], None, [])
+    store.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    with python.start("-c", EXPORT, config, "p", out, "--follow", "--every", "3600", "--task", "export") as follower:
+        eventually(lambda: list(out.glob(".part-*")), within_s=STARTS_S, what="an open shard")
+        follower.send_signal(sent)
+        assert follower.wait(STARTS_S) == 0
+    assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
+    assert store.list_consumed("p", "export") == ["a", "b"]
+    assert import_folder(out, store, "q").num_new == 2
+
+
+def test_a_task_that_another_follower_has_is_refused(python, store, config, tmp_path):
+    def follow():
+        return follow_partition(store, "p", tmp_path / "two", task="mine", idle_s=0.0).num_rows
+
+    store.register_partition("p", ["x"], None, ["mine"], followers=["mine"])
+    with python.start("-c", EXPORT, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
+        try:
+            eventually(lambda: any(each.work for each in store.list_clients()), within_s=STARTS_S, what="a claim")
+            with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
+                follow()
+            assert not (tmp_path / "two" / ".export.json").exists()
+        finally:
+            follower.kill()
+    (info,) = (each for each in store.list_clients() if each.pid == follower.pid)
+    backend_of(store).announce(AnnounceRequest(client=info, ttl_s=0.1, deadline=time.monotonic() + STARTS_S))
+    eventually(
+        lambda: "gone" in [each.state for each in store.list_clients(ended=True)],
+        within_s=STARTS_S,
+        what="its end, which is known a little later",
+    )
+    assert follow() == 0
+    store.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
+    assert follow() == 2
+
+
+def test_the_commands_export_and_import(store, config, tmp_path, capsys):
+    store.register_partition("p", ["x"], None, [])
+    store.put_samples(["a", "b"], "p", {"y": torch.ones(2)})
+    store.put_samples(["a"], "p", {"x": torch.ones(1)})
+    out, more = str(tmp_path / "out"), str(tmp_path / "more")
+    assert main(["export", config, "p", out, "--shard-bytes", "1MB"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{out}: 1 rows of p in 1 shard, ")
+    assert second == "1 were left out, which lack 'x' (--partial takes them)"
+    assert main(["import", out, config, "q"]) == 0
+    assert capsys.readouterr().out == f"q: 1 new rows, of 1 in {out}\n"
+    assert store.list_sample_ids("q") == ["a"]
+    changed(tmp_path / "out" / ".export.json", closed=False)
+    assert main(["import", out, config, "r", "--unfinished"]) == 0
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["export", config, "p", more, "--follow", "--idle", "0"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+ROLLOUT = """
+for place in range({first}, {last}):
+    ids = [f"q{{place}}_g{{member}}" for member in range(2)]
+    client.put_samples(ids, "train", {{"x": [[1.0, 2.0], [3.0]]}}, tags=[{{"weight_version": place // 4}}] * 2)
+"""
+
+REWARD = """
+while True:
+    meta = client.claim_meta("train", "reward", ["x"], 2, timeout_s=600.0, lease_s=600.0)
+    if not meta.size:
+        break
+    rows = client.get_data(meta)
+    client.put_samples(meta.sample_ids, "train", {"reward": [1.0] * meta.size})
+    client.ack(meta)
+"""
+
+
+def test_an_audit_of_a_run_of_several_processes(tmp_path, capsys, python):
+    """Two rollouts and a reward process, all on one store; the trainer marks the steps."""
+
+    def look(*words):
+        assert main(["audit", str(recording), *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    recording = tmp_path / "recording"
+    config = {
+        "backend": "shm_store",
+        "options": {"capacity_bytes": "50MB", "namespace": "audit"},
+        "middleware": [{"recorder": {"folder": str(recording)}}],
+    }
+    begin = "from dataplane_core import connect\nclient = connect({!r} | {{'role': {!r}}}, bootstrap=False)\n"
+    with connect(config | {"role": "trainer"}) as client:
+        client.register_partition("train", ["x", "reward"], 32, ["reward", "trainer"], 2)
+        others = [
+            python.start("-c", begin.format(config, role) + code + "\nclient.close()")
+            for role, code in (
+                ("rollout", ROLLOUT.format(first=0, last=8)),
+                ("rollout", ROLLOUT.format(first=8, last=16)),
+                ("reward", REWARD),
+            )
+        ]
+        for number in range(1, 5):
+            meta = client.claim_meta("train", "trainer", ["x", "reward"], 8, timeout_s=300.0, lease_s=600.0)
+            client.get_data(meta)
+            client.ack(meta)
+            client.mark_step(number)
+        assert [process.wait(timeout=300) for process in others] == [0, 0, 0]
+        client.clear_samples(None, "train")
+    found = look()
+    assert (found["wrong"], found["untrained"], found["tasks"]) == ([], [], ["trainer"])
+    assert [each["samples"] for each in found["steps"]] == [8] * 4
+    assert sorted(each["role"] for each in found["clients"]) == ["reward", "rollout", "rollout", "trainer"]
+    assert {name.split()[0] for each in found["steps"] for name in each["writers"]} == {"rollout"}
+    assert {name: each["samples"] for name, each in found["latency"].items()} == {"reward": 32, "trainer": 32}
+    cells = look("--step", "1")["steps"][0]["rows"][0]["cells"]
+    assert (cells["x"]["writer"].split()[0], cells["reward"]["writer"].split()[0]) == ("rollout", "reward")
+    assert cells["reward"]["value"] == "1"

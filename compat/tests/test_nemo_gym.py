@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import in_long
 
 from dataplane_compat.nemo_gym import FIELDS, DataPlaneTokenStore, token_entries
 from dataplane_core import connect
@@ -31,11 +32,8 @@ def nemo_gym(monkeypatch):
         del sys.modules[name]
 
 
-BACKENDS = [
-    "noop",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store", "tq_simple", "tq_mooncake")),
-]
-SHARED = [pytest.param("shm_store"), *BACKENDS[2:]]
+BACKENDS = ["noop", *in_long("shm_store", "redis_store", "tq_simple", "tq_mooncake")]
+SHARED = ["shm_store", *in_long("redis_store", "tq_simple", "tq_mooncake")]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ import torch
 from tensordict import TensorDict
 
 import dataplane_compat.transfer_queue as tq
-from dataplane_compat.transfer_queue import _directory
 from dataplane_compat.transfer_queue.client import TransferQueueClient
-from dataplane_core.errors import ConfigError, OperationTimeoutError
+from dataplane_core.errors import ConfigError
 from dataplane_core.spec import hookimpl
 from dataplane_testkit._timing import STARTS_S, eventually
 
@@ -180,9 +179,3 @@ def test_what_a_cancelled_get_meta_was_given_is_dropped_by_a_reset(closing: pyte
     client.reset_consumption("p", "t")
     assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows
     assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
-
-
-@pytest.mark.long
-def test_an_actor_of_ray_that_is_not_there_in_time_is_an_error_of_ours(ray_address: str) -> None:
-    with pytest.raises(OperationTimeoutError, match=r"'TransferQueueController'.* within 0 s"):
-        _directory.publish({}, 0.0)

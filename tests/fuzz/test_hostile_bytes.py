@@ -17,8 +17,10 @@ _SLOW = {
     "snapshot": 130,
     "save": 130,
     "save manifest": 130,
-    "export": 130,
-    "shard of an export": 100,
+    "export": 60,
+    "shard of an export": 40,
+    "recording": 130,
+    "weights": 150,
     "redis reply": 160,
 }
 

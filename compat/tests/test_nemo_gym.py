@@ -295,12 +295,13 @@ async def test_what_others_cleared_is_said(store):
 @on_all
 async def test_a_trainer_claims_finished_rollouts(open_store):
     writer, trainer = open_store(), open_store()
-    for rollout_id, turns in (("a", 3), ("b", 1), ("open", 2), ("lost", 1)):
+    for rollout_id, turns in (("a", 3), ("b", 1), ("open", 2), ("lost", 1), ("late", 1)):
         for turn in range(turns):
             await writer.put(entry(f"turn{turn}", rollout_id=rollout_id, prompt=range(10 * turn + 1)))
     await writer.mark_incomplete("lost")
-    for rollout_id in ("lost", "b", "a"):
+    for rollout_id in ("lost", "late", "b", "a"):
         await writer.freeze(rollout_id)
+    await writer.mark_incomplete("late")
     finished = {"lease_s": 600, "tag_filter": {"incomplete": False}}
     meta = await trainer.client.claim_meta(trainer._partition, "train", FIELDS, 2, **finished)
     rows = token_entries(await trainer.client.get_data(meta))
@@ -311,6 +312,6 @@ async def test_a_trainer_claims_finished_rollouts(open_store):
     assert [tags["calls"] for tags in meta.tags] == [1, 3]
     assert [[each.model_call_id for each in row] for row in rows] == [["turn0"], ["turn0", "turn1", "turn2"]]
     assert rows[1][2] == entry("turn2", rollout_id="a", prompt=range(21))
-    assert left.sample_ids == ["lost"]
+    assert left.sample_ids == ["lost", "late"]
     for rollout_id, tags in zip(meta.sample_ids, meta.tags, strict=True):
         assert await trainer.drop(rollout_id, snapshot_id=tags["snapshot_id"], version=tags["version"])

@@ -63,7 +63,7 @@ def saved(request, tmp_path_factory):
         columns = {
             "tokens": torch.nested.as_nested_tensor([torch.arange(each) for each in lengths], layout=torch.jagged),
             "loss": torch.randn(len(IDS), dtype=torch.bfloat16),
-            "pixels": torch.stack([torch.full((40_000,), row // SIZE, dtype=torch.float32) for row in range(len(IDS))]),
+            "pixels": torch.stack([torch.full((27_000,), row // SIZE, dtype=torch.float32) for row in range(len(IDS))]),
             "info": NonTensorStack(*[{"row": row, "of": [None, b"x", "ü"]} for row in range(len(IDS))]),
         }
         client.put_samples(IDS, "train", columns, [{"input_lengths": each, "source": "b"} for each in lengths])

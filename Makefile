@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
 ENGINES = $(wildcard plugins/*/tests/engines tests/engines */tests/engines)
-LONG    = $(wildcard */tests/long plugins/*/tests/long)
+LONG    = $(wildcard plugins/*/tests/long tests/long */tests/long)
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
 TRAINERS       := trl verl areal skyrl
@@ -149,7 +149,7 @@ backends-page: setup  ## Run the conformance kit on every backend and write docs
 
 docs: setup  ## Build the documentation as a site under site/, and check its links and its reference
 	$(BIN)/python -m mkdocs build --strict --quiet
-	DATAPLANE_SITE=$(CURDIR)/site $(BIN)/python -m pytest -q tests/engines/docs/test_site.py
+	DATAPLANE_SITE=$(CURDIR)/site $(BIN)/python -m pytest -q tests/long/docs/test_site.py
 
 wheels: setup  ## Build a wheel of every package under dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist $(foreach p,$(PACKAGES),./$(p))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from run import HostileInputError, run_one, run_plain
@@ -14,15 +11,17 @@ from targets import TARGETS, Target, resources
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
-#: The targets that take the most time for each input, and how many inputs they get beside 1,500 for the others.
+#: The targets that take the most time for each input, and how many inputs they get beside 500 for the others.
 _SLOW = {
-    "journal": 400,
-    "snapshot": 400,
-    "save": 400,
-    "save manifest": 400,
-    "export": 400,
-    "shard of an export": 300,
-    "redis reply": 500,
+    "journal": 90,
+    "snapshot": 90,
+    "save": 130,
+    "save manifest": 130,
+    "export": 30,
+    "shard of an export": 30,
+    "recording": 90,
+    "weights": 150,
+    "redis reply": 160,
 }
 
 
@@ -35,7 +34,7 @@ def _closed() -> Iterator[None]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_forged_bytes_are_read_or_refused(name: str) -> None:
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run_plain(TARGETS[name], _SLOW.get(name, 1500), seed=1)
+    run_plain(TARGETS[name], _SLOW.get(name, 500), seed=1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 300_000
 
 
@@ -50,14 +49,3 @@ def test_the_runner_reports_other_exceptions_and_large_allocations() -> None:
         run_one(Target("wrong", list, lambda data: {}[data]), b"x")
     with pytest.raises(HostileInputError, match="made it allocate"):
         run_one(Target("large", list, lambda data: bytes(100_000_000)), b"x", measured=True)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", TARGETS)
-def test_ten_million_forged_inputs(name: str, tmp_path: Path) -> None:
-    """Of all targets together, in a process of its own each, with Atheris where it is installed."""
-    command = [sys.executable, str(Path(__file__).parent / "run.py"), name, "--inputs", str(10_000_000 // len(TARGETS))]
-    command += ["--corpus", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

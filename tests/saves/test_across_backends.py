@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensordict import NonTensorStack
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
@@ -22,11 +23,7 @@ CONFIGS = {
     },
 }
 ON_RAY = ["tq_simple", "one unit", "tq_mooncake"]
-TARGETS = [
-    "noop",
-    "redis_store",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "one unit", "tq_mooncake")),
-]
+TARGETS = ["noop", "redis_store", *in_long("shm_store", "one unit", "tq_mooncake")]
 
 GROUPS, SIZE = 40, 4
 IDS = [f"p{group}_g{member}" for group in range(GROUPS) for member in range(SIZE)]
@@ -52,7 +49,7 @@ def content(client: DataPlaneClient) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module", params=["shm_store", pytest.param("tq_simple", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["shm_store", *in_long("tq_simple")])
 def saved(request, tmp_path_factory):
     """A folder with a save, and what it contains."""
     if request.param in ON_RAY:
@@ -66,7 +63,7 @@ def saved(request, tmp_path_factory):
         columns = {
             "tokens": torch.nested.as_nested_tensor([torch.arange(each) for each in lengths], layout=torch.jagged),
             "loss": torch.randn(len(IDS), dtype=torch.bfloat16),
-            "pixels": torch.stack([torch.full((40_000,), row // SIZE, dtype=torch.float32) for row in range(len(IDS))]),
+            "pixels": torch.stack([torch.full((27_000,), row // SIZE, dtype=torch.float32) for row in range(len(IDS))]),
             "info": NonTensorStack(*[{"row": row, "of": [None, b"x", "ü"]} for row in range(len(IDS))]),
         }
         client.put_samples(IDS, "train", columns, [{"input_lengths": each, "source": "b"} for each in lengths])

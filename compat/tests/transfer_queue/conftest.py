@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from tiers import in_long
 
 import dataplane_compat.transfer_queue as module
 
 
 @pytest.fixture(
     scope="module",
-    params=["noop", *(pytest.param(name, marks=pytest.mark.long) for name in ("shm_store", "redis_store"))],
+    params=["noop", *in_long("shm_store", "redis_store")],
 )
 def session(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     module.init({"backend": request.param, "op_timeout_s": 120, "controller": {"polling_mode": True}})

@@ -22,6 +22,14 @@ ABSENT = {"initialize_storage_manager"} | {
 }
 #: Constructors that are made by `init`, or that differ as said there: arguments may be left out.
 MADE_HERE = {("TransferQueueClient", "__init__"), ("BatchMeta", "__init__"), ("StorageKeyNotFoundError", "__init__")}
+#: What ROLL calls, and with which arguments, as of commit 8eb27cc2: names, or for positions a number.
+#: `scripts/checkouts/test_roll_checkout.py` compares it with a checkout of ROLL.
+CALLS_OF_ROLL: dict[str, list[tuple[str | int, ...]]] = {
+    "init": [(), (0,)],
+    "kv_batch_put": [("fields", "keys", "partition_id")],
+    "kv_batch_get": [("keys", "partition_id", "select_fields")],
+    "kv_clear": [("keys", "partition_id")],
+}
 
 
 def parameters(call: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
@@ -58,3 +66,11 @@ def test_a_batch_can_be_made_without_arguments() -> None:
     named = parameters(theirs.BatchMeta)
     assert [each[0] for each in parameters(ours.BatchMeta)] == [each[0] for each in named]
     assert ours.BatchMeta().size == 0
+
+
+def test_the_module_takes_the_calls_of_roll() -> None:
+    for name, calls in CALLS_OF_ROLL.items():
+        for call in calls:
+            positions = [each for each in call if isinstance(each, int)]
+            named = {each: None for each in call if isinstance(each, str)}
+            inspect.signature(getattr(ours, name)).bind(*positions, **named)

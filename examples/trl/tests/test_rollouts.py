@@ -17,8 +17,6 @@ from dataplane_core import DataPlaneClient, KVBatchMeta, connect
 from dataplane_core.errors import ClaimTimeoutError, StalePartitionError
 from dataplane_integrations.rollout import FoundRollouts
 
-pytestmark = pytest.mark.long
-
 STEPS, PROMPTS, ANSWERS = 6, 3, 2
 DATASET = [{"prompt": f"prompt {number}"} for number in range(7)]  # two batches an epoch; the last prompt is left out
 

@@ -33,7 +33,7 @@ from dataplane_core.errors import (
 from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer
 from dataplane_integrations.weights import WeightReader
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 WITHIN_S = 60.0
 

@@ -20,7 +20,7 @@ from trl_runs import EXAMPLE, finish, log_of, read_lines, start
 from dataplane_core import connect
 from dataplane_integrations.replay import group_of
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
+pytestmark = pytest.mark.timeout(7200)
 
 KILLS = int(os.environ.get("DATAPLANE_KILLS", "20"))
 STEPS, PROMPTS, ANSWERS = 2 * KILLS, 8, 4

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from trl_runs import EXAMPLE, PATIENCE_S, finish, log_of, read_lines, start
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(540)]
+pytestmark = pytest.mark.timeout(540)
 
 STEPS, PROMPTS, ANSWERS = 30, 16, 8
 

@@ -23,9 +23,3 @@ def test_every_broken_backend_fails_the_test_that_names_its_rule(python):
 @pytest.mark.timeout(_TIMEOUT_S)
 def test_right_backends_pass_whatever_they_declare_or_carry(python):
     _passes(python, "--right")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(_TIMEOUT_S)
-def test_right_backends_that_declare_all_operations_but_one_pass(python):
-    _passes(python, "--all-but-one")

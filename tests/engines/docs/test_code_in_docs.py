@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
+from tiers import in_long
 
 from dataplane_core import connect, errors
 from dataplane_core.config import load_config
@@ -67,6 +68,7 @@ def test_the_code_on_exports_runs(tmp_path, monkeypatch):
 
 
 MAIN = 'if __name__ == "__main__":'
+ON_RAY = "import ray\n"
 
 
 def test_the_guides_snippets_run_one_after_the_other():
@@ -82,18 +84,54 @@ def test_the_guides_snippets_run_one_after_the_other():
     assert names["client"].scope == "process"
 
 
-SAID_BY_PROGRAMS = {
-    "of two processes": "['q0_g0', 'q0_g1'] [0.5, 1.0]\n",
-    "with a DataLoader": "['s0', 's1', 's2', 's3', 's4', 's5', 's6', 's7']\n",
-}
-
-
-@pytest.mark.parametrize("program", SAID_BY_PROGRAMS)
-def test_the_guides_programs_run(tmp_path, program, run_as_a_program):
+def _guide(number):
+    """A program of the guide, of two."""
     programs = [block for block in blocks("docs/guide.md") if MAIN in block]
-    source = programs[list(SAID_BY_PROGRAMS).index(program)]
-    assert len(programs) == len(SAID_BY_PROGRAMS)
-    assert run_as_a_program(source, tmp_path) == SAID_BY_PROGRAMS[program]
+    assert len(programs) == 2
+    return programs[number]
+
+
+def _readme(page):
+    return "\n".join(blocks(page))
+
+
+def _trainers_parts(count):
+    """The first blocks of the page on workers: the third is on Ray."""
+    checks = """
+assert result["loss"].shape == result["grad_norm"].shape == (1,)
+assert len(result["all_mb_metrics"]["loss"]) >= 2
+"""
+    shown = blocks("integrations/README.md")
+    assert len(shown) == 3
+    return "\n".join([*shown[:count], checks])
+
+
+def _buffer_in_an_actor(_):
+    first, *others = blocks("docs/async.md")
+    (on_ray,) = [block for block in others if ON_RAY in block]
+    parts = ["trained = []\ntrain_on = trained.append", first, "collector.stop()\nclient.close()", on_ray]
+    return "\n".join([*parts, "assert len(trained) == 2"])
+
+
+OVER_SERVERS = [f"plugins/{name}/README.md" for name in ("redis_store", "shm_store", "tq_simple", "tq_mooncake")]
+#: What makes a program of a page, and what it prints; None where the program itself checks it. For those over servers,
+#: each backend's own tests make the same calls, as the replay buffer's do.
+PROGRAMS = [
+    pytest.param(_guide, 0, "['q0_g0', 'q0_g1'] [0.5, 1.0]\n", id="of two processes"),
+    pytest.param(_guide, 1, "['s0', 's1', 's2', 's3', 's4', 's5', 's6', 's7']\n", id="with a DataLoader"),
+    pytest.param(_trainers_parts, 2, None, id="a trainer's parts"),
+    *in_long(
+        *(pytest.param(_readme, page, None, id=page) for page in OVER_SERVERS),
+        pytest.param(_trainers_parts, 3, None, id="a trainer's parts on Ray"),
+        pytest.param(_buffer_in_an_actor, None, None, id="a buffer in an actor"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("program", "which", "said"), PROGRAMS)
+def test_a_program_of_a_page_runs(tmp_path, program, which, said, run_as_a_program):
+    printed = run_as_a_program(program(which), tmp_path)
+    assert said is None or printed == said
 
 
 def test_the_guides_config_file_is_one(tmp_path):
@@ -154,28 +192,6 @@ def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
     assert '"staleness": 0' in (tmp_path / "events.jsonl").read_text()
 
 
-OVER_SERVERS = [f"plugins/{name}/README.md" for name in ("redis_store", "shm_store", "tq_simple", "tq_mooncake")]
-
-
-@pytest.mark.long  # each backend's own tests make the same calls
-@pytest.mark.parametrize("page", OVER_SERVERS)
-def test_the_code_of_a_backends_readme_runs(page, tmp_path, run_as_a_program):
-    run_as_a_program("\n".join(blocks(page)), tmp_path)
-
-
-@pytest.mark.parametrize(
-    "parts", [pytest.param(2, id="in one process"), pytest.param(3, id="on Ray too", marks=pytest.mark.long)]
-)
-def test_a_trainers_parts_run(tmp_path, parts, run_as_a_program):
-    checks = """
-assert result["loss"].shape == result["grad_norm"].shape == (1,)
-assert len(result["all_mb_metrics"]["loss"]) >= 2
-"""
-    shown = blocks("integrations/README.md")
-    assert len(shown) == 3
-    run_as_a_program("\n".join([*shown[:parts], checks]), tmp_path)
-
-
 #: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.
 MEGATRON_AUTHOR = """
 import contextlib, sys, torch, torch.distributed as dist
@@ -216,9 +232,6 @@ dist.destroy_process_group()
 """
 
 
-ON_RAY = "import ray\n"
-
-
 def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
@@ -232,14 +245,6 @@ def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path,
     assert run >= 5
     assert len(trained) == 18
     names["client"].close()
-
-
-@pytest.mark.long  # the replay buffer's own tests make the same calls
-def test_the_snippet_on_a_buffer_in_an_actor_runs(tmp_path, run_as_a_program):
-    first, *others = blocks("docs/async.md")
-    (on_ray,) = [block for block in others if ON_RAY in block]
-    parts = ["trained = []\ntrain_on = trained.append", first, "collector.stop()\nclient.close()", on_ray]
-    run_as_a_program("\n".join([*parts, "assert len(trained) == 2"]), tmp_path)
 
 
 #: One rank that holds both modules: what the page on images leaves to the reader's launcher and config.

@@ -9,6 +9,7 @@ import uuid
 import pytest
 import torch
 from dataplane_sqlite_example import SQLiteStore
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.backends import extent_client
@@ -183,7 +184,7 @@ class Run:
         assert not self.acked.intersection(rest.sample_ids)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("count", [100, *in_long(pytest.param(20_000, marks=pytest.mark.timeout(7200)))])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_store_stays_whole_and_the_client_usable(client, interrupts, count):
     for first in range(0, count, NUM_ROUNDS):

@@ -6,6 +6,7 @@ import uuid
 
 import numpy as np
 import pytest
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.codec import split_rows
@@ -73,7 +74,7 @@ class TQSimple:
         backend._engine.put_rows([handle], changed, np.array([0, len(changed)]), deadline=deadline)
 
 
-@pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["redis_store", *in_long("tq_simple")])
 def stored(request, python):
     """A guarded client of a store into which another process has put, and the store."""
     store = Redis() if request.param == "redis_store" else TQSimple()

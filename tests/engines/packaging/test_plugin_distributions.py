@@ -20,23 +20,47 @@ class Mine(Backend):
     def get_samples(self, request): ...
     def clear_samples(self, request): ...
 """
+NO_LIBRARY = 'import ctypes\nctypes.CDLL("libacme_fabric.so.7")\n'
 
-BROKEN = {
-    # entry name: (distribution, source)
-    "twice": [("acme-twice", GOOD), ("rival-twice", GOOD)],
-    "no_library": [("acme-library", 'import ctypes\nctypes.CDLL("libacme_fabric.so.7")\n')],
-    "misspelt": [("acme-misspelt", GOOD.replace("def put_samples", "def put_sample"))],
-    "misspelt_extra": [("acme-extra", GOOD + "    def list_sample(self, request): ...\n")],
-    "newer": [("acme-newer", GOOD + "    contract_version = 99\n")],
-    "no_backend": [("acme-none", "Mine = dict\n")],
+
+def taking(hook: str) -> str:
+    return GOOD.replace("def get_samples(self, request): ...", hook)
+
+
+#: Distribution -> the name of its backend, and its module.
+DISTRIBUTIONS = {
+    "acme-store": ("mine", GOOD),
+    "acme-other": ("other", GOOD),
+    "acme-twice": ("twice", GOOD),
+    "rival-twice": ("twice", GOOD),
+    "acme-library": ("no_library", NO_LIBRARY),
+    "acme-misspelt": ("misspelt", GOOD.replace("def put_samples", "def put_sample")),
+    "acme-extra": ("misspelt_extra", GOOD + "    def list_sample(self, request): ...\n"),
+    "acme-newer": ("newer", GOOD + "    contract_version = 99\n"),
+    "acme-none": ("no_backend", "Mine = dict\n"),
+    "acme-default": ("default", taking("def get_samples(self, request, verbose=False): ...")),
+    "acme-request-default": ("request_default", taking("def get_samples(self, request=None): ...")),
+    "acme-star": ("star", taking("def get_samples(self, *args): ...")),
+    "acme-keyword": ("keyword", taking("def get_samples(self, *, request): ...")),
+    "acme-other-name": ("other_name", taking("def get_samples(self, req): ...")),
+    "acme-coroutine": ("coroutine", taking("async def get_samples(self, request): ...")),
 }
-SIGNATURES = {
-    "default": ("def get_samples(self, request, verbose=False): ...", "argument 'verbose' has a default"),
-    "request_default": ("def get_samples(self, request=None): ...", "argument 'request' has a default"),
-    "star": ("def get_samples(self, *args): ...", "takes '*args'"),
-    "keyword": ("def get_samples(self, *, request): ...", "argument 'request' is keyword-only"),
-    "other_name": ("def get_samples(self, req): ...", "takes (self, req)"),
-    "coroutine": ("async def get_samples(self, request): ...", "is async"),
+#: The name that is asked for -> the error, and what its text names. The first one imports nothing.
+REFUSED = {
+    "twice": ("DuplicatePluginError", ["acme-twice", "rival-twice"]),
+    "no_library": ("PluginImportError", ["libacme_fabric.so.7: cannot open shared object file", "acme-library 1.0"]),
+    "misspelt": ("PluginSignatureError", ["does not implement 'put_samples'", "'put_sample'"]),
+    "misspelt_extra": ("PluginSignatureError", ["'list_sample'", "'list_samples'"]),
+    "newer": ("PluginSignatureError", ["contract version 99", "pip install --upgrade dataplane-core"]),
+    "no_backend": ("PluginSignatureError", ["Expected a subclass of dataplane_core.Backend"]),
+    "default": ("PluginSignatureError", ["hook 'get_samples'", "argument 'verbose' has a default"]),
+    "request_default": ("PluginSignatureError", ["hook 'get_samples'", "argument 'request' has a default"]),
+    "star": ("PluginSignatureError", ["hook 'get_samples'", "takes '*args'"]),
+    "keyword": ("PluginSignatureError", ["hook 'get_samples'", "argument 'request' is keyword-only"]),
+    "other_name": ("PluginSignatureError", ["hook 'get_samples'", "takes (self, req)"]),
+    "coroutine": ("PluginSignatureError", ["hook 'get_samples'", "is async"]),
+    "mime": ("UnknownBackendError", ["Did you mean 'mine'?", "noop"]),
+    "redis_stor": ("UnknownBackendError", ["Did you mean 'redis_store'?"]),
 }
 
 PROBE = """
@@ -55,7 +79,7 @@ print(json.dumps(replies))
 """
 
 
-def wheel(folder: Path, distribution: str, source: str, entry: str) -> Path:
+def wheel(folder: Path, distribution: str, entry: str, source: str) -> Path:
     """A wheel with one module and one entry point."""
     stem = distribution.replace("-", "_")
     info = f"{stem}-1.0.dist-info"
@@ -77,55 +101,29 @@ def wheel(folder: Path, distribution: str, source: str, entry: str) -> Path:
 def site(tmp_path_factory):
     """A folder into which pip has installed all the distributions of this module."""
     root = tmp_path_factory.mktemp("plugins")
-    wheels = [wheel(root, "acme-store", GOOD, "mine"), wheel(root, "acme-other", GOOD, "other")]
-    wheels += [wheel(root, dist, source, entry) for entry, dists in BROKEN.items() for dist, source in dists]
-    for entry, (signature, _) in SIGNATURES.items():
-        source = GOOD.replace("def get_samples(self, request): ...", signature)
-        wheels.append(wheel(root, f"acme-signature-{entry.replace('_', '-')}", source, f"signature_{entry}"))
+    wheels = [wheel(root, distribution, *given) for distribution, given in DISTRIBUTIONS.items()]
     target = root / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
     subprocess.run([*pip, *map(str, wheels)], check=True, timeout=120, stdin=subprocess.DEVNULL)
     return target
 
 
-def connect(site: Path, *names: str) -> dict:
-    """Connects by name, one after the other, in one fresh process."""
+def test_an_installed_backend_connects_by_name_and_one_that_is_none_is_refused_by_what_it_lacks(site):
+    """One after the other, in one fresh process."""
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{PROBE}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-    )
+    words = [sys.executable, "-c", code, "twice", "mine", *list(REFUSED)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def replies(site):
-    names = ["twice", "mine", *BROKEN, *(f"signature_{entry}" for entry in SIGNATURES), "mime", "redis_stor"]
-    return connect(site, *dict.fromkeys(names))  # the first two import nothing, and the backend that is named
-
-
-def test_an_installed_backend_connects_by_name_and_no_other_is_imported(replies):
-    reply = replies["mine"]
-    assert reply["error"] is None
-    assert ["mine", "acme-store"] in reply["found"]
-    assert ["other", "acme-other"] in reply["found"]
-    assert reply["modules"] == ["plug_acme_store"]
-
-
-def test_two_distributions_that_claim_one_name_are_both_named(replies):
-    reply = replies["twice"]
-    assert reply["error"] == "DuplicatePluginError"
-    assert "acme-twice" in reply["text"]
-    assert "rival-twice" in reply["text"]
-    assert reply["modules"] == []
-
-
-def test_a_missing_shared_library_is_named_and_the_cause_kept(replies):
-    reply = replies["no_library"]
-    assert (reply["error"], reply["cause"]) == ("PluginImportError", "OSError")
-    assert "libacme_fabric.so.7: cannot open shared object file" in reply["text"]
-    assert "acme-library 1.0" in reply["text"]
-    assert "pip install" not in reply["text"]
+    replies = json.loads(done.stdout.splitlines()[-1])
+    for name, (error, words) in REFUSED.items():
+        assert replies[name]["error"] == error, name
+        assert [word for word in words if word not in replies[name]["text"]] == [], replies[name]["text"]
+    assert replies["no_library"]["cause"] == "OSError"
+    assert "pip install" not in replies["no_library"]["text"]
+    assert replies["twice"]["modules"] == []
+    assert replies["mine"]["error"] is None
+    assert {("mine", "acme-store"), ("other", "acme-other")} <= set(map(tuple, replies["mine"]["found"]))
+    assert replies["mine"]["modules"] == ["plug_acme_store"], "no other is imported"
 
 
 def test_the_doctor_names_the_library_that_a_backend_lacks_and_what_brings_it(site):
@@ -143,51 +141,3 @@ def test_the_doctor_names_the_library_that_a_backend_lacks_and_what_brings_it(si
     (finding,) = report["findings"]
     assert "libacme_fabric.so.7: cannot open shared object file" in finding["what"]
     assert "apt-file search libacme_fabric.so.7" in finding["hint"]
-
-
-def test_a_misspelt_hook_is_refused_with_the_right_name(replies):
-    reply = replies["misspelt"]
-    assert reply["error"] == "PluginSignatureError"
-    assert "does not implement 'put_samples'" in reply["text"]
-    assert "'put_sample'" in reply["text"]
-
-
-def test_a_misspelt_extra_hook_is_refused_too(replies):
-    reply = replies["misspelt_extra"]
-    assert reply["error"] == "PluginSignatureError"
-    assert "'list_sample'" in reply["text"]
-    assert "'list_samples'" in reply["text"]
-
-
-@pytest.mark.parametrize("entry", SIGNATURES)
-def test_a_hook_with_another_signature_is_refused_naming_hook_and_argument(replies, entry):
-    reply = replies[f"signature_{entry}"]
-    assert reply["error"] == "PluginSignatureError"
-    assert f"backend 'signature_{entry}', hook 'get_samples'" in reply["text"]
-    assert SIGNATURES[entry][1] in reply["text"]
-
-
-def test_a_plugin_for_a_newer_contract_is_refused_with_the_upgrade_command(replies):
-    reply = replies["newer"]
-    assert reply["error"] == "PluginSignatureError"
-    assert "contract version 99" in reply["text"]
-    assert "pip install --upgrade dataplane-core" in reply["text"]
-
-
-def test_an_entry_point_that_is_no_backend_is_refused(replies):
-    reply = replies["no_backend"]
-    assert reply["error"] == "PluginSignatureError"
-    assert "Expected a subclass of dataplane_core.Backend" in reply["text"]
-
-
-def test_an_unknown_name_lists_what_is_found_and_the_nearest(replies):
-    reply = replies["mime"]
-    assert reply["error"] == "UnknownBackendError"
-    assert "Did you mean 'mine'?" in reply["text"]
-    assert "noop" in reply["text"]
-
-
-def test_a_near_miss_of_a_known_backend_is_told_with_its_name(replies):
-    reply = replies["redis_stor"]
-    assert reply["error"] == "UnknownBackendError"
-    assert "Did you mean 'redis_store'?" in reply["text"]

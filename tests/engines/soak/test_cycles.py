@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tiers import in_long
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_testkit import backend_of
@@ -83,20 +84,15 @@ def check_flat(name: str, options: dict[str, Any], cycles: int) -> None:
             check_ids_end(client, 2 * 90.0)
 
 
-@pytest.mark.parametrize("name", ["noop", "shm_store", "redis_store"])
-def test_cycles_leave_nothing_behind(name: str) -> None:
-    options: dict[str, Any] = {"server": "private"} if name == "redis_store" else {}
-    if name != "noop":
-        options["namespace"] = f"cycles-{uuid.uuid4().hex[:12]}"
-    check_flat(name, options, CYCLES)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["tq_simple", "tq_mooncake"])
-def test_cycles_on_transfer_queue_leave_nothing_behind(
-    name: str, ray_address: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["noop", "shm_store", "redis_store", *in_long("tq_simple", "tq_mooncake")])
+def test_cycles_leave_nothing_behind(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"instance": f"cycles-{name[3:]}", "ray_address": ray_address}
+    options: dict[str, Any] = {"server": "private"} if name == "redis_store" else {}
+    if name in ("shm_store", "redis_store"):
+        options["namespace"] = f"cycles-{uuid.uuid4().hex[:12]}"
+    if name.startswith("tq_"):
+        options |= {"instance": f"cycles-{name[3:]}", "ray_address": request.getfixturevalue("ray_address")}
     if name == "tq_mooncake":
         monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "169.254.7.7")  # as the processes of the shared Ray
         options |= {"segment_size_bytes": 16 << 20, "local_buffer_size_bytes": 4 << 20, "master_start_s": 85}

@@ -5,7 +5,7 @@ import os
 import runpy
 from pathlib import Path
 
-FOR_PYTHON_3_11 = Path(__file__).parents[3] / "compat/tests"
+FOR_PYTHON_3_11 = Path(__file__).parents[3] / "scripts/checkouts"
 
 if importlib.util.find_spec("skyrl") is None:
     collect_ignore_glob = ["test_*.py"]

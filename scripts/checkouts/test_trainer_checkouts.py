@@ -14,8 +14,6 @@ SUITES = {
     "skyrl": (FOLDER, [f"{FOLDER}/test_dispatch.py", f"{FOLDER}/test_worker_dispatch.py"], 14),
 }
 
-pytestmark = pytest.mark.long
-
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["themselves", "shm_store", "redis_store", "tq_simple"])

@@ -1,19 +1,31 @@
-"""The GRPO example with rollouts ahead of training: what they are made with, and that it repeats bit for bit."""
+"""Whole runs of the GRPO example repeat bit for bit, over every backend, also with rollouts ahead of training."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo.plot import lanes
-from grpo.train import main
-from grpo_runs import Finished, assert_gone, finish, read_metrics, results, running_past, start, write_config
+from grpo_runs import Finished, assert_like, finish, read_metrics, results, start, write_config
+
+pytestmark = pytest.mark.timeout(540)
+
+
+@pytest.mark.parametrize("backend", ["tq_simple", "redis_store", "tq_mooncake"])
+def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
+    tmp_path: Path, in_memory: Finished, ray_server: str, backend: str
+) -> None:
+    config = write_config(tmp_path, ray={"address": ray_server})
+    code, out, err = finish(start(config, tmp_path / "out", path=backend))
+    assert (code, err) == (0, "")
+    assert_like(in_memory, Finished(tmp_path / "out", out), backend)
+
+
+def test_a_run_repeats_bit_for_bit(tmp_path: Path, in_memory: Finished) -> None:
+    assert finish(start(write_config(tmp_path), tmp_path / "out"))[0] == 0
+    assert results(read_metrics(tmp_path / "out")) == results(read_metrics(in_memory.folder))
 
 
 def run_ahead(
@@ -37,8 +49,7 @@ def overlap(run: list[dict[str, Any]]) -> bool:
     return any(generating < ended and began < generated for (began, ended), (generating, generated) in pairs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", ["tq_simple", "redis_store", "tq_mooncake"])
+@pytest.mark.parametrize("path", ["tq_simple", "tq_mooncake"])
 def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memory: Finished, path: str) -> None:
     records, evaluation = run_ahead(tmp_path / "out", write_config(tmp_path), 0, path)
     assert [record.pop("staleness") for record in records] == [0, 0, 0, 0]
@@ -48,8 +59,6 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memor
     assert not overlap(records)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(540)  # up to three whole runs
 @pytest.mark.parametrize(
     ("staleness", "made_with", "others"),
     [(1, [0, 1, 1, 1], ["tq_simple"]), (3, [0, 1, 2, 3], ["tq_simple", "tq_mooncake"])],
@@ -76,62 +85,3 @@ def test_stale_rollouts_are_made_with_the_weights_of_a_fixed_step_and_repeat_ove
     assert [ahead(run) for run, _ in runs.values()] == [[True] * 3] * len(runs)
     assert any(overlap(run) for run, _ in runs.values()), "both at the same time, not only in another order"
     assert (tmp_path / "redis_store" / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
-def test_a_rollout_worker_that_dies_while_it_is_ahead_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    config = write_config(tmp_path, ray={"step_timeout_s": 30})
-    endless = start(config, tmp_path / "out", "--mode", "async", "--steps", "100000", path="redis_store")
-    with running_past(3, endless) as run:
-        os.kill(run.pids["rollout worker"], signal.SIGKILL)
-        code, _, err = finish(run.process)
-        assert code == 1
-        assert re.search(r"error: rollout worker died while generating for step \d+\.", err)
-        assert "Traceback" not in err
-        assert_gone(run.family)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("path", ["redis_store", "tq_simple"])
-def test_an_interrupted_run_that_is_ahead_leaves_no_process(tmp_path: Path, path: str) -> None:
-    endless = start(write_config(tmp_path), tmp_path / "out", "--mode", "async", "--steps", "100000", path=path)
-    with running_past(3, endless) as run:
-        run.process.send_signal(signal.SIGTERM)
-        code, _, err = finish(run.process)
-        assert (code, err) == (130, "interrupted\n")
-        assert_gone(run.family)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--in-memory", "--mode", "async"],
-            "run ahead through the data plane. Leave out --in-memory or --mode async.",
-        ),
-        (["--staleness", "2"], "--staleness: rollouts run ahead with --mode async only."),
-        (
-            ["--mode", "async", "--staleness", "-1"],
-            "key 'rollouts.staleness': Input should be greater than or equal to 0",
-        ),
-        (["--mode", "async", "--dynamic-sampling"], "dynamic_sampling finds out while it generates: enable one"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["--config", str(write_config(tmp_path)), "--out", str(tmp_path / "out"), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_lanes_show_the_newest_steps_of_one_process() -> None:
-    def record(step: int, generate: list[float] | None, train: list[float]) -> dict[str, Any]:
-        return {"step": step, "spans": {"generate": generate, "train": train}}
-
-    before = [record(1, [0.0, 2.0], [2.0, 3.0]), record(2, [2.0, 4.0], [4.0, 5.0])]
-    after = [record(3, None, [1.0, 2.0]), record(4, [1.0, 3.0], [3.0, 4.0]), record(5, [3.0, 5.0], [5.0, 6.5])]
-    assert lanes([*before, *after], most=10) == {
-        "generating": [(4, 0.0, 2.0), (5, 2.0, 2.0)],
-        "training": [(3, 0.0, 1.0), (4, 2.0, 1.0), (5, 4.0, 1.5)],
-    }
-    assert lanes(before, most=1) == {"generating": [(2, 0.0, 2.0)], "training": [(2, 2.0, 1.0)]}

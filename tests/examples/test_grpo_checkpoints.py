@@ -1,10 +1,8 @@
-"""Saving a run of the GRPO example and going on with it: after a kill, and when the save is not what it should be."""
+"""The saves of a run of the GRPO example: what comes back, and a save that is not what it should be."""
 
 from __future__ import annotations
 
 import json
-import random
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,61 +13,9 @@ import torch
 from grpo.checkpoint import Checkpoints
 from grpo.config import RunConfig, load_config
 from grpo.errors import RunFailedError, UserError
-from grpo_runs import assert_gone, finish, read_metrics, results, running_past, start, without_ray_agents, write_config
+from grpo_runs import write_config
 
 from dataplane_integrations.errors import WorkerTimeoutError
-
-
-def newest_step(out: Path) -> int:
-    return max(int(path.name.removeprefix("step_")) for path in (out / "checkpoints").glob("step_*"))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(540)  # three whole runs
-@pytest.mark.parametrize(
-    ("path", "uncut", "arguments"),  # over two paths where there are two: results do not depend on how rows travel
-    [
-        ("redis_store", "tq_simple", ("--mode", "async")),
-        ("redis_store", "in-memory", ()),
-        ("in-memory", "in-memory", ()),
-        ("tq_simple", "tq_simple", ("--dynamic-sampling",)),
-        ("tq_simple", "in-memory", ("--tp", "2", "--packing")),
-        ("tq_simple", "redis_store", ("--mode", "async", "--staleness", "3")),
-        ("redis_store", "tq_simple", ("--mode", "async", "--workers", "megatron")),
-    ],
-)
-def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(
-    tmp_path: Path, path: str, uncut: str, arguments: tuple[str, ...]
-) -> None:
-    config = write_config(tmp_path)
-    killed = random.randint(2, 6)
-    endless = start(config, tmp_path / "cut", *arguments, "--steps", "100000", "--save-every", "1", path=path)
-    with running_past(killed, endless) as run:
-        run.process.kill()
-        run.process.wait()
-        assert_gone(without_ray_agents(run.family))
-    saved = newest_step(tmp_path / "cut")
-    assert saved >= killed - 1
-
-    length = ("--steps", str(saved + 2))
-    code, out, err = finish(start(config, tmp_path / "cut", *arguments, *length, "--resume", path=path))
-    assert (code, err) == (0, "")
-    assert f"going on after step {saved}, from " in out
-    assert re.findall(r"^step +(\d+)/", out, re.MULTILINE) == [str(saved + 1), str(saved + 2)]
-    assert finish(start(config, tmp_path / "uncut", *arguments, *length, path=uncut))[0] == 0
-    assert results(read_metrics(tmp_path / "cut")) == results(read_metrics(tmp_path / "uncut")), f"killed at {killed}"
-    ends = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("cut", "uncut")]
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("path", ["in-memory", "redis_store", "tq_simple"])
-def test_a_killed_run_leaves_no_process(tmp_path: Path, path: str) -> None:
-    endless = start(write_config(tmp_path), tmp_path / "out", "--steps", "100000", path=path)
-    with running_past(1, endless) as run:
-        run.process.kill()
-        run.process.wait()
-        assert_gone(run.family)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs of the GRPO example as a program, for the tests beside this module."""
+"""Runs of the GRPO example as a program, and those that tests share, as fixtures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
+from filelock import FileLock
+from grpo.task import Problem, decode, reward as task_reward
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "grpo"
+from dataplane_core import connect
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo"
 TRAIN = EXAMPLE / "train.py"
 
 #: A run of seconds: a tiny model, and few steps. Everything else is the real thing.
@@ -145,3 +150,76 @@ def without_ray_agents(family: list[psutil.Process]) -> list[psutil.Process]:
         return starting or any(each.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for each in arguments)
 
     return [process for process in family if not is_agent(process)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _shared_run(
+    factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any, *arguments: str, path: str
+) -> Finished:
+    """A run that nothing disturbed. Processes that run tests side by side share it."""
+    base = factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / path
+    printed = folder / "printed.txt"
+    with FileLock(f"{folder}.lock"):
+        if not printed.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed in another process
+            folder.mkdir()
+            config = write_config(folder, ray={"address": ray_server})
+            code, out, err = finish(start(config, folder / "out", *arguments, path=path, python=python))
+            assert (code, err) == (0, "")
+            printed.write_text(out)
+    return Finished(folder / "out", printed.read_text())
+
+
+@pytest.fixture(scope="session")
+def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any) -> Finished:
+    """A run without a data plane: what others are compared with."""
+    return _shared_run(tmp_path_factory, worker_id, ray_server, python, path="in-memory")
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any) -> Finished:
+    """A run over shm_store, with a recording."""
+    return _shared_run(tmp_path_factory, worker_id, ray_server, python, "--record", path="shm_store")
+
+
+def assert_like(in_memory: Finished, run: Finished, backend: str) -> None:
+    """The run over a backend has the results of that in memory, and wrote its pages and the rows of its last step."""
+    assert f"running over {backend}: " in run.printed
+    records = read_metrics(run.folder)
+    assert {record["path"] for record in records} == {backend}
+    assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
+    assert results(records) == results(read_metrics(in_memory.folder))
+    flow = (run.folder / "flow.html").read_text()
+    assert flow.count(" 4 steps.") == 1
+    assert "put advantages" in flow  # of the driver
+    assert "put input_ids +4" in flow  # of the rollout worker
+    assert "put prev_logprobs" in flow  # of the policy workers
+    assert not (in_memory.folder / "flow.html").exists()
+    evaluations = [json.loads((each.folder / "summary.json").read_text())["evaluation"] for each in (in_memory, run)]
+    assert evaluations[0] == evaluations[1]
+    assert_kept(run.folder / "last_step", records[-1]["reward"])
+    assert "<title>train: 32 samples" in (run.folder / "answers.html").read_text()
+    assert not (in_memory.folder / "last_step").exists()
+
+
+def assert_kept(save: Path, reward: float) -> None:
+    """The save has all rows of a step, with prompts, answers and rewards for people to read."""
+    with connect({"backend": "noop"}) as client:
+        client.load(save)
+        rows = client.get_samples(client.list_sample_ids("train"), "train", ["input_ids", "token_mask", "reward"])
+    assert rows["reward"].mean().item() == reward
+    answers_of = {}
+    for ids, mask, score in zip(rows["input_ids"], rows["token_mask"], rows["reward"].tolist(), strict=True):
+        prompt, answer = decode(ids[mask == 0].tolist()), decode(ids[mask == 1].tolist())
+        answers_of.setdefault(prompt, []).append(answer)
+        right = "".join(str((int(digit) + 1) % 10) for digit in prompt.removesuffix("="))
+        assert task_reward(Problem(prompt, right), answer) == pytest.approx(score)
+    assert [len(answers) for answers in answers_of.values()] == [4] * 8

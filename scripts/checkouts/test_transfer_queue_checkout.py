@@ -12,7 +12,7 @@ from checkouts import needs_checkout, run, run_tests
 
 CHECKOUT = os.environ.get("TRANSFER_QUEUE_CHECKOUT")
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400), needs_checkout("TRANSFER_QUEUE")]
+pytestmark = [pytest.mark.timeout(400), needs_checkout("TRANSFER_QUEUE")]
 
 #: Stands for TransferQueue itself.
 ITSELF = "TransferQueue"

@@ -1,6 +1,6 @@
 """TRL's own tests of AsyncGRPOTrainer, with our two classes in place of their stubs.
 
-``TRL_CHECKOUT`` names a checkout, whose code is tested: not the installed TRL. See `compat/tests/checkouts.py`.
+``TRL_CHECKOUT`` names a checkout, whose code is tested: not the installed TRL. See `checkouts.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import pytest
 from checkouts import needs_checkout, run_tests
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 @needs_checkout("TRL")
 def test_trls_own_tests_of_the_trainer_pass_with_our_classes(tmp_path: Path) -> None:

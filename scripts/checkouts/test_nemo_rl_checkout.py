@@ -4,13 +4,14 @@ See docs/nemo-rl.md and `checkouts.py`.
 """
 
 import json
+import os
 
 import pytest
 import yaml
-from checkouts import check_output, needs_checkout, run, run_tests
+from checkouts import COMPAT_TESTS, check_output, needs_checkout, run, run_tests
 from test_nemo_rl import OF_0_8_0, OF_ALL_VERSIONS
 
-pytestmark = [pytest.mark.long, needs_checkout("NEMO_RL")]
+pytestmark = needs_checkout("NEMO_RL")
 
 CONFIGS = {
     "noop": {},
@@ -40,7 +41,7 @@ print(json.dumps({name: signature_of(getattr(DataPlaneClient, name)) for name in
 
 
 def test_nemo_rls_interface_is_one_that_our_tests_know():
-    done = run("NEMO_RL", "-c", SIGNATURES)
+    done = run("NEMO_RL", "-c", SIGNATURES, paths=[os.environ["NEMO_RL_CHECKOUT"], COMPAT_TESTS])
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads(done.stdout.splitlines()[-1])
     assert theirs == {name: said for name, said in (OF_ALL_VERSIONS | OF_0_8_0).items() if name in theirs}

@@ -21,7 +21,7 @@ PACKAGES = [
     *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir())),
 ]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

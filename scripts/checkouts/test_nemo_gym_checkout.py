@@ -4,7 +4,7 @@ import pytest
 import yaml
 from checkouts import check_output, needs_checkout, run, run_tests
 
-pytestmark = [pytest.mark.long, needs_checkout("NEMO_GYM")]
+pytestmark = needs_checkout("NEMO_GYM")
 FILES = [f"tests/unit_tests/{name}.py" for name in ("test_token_id_capture", "test_trajectory_builder")]
 
 

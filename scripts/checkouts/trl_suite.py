@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/trl"))
 
 import toy
 import trl.experimental.async_grpo.async_grpo_trainer as trainer_module

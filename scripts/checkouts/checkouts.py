@@ -1,4 +1,6 @@
-"""Runs Python with a checkout of another project, and that project's own tests.
+"""Runs Python with a checkout of another project, and that project's own tests: nothing runs these but you.
+
+``python -m pytest scripts/checkouts/FILE``; the pages of each project say what else it needs.
 
 The variable ``PROJECT_CHECKOUT`` names the checkout (`scripts/checkout.sh` gets one), and ``PROJECT_PYTHON`` a Python
 that can import both the project and dataplane; without it, this one.
@@ -13,6 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = Path(__file__).parent
+#: The tests that need no checkout.
+COMPAT_TESTS = HERE.parents[1] / "compat/tests"
 
 
 def needs_checkout(project):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 _PROGRAM = Path(__file__).with_name("going_on.py")
 _STARTS_S = 60.0

@@ -8,7 +8,6 @@ import os
 import re
 from pathlib import Path
 
-import pytest
 from checkouts import check_output, needs_checkout, run
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text(encoding="utf-8")
@@ -82,7 +81,6 @@ print("as expected")
 """
 
 
-@pytest.mark.long
 @needs_checkout("SLIME")
 def test_the_lines_for_slime(tmp_path):
     run_beside_lines("slime", SLIME, tmp_path)
@@ -118,7 +116,6 @@ store.client.close()
 """
 
 
-@pytest.mark.long
 @needs_checkout("MILES")
 def test_the_lines_for_miles(tmp_path):
     run_beside_lines("miles", MILES, tmp_path)

@@ -1,0 +1,136 @@
+"""The token store for NeMo Gym with other processes: those that die, and the commands that look into the store."""
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from nemo_gym_stores import (
+    STAND_IN,
+    call_ids,
+    config as config,
+    entry,
+    nemo_gym as nemo_gym,
+    on,
+    open_store as open_store,
+    store as store,
+)
+from tiers import in_long
+
+from dataplane_compat.nemo_gym import FIELDS, DataPlaneTokenStore, token_entries
+from dataplane_core.cli import main
+from dataplane_core.errors import LostReplyError
+
+SHARED = ["shm_store", *in_long("redis_store", "tq_simple", "tq_mooncake")]
+on_shared = pytest.mark.parametrize("config", SHARED, indirect=True)
+
+
+@pytest.mark.parametrize("config", ["shm_store"], indirect=True)
+def test_read_and_export_show_the_rows(store, config, tmp_path, capsys):
+    pq = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    name, run = store._partition, str(tmp_path / "run.json")
+
+    async def write():
+        await store.put(entry("first", rollout_id="a"))
+        await store.put(entry("second", rollout_id="a", ids=(6, 7, 8)))
+        await store.put(entry("other", rollout_id="open"))
+        await store.freeze("a")
+
+    asyncio.run(write())
+    assert main(["read", run, name, "--json"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    assert sample["sample_id"] == "a"
+    assert sample["objects"]["generation_token_ids"] == [4, 5, 6, 7, 8]
+    assert main(["read", run, f"{name}/open"]) == 0
+    assert "other" in capsys.readouterr().out
+    assert main(["export", run, name, str(tmp_path / "out")]) == 0
+    (row,) = pq.read_table(tmp_path / "out").to_pylist()
+    assert row["sample_id"] == "a"
+    assert row["generation_token_ids"] == [4, 5, 6, 7, 8]
+    assert row["generation_lengths"] == [2, 3]
+    assert [each["model_call_id"] for each in json.loads(row["calls"])] == ["first", "second"]
+    assert main(["import", str(tmp_path / "out"), run, f"{name}-again"]) == 0
+    again = DataPlaneTokenStore(config, partition=f"{name}-again")
+    rows = asyncio.run(again.client.get_samples(["a"], f"{name}-again", FIELDS))
+    assert token_entries(rows)[0] == list(asyncio.run(store.freeze("a")).entries)
+    asyncio.run(again.close())
+
+
+WRITER = """
+import asyncio, json, sys
+from nemo_gym_stores import entry
+from dataplane_compat.nemo_gym import DataPlaneTokenStore
+
+async def main(config, partition, rollout_id, count, tokens):
+    store = DataPlaneTokenStore(config, partition=partition)
+    for i in range(count):
+        await store.begin_call(rollout_id, str(i))
+    print("begun", flush=True)
+    await asyncio.gather(*(store.put(entry(str(i), rollout_id=rollout_id, ids=[i] * tokens)) for i in range(count)))
+    print("done", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*json.loads(sys.argv[1])))
+"""
+
+
+def start_writer(python, *arguments):
+    paths = [STAND_IN, str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return python.start("-c", WRITER, json.dumps(arguments), env=env, stdout=subprocess.PIPE, text=True)
+
+
+@on_shared
+def test_a_writer_is_killed_after_its_puts(store, config, python):
+    with start_writer(python, config, store._partition, "r", 3, 2) as writer:
+        assert [writer.stdout.readline(), writer.stdout.readline()] == ["begun\n", "done\n"]
+        writer.kill()
+    snapshot = asyncio.run(store.freeze("r"))
+    assert sorted(call_ids(snapshot)) == ["0", "1", "2"]
+    assert not snapshot.incomplete
+
+
+@on_shared
+def test_a_writer_is_killed_in_its_puts(store, config, python):
+    count, tokens = 60, 20_000
+
+    async def run(writer, rollout_id):
+        deadline = time.monotonic() + 120
+        while True:
+            rows = await store.client.list_samples(f"{store._partition}/{rollout_id}")
+            if any("call" in tags for tags in rows.tags):
+                writer.kill()
+                return await store.freeze(rollout_id)
+            assert time.monotonic() < deadline
+
+    with start_writer(python, config, store._partition, "r", count, tokens) as writer:
+        assert writer.stdout.readline() == "begun\n"
+        snapshot = asyncio.run(run(writer, "r"))
+    assert asyncio.run(store.freeze("r")) == snapshot
+    for each in snapshot.entries:
+        assert each == entry(each.model_call_id, rollout_id="r", ids=[int(each.model_call_id)] * tokens)
+    assert snapshot.incomplete == (len(snapshot.entries) < count)
+
+
+@on(*SHARED)
+async def test_a_freeze_that_was_cut_off_is_completed_by_another_process(open_store, monkeypatch):
+    dying, store = open_store(), open_store()
+
+    async def fail(*args, **kwargs):
+        raise LostReplyError("no answer")
+
+    for operation in ("get_samples", "put_samples", "clear_samples"):
+        await store.put(entry("c", rollout_id=operation))
+        with monkeypatch.context() as patch:
+            patch.setattr(dying.client, operation, fail)
+            with pytest.raises(LostReplyError):
+                await dying.freeze(operation)
+        with pytest.raises(RuntimeError, match="already frozen"):
+            await store.put(entry("late", rollout_id=operation))
+        snapshot = await store.freeze(operation)
+        assert call_ids(snapshot) == ["c"]
+        assert not snapshot.incomplete

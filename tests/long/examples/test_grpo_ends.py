@@ -1,0 +1,107 @@
+"""The GRPO example when it is broken off: how it ends, that it leaves nothing, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from grpo_runs import assert_gone, finish, read_metrics, results, running_past, start, without_ray_agents, write_config
+
+AHEAD = ("--mode", "async")
+DIED = "error: .*policy worker 1 died while "
+AHEAD_DIED = r"error: rollout worker died while generating for step \d+\."
+SILENT = r"error: no answer from rollout worker within 5 s while .* in step \d+\."
+
+
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize(
+    ("path", "options", "who", "signum", "code", "said"),
+    [
+        ("tq_simple", (), "policy worker 1", signal.SIGKILL, 1, DIED),
+        ("in-memory", (), "policy worker 1", signal.SIGKILL, 1, DIED),
+        (
+            "redis_store",
+            AHEAD,
+            "rollout worker",
+            signal.SIGKILL,
+            1,
+            AHEAD_DIED,
+        ),
+        (
+            "in-memory",
+            (),
+            "rollout worker",
+            signal.SIGSTOP,
+            1,
+            SILENT,
+        ),
+        *[
+            (path, options, "driver", signum, 130, r"\Ainterrupted\n\Z")
+            for signum in (signal.SIGTERM, signal.SIGINT)
+            for path, options in [("shm_store", ()), ("tq_simple", ()), ("in-memory", ()), ("redis_store", AHEAD)]
+        ],
+        ("in-memory", (), "driver", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("redis_store", (), "driver", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("tq_simple", (), "driver", signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_a_run_of_which_a_process_gets_a_signal_says_why_it_ends_and_leaves_no_process(
+    tmp_path: Path, path: str, options: tuple[str, ...], who: str, signum: int, code: int, said: str
+) -> None:
+    # only the test of the deadline shortens it: a busy machine may take minutes
+    config = write_config(tmp_path, ray={"step_timeout_s": 5 if signum == signal.SIGSTOP else 400})
+    endless = start(config, tmp_path / "out", *options, "--steps", "100000", path=path)
+    with running_past(3, endless) as run:
+        os.kill({"driver": run.process.pid, **run.pids}[who], signum)
+        ended, _, err = finish(run.process)
+        assert ended == code
+        assert re.search(said, err)
+        assert code < 0 or "Traceback" not in err
+        assert who != "policy worker 1" or (tmp_path / "out" / "failure.txt").stat().st_size > 0
+        assert_gone(run.family)
+
+
+def newest_step(out: Path) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (out / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.timeout(540)  # three whole runs
+@pytest.mark.parametrize(
+    ("path", "uncut", "arguments"),  # over two paths where there are two: results do not depend on how rows travel
+    [
+        ("redis_store", "tq_simple", ("--mode", "async")),
+        ("redis_store", "in-memory", ()),
+        ("in-memory", "in-memory", ()),
+        ("tq_simple", "tq_simple", ("--dynamic-sampling",)),
+        ("tq_simple", "in-memory", ("--tp", "2", "--packing")),
+        ("tq_simple", "redis_store", ("--mode", "async", "--staleness", "3")),
+        ("redis_store", "tq_simple", ("--mode", "async", "--workers", "megatron")),
+    ],
+)
+def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(
+    tmp_path: Path, path: str, uncut: str, arguments: tuple[str, ...]
+) -> None:
+    config = write_config(tmp_path)
+    killed = random.randint(2, 6)
+    endless = start(config, tmp_path / "cut", *arguments, "--steps", "100000", "--save-every", "1", path=path)
+    with running_past(killed, endless) as run:
+        run.process.kill()
+        run.process.wait()
+        assert_gone(without_ray_agents(run.family))
+    saved = newest_step(tmp_path / "cut")
+    assert saved >= killed - 1
+
+    length = ("--steps", str(saved + 2))
+    code, out, err = finish(start(config, tmp_path / "cut", *arguments, *length, "--resume", path=path))
+    assert (code, err) == (0, "")
+    assert f"going on after step {saved}, from " in out
+    assert re.findall(r"^step +(\d+)/", out, re.MULTILINE) == [str(saved + 1), str(saved + 2)]
+    assert finish(start(config, tmp_path / "uncut", *arguments, *length, path=uncut))[0] == 0
+    assert results(read_metrics(tmp_path / "cut")) == results(read_metrics(tmp_path / "uncut")), f"killed at {killed}"
+    ends = [json.loads((tmp_path / name / "summary.json").read_text())["evaluation"] for name in ("cut", "uncut")]
+    assert ends[0] == ends[1]

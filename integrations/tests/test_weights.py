@@ -6,6 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.errors import (
@@ -35,7 +36,7 @@ def assert_is_version(found, version):
         assert torch.equal(found[name], value.detach()), name
 
 
-@pytest.fixture(params=["noop", *(pytest.param(each, marks=pytest.mark.long) for each in ("shm_store", "redis_store"))])
+@pytest.fixture(params=["noop", *in_long("shm_store", "redis_store")])
 def client(request):
     with connect({"backend": request.param}) as client:
         open_weights(client)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.codec import ALL_DTYPES
@@ -71,14 +72,7 @@ def held_bytes(client, version):
     return client.get_samples([f"v{version}"], WEIGHTS, ["weight_bytes"])["weight_bytes"].numel()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "noop",
-        "shm_store",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("redis_store", "tq_simple")),
-    ],
-)
+@pytest.fixture(scope="module", params=["noop", "shm_store", *in_long("redis_store", "tq_simple")])
 def store(request):
     config = {"backend": request.param}
     if request.param == "tq_simple":
@@ -608,9 +602,7 @@ def test_the_copy_of_the_last_version_goes_with_its_client():
 _CASES = ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
 
 
-@pytest.mark.parametrize(
-    ("versions", "cases"), [(6, _CASES[::4]), pytest.param(200, _CASES, marks=pytest.mark.long)], ids=["6", "200"]
-)
+@pytest.mark.parametrize(("versions", "cases"), [(6, _CASES[::4]), *in_long((200, _CASES))])
 def test_every_version_of_adamw_is_read_bit_for_bit(python, versions, cases):
     """The benchmark compares the bits of each version with those of the trainer."""
     program = Path(__file__).parents[3] / "benchmarks" / "weights.py"
@@ -656,7 +648,7 @@ with connect({"backend": "shm_store", "options": {"capacity_bytes": 40_000_000}}
 """
 
 
-@pytest.mark.parametrize("rounds", [(1, 7), pytest.param((1, 7, 3, 12) * 3, marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("rounds", [(1, 7), *in_long((1, 7, 3, 12) * 3)], ids=len)
 def test_writers_and_readers_that_are_killed_in_the_middle(python, rounds):
     """Each time others go on from what is in the store, and every version that is read is one that was published."""
     first = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -452,19 +451,6 @@ def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path: Path, python: Any) -> None:
-    program = Path(__file__).with_name("save_killed.py")
-    ran = python.run(program, tmp_path)
-    results = json.loads(ran.stdout)
-    renamed = [each["step"] for each in results].index("replace")
-    assert renamed > 10
-    for number, each in enumerate(results):
-        assert each["whole"], each
-        assert each["read"] == (1 if number <= renamed else 2), each
-        assert each["next"] == 3, each
-        assert each["files"] == 2, each
 
 
 def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(

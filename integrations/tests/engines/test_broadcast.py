@@ -1,7 +1,9 @@
-"""The leader's batch arrives on its siblings bit for bit, whatever its columns are."""
+"""The leader's batch arrives on its siblings bit for bit, whatever its columns are, and so does its failure."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from bits import bits, random_bits
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
 from dataplane_core.codec import ALL_DTYPES
+from dataplane_core.errors import MissingDataError
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
 
 
@@ -19,34 +22,73 @@ def _send(rank: int, make: Any) -> BatchedDataDict:
     return broadcast_from_leader(make, group=dist.group.WORLD)
 
 
-def test_every_dtype_of_the_contract_arrives_bit_for_bit(ranks: Any) -> None:
-    def make() -> BatchedDataDict:
-        return BatchedDataDict({str(dtype): random_bits(dtype, 3, 5) for dtype in sorted(ALL_DTYPES, key=str)})
+def _odd_tensors() -> BatchedDataDict:
+    return BatchedDataDict(
+        {
+            "none": torch.zeros(4, 0),
+            "one": torch.arange(4),
+            "transposed": torch.arange(12).reshape(3, 4).T,
+            "expanded": torch.ones(4, 1).expand(4, 9),
+            "strided": torch.arange(24, dtype=torch.float32).reshape(4, 6)[:, ::2],
+            "conjugated": torch.tensor([1 + 2j, 3 - 1j, 0j, 5j]).conj(),
+            "graph": (torch.ones(4, 2, requires_grad=True) * 3),
+        }
+    )
 
-    # as bits: pickle does not carry every dtype
-    assert ranks(3, lambda rank: bits(_send(rank, make))) == [bits(make())] * 3
+
+def _objects() -> BatchedDataDict:
+    objects = np.empty(2, dtype=object)
+    objects[0] = {"pixels": torch.full((2, 3), 0.5, dtype=torch.bfloat16), "name": "a"}
+    objects[1] = [torch.tensor(True), None, ("x", torch.arange(3, dtype=torch.int8))]
+    return BatchedDataDict({"text": ["é", "ß"], "rows": [torch.ones(1), torch.zeros(2)], "objects": objects})
 
 
-def test_empty_scalar_strided_and_conjugated_tensors_arrive(ranks: Any) -> None:
-    def make() -> BatchedDataDict:
-        base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-        return BatchedDataDict(
-            {
-                "none": torch.zeros(4, 0),
-                "one": torch.arange(4),
-                "transposed": torch.arange(12).reshape(3, 4).T,
-                "expanded": torch.ones(4, 1).expand(4, 9),
-                "strided": base[:, ::2],
-                "conjugated": torch.tensor([1 + 2j, 3 - 1j, 0j, 5j]).conj(),
-                "graph": torch.ones(4, 2, requires_grad=True) * 3,
-            }
-        )
+def _planned() -> BatchedDataDict:
+    batch = SlicedDataDict({"input_ids": torch.zeros(4, 3)})
+    batch.micro_batch_indices = [[[0, 3], [3, 4]]]
+    batch.micro_batch_lengths = [[2, 3]]
+    batch.elem_counts_per_gb = [4]
+    return batch
 
-    sibling = ranks(2, _send, make)[1]
-    for name, column in make().items():
-        assert torch.equal(sibling[name], column), name
-        assert sibling[name].is_contiguous()
-        assert not sibling[name].requires_grad
+
+#: Ragged and object columns as a fetch has them are in `test_fetched_batches.py`.
+BATCHES: dict[str, Callable[[], BatchedDataDict]] = {
+    "every dtype": lambda: BatchedDataDict(
+        {str(each): random_bits(each, 3, 5) for each in sorted(ALL_DTYPES, key=str)}
+    ),
+    "odd tensors": _odd_tensors,
+    "objects": _objects,
+    "no rows": lambda: BatchedDataDict({"input_ids": torch.zeros(0, 7, dtype=torch.int64), "names": []}),
+    "no columns": BatchedDataDict,
+    "a class and a plan": _planned,
+}
+
+
+def _described(batch: BatchedDataDict) -> Any:
+    """As bits: pickle does not carry every dtype."""
+    flags = [(each.requires_grad, each.is_contiguous()) for each in batch.values() if isinstance(each, torch.Tensor)]
+    return type(batch), vars(batch), _deep_bits(dict(batch)), flags
+
+
+def _deep_bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _deep_bits(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return type(value), [_deep_bits(item) for item in value]
+    return bits(value)
+
+
+def test_a_batch_arrives_bit_for_bit(ranks: Any) -> None:
+    def send(rank: int) -> dict[str, Any]:
+        return {name: _described(_send(rank, make)) for name, make in BATCHES.items()}
+
+    for number, found in enumerate(ranks(3, send)):
+        for name, make in BATCHES.items():
+            kind, attributes, values, flags = found[name]
+            sent = make()
+            assert (kind, attributes, values) == (type(sent), vars(sent), _deep_bits(dict(sent))), name
+            if number:  # the leader keeps its own
+                assert set(flags) <= {(False, True)}, name
 
 
 def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
@@ -76,73 +118,6 @@ def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
     assert 2 * 30_000 * (1 + 1 + 2 + 4 + 8) <= leader[1] < 2 * 30_000 * (1 + 1 + 2 + 4 + 8) + 10_000
 
 
-def test_a_batch_without_rows_or_without_columns_arrives(ranks: Any) -> None:
-    def no_rows() -> BatchedDataDict:
-        return BatchedDataDict({"input_ids": torch.zeros(0, 7, dtype=torch.int64), "names": []})
-
-    sibling = ranks(2, _send, no_rows)[1]
-    assert sibling["input_ids"].shape == (0, 7)
-    assert sibling["names"] == []
-    assert ranks(2, _send, BatchedDataDict)[1] == {}
-
-
-def test_jagged_columns_stay_jagged_with_their_lengths_known(ranks: Any) -> None:
-    def send(rank: int) -> tuple[Any, ...]:
-        rows = [torch.arange(n, dtype=torch.bfloat16) for n in (3, 0, 5)]
-        wide = [torch.ones(n, 2) * n for n in (3, 0, 5)]
-        batch = BatchedDataDict(
-            {
-                "jagged": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
-                "wide": torch.nested.as_nested_tensor(wide, layout=torch.jagged),
-            }
-        )
-        received = broadcast_from_leader(lambda: batch, group=dist.group.WORLD)
-        column = received["jagged"]
-        padded = torch.nested.to_padded_tensor(column, -1)
-        parts = [row.tolist() for row in column.unbind()]
-        return column.layout, column.dtype, parts, padded.shape, received["wide"].values().tolist()
-
-    leader, sibling = ranks(2, send)
-    assert leader == sibling
-    assert sibling[0] is torch.jagged
-    assert sibling[2] == [[0, 1, 2], [], [0, 1, 2, 3, 4]]
-    assert tuple(sibling[3]) == (3, 5)
-
-
-def test_lists_and_object_columns_arrive_with_the_tensors_inside_them(ranks: Any) -> None:
-    def make() -> BatchedDataDict:
-        objects = np.empty(2, dtype=object)
-        objects[0] = {"pixels": torch.full((2, 3), 0.5, dtype=torch.bfloat16), "name": "a"}
-        objects[1] = [torch.tensor(True), None, ("x", torch.arange(3, dtype=torch.int8))]
-        return BatchedDataDict({"text": ["é", "ß"], "rows": [torch.ones(1), torch.zeros(2)], "objects": objects})
-
-    sibling = ranks(2, _send, make)[1]
-    assert sibling["text"] == ["é", "ß"]
-    assert [row.tolist() for row in sibling["rows"]] == [[1.0], [0.0, 0.0]]
-    objects = sibling["objects"]
-    assert objects.dtype == object
-    assert objects.shape == (2,)
-    assert objects[0]["name"] == "a"
-    assert torch.equal(objects[0]["pixels"], torch.full((2, 3), 0.5, dtype=torch.bfloat16))
-    assert objects[1][0].item() is True
-    assert objects[1][2][1].dtype == torch.int8
-
-
-def test_class_and_microbatch_plan_travel_with_the_columns(ranks: Any) -> None:
-    def make() -> BatchedDataDict:
-        batch = SlicedDataDict({"input_ids": torch.zeros(4, 3)})
-        batch.micro_batch_indices = [[[0, 3], [3, 4]]]
-        batch.micro_batch_lengths = [[2, 3]]
-        batch.elem_counts_per_gb = [4]
-        return batch
-
-    sibling = ranks(2, _send, make)[1]
-    assert type(sibling) is SlicedDataDict
-    assert sibling.micro_batch_indices == [[[0, 3], [3, 4]]]
-    assert sibling.micro_batch_lengths == [[2, 3]]
-    assert sibling.elem_counts_per_gb == [4]
-
-
 def test_only_the_ranks_of_a_subgroup_take_part(ranks: Any) -> None:
     def send(rank: int) -> list[int]:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -159,12 +134,77 @@ def test_gloo_communicates_on_the_cpu(ranks: Any) -> None:
     assert ranks(1, device) == ["cpu"]
 
 
-@pytest.mark.parametrize("kind", ["meta", "sparse"])
-def test_a_tensor_without_bytes_to_send_fails_both_sides(ranks: Any, kind: str) -> None:
-    def make() -> BatchedDataDict:
-        return BatchedDataDict({"bad": torch.zeros(3, device="meta") if kind == "meta" else torch.eye(3).to_sparse()})
+class LocalError(Exception):
+    """Cannot be read back from a pickle."""
 
-    leader, sibling = ranks.outcomes(2, _send, make)
-    assert type(leader).__name__ == "InvalidTypeError"
-    assert type(sibling).__name__ == "ReplicaLeaderError"
-    assert "layout" in str(sibling)
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{why} ({code})")
+
+
+def _raise(error: Exception) -> BatchedDataDict:
+    raise error
+
+
+#: What the leader does, what it raises, the cause that its siblings raise, and what both say.
+FAILURES: dict[str, tuple[Callable[[], BatchedDataDict], str, str, str]] = {
+    "it cannot read": (
+        lambda: _raise(MissingDataError("'a_g0' lacks 'advantages'.", backend="noop", partition_id="train")),
+        "MissingDataError",
+        "MissingDataError",
+        "'a_g0' lacks 'advantages'",
+    ),
+    "an error that cannot be pickled": (
+        lambda: _raise(LocalError(3, "the socket is gone")),
+        "LocalError",
+        "DataPlaneError",
+        "the socket is gone (3)",
+    ),
+    "a column that cannot be pickled": (lambda: BatchedDataDict({"bad": [lambda: None]}), "", "", "pickle"),
+    "a tensor without bytes": (
+        lambda: BatchedDataDict({"bad": torch.zeros(3, device="meta")}),
+        "InvalidTypeError",
+        "InvalidTypeError",
+        "layout",
+    ),
+    "a sparse tensor": (
+        lambda: BatchedDataDict({"bad": torch.eye(3).to_sparse()}),
+        "InvalidTypeError",
+        "InvalidTypeError",
+        "layout",
+    ),
+}
+
+
+def _failures(rank: int, produce: Any) -> tuple[str, str, str]:
+    try:
+        broadcast_from_leader(produce, group=dist.group.WORLD)
+    except Exception as error:
+        return type(error).__name__, type(error.__cause__).__name__, f"{error}\n{error.__cause__}"
+    return "", "", ""
+
+
+def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(ranks: Any) -> None:
+    def send(rank: int) -> list[tuple[str, str, str]]:
+        seen = []
+        for produce, *_ in FAILURES.values():
+            seen.append(_failures(rank, produce))
+            assert broadcast_from_leader(lambda: BatchedDataDict({"a": [1, 2]}), group=dist.group.WORLD).size == 2
+        return seen
+
+    leader, *siblings = ranks(3, send)
+    for number, (name, (_, error, cause, said)) in enumerate(FAILURES.items()):
+        assert leader[number][0] == error or not error, name
+        assert said in leader[number][2], name
+        for sibling in siblings:
+            kind, cause_found, text = sibling[number]
+            assert kind == "ReplicaLeaderError", name
+            assert cause_found == cause or not cause, name
+            assert "rank 0" in text, name
+            assert said in text, name
+
+
+def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> None:
+    leader, sibling = ranks.outcomes(2, _failures, lambda: os._exit(1))
+    assert isinstance(leader, (EOFError, ConnectionResetError))
+    assert sibling[0] == "ReplicaLeaderError"
+    assert "its replica group broke" in sibling[2]

@@ -13,6 +13,7 @@ import pytest
 import tiny_megatron
 import torch
 import torch.distributed as dist
+from tiers import in_long
 from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import batch_of, loss_of
 from torch import Tensor
@@ -67,10 +68,7 @@ def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "noop",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_simple", "tq_mooncake")),
-    ],
+    params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")],
 )
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """The driver's client of each backend."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack
+from tiers import in_long
 
 from dataplane_core import connect, kv_first_write
 from dataplane_core.client import DataPlaneClient
@@ -125,14 +126,14 @@ class Run:
         self.buffer.set_weight_version(self.step)
 
 
-def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, tmp_path: Path) -> None:
-    whole = Run(stores(), tmp_path / "none", resume=False, num_steps=8).go()
-    assert len(whole) == 8
-    assert len(set(whole)) == 8
-    for cut_at in range(8):
+@pytest.mark.parametrize("num_steps", [4, *in_long(8)])
+def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, tmp_path: Path, num_steps: int) -> None:
+    whole = Run(stores(), tmp_path / "none", resume=False, num_steps=num_steps).go()
+    assert len(whole) == len(set(whole)) == num_steps
+    for cut_at in range(num_steps):
         folder = tmp_path / str(cut_at)
-        before = Run(stores(), folder, resume=False, num_steps=8).go(cut_at)
-        after = Run(stores(), folder, resume=True, num_steps=8).go()
+        before = Run(stores(), folder, resume=False, num_steps=num_steps).go(cut_at)
+        after = Run(stores(), folder, resume=True, num_steps=num_steps).go()
         assert before + after == whole, f"cut at step {cut_at}"
 
 

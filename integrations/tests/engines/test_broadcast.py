@@ -75,7 +75,7 @@ def _deep_bits(value: Any) -> Any:
         return {key: _deep_bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
         return type(value), [_deep_bits(item) for item in value]
-    return bits(value)
+    return bits(value.detach().resolve_conj() if isinstance(value, torch.Tensor) else value)
 
 
 def test_a_batch_arrives_bit_for_bit(ranks: Any) -> None:

@@ -520,7 +520,7 @@ def test_a_damaged_version_is_never_given_as_weights(noop, which, damage):
         found = noop.get_samples([f"v{which}"], WEIGHTS, ["weight_bytes"])["weight_bytes"].clone()
         found[0, -1] ^= 1
         noop.put_samples([f"v{which}"], WEIGHTS, {"weight_bytes": found})
-        named = ""
+        named = None
     else:
         header = np.empty(1, dtype=object)
         header[0] = damage

@@ -68,24 +68,15 @@ def _serve(pipe: Connection) -> None:
             dist.destroy_process_group()
 
 
-_PRELOADED = [
-    "torch.distributed.fsdp",
-    "megatron.core.hyper_comm_grid",
-    "megatron.core.models.gpt",  # imports torch._dynamo too
-    "dataplane_integrations.trainer.worker",
-    "dataplane_redis",
-]
-
-
 class Ranks:
     """Runs a function on several ranks that form a process group.
 
     The ranks are forked from a process that has imported, once, what takes long to import.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, imported: list[str]) -> None:
         self._context: Any = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context.set_forkserver_preload(imported)
         self._processes: list[tuple[Any, Connection]] = []
 
     def _ensure(self, count: int) -> None:
@@ -145,9 +136,15 @@ class Ranks:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def imported_by_ranks() -> list[str]:
+    """Modules that ranks have from the start."""
+    return ["dataplane_integrations.trainer.fsdp2"]
+
+
+@pytest.fixture(scope="session")
+def ranks(imported_by_ranks: list[str]) -> Iterator[Ranks]:
     """``ranks(world, fn, *args)`` runs ``fn(rank, *args)`` on ``world`` ranks."""
-    pool = Ranks()
+    pool = Ranks(imported_by_ranks)
     yield pool
     pool.close()
 

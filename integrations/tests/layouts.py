@@ -83,7 +83,7 @@ def train_as_rank(make_worker: Callable[[], Any], config: Any, shards: Shards) -
             "ids": whole.sample_ids,
             "results": results,
             **{op: (total["calls"], total["n_keys"]) for op, total in totals.items()},
-            "counts": getattr(worker, "counts", None),
+            "counts": worker.counts,
             "split step": try_split_step(another, whole, portions),
         }
     finally:

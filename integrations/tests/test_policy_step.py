@@ -98,31 +98,31 @@ def test_workers_that_share_the_drivers_client_count_once(toy_worker: Any, middl
     assert calls == ({"register_partition": 1} if middleware else {})
 
 
-def test_the_common_length_is_stamped_once(policy: DataPlanePolicy, write_rows: Write) -> None:
-    meta = write_rows([5, 2])
-    policy.get_logprobs_from_meta(meta)
-    assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 8
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 12
-    policy.get_logprobs_from_meta(meta)
-    assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
-
-
-@pytest.mark.parametrize(("pad_to_multiple", "expected"), [(1, 8), (8, 8), (16, 16), (6, 12)])
-def test_the_common_length_is_a_multiple_of_both(
-    policy: DataPlanePolicy, write_rows: Write, pad_to_multiple: int, expected: int
+@pytest.mark.parametrize(
+    ("lengths", "pad_to_multiple", "stamped", "expected"),
+    [
+        ([5, 2], 1, None, 8),
+        ([5, 2], 8, None, 8),
+        ([5, 2], 16, None, 16),
+        ([5, 2], 6, None, 12),
+        ([5, 2], 1, 12, 12),
+        ([5, 2, 9, 1], 1, 8, 12),
+    ],
+    ids=["batching's round", "8", "16", "a multiple of both", "stamped once", "a stamp that rows outgrow"],
+)
+def test_the_common_length_is_stamped(
+    policy: DataPlanePolicy,
+    write_rows: Write,
+    lengths: list[int],
+    pad_to_multiple: int,
+    stamped: int | None,
+    expected: int,
 ) -> None:
-    meta = write_rows([5, 2], pad_to_multiple=pad_to_multiple)
+    meta = write_rows(lengths, pad_to_multiple=pad_to_multiple)
+    if stamped:
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = stamped
     policy.get_logprobs_from_meta(meta)
     assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == expected
-
-
-def test_a_stamp_that_later_rows_outgrow_is_renewed(policy: DataPlanePolicy, write_rows: Write) -> None:
-    meta = write_rows([5, 2, 9, 1])
-    joined = meta.slice(0, 2)
-    policy.get_logprobs_from_meta(joined)
-    joined = joined.concat(meta.slice(2, 4))
-    policy.get_logprobs_from_meta(joined)
-    assert joined.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
 
 
 # --- rows that the store has lost -------------------------------------------------------------------------------------
@@ -394,30 +394,21 @@ def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
     assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told}
 
 
+@pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train"])
-def test_rows_are_cleared_although_a_worker_raised(
-    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write, client: DataPlaneClient, call: str
+def test_rows_are_cleared_although_a_worker_raised_unless_they_are_to_stay(
+    workers: list[Any], trainable_rows: Write, client: DataPlaneClient, call: str, clears: bool
 ) -> None:
     meta = trainable_rows(LENGTHS)
     workers[1].fail_in = call
-    with pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught:
-        getattr(policy, f"{call}_from_meta")(meta, *([1.0] if call == "train" else []))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert _is_cleared(client, meta)
-
-
-def test_rows_stay_after_a_failure_if_they_are_to(
-    workers: list[Any], trainable_rows: Write, client: DataPlaneClient
-) -> None:
-    meta = trainable_rows(LENGTHS)
-    workers[1].fail_in = "train"
     group = InProcessWorkerGroup(workers)
     with (
-        DataPlanePolicy(group, client, batching=BATCHING, clear_on_failure=False) as policy,
-        pytest.raises(WorkerFailedError, match="broke in train"),
+        DataPlanePolicy(group, client, batching=BATCHING, clear_on_failure=clears) as policy,
+        pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught,
     ):
-        policy.train_from_meta(meta, 1.0)
-    assert client.list_samples("train").size == len(LENGTHS)
+        getattr(policy, f"{call}_from_meta")(meta, *([1.0] if call == "train" else []))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert client.list_samples("train").size == (0 if clears else len(LENGTHS))
 
 
 def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
@@ -514,34 +505,29 @@ def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], 
 # --- the split step ---------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_portion_aborts_the_step_and_clears_all_its_rows(
-    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write, client: DataPlaneClient
+@pytest.mark.parametrize(("of", "error"), [("policy", "broke in train_microbatch"), ("replacing", "p2_g0")])
+def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
+    request: pytest.FixtureRequest,
+    workers: list[Any],
+    trainable_rows: Write,
+    client: DataPlaneClient,
+    of: str,
+    error: str,
 ) -> None:
+    policy = request.getfixturevalue(of)
     meta = trainable_rows(LENGTHS)
     policy.begin_train_step(1.0)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
-    workers[1].fail_in = "train_microbatch"
-    with pytest.raises(WorkerFailedError, match="broke in train_microbatch"):
+    if of == "policy":
+        workers[1].fail_in = "train_microbatch"
+    else:  # one that replaces rows that are lost; these are cleared
+        client.clear_samples(meta.sample_ids[4:5], "train")
+    with pytest.raises(WorkerFailedError, match=error):
         policy.train_microbatch_from_meta(meta.slice(4, 8))
     assert _is_cleared(client, meta)
     assert [worker.open for worker in workers] == [None, None]
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
-
-
-def test_a_portion_that_cannot_be_read_aborts_the_step_and_clears_all_its_rows(
-    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, client: DataPlaneClient
-) -> None:
-    meta = trainable_rows(LENGTHS)
-    replacing.begin_train_step(1.0)
-    replacing.train_microbatch_from_meta(meta.slice(0, 4))
-    client.clear_samples(meta.sample_ids[4:5], "train")
-    with pytest.raises(WorkerFailedError, match="p2_g0"):
-        replacing.train_microbatch_from_meta(meta.slice(4, 8))
-    assert _is_cleared(client, meta)
-    assert [worker.open for worker in workers] == [None, None]
-    with pytest.raises(InvalidRequestError, match="no step is open"):
-        replacing.finish_train_step()
 
 
 def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
@@ -559,27 +545,23 @@ def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
     assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
 
 
-def test_an_aborted_step_keeps_rows(policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient) -> None:
-    meta = trainable_rows(LENGTHS)
-    policy.abort_train_step()
-    policy.begin_train_step(1.0)
-    with pytest.raises(InvalidRequestError, match="a step is open"):
-        policy.begin_train_step(1.0)
-    policy.train_microbatch_from_meta(meta)
-    policy.abort_train_step()
-    assert client.list_samples("train").size == 8
-
-
-def test_training_beside_an_open_step_is_refused_and_keeps_the_rows(
+def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted(
     policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
 ) -> None:
     meta = trainable_rows(LENGTHS)
-    policy.begin_train_step(1.0)
-    with pytest.raises(InvalidRequestError, match="train_from_meta refused: a step is open"):
-        policy.train_from_meta(meta, 1.0)
-    assert client.list_samples("train").size == 8
-    policy.train_microbatch_from_meta(meta)
-    assert policy.finish_train_step()["loss"].tolist() == [1.0]
+    policy.abort_train_step()  # nothing to abort
+    for ends in (policy.abort_train_step, policy.finish_train_step):
+        policy.begin_train_step(1.0)
+        with pytest.raises(InvalidRequestError, match="a step is open"):
+            policy.begin_train_step(1.0)
+        with pytest.raises(InvalidRequestError, match="train_from_meta refused: a step is open"):
+            policy.train_from_meta(meta, 1.0)
+        assert client.list_samples("train").size == 8
+        policy.train_microbatch_from_meta(meta)
+        result = ends()
+        assert client.list_samples("train").size == 8
+    assert result is not None
+    assert result["loss"].tolist() == [1.0]
 
 
 def test_a_step_that_one_worker_could_not_begin_is_open_on_none(

@@ -10,17 +10,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-import torch
 from bits import bits
-from layouts import worker_of_rank
 
 from dataplane_core import KVBatchMeta
-from dataplane_core.batch import BatchedDataDict, stack_or_nest
+from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.ahead import read_ahead
-from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError
-from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.policy import DataPlanePolicy
 
@@ -207,40 +204,6 @@ def test_a_depth_that_makes_no_sense_is_refused(make_worker: Callable[[], Any], 
     with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
         # 1.5 is of a wrong type on purpose
         DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(ranks: Any, depth: int) -> None:
-    def train(rank: int) -> Any:
-        class Worker(FSDP2DataPlaneMixin):
-            def __init__(self) -> None:
-                self.seen: list[Any] = []
-
-            def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
-
-            def train_microbatch(self, data: BatchedDataDict) -> None:
-                self.seen.append(data["input_ids"].tolist())
-
-            def finish_train_step(self) -> dict[str, Any]:
-                return {}
-
-            def abort_train_step(self) -> None: ...
-
-        lengths = [1, 3, 2, 2, 4, 1, 2, 3]
-        rows = stack_or_nest([torch.full((length,), row) for row, length in enumerate(lengths)])
-        worker, _, meta = worker_of_rank((1, 1, 2), {"input_ids": rows}, lengths, Worker)
-        worker._require_dp_client().clear_samples(["p6_g0"], "train")
-        worker.begin_train_step_presharded(None)
-        try:
-            worker.train_microbatches_presharded([meta.slice(row, row + 2) for row in (0, 2, 4, 6)], read_ahead=depth)
-        except Exception as error:
-            return worker.seen, type(error), type(error.__cause__), _readers()
-
-    leader, sibling = ranks(2, train)
-    assert leader[0] == sibling[0] == [[[0, 0, 0], [1, 1, 1]], [[2, 2], [3, 3]], [[4, 4, 4, 4], [5, 0, 0, 0]]]
-    assert leader[1] is MissingDataError
-    assert sibling[1:3] == (ReplicaLeaderError, MissingDataError)
-    assert leader[3] == sibling[3] == []
 
 
 # --- the driver -------------------------------------------------------------------------------------------------------

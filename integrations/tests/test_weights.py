@@ -1,11 +1,11 @@
 """Weights through the data plane: versions, readers that wait, and trainers that begin again."""
 
 import io
-import subprocess
 
 import numpy as np
 import pytest
 import torch
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.errors import (
@@ -35,7 +35,7 @@ def assert_is_version(found, version):
         assert torch.equal(found[name], value.detach()), name
 
 
-@pytest.fixture(params=["noop", *(pytest.param(each, marks=pytest.mark.long) for each in ("shm_store", "redis_store"))])
+@pytest.fixture(params=["noop", *in_long("shm_store", "redis_store")])
 def client(request):
     with connect({"backend": request.param}) as client:
         open_weights(client)
@@ -161,25 +161,3 @@ def test_another_shape_is_refused_and_the_versions_stay():
         with pytest.raises(SchemaMismatchError, match=r"head/bias"):
             publish_weights(client, 1, {**weights_of(1), "head/bias": torch.zeros(2, 4, 1)})
         assert_is_version(WeightReader(client, "r").newest(), 0)
-
-
-_FOLLOWS = """
-import sys
-from dataplane_core import connect
-from dataplane_integrations.weights import WeightReader
-with connect({"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}, bootstrap=False) as client:
-    reader = WeightReader(client, "child")
-    while reader.version != 3:
-        found = reader.wait(timeout_s=120.0)
-        print(reader.version, (found["head/bias"] == -reader.version).all().item(), flush=True)
-"""
-
-
-def test_a_reader_in_another_process(python):
-    with connect({"backend": "shm_store", "options": {"capacity_bytes": 10_000_000}}) as client:
-        open_weights(client)
-        with python.start("-c", _FOLLOWS, stdout=subprocess.PIPE, text=True) as child:
-            for version in range(4):
-                publish_weights(client, version, weights_of(version))
-                assert child.stdout.readline() == f"{version} True\n"
-        assert child.returncode == 0

@@ -167,11 +167,13 @@ class TinyWorker(FSDP2DataPlaneMixin):
         fully_shard(self.model.layer, mesh=weights_mesh)
         fully_shard(self.model, mesh=weights_mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        self.counts: list[int] = []  # of microbatches
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Tensor]:
         width = data["input_ids"].shape[1]
         with torch.no_grad():
             parts = [logprobs_of(self.model, part, self.packed) for part in microbatches(data, micro_batch_size)]
+        self.counts.append(len(parts))
         return {"logprobs": torch.cat([functional.pad(part, (0, width - part.shape[1])) for part in parts])}
 
     def get_reference_policy_logprobs(
@@ -204,6 +206,7 @@ class TinyWorker(FSDP2DataPlaneMixin):
             loss.backward()
             self.sums += torch.stack([loss.detach(), part["token_mask"].sum()])
             self.parts.append(loss.item())
+        self.counts.append(len(self.parts))
 
     def finish_train_step(self) -> dict[str, Any]:
         total, tokens = self._sum(self.sums)

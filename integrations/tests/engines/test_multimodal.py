@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_long
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write, read_columns, shard_meta_for_dp
@@ -125,23 +126,22 @@ def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -
         assert fetched["audio_frames"].is_nested == is_ragged
 
 
-MANY_PROCESSES = [pytest.mark.long, pytest.mark.timeout(600)]
 STORES: list[Any] = [
     {"backend": "noop"},
     {"backend": "shm_store", "options": {"capacity_bytes": 64 << 20}},
     {"backend": "redis_store"},
-    pytest.param({"backend": "tq_simple", "op_timeout_s": 120.0}, marks=MANY_PROCESSES),
-    pytest.param(
+    *in_long(
+        {"backend": "tq_simple", "op_timeout_s": 120.0},
         {
             "backend": "tq_mooncake",
             "options": {"segment_size_bytes": 64 << 20, "local_buffer_size_bytes": 16 << 20, "master_start_s": 85},
             "op_timeout_s": 120.0,
         },
-        marks=MANY_PROCESSES,
     ),
 ]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("config", STORES, ids=lambda config: str(config["backend"]))
 @pytest.mark.parametrize("text_first", [True, False], ids=["text first", "images first"])
 def test_samples_of_text_only_go_beside_those_with_images(

@@ -1,4 +1,4 @@
-"""Sequence packing, dynamic batching and neither: one assignment, one plan and one loss, whatever carries the rows."""
+"""Sequence packing, dynamic batching and neither: one assignment and one plan, whatever carries the rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import tiny_policy
 import torch
 from bits import bits
-from tiny_policy import TinyPolicy, batch_of, logprobs_of, loss_of, microbatches
+from tiers import in_long
+from tiny_policy import batch_of
 
 from dataplane_core import connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
@@ -36,7 +37,7 @@ class Reader(DataPlaneWorkerMixin):
         return {"data_parallel": 0}
 
 
-@pytest.fixture(scope="module", params=["noop", pytest.param("tq_simple", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["noop", *in_long("tq_simple")])
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 30}
     if request.param == "tq_simple":
@@ -50,10 +51,7 @@ def _batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(11)
     lengths = torch.randint(1, tiny_policy.CONTEXT + 1, (ROWS,), generator=generator)
     lengths[0] = tiny_policy.CONTEXT
-    batch = batch_of(lengths.tolist(), seed=12)
-    with torch.no_grad():
-        batch["prev_logprobs"] = logprobs_of(TinyPolicy(), batch, packed=False)
-    return batch
+    return batch_of(lengths.tolist(), seed=12)
 
 
 def _in_memory(batching: Batching) -> list[BatchedDataDict]:
@@ -74,27 +72,6 @@ def _over(plane: DataPlaneClient, batching: Batching) -> list[BatchedDataDict]:
     return [reader._attach_or_repack_pack_metadata(reader._fetch(shard), shard)[0] for shard in metas]
 
 
-def _losses(shards: list[BatchedDataDict], packed: bool) -> list[float]:
-    """Two passes over all global batches, an optimizer step for each; the shards one after another, as one rank."""
-    model = TinyPolicy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    rows = GLOBAL_BATCH // SHARDS
-    for index in [*range(ROWS // GLOBAL_BATCH)] * 2:
-        parts = [shard.get_batch(index, rows) for shard in shards]
-        tokens = sum(part["token_mask"].sum().item() for part in parts)
-        total = 0.0
-        for part in parts:
-            for microbatch in microbatches(part, 4):
-                loss = loss_of(logprobs_of(model, microbatch, packed), microbatch, tokens)
-                loss.backward()
-                total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane: DataPlaneClient, way: str) -> None:
     in_memory, over_plane = _in_memory(WAYS[way]), _over(plane, WAYS[way])
@@ -104,16 +81,6 @@ def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane: 
         for key in PLAN_KEYS:
             assert getattr(there, key) == getattr(here, key)
         assert (here.micro_batch_indices is None) == (way == "neither")
-    packed = way.startswith("packing")
-    assert _losses(over_plane, packed) == _losses(in_memory, packed)
-
-
-def test_all_ways_of_batching_give_the_losses_of_the_whole_batch(plane: DataPlaneClient) -> None:
-    # the ways put other rows into a global batch's shards, but the same rows into a global batch
-    expected = _losses(_in_memory(WAYS["neither"]), packed=False)
-    assert max(expected) - min(expected) > 1e-3
-    for way, batching in WAYS.items():
-        assert _losses(_over(plane, batching), way.startswith("packing")) == pytest.approx(expected, abs=1e-5), way
 
 
 def test_a_packed_plan_saves_tokens_and_stays_in_the_limit() -> None:

@@ -89,7 +89,6 @@ print(require_backend_on_nodes("elsewhere", timeout_s=150)[0].version)
 """
 
 
-@pytest.mark.long
 def test_a_node_without_the_package_gets_it(local_ray: Any, wheel: Path, tmp_path: Path) -> None:
     script = tmp_path / "driver" / "main.py"
     script.parent.mkdir()

@@ -13,6 +13,7 @@ import pytest
 import tiny_megatron
 import torch
 import torch.distributed as dist
+from tiers import in_long
 from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import batch_of, loss_of
 from torch import Tensor
@@ -67,10 +68,7 @@ def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "noop",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("redis_store", "tq_simple", "tq_mooncake")),
-    ],
+    params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")],
 )
 def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """The driver's client of each backend."""
@@ -521,16 +519,11 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
                     parameter.neg_()  # chooses those that it chose last
         drifted = worker.get_logprobs(data)
         seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
-        seen["refusals"] = []
         right = worker.installed[-1]
-        twice = right.clone()
-        twice[0, 0, 0] = 1
         beyond = right.clone()
         beyond[0, 1, 0, 0] = EXPERTS
-        for wrong in (right[:, :, :1], right.float(), twice, beyond):
-            seen["refusals"].append(
-                _said(lambda wrong=wrong: (worker.replay.install(wrong), worker.replay.check(wrong)))
-            )
+        seen["refusals"] = [_said(lambda wrong=wrong: worker.replay.check(wrong)) for wrong in (right.float(), beyond)]
+        seen["refusals"].append(_said(lambda: worker.replay.install(right[:, :, :1])))
         worker.replay.install(right[:, :4])
         seen["refusals"].append(_said(lambda: worker.get_logprobs(data)))
         worker.replay.clear()
@@ -562,10 +555,8 @@ def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, 
     assert seen["policy"] > 1e-2
     assert seen["reference"], "the reference policy's routers choose for themselves"
     assert seen["removed"]
-    shape, dtype, twice, beyond, tokens = seen["refusals"]
-    assert "Expected (rows, tokens, 2 layers, 2 experts)" in shape
+    dtype, beyond, shape, tokens = seen["refusals"]
     assert "dtype torch.float32. Expected signed integers" in dtype
-    assert "row 0, token 0, layer 0 names an expert twice: [1, 1]" in twice
-    assert "pad it with -1" in twice
     assert "row 0, token 1, layer 0 names an expert of 4 or above" in beyond
+    assert "Expected (rows, tokens, 2 layers, 2 experts)" in shape
     assert "sees 32 tokens, routed_experts holds 16" in tokens

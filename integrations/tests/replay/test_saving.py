@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack
+from tiers import in_long
 
 from dataplane_core import connect, kv_first_write
 from dataplane_core.client import DataPlaneClient
@@ -126,14 +126,14 @@ class Run:
         self.buffer.set_weight_version(self.step)
 
 
-def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, tmp_path: Path) -> None:
-    whole = Run(stores(), tmp_path / "none", resume=False, num_steps=8).go()
-    assert len(whole) == 8
-    assert len(set(whole)) == 8
-    for cut_at in range(8):
+@pytest.mark.parametrize("num_steps", [4, *in_long(8)])
+def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, tmp_path: Path, num_steps: int) -> None:
+    whole = Run(stores(), tmp_path / "none", resume=False, num_steps=num_steps).go()
+    assert len(whole) == len(set(whole)) == num_steps
+    for cut_at in range(num_steps):
         folder = tmp_path / str(cut_at)
-        before = Run(stores(), folder, resume=False, num_steps=8).go(cut_at)
-        after = Run(stores(), folder, resume=True, num_steps=8).go()
+        before = Run(stores(), folder, resume=False, num_steps=num_steps).go(cut_at)
+        after = Run(stores(), folder, resume=True, num_steps=num_steps).go()
         assert before + after == whole, f"cut at step {cut_at}"
 
 
@@ -452,19 +452,6 @@ def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path: Path, python: Any) -> None:
-    program = Path(__file__).with_name("save_killed.py")
-    ran = python.run(program, tmp_path)
-    results = json.loads(ran.stdout)
-    renamed = [each["step"] for each in results].index("replace")
-    assert renamed > 10
-    for number, each in enumerate(results):
-        assert each["whole"], each
-        assert each["read"] == (1 if number <= renamed else 2), each
-        assert each["next"] == 3, each
-        assert each["files"] == 2, each
 
 
 def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(

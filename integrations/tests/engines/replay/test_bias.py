@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import in_long
 
 from dataplane_integrations.replay import InOrderPolicy, ReadyFirstPolicy, WindowedPolicy
 
 PROGRAM = Path(__file__).resolve().parents[4] / "benchmarks" / "staleness.py"
 
 
-@pytest.fixture(scope="module", params=[2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 4))])
+@pytest.fixture(scope="module", params=[2, *in_long(1, 4)])
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location("staleness", PROGRAM)
     assert spec is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
@@ -31,7 +31,7 @@ REGISTRATION: dict[str, Any] = {
 LIMIT_S = 150.0
 
 
-@pytest.fixture(scope="module", params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["redis_store", *in_long("tq_simple")])
 def store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
     """A store that other processes attach to."""
     config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 60}
@@ -120,22 +120,18 @@ def check_streaming(run: Run, store: DataPlaneClient, folder: Path, kills: list[
     store.clear_samples(None, "replay")
 
 
-def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_none_after_its_ack(
-    run: Run, store: DataPlaneClient, tmp_path: Path
-) -> None:
-    check_streaming(run, store, tmp_path, [("trained", 2), ("acked", 2)])
+def anywhere(seed: int) -> list[tuple[str, int]]:
+    """Six kills of a trainer. Each start but the last trains on one batch at most before it is killed."""
+    chosen = random.Random(seed).choices(["claimed", "read", "trained", "acked", "cleared"], k=6)
+    return [(point, 1) for point in chosen]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_trainer_may_be_killed_anywhere_again_and_again(
-    run: Run, store: DataPlaneClient, tmp_path: Path, seed: int
+@pytest.mark.parametrize("kills", [[("trained", 2), ("acked", 2)], *in_long(*map(anywhere, range(3)))])
+def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_none_after_its_ack(
+    run: Run, store: DataPlaneClient, tmp_path: Path, kills: list[tuple[str, int]]
 ) -> None:
-    points = ["claimed", "read", "trained", "acked", "cleared"]
-    chosen = random.Random(seed).choices(list(itertools.product(points, [1, 2])), k=6)
-    # each start but the last trains on one batch at most before it is killed
-    check_streaming(run, store, tmp_path, [(point, min(nth, 1)) for point, nth in chosen])
+    check_streaming(run, store, tmp_path, kills)
 
 
 def drive(
@@ -164,21 +160,22 @@ def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
     assert all(trained >= 2 for _, _, trained in starts[4:])
 
 
-def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spares(
-    run: Run, store: DataPlaneClient, tmp_path: Path
-) -> None:
-    # prompt 10 is out of reach of the first save, and it is not given up before the third kill
-    kills = [("failing", 2), ("saved", 1), ("failing", 1), ("written", 1), ("saved", 1)]
-    drive(run, store, tmp_path, kills, bad=[3, 5, 10])
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_driver_may_be_killed_anywhere_again_and_again(
-    run: Run, store: DataPlaneClient, tmp_path: Path, seed: int
-) -> None:
+def often(seed: int) -> list[tuple[str, int]]:
+    """Many kills of a driver. One that dies before its second save gets no further, so near kills and far alternate."""
     chosen = random.Random(seed)
-    # a driver that dies before its second save never gets further, so kills near the start and far ones alternate
     near = [(chosen.choice(["half", "written", "read", "consumed"]), 1) for _ in range(8)]
-    drive(run, store, tmp_path, [*near, ("saved", 2), *near[::-1], ("saved", 1)])
+    return [*near, ("saved", 2), *near[::-1], ("saved", 1)]
+
+
+#: Prompt 10 is out of reach of the first save, and it is not given up before the third kill.
+GIVING_UP = [("failing", 2), ("saved", 1), ("failing", 1), ("written", 1), ("saved", 1)]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kills", "bad"), [(GIVING_UP, [3, 5, 10]), *in_long(*((often(seed), []) for seed in range(3)))]
+)
+def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spares(
+    run: Run, store: DataPlaneClient, tmp_path: Path, kills: list[tuple[str, int]], bad: list[int]
+) -> None:
+    drive(run, store, tmp_path, kills, bad)

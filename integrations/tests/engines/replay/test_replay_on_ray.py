@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
@@ -60,7 +61,7 @@ class RolloutSide(DataPlaneRolloutMixin):
         return self._first_write(batch, sample_ids=each.sample_ids, partition_id="replay", tags=[each.tags] * 2)
 
 
-@pytest.fixture(params=["redis_store", pytest.param("tq_simple", marks=pytest.mark.long)])
+@pytest.fixture(params=["redis_store", *in_long("tq_simple")])
 def store(request: pytest.FixtureRequest, local_ray: Any) -> Iterator[DataPlaneClient]:
     """A store that the actors attach to."""
     name = f"replay-{os.getpid()}"
@@ -169,7 +170,6 @@ def test_a_trainer_learns_from_an_actor_why_rollouts_have_stopped(
     assert "no GPU" in str(caught.value.__cause__)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_collector_killed_in_mid_group_leaks_no_rows_and_loses_no_prompt(
     store: DataPlaneClient, local_ray: Any

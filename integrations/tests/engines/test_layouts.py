@@ -1,16 +1,19 @@
-"""Megatron workers over a store of several processes: who fetches, who writes, what is learned, in each layout."""
+"""Workers of every layout train as one process does: who fetches, who writes, what is learned, also in a split step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from layouts import Shards, check_training, ids_of, shards_of, train_as_rank
+from layouts import STEPS, Shards, check_training, ids_of, shards_of, train_as_rank
+from tiers import in_long
 from tiny_megatron import PAD_MULTIPLE, TinyMegatronWorker, megatron_on_cpu
-from tiny_policy import batch_of
+from tiny_policy import TinyWorker, batch_of, in_one_process
 
 from dataplane_core import connect, kv_first_write
 from dataplane_core.client import DataPlaneClient
@@ -30,41 +33,47 @@ WAYS = {
         pad_multiple=PAD_MULTIPLE,
     ),
 }
-LAYOUTS = {
-    "TP2": {"tensor": 2, "sequence_parallel": True},
-    "CP2": {"context": 2},
-    "PP2": {"pipeline": 2},
-    "TP2xDP2": {"tensor": 2, "sequence_parallel": True, "data": 2},
+#: Data-parallel ranks, ranks in all, and what the workers are told: a mesh's (dp, cp, tp), or Megatron's sizes.
+LAYOUTS: dict[str, tuple[int, int, Any]] = {
+    "fsdp2 2x1x2": (2, 4, (2, 1, 2)),
+    "fsdp2 1x2x2": (1, 4, (1, 2, 2)),
+    "megatron TP2xDP2": (2, 4, {"tensor": 2, "sequence_parallel": True, "data": 2}),
+    "megatron TP2": (1, 2, {"tensor": 2, "sequence_parallel": True}),
+    "megatron CP2": (1, 2, {"context": 2}),
+    "megatron PP2": (1, 2, {"pipeline": 2}),
+    "megatron alone": (1, 1, {}),
 }
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[DataPlaneClient]:
     """The driver's client of a private Redis server."""
-    options = {"namespace": "megatron-training"}
+    options = {"namespace": "layouts"}
     config = {"backend": "redis_store", "options": options, "middleware": ["metrics"], "op_timeout_s": 60}
     with connect(config) as client:
         yield client
 
 
-def _run(rank: int, layout: dict[str, Any], config: Any, shards_by_way: dict[str, Shards]) -> dict[str, Any]:
+def _run(rank: int, spread: Any, config: Any, shards_by_way: dict[str, Shards]) -> dict[str, Any]:
     """What one rank does, padded and packed; returns what it saw."""
-    with megatron_on_cpu(layout):
+    kind, parallelism = (
+        (TinyMegatronWorker, megatron_on_cpu(spread)) if isinstance(spread, dict) else (TinyWorker, nullcontext())
+    )
+    with parallelism:
         return {
-            way: train_as_rank(lambda way=way: TinyMegatronWorker(layout, packed=way == "packed"), config, shards)
+            way: train_as_rank(partial(kind, spread, packed=way == "packed"), config, shards)
             for way, shards in shards_by_way.items()
         }
 
 
-def _train(ranks: Any, client: DataPlaneClient, layout: dict[str, Any], ways: tuple[str, ...]) -> list[dict[str, Any]]:
-    dp_size = layout.get("data", 1)
-    world = dp_size * max(layout.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
+def _train(ranks: Any, client: DataPlaneClient, layout: str, *ways: str) -> list[dict[str, Any]]:
+    dp_size, world, spread = LAYOUTS[layout]
     shards_by_way: dict[str, Shards] = {}
     for way in ways:
         client.register_partition(way, [], None, ["train"])
         meta = kv_first_write(batch_of(LENGTHS, seed=3), sample_ids=IDS, dp_client=client, partition_id=way)
         shards_by_way[way] = shards_of(meta, WAYS[way], dp_size, WIDTH)
-    seen: list[dict[str, Any]] = ranks(world, _run, layout, client.config, shards_by_way, timeout_s=150)
+    seen: list[dict[str, Any]] = ranks(world, _run, spread, client.config, shards_by_way, timeout_s=150)
     return seen
 
 
@@ -72,25 +81,42 @@ def _stored(client: DataPlaneClient, partition_id: str) -> list[torch.Tensor]:
     return list(client.get_samples(IDS, partition_id, ["prev_logprobs"])["prev_logprobs"].unbind())
 
 
+#: Logprobs of all tokens, and per step loss and gradient norm.
+Learned = tuple[torch.Tensor, list[float], list[float]]
+
+
 @pytest.fixture(scope="module")
-def one_process(ranks: Any, store: DataPlaneClient) -> tuple[torch.Tensor, list[float], list[float]]:
-    """Logprobs of all tokens, and per step loss and gradient norm, of one process."""
-    [seen] = _train(ranks, store, {}, ("padded",))
-    results = seen["padded"]["results"]
-    losses = [result["global_loss"].item() for result in results]
-    return torch.cat(_stored(store, "padded")), losses, [result["grad_norm"].item() for result in results]
+def one_process(ranks: Any, store: DataPlaneClient) -> dict[str, Learned]:
+    """What one process learns: of the small model by plain PyTorch, of Megatron's by a worker alone."""
+    batch = batch_of(LENGTHS, seed=3)
+    losses, norms = in_one_process(batch, STEPS)
+    logprobs = [row[:length] for row, length in zip(batch["prev_logprobs"], LENGTHS, strict=True)]
+    [alone] = _train(ranks, store, "megatron alone", "padded")
+    results = alone["padded"]["results"]
+    return {
+        "fsdp2": (torch.cat(logprobs), losses, norms),
+        "megatron": (
+            torch.cat(_stored(store, "padded")),
+            *([result[name].item() for result in results] for name in ("global_loss", "grad_norm")),
+        ),
+    }
 
 
 @pytest.mark.parametrize(
-    "layout", ["TP2xDP2", *(pytest.param(each, marks=pytest.mark.long) for each in ("TP2", "CP2", "PP2"))]
+    "layout",
+    [
+        "fsdp2 2x1x2",
+        "megatron TP2xDP2",
+        *in_long("fsdp2 1x2x2", "megatron TP2", "megatron CP2", "megatron PP2"),
+    ],
 )
 def test_a_layout_trains_as_one_process_with_one_fetch_per_group_and_one_writer_per_key(
-    ranks: Any, store: DataPlaneClient, one_process: Any, layout: str
+    ranks: Any, store: DataPlaneClient, one_process: dict[str, Learned], layout: str
 ) -> None:
-    seen = _train(ranks, store, LAYOUTS[layout], tuple(WAYS))
-    logprobs, losses, norms = one_process
+    seen = _train(ranks, store, layout, *WAYS)
+    logprobs, losses, norms = one_process[layout.split()[0]]
     assert len(set(logprobs.tolist())) > len(LENGTHS), "the model tells tokens apart"
-    dp_size = LAYOUTS[layout].get("data", 1)
+    dp_size = LAYOUTS[layout][0]
     for way in WAYS:
         there = [rank[way] for rank in seen]
         check_training(there, dp_size, IDS, losses, norms)

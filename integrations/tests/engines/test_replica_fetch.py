@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from layouts import worker_of_rank
 
 from dataplane_core import KVBatchMeta
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.errors import DataPlaneError, InvalidRequestError
+from dataplane_core.batch import BatchedDataDict, stack_or_nest
+from dataplane_core.errors import DataPlaneError, MissingDataError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
@@ -100,66 +101,91 @@ def test_every_rank_preprocesses_what_the_leader_read(ranks: Any) -> None:
     assert second == ([(True, 1)], [[2, 4], [6, 8]], [[[0, 2]]], 0)
 
 
-def test_ranks_that_would_plan_unequal_microbatches_all_refuse(ranks: Any) -> None:
-    def run(rank: int) -> str:
+def _refusal(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        return "", str(call()["input_ids"].tolist())
+    except DataPlaneError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        (
+            [3, 4],
+            [
+                "this rank planned 1 microbatches, the data-parallel ranks planned 1 to 2",
+                "this rank planned 2 microbatches, the data-parallel ranks planned 1 to 2",
+            ],
+        ),
+        ([3, 5], ["planned 1 microbatches, another data-parallel rank could not plan", "row 1 has 5 tokens"]),
+    ],
+    ids=["unequal plans", "a rank that cannot plan"],
+)
+def test_ranks_that_cannot_train_alike_all_refuse(ranks: Any, lengths: list[int], said: list[str]) -> None:
+    def run(rank: int) -> tuple[str, str]:
         worker, _, meta = _prepared((2, 1, 1))
         worker.cfg = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4}}
-        lengths = torch.tensor([1, 1] if rank == 0 else [3, 4])
-        data = BatchedDataDict({"input_ids": torch.ones(2, 4, dtype=torch.int64), "input_lengths": lengths})
-        try:
-            worker._attach_or_repack_pack_metadata(data, meta)
-        except ValueError as error:
-            return str(error)
-        return ""
+        mine = torch.tensor(lengths if rank else [1, 1])
+        data = BatchedDataDict({"input_ids": torch.ones(2, 5, dtype=torch.int64), "input_lengths": mine})
+        return _refusal(lambda: worker._attach_or_repack_pack_metadata(data, meta))
 
-    for rank, message in enumerate(ranks(2, run)):
-        assert f"this rank planned {rank + 1} microbatches, the data-parallel ranks planned 1 to 2" in message
+    for (kind, found), part in zip(ranks(2, run), said, strict=True):
+        assert kind == "InvalidRequestError"
+        assert part in found
 
 
-def test_ranks_whose_peer_cannot_plan_refuse_with_it(ranks: Any) -> None:
-    def run(rank: int) -> str:
-        worker, _, meta = _prepared((2, 1, 1))
-        worker.cfg = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4}}
-        lengths = torch.tensor([1, 1] if rank == 0 else [3, 5])
-        data = BatchedDataDict({"input_ids": torch.ones(2, 5, dtype=torch.int64), "input_lengths": lengths})
-        try:
-            worker._attach_or_repack_pack_metadata(data, meta)
-        except InvalidRequestError as error:
-            return str(error)
-        return ""
-
-    able, unable = ranks(2, run)
-    assert "this rank planned 1 microbatches, another data-parallel rank could not plan its rows" in able
-    assert "row 1 has 5 tokens" in unable
-
-
-def test_a_group_in_another_order_than_the_axes_is_refused_on_every_rank(ranks: Any) -> None:
-    def run(rank: int) -> tuple[Any, str]:
+@pytest.mark.parametrize(
+    ("leaders", "kinds"),
+    [
+        ([3], ["InvalidRequestError", *["ReplicaLeaderError"] * 3]),  # a group in another order than the axes
+        ([0, 1], ["", "InvalidRequestError", "", ""]),  # a rank too many
+    ],
+)
+def test_a_group_whose_first_is_not_its_one_leader_is_refused_and_strands_nobody(
+    ranks: Any, leaders: list[int], kinds: list[str]
+) -> None:
+    def run(rank: int) -> tuple[str, str]:
         worker, _, meta = _prepared((1, 2, 2))
-        worker._is_replica_leader = lambda: rank == 3
-        assert dist.get_world_size() == 4
+        worker._is_replica_leader = lambda: rank in leaders
+        return _refusal(lambda: worker._fetch(meta))
+
+    outcomes = ranks(4, run)
+    assert [kind for kind, _ in outcomes] == kinds
+    for kind, said in outcomes:
+        assert ("to be the group's first" in said) if kind else (said == "[[1, 2], [3, 4]]")
+
+
+def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(ranks: Any) -> None:
+    def train(rank: int, depth: int) -> Any:
+        class Trainer(FSDP2DataPlaneMixin):
+            def __init__(self) -> None:
+                self.seen: list[Any] = []
+
+            def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
+
+            def train_microbatch(self, data: BatchedDataDict) -> None:
+                self.seen.append(data["input_ids"].tolist())
+
+            def finish_train_step(self) -> dict[str, Any]:
+                return {}
+
+            def abort_train_step(self) -> None: ...
+
+        lengths = [1, 3, 2, 2, 4, 1, 2, 3]
+        rows = stack_or_nest([torch.full((length,), row) for row, length in enumerate(lengths)])
+        worker, _, meta = worker_of_rank((1, 1, 2), {"input_ids": rows}, lengths, Trainer)
+        worker._require_dp_client().clear_samples(["p6_g0"], "train")
+        worker.begin_train_step_presharded(None)
         try:
-            worker._fetch(meta)
-        except DataPlaneError as error:
-            return type(error), str(error)
-        return None, ""
+            worker.train_microbatches_presharded([meta.slice(row, row + 2) for row in (0, 2, 4, 6)], read_ahead=depth)
+        except Exception as error:
+            readers = [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+            return worker.seen, type(error), type(error.__cause__), len(readers)
 
-    first, *others = ranks(4, run)
-    assert first[0] is InvalidRequestError
-    assert [kind for kind, _ in others] == [ReplicaLeaderError] * 3
-    for _, message in (first, *others):
-        assert "to be the group's first" in message
-
-
-def test_a_rank_that_takes_itself_for_a_second_leader_refuses_without_stranding_the_others(ranks: Any) -> None:
-    def run(rank: int) -> str:
-        worker, _, meta = _prepared((1, 2, 2))
-        worker._is_replica_leader = lambda: rank in (0, 1)
-        try:
-            return str(worker._fetch(meta)["input_ids"].tolist())
-        except InvalidRequestError as error:
-            return str(error)
-
-    first, second, *others = ranks(4, run)
-    assert [first, *others] == ["[[1, 2], [3, 4]]"] * 3
-    assert "to be the group's first" in second
+    for depth in (0, 1, 2):
+        leader, sibling = ranks(2, train, depth)
+        assert leader[0] == sibling[0] == [[[0, 0, 0], [1, 1, 1]], [[2, 2], [3, 3]], [[4, 4, 4, 4], [5, 0, 0, 0]]]
+        assert leader[1] is MissingDataError
+        assert sibling[1:3] == (ReplicaLeaderError, MissingDataError)
+        assert leader[3] == sibling[3] == 0

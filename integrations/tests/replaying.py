@@ -1,0 +1,91 @@
+"""For the tests of replay: a partition, buffers on it, and rollouts whose tokens say which prompt they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane_core import KVBatchMeta, kv_first_write
+from dataplane_core.client import DataPlaneClient
+from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, Reservation, StalenessPolicy
+
+REGISTRATION: dict[str, Any] = {
+    "fields": ["input_ids", "input_lengths"],
+    "num_samples": None,
+    "consumer_tasks": ["train"],
+    "grpo_group_size": 2,
+}
+
+
+def answers(reservations: Sequence[Reservation]) -> dict[str, torch.Tensor]:
+    """Answer i of prompt p: the token p, i + 1 times."""
+    rows = [(each.prompt, index) for each in reservations for index in range(len(each.sample_ids))]
+    width = max(index for _, index in rows) + 1
+    lengths = torch.tensor([index + 1 for _, index in rows])
+    prompts = torch.tensor([prompt for prompt, _ in rows])
+    inside = torch.arange(width) < lengths.unsqueeze(1)
+    return {"input_ids": prompts.unsqueeze(1) * inside, "input_lengths": lengths}
+
+
+def write(client: DataPlaneClient, reservations: Sequence[Reservation]) -> KVBatchMeta:
+    """Writes the answers, as a rollout actor does."""
+    return kv_first_write(
+        answers(reservations),
+        sample_ids=[sample_id for each in reservations for sample_id in each.sample_ids],
+        dp_client=client,
+        partition_id="replay",
+        tags=[each.tags for each in reservations for _ in each.sample_ids],
+    )
+
+
+@pytest.fixture(name="answers")
+def answers_fixture() -> Callable[..., dict[str, torch.Tensor]]:
+    return answers
+
+
+@pytest.fixture(name="write")
+def write_fixture() -> Callable[..., KVBatchMeta]:
+    return write
+
+
+@pytest.fixture
+def held(client: DataPlaneClient) -> Callable[[], list[str]]:
+    """The ids that the store holds."""
+    return lambda: client.list_samples("replay").sample_ids
+
+
+@pytest.fixture
+def make_buffer(client: DataPlaneClient) -> Iterator[Callable[..., ReplayBuffer]]:
+    """Buffers on one partition; groups of 2, by default in order, 2 groups a version, staleness 1."""
+    client.register_partition("replay", **REGISTRATION)
+    made: list[ReplayBuffer] = []
+
+    def make(policy: StalenessPolicy | None = None, **options: Any) -> ReplayBuffer:
+        policy = InOrderPolicy(max_staleness=1, groups_per_version=2) if policy is None else policy
+        made.append(ReplayBuffer(client, "replay", policy, **{"group_size": 2, **options}))
+        return made[-1]
+
+    yield make
+    for buffer in made:
+        buffer.close()
+
+
+@pytest.fixture
+def commit(client: DataPlaneClient) -> Callable[..., None]:
+    """``commit(buffer, reservations)`` writes their rows and commits them."""
+    return lambda buffer, reservations: buffer.commit(reservations, write(client, reservations))
+
+
+@pytest.fixture
+def fill(commit: Callable[..., None]) -> Callable[..., list[Reservation]]:
+    """``fill(buffer, num_groups)`` reserves groups and commits them."""
+
+    def reserve_and_commit(buffer: ReplayBuffer, num_groups: int = 1) -> list[Reservation]:
+        reservations = buffer.reserve(num_groups, timeout_s=0)
+        commit(buffer, reservations)
+        return reservations
+
+    return reserve_and_commit

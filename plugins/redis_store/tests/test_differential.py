@@ -3,6 +3,7 @@
 import pytest
 from differential import Store, run, simulate
 from random_history import History
+from tiers import in_long
 
 from dataplane_core.ledger import partition
 
@@ -13,14 +14,14 @@ def store(plain):
     return Store(f"unix://{plain.socket}?db=0")
 
 
-def test_the_scripts_reply_as_the_ledger_does(store):
-    simulate(store, range(50))
+#: In the long run, a million steps.
+SEEDS = [range(20), *in_long(range(1_000, 6_000))]
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.timeout(4 * 3600)
-def test_a_million_steps_reply_as_the_ledger_does(store):
-    simulate(store, range(1_000, 6_000))
+def test_the_scripts_reply_as_the_ledger_does(store, seeds):
+    simulate(store, seeds)
 
 
 def test_a_difference_is_found(store, monkeypatch):

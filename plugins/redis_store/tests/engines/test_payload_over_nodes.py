@@ -160,7 +160,7 @@ WRITER = """
 """
 
 
-@pytest.mark.parametrize("when", ["before the commit", pytest.param("before its rows stay", marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", ["before the commit", "before its rows stay"])
 def test_what_a_killed_writer_left_is_deleted(cluster, client, namespace, python, when):
     died = python.run("-c", textwrap.dedent(WRITER), cluster[0].url, namespace, when, check=False)
     assert died.returncode == -signal.SIGKILL
@@ -290,7 +290,6 @@ def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace
     assert num_keys(cluster, namespace) == 0
 
 
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connect, check_told, namespace):
     nodes = start_cluster(num_replicas=3)

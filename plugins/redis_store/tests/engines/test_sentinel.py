@@ -211,7 +211,6 @@ def test_what_a_failover_loses_is_named(plane, under_load, end_load, wait_replic
         assert lost_acks
 
 
-@pytest.mark.long
 def test_what_a_replaced_primary_took_is_named(plane, under_load, end_load):
     """A primary that stood still is replaced. It goes on, and takes writes, until the sentinels make it a replica."""
     client, loads, go_on = under_load(0)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, ConfigError
@@ -71,14 +72,10 @@ def rounds(python, runs, config, tmp_path, how_many):
     assert forks.returncode == 0
 
 
-def test_all_processes_may_be_killed_at_any_moment(python, runs, config, tmp_path):
-    rounds(python, runs, config, tmp_path, 2)
-
-
-@pytest.mark.long
+@pytest.mark.parametrize("num_rounds", [2, *in_long(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1000")))])
 @pytest.mark.timeout(7200)
-def test_all_processes_may_be_killed_a_thousand_times(python, runs, config, tmp_path):
-    rounds(python, runs, config, tmp_path, int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1000")))
+def test_all_processes_may_be_killed_at_any_moment(python, runs, config, tmp_path, num_rounds):
+    rounds(python, runs, config, tmp_path, num_rounds)
 
 
 def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(config):

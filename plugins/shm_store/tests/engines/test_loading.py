@@ -41,11 +41,7 @@ def sums(meta, columns):
     [
         (0, {}),
         (2, {"multiprocessing_context": "fork"}),
-        pytest.param(
-            2,
-            {"multiprocessing_context": "spawn", "persistent_workers": True, "prefetch_factor": 4},
-            marks=pytest.mark.long,
-        ),
+        (2, {"multiprocessing_context": "spawn", "persistent_workers": True, "prefetch_factor": 4}),
     ],
     ids=["no workers", "forked", "spawned"],
 )
@@ -170,7 +166,6 @@ def test_how_long_a_batch_is_held_is_checked():
             StreamingDataset({"backend": "noop"}, "p", "t", ["x"], 4, most_held_s=wrong)
 
 
-@pytest.mark.long
 def test_a_client_serves_no_worker(config):
     with connect(config) as client:
         _fill(client)

@@ -1,7 +1,5 @@
 """tq_mooncake keeps the contract in a random history of processes that are killed and stopped."""
 
-import pytest
-
 from dataplane_testkit import AuthorsClass, Settings, run_chaos
 
 
@@ -9,7 +7,6 @@ class TQMooncake(AuthorsClass):
     backend = "tq_mooncake"
 
 
-@pytest.mark.long
 def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
     options = {
         "instance": "random",

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 from tensordict import TensorDict
+from tiers import in_long
 
 from dataplane_core import connect
 
@@ -131,10 +132,8 @@ def start_jobs(ray_address, tmp_path, python):
         yield start
 
 
-_LONG = [pytest.mark.long, pytest.mark.timeout(580)]
-
-
-@pytest.mark.parametrize(("times", "num_endings"), [(1, 2), pytest.param(20, 6, marks=_LONG)])
+@pytest.mark.timeout(580)
+@pytest.mark.parametrize(("times", "num_endings"), [(1, 2), *in_long((20, 6))])
 def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit, stopped, start_jobs, tmp_path, times, num_endings):
     endings = dict(list(_ENDINGS.items())[:num_endings])
     jobs = start_jobs(endings, times)
@@ -155,7 +154,8 @@ def test_a_job_that_gave_up_a_call_ends_with_its_own_status(unit, stopped, start
             assert read(2) == {ending: ["handled", str(status)] for ending, status in endings.items()}
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(6, marks=_LONG)])
+@pytest.mark.timeout(580)
+@pytest.mark.parametrize("times", [1, *in_long(6)])
 def test_a_job_whose_threads_are_in_puts_when_it_ends_ends_with_its_own_status(unit, start_jobs, tmp_path, times):
     ending = "with_threads_that_put"
     jobs = start_jobs([ending], times)

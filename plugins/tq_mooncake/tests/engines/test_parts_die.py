@@ -168,7 +168,6 @@ with connect(config, bootstrap=False) as client:
 """
 
 
-@pytest.mark.long
 def test_a_client_attaches_while_the_master_is_away(two, away, ray_address, python):
     options = {"ray_address": ray_address, "instance": "again", "local_buffer_size_bytes": 4 << 20}
     config = json.dumps({"backend": "tq_mooncake", "options": options, "op_timeout_s": 90.0})
@@ -183,7 +182,6 @@ def test_a_client_attaches_while_the_master_is_away(two, away, ray_address, pyth
             process.kill()
 
 
-@pytest.mark.long
 def test_a_master_that_stays_away_is_named_and_worth_another_try(two, away, connect, ray_address):
     owner, patient = two
     client = connect(bootstrap=False, op_timeout_s=3.0, ray_address=ray_address, instance="again")

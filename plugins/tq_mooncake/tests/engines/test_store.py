@@ -513,7 +513,7 @@ def located(client, sample_id):
     ("options", "said"),
     [
         ({"segment_size_bytes": 1 << 50}, r"would need \d+ MiB, but has \d+ MiB available: 1 storage units"),
-        pytest.param({"announce_address": "169.254.0.0/16"}, "fits 0 of this node's addresses", marks=pytest.mark.long),
+        ({"announce_address": "169.254.0.0/16"}, "fits 0 of this node's addresses"),
     ],
     ids=["memory", "address"],
 )

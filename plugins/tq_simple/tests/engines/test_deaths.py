@@ -283,7 +283,6 @@ def test_units_that_were_added_outlive_the_controller(
         assert right(late, ["late-1"])
 
 
-@pytest.mark.long
 def test_a_unit_dies_while_it_is_drained(client: DataPlaneClient, kill: Callable[..., None]) -> None:
     first, *_ = names(client)
     ids = [f"a-{row}" for row in range(20)]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import ray
+from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
@@ -336,9 +337,11 @@ def kill_all(mark: str, programs: list[Any]) -> None:
         program.wait()
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("num_rounds", in_long(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "2"))))
 @pytest.mark.timeout(7200)
-def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(python: Any, tmp_path: Path) -> None:
+def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(
+    python: Any, tmp_path: Path, num_rounds: int
+) -> None:
     """Each round has a Ray of its own. All that runs on it is killed, and the next one goes on with the folder."""
     options = {"instance": f"all-{uuid.uuid4().hex[:8]}", "durable": str(tmp_path / "folder"), "num_storage_units": 2}
     config = {"backend": "tq_simple", "op_timeout_s": 300.0, "options": {**options, "unit_bytes": 64 << 20}}
@@ -346,7 +349,7 @@ def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(python: Any,
     def acked() -> int:
         return sum(notes_in(tmp_path).get("acked", Counter()).values())
 
-    for number in range(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "2"))):
+    for number in range(num_rounds):
         mark, least = uuid.uuid4().hex, acked() + random.randint(1, 60)
         programs: list[Any] = []
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 _CHILD = """
 import os, signal, sys, time
 import dataplane_core  # and so torch, but no backend
@@ -54,6 +52,5 @@ forked()  # by who has closed it, and is disconnected from Ray
 )
 
 
-@pytest.mark.long
 def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server: str, python: Any) -> None:
     python.run("-c", _PROGRAM, ray_server, timeout=300)

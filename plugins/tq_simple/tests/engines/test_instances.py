@@ -88,7 +88,6 @@ def test_options_are_checked() -> None:
         TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
 
 
-@pytest.mark.long
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, note: Note) -> None:
     with (
         Engine.open(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
@@ -133,7 +132,6 @@ def attach_and_list_units(config: TQSimpleConfig) -> list[UnitInfo]:
         return engine.call(UnitRecords(), soon())[0]
 
 
-@pytest.mark.long
 def test_close_ends_the_processes_and_the_name_can_be_used_again(
     ray_cluster: str, note: Note, pid_of: Callable[[str], int], runs: Callable[[int], bool]
 ) -> None:

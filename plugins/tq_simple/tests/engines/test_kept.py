@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiers import in_long
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
@@ -137,7 +138,7 @@ AHEAD: dict[str, Callable[[Path], bool]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(each, marks=pytest.mark.long) for each in AHEAD] + ["a short run"])
+@pytest.mark.parametrize("ahead", [*in_long(*AHEAD), "a short run"])
 def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: str
 ) -> None:

@@ -119,7 +119,6 @@ def test_a_name_is_not_the_beginning_of_another(find):
     left.release()
 
 
-@pytest.mark.long
 def test_processes_with_the_name_alone_share_an_instance(start):
     attaches = start(_ATTACHES)  # before there is an owner
     autos = [start(_AUTO), start(_AUTO)]

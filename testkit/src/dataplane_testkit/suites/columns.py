@@ -96,20 +96,23 @@ class ColumnSuite(Suite, chapter="columns"):
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=_NAMES)
     def test_columns_come_back_bit_for_bit(self, store: Store, dtype: torch.dtype) -> None:
-        partition = store.register(*layouts_of(dtype))
+        partition, rows = store.register(*layouts_of(dtype)), dict[str, list[torch.Tensor]]()
         for layout in layouts_of(dtype):
             with naming(layout):
                 puts = [LAYOUTS[layout](dtype, seed) for seed in (7, 8)]
-                rows = [row for _, some in puts for row in some]
-                count = len(rows) // 2
-                names = ids(2 * count, layout)
-                for place, (column, _) in enumerate(puts):
-                    store.put(partition, names[place * count :][:count], columns={layout: column})
-                # one put, both puts, and rows of both that may be of one length where others are not
-                equal = [1 % count, 3 % count, count + 1 % count]
-                for order in (range(count), range(2 * count), range(2 * count)[::-3], equal, [0, 0]):
-                    found = store.get(partition, [names[row] for row in order], layout)[layout]
-                    check_column(found, [rows[row] for row in order])
+                rows[layout] = [row for _, some in puts for row in some]
+                names = ids(len(rows[layout]))
+                for place, (column, some) in enumerate(puts):
+                    store.put(partition, names[place * len(some) :][: len(some)], columns={layout: column})
+        for count in {len(each) // 2 for each in rows.values()}:
+            layouts, names = [each for each in rows if len(rows[each]) == 2 * count], ids(2 * count)
+            # one put, both puts, and rows of both that may be of one length where others are not
+            equal = [1 % count, 3 % count, count + 1 % count]
+            for order in (range(count), range(2 * count), range(2 * count)[::-3], equal, [0, 0]):
+                found = store.get(partition, [names[row] for row in order], *layouts)
+                for layout in layouts:
+                    with naming(layout):
+                        check_column(found[layout], [rows[layout][row] for row in order])
 
     def test_objects_come_back_equal(self, store: Store) -> None:
         partition = store.register("stack", "array")

@@ -1,0 +1,43 @@
+"""A Ray whose head is dead."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+_OWN_RAY_LOSES_ITS_HEAD = """
+import os, signal, time
+import psutil, ray
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_tq_simple import TQSimpleConfig, _cluster, _session
+from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._messages import UnitRecords
+
+_cluster._END_ACTORS_S = _session._SHUTDOWN_S = 2.0  # Ray's own threads spin all that time
+engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 240)
+controller = ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid()))
+(head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+rest = psutil.Process().children(recursive=True)
+head.kill()
+head.wait()
+os.kill(controller, signal.SIGKILL)
+try:
+    engine.call(UnitRecords(), time.monotonic() + 240)
+except BackendUnavailableError as error:
+    print(error.retryable, error, flush=True)
+engine.close()
+for each in rest:
+    try:
+        each.kill()
+    except psutil.NoSuchProcess:
+        pass
+os._exit(0)
+"""
+
+
+def test_closing_ends_though_rays_head_is_dead(python: Any) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = python.run("-c", _OWN_RAY_LOSES_ITS_HEAD, timeout=500, env=env)
+    assert "within 2 s: its head node is dead or does not respond" in done.stderr
+    assert re.search(r"False .* is dead, and so is the head of its Ray: .* in a new process", done.stdout)

@@ -256,9 +256,9 @@ class History:
 
     def __post_init__(self) -> None:
         self._next = [partial(self._register, name, keep=False) for name in PARTITIONS]
-        self._weights = {name: weight for name, (weight, needs) in _DRAWN.items() if needs <= self.able}
-        for name in _ONLY_REAL if not self.real else _ONLY_VIRTUAL:
-            self._weights.pop(name, None)
+        able = [weights for needs, weights in _DRAWN.items() if needs <= self.able]
+        never = _ONLY_VIRTUAL if self.real else _ONLY_REAL
+        self._weights = {name: each for weights in able for name, each in weights.items() if name not in never}
         if self.bounded:
             self._weights = {name: each for name, each in self._weights.items() if name in _OF_ROOM}
         # a NaN that was saved and loaded is another one
@@ -599,39 +599,17 @@ class History:
         return Wait(self.dice.choice([0.125, 0.5, 0.5, 1.0, 3.0, 10.0]))
 
 
-_CLAIMS: Final = frozenset({Capability.CLAIMS})
-_LEASES: Final = frozenset({Capability.CLAIMS, Capability.LEASES})
-_LISTS: Final = frozenset({Capability.LISTING})
-_RANKS: Final = frozenset({Capability.CLAIMS, Capability.SAMPLERS})
-_CURSORS: Final = frozenset({Capability.CURSORS})
-#: Operation -> how often it is drawn, and what it needs.
-_DRAWN: Final[dict[str, tuple[float, frozenset[str]]]] = {
-    "register": (0.7, frozenset()),
-    "finish": (0.5, frozenset()),
-    "put": (14, frozenset()),
-    "put_tags": (2, frozenset()),
-    "put_again": (1, frozenset()),
-    "put_many": (0.2, _CLAIMS),
-    "begin": (5, frozenset()),
-    "commit": (5, frozenset()),
-    "repeat": (2, frozenset({Capability.REPEATABLE})),
-    "read": (6, frozenset()),
-    "clear": (3, frozenset()),
-    "clear_all": (0.3, frozenset()),
-    "lose": (0.7, frozenset()),
-    "claim": (12, _CLAIMS),
-    "claim_of_rank": (3, _RANKS),
-    "stay": (1.5, _CLAIMS),
-    "settle": (6, _LEASES),
-    "set_cursor": (0.8, _CURSORS),
-    "list": (2, _LISTS),
-    "list_partitions": (0.3, _LISTS),
-    "inspect": (3, _LISTS),
-    "list_fields": (1, _LISTS),
-    "export": (1, _CURSORS),
-    "consumed": (2, _CLAIMS),
-    "announce": (1, frozenset({Capability.CLIENTS})),
-    "wait": (6, frozenset()),
+#: What operations need -> them, and how often each is drawn.
+_DRAWN: Final[dict[frozenset[str], dict[str, float]]] = {
+    frozenset(): {"register": 0.7, "finish": 0.5, "put": 14, "put_tags": 2, "put_again": 1, "begin": 5, "commit": 5}
+    | {"read": 6, "clear": 3, "clear_all": 0.3, "lose": 0.7, "wait": 6},
+    frozenset({Capability.REPEATABLE}): {"repeat": 2},
+    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 1.5, "consumed": 2, "put_many": 0.2},
+    frozenset({Capability.CLAIMS, Capability.SAMPLERS}): {"claim_of_rank": 3},
+    frozenset({Capability.CLAIMS, Capability.LEASES}): {"settle": 6},
+    frozenset({Capability.LISTING}): {"list": 2, "list_partitions": 0.3, "list_fields": 1, "inspect": 3},
+    frozenset({Capability.CURSORS}): {"set_cursor": 0.8, "export": 1},
+    frozenset({Capability.CLIENTS}): {"announce": 1},
 }
 _ONLY_REAL: Final = ("put_many", "stay", "lose", "announce")
 _OF_ROOM: Final = ("put", "put_again", "repeat", "read", "clear", "clear_all")

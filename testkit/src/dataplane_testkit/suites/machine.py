@@ -226,7 +226,6 @@ class StoreMachine:
         self.steps: list[Step] = []
         self.cells: dict[tuple[str, str, str], tuple[str, int]] = {}
         self.tokens: dict[str, str] = {}  # of the model -> of the store
-        self.metas: dict[str, KVBatchMeta] = {}
         self.epochs: dict[str, str] = {}
         self.given: dict[tuple[str, str, str], tuple[float, float]] = {}  # a leased sample -> when, here and there
         self.sent: dict[str, tuple[str, Any]] = {}  # id of a request -> its hook, and what the store got
@@ -656,15 +655,7 @@ class StoreMachine:
             step = replace(step, lease_s=LONG_S)
         reply, error = self.expected(step)
         rule = "claim" if step.dp_rank is None else "ranks"
-
-        def call() -> KVBatchMeta:
-            return self.client.claim_meta(
-                *(self.partition(step.partition_id), step.task_name, step.required_fields, step.batch_size),
-                **_options(step),
-                blocking=step.all_or_nothing,
-                timeout_s=0,
-            )
-
+        call = self.claiming(step, blocking=step.all_or_nothing, timeout_s=0)
         with self.noting("claim") as sent:
             if error is None and step.all_or_nothing and not reply.answered:
                 _, late = _attempt(call)
@@ -681,6 +672,11 @@ class StoreMachine:
             self.tokens.setdefault(step.token, asked[-1])
             self.was_given(step, reply, meta, rule)
         return reply
+
+    def claiming(self, claim: commands.ClaimRequest, **more: Any) -> Callable[[], KVBatchMeta]:
+        """The call of a client that makes a claim."""
+        about = (self.partition(claim.partition_id), claim.task_name, claim.required_fields, claim.batch_size)
+        return partial(self.client.claim_meta, *about, **_options(claim), **more)
 
     def was_given(self, step: commands.ClaimRequest, reply: Claim, meta: KVBatchMeta, rule: str) -> None:
         """Compares what a claim gave, reads it, and keeps its leases."""
@@ -707,36 +703,23 @@ class StoreMachine:
         reply, error = self.expected(step)
         claim = step.claim
         if error is not None or reply.answered:
-            return self.take_answered(claim, reply, error)
+            meta = self.agree("wait", "the claim", error, self.claiming(claim, timeout_s=_ANSWER_S))
+            if meta is not None:
+                self.was_given(claim, reply, meta, "wait")
+            return reply
+        about = (self.partition(claim.partition_id), claim.batch_size, *claim.required_fields)
         with self.noting("claim") as sent:
-            waiting = self.store.waiting_claim(
-                self.partition(claim.partition_id),
-                claim.batch_size,
-                *claim.required_fields,
-                client=self.client,
-                timeout_s=600.0,
-                **_options(claim),
-            )
+            waiting = self.store.waiting_claim(*about, client=self.client, timeout_s=600.0, **_options(claim))
         self.stays.update(each.token for each in sent)
         self.staying = step, waiting
         return None
-
-    def take_answered(self, claim: commands.ClaimRequest, reply: Any, error: DataPlaneError | None) -> Any:
-        """A waiting claim that is answered at once."""
-        about = (self.partition(claim.partition_id), claim.task_name, claim.required_fields, claim.batch_size)
-        call = partial(self.client.claim_meta, **_options(claim), timeout_s=_ANSWER_S)
-        meta = self.agree("wait", "the claim", error, call, *about)
-        if meta is not None:
-            self.was_given(claim, reply, meta, "wait")
-        return reply
 
     def settle(self, step: Any) -> Any:
         """Acks, gives back or renews. A lease that ends soon may have ended already."""
         reply, error = self.expected(step)
         tokens = [self.tokens.get(token, token) for token in step.lease_tokens]
-        meta = KVBatchMeta(
-            self.partition(step.partition_id), step.task_name, list(step.sample_ids), lease_tokens=tokens
-        )
+        about = (self.partition(step.partition_id), step.task_name, list(step.sample_ids))
+        meta = KVBatchMeta(*about, lease_tokens=tokens)
         extra = (step.lease_s,) if isinstance(step, commands.RenewRequest) else ()
         call = partial(getattr(self.client, step.op), meta, *extra)
         with self.noting(step.op, step.request_id):

@@ -724,11 +724,10 @@ class StoreMachine:
         call = partial(getattr(self.client, step.op), meta, *extra)
         with self.noting(step.op, step.request_id):
             _, found = _attempt(call)
-        ended = self.short.intersection(step.lease_tokens) and isinstance(found, LeaseExpiredError)
-        if ended and error is None:
-            self.is_over = True  # the model cannot take back that they were settled
-        elif not (ended and isinstance(error, LeaseExpiredError)):  # of one that is named, others may have ended too
+        if not (self.short.intersection(step.lease_tokens) and isinstance(found, LeaseExpiredError)):
             self.judge("settle", step.op, error, found)
+        elif error is None:
+            self.is_over = True  # the model cannot take back that they were settled
         return None if error is not None else (reply,)
 
     take_ack = take_nack = take_renew = settle

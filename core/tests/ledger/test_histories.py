@@ -19,6 +19,7 @@ from dataplane_core.ledger import (
     rows,
     views,
 )
+from dataplane_testkit._profiles import by_profile
 
 #: The second ledger's clock shows so many seconds more.
 AHEAD_S = 1024.0
@@ -34,10 +35,10 @@ def all_commands(history, first):
                 command = history.heard(command, reply)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(2_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
-def test_ledgers_answer_alike(monkeypatch, count):
+@pytest.mark.timeout(by_profile(600, 600, 3600))
+def test_ledgers_answer_alike(monkeypatch):
     """One rebuilds its views all the time. The other never does, is told what is due, and is saved and loaded."""
-    for seed in range(count):
+    for seed in range(by_profile(8, 20, 2_000)):
         history = History(seed)
         rebuilt = Ledger(**history.options)
         kept = Ledger(**history.options, self_expiring=False)
@@ -62,10 +63,10 @@ def test_ledgers_answer_alike(monkeypatch, count):
                 kept = saved_and_loaded(kept, now)
 
 
-@pytest.mark.parametrize("most", [1_000, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
-def test_what_is_cut_off_leaves_no_trace(interrupted, most):
+@pytest.mark.timeout(by_profile(600, 600, 3600))
+def test_what_is_cut_off_leaves_no_trace(interrupted):
     """Of two ledgers that get the same commands, those of one are cut off, taken back and given again."""
-    dice, cuts, seed = random.Random(0), 0, 0
+    dice, cuts, seed, most = random.Random(0), 0, 0, by_profile(400, 1_000, 20_000)
 
     class Cut(Ledger):
         def apply(self, command, now):

@@ -250,15 +250,16 @@ class History:
     _next: list[Callable[[], Step | None]] = field(default_factory=list)
     _claims: list[_Given] = field(default_factory=list)
     _puts: list[Put] = field(default_factory=list)
+    _kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # of cells that were put
     _cleared: list[tuple[str, list[str]]] = field(default_factory=list)
     _requests: list[str] = field(default_factory=list)
     _begun: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._next = [partial(self._register, name, keep=False) for name in PARTITIONS]
-        self._weights = {name: weight for name, (weight, needs) in _DRAWN.items() if needs <= self.able}
-        for name in _ONLY_REAL if not self.real else _ONLY_VIRTUAL:
-            self._weights.pop(name, None)
+        able = [weights for needs, weights in _DRAWN.items() if needs <= self.able]
+        never = _ONLY_VIRTUAL if self.real else _ONLY_REAL
+        self._weights = {name: each for weights in able for name, each in weights.items() if name not in never}
         if self.bounded:
             self._weights = {name: each for name, each in self._weights.items() if name in _OF_ROOM}
         # a NaN that was saved and loaded is another one
@@ -281,6 +282,8 @@ class History:
         dice = self.dice
         if isinstance(step, Put):
             self._puts = [*self._puts[-8:], step]
+            if reply is not None:
+                self._kinds |= {(step.partition_id, name): kind for name, kind in step.columns.items()}
             if "l" in step.columns and dice.random() < 0.6:  # what a list becomes depends on the others of its field
                 self._next.append(lambda: self._put(step.partition_id, fields=["l"]))
                 self._next.append(lambda: self._read(step.partition_id, fields=["l"]))
@@ -292,8 +295,11 @@ class History:
             self._claimed(step, reply)
         elif isinstance(step, commands.ClearRequest) and reply is not None:
             self._was_cleared(step)
-        elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace" and self._claims:
-            self._next += self._after_registration(step)
+        elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace":
+            self._kinds = {key: kind for key, kind in self._kinds.items() if key[0] != step.partition_id}
+            self._next += self._after_registration(step) if self._claims else ()
+        elif isinstance(step, commands.RenewRequest) and reply is not None:
+            self._next.append(lambda: self._inspect(step.partition_id))
         elif isinstance(step, commands.NackRequest) and reply is None and dice.random() < 0.5:
             self._next.append(lambda: self._claim(step.partition_id, step.task_name))
 
@@ -329,6 +335,7 @@ class History:
                 self._next.append(lambda: commands.ClearRequest(step.partition_id, ids))
             elif again == "put":
                 self._next.append(lambda: self._put(step.partition_id, ids))
+                self._next.append(lambda: self._claim(step.partition_id))
             else:
                 self._next.append(self._repeat)
 
@@ -350,14 +357,20 @@ class History:
     def _part(self) -> str:
         return self.dice.choice(["p", "p", "p", "pq"]) if self.dice.random() < 0.98 else "nowhere"
 
-    def _some_ids(self, most: int = 6) -> list[str]:
+    def _group_size(self, where: str) -> int | None:
+        known = told(self._ledger, commands.DescribeRequest(where), self._now)
+        return None if known is None else known.grpo_group_size
+
+    def _some_ids(self, where: str = "") -> list[str]:
+        dice = self.dice
         if self.bounded:
-            return self.dice.sample(IDS[:6], self.dice.choice([1, 1, 2, 3]))
-        if self.dice.random() < 0.5:  # whole groups
-            first = self.dice.randrange(5)
-            near = [each for each in IDS if int(each[1]) in (first, (first + 1) % 5)]
-            return near[: self.dice.choice([2, 3, 6])]
-        return self.dice.sample(IDS, self.dice.randint(1, most))
+            return dice.sample(IDS[:6], dice.choice([1, 1, 2, 3]))
+        fit = [each for each in IDS if self._group_size(where) != 2 or each[-1] != "2" or dice.random() < 0.1]
+        if dice.random() < 0.5:  # whole groups
+            first = dice.randrange(5)
+            near = [each for each in fit if int(each[1]) in (first, (first + 1) % 5)]
+            return near[: dice.choice([2, 3, 6])]
+        return dice.sample(fit, dice.randint(1, 6))
 
     def _fields(self) -> list[str]:
         if self.bounded:
@@ -365,15 +378,22 @@ class History:
         rare = [["o"], ["l"], ["x", "l"], ["w"], ["e"], ["x", "o", "y"], ["y", "x"]]
         return list(self.dice.choice([["x"], ["x"], ["y"], ["x", "y"], ["x", "y"], self.dice.choice(rare)]))
 
-    def _columns(self, fields: Sequence[str]) -> dict[str, str]:
+    def _required(self, where: str) -> list[str]:
+        """Fields that a claim can often get."""
+        puts = [each for each in self._puts if each.partition_id == where and each.columns]
+        if not puts or self.dice.random() < 0.3:
+            return self._fields() if self.dice.random() < 0.8 else []
+        return list(self.dice.choice(puts).columns)
+
+    def _columns(self, where: str, fields: Sequence[str]) -> dict[str, str]:
         if self.bounded:
-            kinds = ["large"] * 2 + ["equal"] * (2 * self.shares)
-            return (
-                {"e": self.dice.choice(kinds)} if not self.narrows or self.dice.random() < 0.8 else {"w": "large ints"}
-            )
-        odd = self.dice.random() < 0.3
-        drawn = {name: self.dice.choice(each) if odd or name in "lwe" else each[0] for name, each in FIELDS.items()}
-        return {name: drawn[name] for name in fields}
+            if self.narrows and self.dice.random() < 0.2:
+                return {"w": "large ints"}
+            return {"e": self.dice.choice(["large", "equal"] if self.shares else ["large"])}
+        kinds = {name: self.dice.choice(FIELDS[name]) for name in fields}
+        if self.dice.random() < 0.15:
+            return kinds
+        return {name: kind if name in "lwe" else self._kinds.get((where, name), kind) for name, kind in kinds.items()}
 
     def _register(self, name: str = "", keep: bool | None = None) -> Step:
         dice = self.dice
@@ -402,12 +422,13 @@ class History:
 
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
         dice, repeatable = self.dice, Capability.REPEATABLE in self.able
-        ids = list(ids) or self._some_ids()
+        where = name or self._part()
+        ids = list(ids) or self._some_ids(where)
         faults: list[Literal["", "lost", "late"]] = ["lost", "late"] if repeatable else ["late"]
         put = Put(
-            name or self._part(),
+            where,
             ids,
-            self._columns(list(fields) or self._fields()),
+            self._columns(where, fields or self._fields()),
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
             epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
@@ -419,8 +440,9 @@ class History:
         return put
 
     def _put_tags(self) -> Step:
-        ids = self._some_ids()
-        return Put(self._part(), ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
+        where = self._part()
+        ids = self._some_ids(where)
+        return Put(where, ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
 
     def _put_again(self) -> Step | None:
         """The very cells of an earlier put, with their values of now."""
@@ -476,14 +498,13 @@ class History:
 
     def _claim(self, name: str = "", task: str = "") -> Step:
         dice, where = self.dice, name or self._part()
-        known = told(self._ledger, commands.DescribeRequest(where), self._now)
         leases = [LONG_S, LONG_S, SHORT_S] if self.real else [2.0, 5.0, 20.0]
         waits = dice.random() < 0.4
         return commands.ClaimRequest(
             where,
             task or (dice.choice(TASKS) if dice.random() < 0.98 else "nobody"),
-            self._fields() if dice.random() < 0.9 else [],
-            dice.choice([1, 2, 2, 3, 4, 6]) * ((known and known.grpo_group_size) or 1),
+            self._required(where),
+            dice.choice([1, 1, 2, 2, 3, 4]) * (self._group_size(where) or 1),
             all_or_nothing=waits,
             explain=waits and self.real,
             lease_s=dice.choice([None, *leases]) if Capability.LEASES in self.able else None,
@@ -552,7 +573,7 @@ class History:
     def _list_partitions(self) -> Step:
         return commands.ListPartitionsRequest()
 
-    def _inspect(self) -> Step:
+    def _inspect(self, name: str = "") -> Step:
         questions = []
         if Capability.CLAIMS in self.able:
             for _ in range(self.dice.randint(0, 2)):
@@ -563,7 +584,7 @@ class History:
                     "tag_filter": self._filter(),
                 }
                 questions.append(Question(**about, explain=self.real and self.dice.random() < 0.5))
-        return commands.InspectRequest(self._part(), questions)
+        return commands.InspectRequest(name or self._part(), questions)
 
     def _list_fields(self) -> Step:
         where = self._part()
@@ -599,39 +620,17 @@ class History:
         return Wait(self.dice.choice([0.125, 0.5, 0.5, 1.0, 3.0, 10.0]))
 
 
-_CLAIMS: Final = frozenset({Capability.CLAIMS})
-_LEASES: Final = frozenset({Capability.CLAIMS, Capability.LEASES})
-_LISTS: Final = frozenset({Capability.LISTING})
-_RANKS: Final = frozenset({Capability.CLAIMS, Capability.SAMPLERS})
-_CURSORS: Final = frozenset({Capability.CURSORS})
-#: Operation -> how often it is drawn, and what it needs.
-_DRAWN: Final[dict[str, tuple[float, frozenset[str]]]] = {
-    "register": (0.7, frozenset()),
-    "finish": (0.5, frozenset()),
-    "put": (14, frozenset()),
-    "put_tags": (2, frozenset()),
-    "put_again": (1, frozenset()),
-    "put_many": (0.2, _CLAIMS),
-    "begin": (5, frozenset()),
-    "commit": (5, frozenset()),
-    "repeat": (2, frozenset({Capability.REPEATABLE})),
-    "read": (6, frozenset()),
-    "clear": (3, frozenset()),
-    "clear_all": (0.3, frozenset()),
-    "lose": (0.7, frozenset()),
-    "claim": (12, _CLAIMS),
-    "claim_of_rank": (3, _RANKS),
-    "stay": (1.5, _CLAIMS),
-    "settle": (6, _LEASES),
-    "set_cursor": (0.8, _CURSORS),
-    "list": (2, _LISTS),
-    "list_partitions": (0.3, _LISTS),
-    "inspect": (3, _LISTS),
-    "list_fields": (1, _LISTS),
-    "export": (1, _CURSORS),
-    "consumed": (2, _CLAIMS),
-    "announce": (1, frozenset({Capability.CLIENTS})),
-    "wait": (6, frozenset()),
+#: What operations need -> them, and how often each is drawn.
+_DRAWN: Final[dict[frozenset[str], dict[str, float]]] = {
+    frozenset(): {"register": 0.7, "finish": 0.5, "put": 14, "put_tags": 2, "put_again": 1, "begin": 5, "commit": 5}
+    | {"read": 6, "clear": 3, "clear_all": 0.3, "lose": 0.7, "wait": 6},
+    frozenset({Capability.REPEATABLE}): {"repeat": 2},
+    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 1.5, "consumed": 2, "put_many": 0.2},
+    frozenset({Capability.CLAIMS, Capability.SAMPLERS}): {"claim_of_rank": 3},
+    frozenset({Capability.CLAIMS, Capability.LEASES}): {"settle": 6},
+    frozenset({Capability.LISTING}): {"list": 2, "list_partitions": 0.3, "list_fields": 1, "inspect": 3},
+    frozenset({Capability.CURSORS}): {"set_cursor": 0.8, "export": 1},
+    frozenset({Capability.CLIENTS}): {"announce": 1},
 }
 _ONLY_REAL: Final = ("put_many", "stay", "lose", "announce")
 _OF_ROOM: Final = ("put", "put_again", "repeat", "read", "clear", "clear_all")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import in_long
 
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -273,13 +274,14 @@ def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
     assert client.call(commands.ListRequest("p")).sample_ids == ["a", "b"]
 
 
-def test_a_damaged_byte_is_refused_wherever_it_lies(client: Client) -> None:
+@pytest.mark.parametrize("step", [7, *in_long(1)])
+def test_a_damaged_byte_is_refused_wherever_it_lies(client: Client, step: int) -> None:
     """Also in the length of a frame: the frames after it would be lost in silence. The last frame may be unfinished."""
     client.put("a")
     answered = client.file.read_bytes()
     client.put("b")
     data, path = client.file.read_bytes(), client.file
-    for at in range(len(answered)):
+    for at in range(0, len(answered), step):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
         with pytest.raises(CorruptDataError, match="damaged at byte"):
             RecordedLedger(client.folder, must_exist=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict
-from dataplane_core.errors import DataPlaneError
 
 
 def batch_of(num_rows):
@@ -28,18 +27,6 @@ def rows_of(batch):
     return rows
 
 
-def test_columns_of_unequal_length_are_an_error_that_gives_the_numbers():
-    with pytest.raises(ValueError, match=r"'a': 2, 'b': 3") as caught:
-        _ = BatchedDataDict(a=[1, 2], b=torch.zeros(3)).size
-    assert isinstance(caught.value, DataPlaneError)
-
-
-@pytest.mark.parametrize("value", [7, "text", torch.tensor(1.0), (1, 2)], ids=["int", "str", "0-dim", "tuple"])
-def test_what_is_no_column_is_refused_by_name(value):
-    with pytest.raises(NotImplementedError, match="column 'x'"):
-        _ = BatchedDataDict(x=value).size
-
-
 def test_a_slice_is_a_view_of_the_rows_from_start_to_end():
     batch = batch_of(6)
     part = batch.slice(2, 5)
@@ -48,12 +35,6 @@ def test_a_slice_is_a_view_of_the_rows_from_start_to_end():
     for whole, cut in ((batch["t"], part["t"]), (batch["patches"].values(), part["patches"].values())):
         assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert rows_of(batch_of(3).slice(3, 3)) == []
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 7), (-1, 2), (4, 3)])
-def test_a_slice_outside_the_batch_is_refused_with_the_numbers(start, end):
-    with pytest.raises(ValueError, match=rf"\[{start}, {end}\).*6 rows"):
-        batch_of(6).slice(start, end)
 
 
 def test_a_chunk_keeps_its_values_when_the_batch_changes_and_the_other_way_round():
@@ -73,15 +54,6 @@ def test_a_chunk_keeps_its_values_when_the_batch_changes_and_the_other_way_round
     assert chunk["t"].untyped_storage().nbytes() == chunk["t"].nbytes  # a pickled chunk is no larger than its rows
 
 
-@pytest.mark.parametrize(
-    ("rank", "chunks", "said"),
-    [(3, 3, "rank 3 .* 3 chunks"), (-1, 3, "rank -1"), (0, 4, "6 rows .* 4 chunks"), (0, 0, "0 chunks")],
-)
-def test_chunks_out_of_range_or_not_equal_are_refused_with_the_numbers(rank, chunks, said):
-    with pytest.raises(ValueError, match=said):
-        batch_of(6).chunk(rank, chunks)
-
-
 @pytest.mark.parametrize("indices", [[3, 0, 3, -1], torch.tensor([3, 0, 3, -1]), np.array([3, 0, 3, -1])])
 def test_rows_are_selected_in_any_order_and_may_repeat(indices):
     assert rows_of(batch_of(5).select_indices(indices)) == [3, 0, 3, 4]
@@ -89,13 +61,6 @@ def test_rows_are_selected_in_any_order_and_may_repeat(indices):
 
 def test_repeated_rows_lie_side_by_side():
     assert rows_of(batch_of(3).repeat_interleave(2)) == [0, 0, 1, 1, 2, 2]
-
-
-def test_an_index_out_of_range_is_refused_and_so_is_a_mask():
-    with pytest.raises(ValueError, match="index 5 is out of range for 5 rows"):
-        batch_of(5).select_indices([0, 5])
-    with pytest.raises(TypeError, match="nonzero"):
-        batch_of(2).select_indices(torch.tensor([True, False]))
 
 
 def test_get_batch_without_a_plan_cuts_by_batch_size():
@@ -125,20 +90,6 @@ def test_get_batch_hands_out_a_copy_of_the_plan():
     part.micro_batch_lengths[0][0] = 99
     assert shard.micro_batch_indices == [[[0, 1], [1, 3]], [[0, 3]]]
     assert shard.micro_batch_lengths == [[4, 8], [2]]
-
-
-def test_get_batch_refuses_a_batch_size_that_is_not_the_plans():
-    with pytest.raises(ValueError, match=r"batch_size 2 .*\[3, 3\]"):
-        planned().get_batch(0, 2)
-
-
-def test_get_batch_out_of_range_or_without_a_size_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"batch 3 .* 6 rows make 3 batches of 2"):
-        batch_of(6).get_batch(3, 2)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        batch_of(6).get_batch(0, 0)
-    with pytest.raises(ValueError, match="Expected a batch_size"):
-        batch_of(6).get_batch(0)
 
 
 def test_copies_and_pickles_keep_the_plan():

@@ -6,7 +6,6 @@ import torch
 
 from dataplane_core import BatchedDataDict
 from dataplane_core.batch import stack_or_nest
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 
 PIXELS = [torch.arange(6 * count).view(count, 3, 2).to(torch.bfloat16) for count in (4, 0, 2, 3)]
 IMAGES = BatchedDataDict(input_ids=torch.tensor([[1, 2], [3, 0]]), pixel_values=stack_or_nest(PIXELS[:2]))
@@ -47,13 +46,6 @@ def test_a_batch_of_text_only_gets_rows_of_length_0_wherever_it_stands(place):
     assert same(kept["pixel_values"], [rows[4], rows[0]])
 
 
-def test_without_leave_a_lacking_column_is_refused_and_the_message_says_how_to_give_it():
-    with pytest.raises(MissingDataError, match="allow_missing_packed_tensors=True"):
-        BatchedDataDict.from_batches([IMAGES, TEXT])
-    with pytest.raises(MissingDataError, match="'input_ids' is missing"):
-        BatchedDataDict.from_batches([IMAGES, {"pixel_values": PIXELS[0][None]}], allow_missing_packed_tensors=True)
-
-
 @pytest.mark.parametrize(
     "empty",
     [
@@ -92,17 +84,6 @@ def test_arrays_join_as_an_array_if_their_rows_are_alike_and_else_as_tensors():
     assert same(lacking["pixel_values"], [*rows[:2], torch.zeros(0, 3)])
 
 
-def test_rows_of_several_devices_are_refused():
-    elsewhere = torch.ones(1, 2, 3, device="meta")
-    with pytest.raises(InvalidRequestError, match=r"cpu.* against .*meta"):
-        BatchedDataDict.from_batches([{"pixel_values": torch.ones(1, 4, 3)}, {"pixel_values": elsewhere}])
-
-
-def test_names_are_a_list_and_no_text():
-    with pytest.raises(InvalidTypeError, match="from_batches: ragged_fields must be a list, got str"):
-        BatchedDataDict.from_batches([{"put": torch.ones(1, 2)}], ragged_fields="input_ids_put")
-
-
 def test_columns_that_lack_and_that_hold_empty_lists_are_the_same():
     nothing = BatchedDataDict(input_ids=torch.tensor([[9]]), pixel_values=stack_or_nest([None]))
     joined = BatchedDataDict.from_batches([nothing, MORE])
@@ -121,15 +102,6 @@ def test_other_columns_join_so_if_they_are_named():
     assert joined["other"] == [[], [], [], 1]
     with pytest.raises(NotImplementedError, match="ragged_fields"):
         BatchedDataDict.from_batches([frames, frames])
-
-
-def test_rows_that_are_no_one_column_are_refused_by_name():
-    other = BatchedDataDict(pixel_values=torch.ones(1, 2, 3, 5, dtype=torch.bfloat16))
-    for wrong in (other, {"pixel_values": torch.ones(1, 2, 3, 2)}):  # another width, another dtype
-        with pytest.raises(InvalidRequestError, match="pixel_values"):
-            BatchedDataDict.from_batches([{"pixel_values": IMAGES["pixel_values"]}, wrong])
-    with pytest.raises(InvalidRequestError, match="scalars and None"):
-        stack_or_nest([torch.tensor(1), None])
 
 
 def test_none_stands_for_a_sample_without_images():

@@ -1,9 +1,8 @@
 """Microbatches of equal size, and those of a plan."""
 
-import pytest
 import torch
 
-from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.batch import SlicedDataDict
 
 
 def batch_of(num_rows, width=6):
@@ -22,12 +21,6 @@ def test_equal_microbatches_cover_the_batch_in_order():
     assert all(type(part) is SlicedDataDict for part in parts)
 
 
-@pytest.mark.parametrize("size", [4, 0, -2])
-def test_a_microbatch_size_that_does_not_divide_the_rows_is_refused_at_once(size):
-    with pytest.raises(ValueError, match=f"6 rows .* {size}"):
-        batch_of(6).make_microbatch_iterator(size)
-
-
 def test_planned_microbatches_are_cut_to_their_length_on_dim_1():
     batch = batch_of(5)
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2], [2, 3], [3, 5]]], [[2, 4, 6]]
@@ -40,13 +33,9 @@ def test_planned_microbatches_are_cut_to_their_length_on_dim_1():
     assert batch["ids"].shape == (5, 6)
 
 
-def test_a_batch_without_a_plan_or_with_that_of_several_batches_is_refused_at_once():
-    batch = BatchedDataDict(x=torch.zeros(4, 2))
-    with pytest.raises(ValueError, match="no plan"):
-        batch.make_microbatch_iterator_with_dynamic_shapes()
+def test_a_part_of_a_plan_of_several_batches_is_iterated():
+    batch = SlicedDataDict(x=torch.zeros(4, 2))
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2]], [[0, 2]]], [[2], [2]]
-    with pytest.raises(ValueError, match=r"2 chunks.*get_batch"):
-        batch.make_microbatch_iterator_with_dynamic_shapes()
     assert [part.size for part in batch.get_batch(1, 2).make_microbatch_iterator_with_dynamic_shapes()] == [2]
 
 
@@ -63,16 +52,3 @@ def test_the_plan_says_how_many_microbatches_come_and_how_long_the_longest_is():
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2], [2, 4], [4, 5]]], [[7, 9, 3]]
     assert batch.get_microbatch_iterator_dynamic_shapes_len() == 3
     assert batch.get_microbatch_iterator_for_packable_sequences_len() == (3, 9)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "make_microbatch_iterator_for_packable_sequences",
-        "get_microbatch_iterator_dynamic_shapes_len",
-        "get_microbatch_iterator_for_packable_sequences_len",
-    ],
-)
-def test_without_a_plan_of_one_chunk_there_is_nothing_to_iterate_or_count(method):
-    with pytest.raises(ValueError, match=f"{method}: the batch has no plan"):
-        getattr(batch_of(2), method)()

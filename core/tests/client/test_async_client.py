@@ -80,38 +80,32 @@ def test_it_has_every_operation_with_the_same_arguments():
         assert hasattr(AsyncDataPlaneClient, name), name
 
 
-def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
-    async def main():
-        async with await _open(threads=1) as client:
-            claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(200)]
-            await asyncio.sleep(0)
-            num_threads = threading.active_count()
-            for i in range(0, 200, 50):
-                await _put(client, *(f"s{j}" for j in range(i, i + 50)))
-            given = [sample_id for meta in await asyncio.gather(*claims) for sample_id in meta.sample_ids]
-            assert sorted(given) == sorted(f"s{i}" for i in range(200))
-            return num_threads
-
-    assert asyncio.run(main()) <= threading.active_count() + 2
+async def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
+    async with await _open(threads=1) as client:
+        claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(200)]
+        await asyncio.sleep(0)
+        num_threads = threading.active_count()
+        for i in range(0, 200, 50):
+            await _put(client, *(f"s{j}" for j in range(i, i + 50)))
+        given = [sample_id for meta in await asyncio.gather(*claims) for sample_id in meta.sample_ids]
+        assert sorted(given) == sorted(f"s{i}" for i in range(200))
+        assert num_threads <= threading.active_count() + 2
 
 
-def test_errors_are_those_of_the_synchronous_client():
-    async def main():
-        async with await _open() as client:
-            with pytest.raises(UnknownPartitionError):
-                await client.get_samples(["a"], "absent", ["x"])
-            with pytest.raises(ClaimTimeoutError, match=r"0 of 1 samples were ready"):
-                await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.02)
-            with pytest.raises(TypeError, match="unexpected keyword argument"):
-                await client.claim_meta("p", "t", ["x"], 1, lease=3.0)
-            with pytest.raises(InvalidRequestError, match="batch_size must be at least 1"):
-                await client.claim_meta("p", "t", ["x"], 0)
-
-    asyncio.run(main())
-    with pytest.raises(InvalidRequestError, match="threads must be at least 1"):
-        asyncio.run(connect_async(NOOP, threads=0))
+async def test_errors_are_those_of_the_synchronous_client():
+    async with await _open() as client:
+        with pytest.raises(UnknownPartitionError):
+            await client.get_samples(["a"], "absent", ["x"])
+        with pytest.raises(ClaimTimeoutError, match="0 of 1 samples"):
+            await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.02)
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            await client.claim_meta("p", "t", ["x"], 1, lease=3.0)
+        with pytest.raises(InvalidRequestError, match="batch_size"):
+            await client.claim_meta("p", "t", ["x"], 0)
+    with pytest.raises(InvalidRequestError, match="threads"):
+        await connect_async(NOOP, threads=0)
     with pytest.raises(BackendUnavailableError):
-        asyncio.run(connect_async(NOOP, bootstrap=False))
+        await connect_async(NOOP, bootstrap=False)
 
 
 async def _cancelled(task):
@@ -122,205 +116,151 @@ async def _cancelled(task):
     return OperationCancelledError.of(caught.value)
 
 
-def test_a_claim_that_is_cancelled_while_it_waits_takes_nothing():
-    async def main():
-        async with await _open() as client:
-            with pytest.raises(TimeoutError) as caught:
-                async with asyncio.timeout(0.05):
-                    await client.claim_meta("p", "t", ["x"], 1)
-            assert re.search(r"claim_meta(\('p', 't'\))? was cancelled", str(OperationCancelledError.of(caught.value)))
-            await _put(client, "a")
-            return await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)
-
-    assert asyncio.run(main()).sample_ids == ["a"]
+async def test_a_claim_that_is_cancelled_while_it_waits_takes_nothing():
+    async with await _open() as client:
+        with pytest.raises(TimeoutError) as caught:
+            async with asyncio.timeout(0.05):
+                await client.claim_meta("p", "t", ["x"], 1)
+        assert re.search(r"claim_meta(\('p', 't'\))? was cancelled", str(OperationCancelledError.of(caught.value)))
+        await _put(client, "a")
+        assert (await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)).sample_ids == ["a"]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_claim_that_is_cancelled_when_it_was_handed_samples_gives_them_back(blocking):
-    async def main():
-        gate = Gate("claim")
-        async with await _open(gate) as client:
-            await _put(client, "a")
-            claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, blocking=blocking, lease_s=600.0))
-            await gate.is_entered()
-            claim.cancel()
-            await asyncio.sleep(0.01)
-            claim.cancel()  # a second time, while the first is under way
-            assert not claim.done()
-            gate.opened.set()
-            told = await _cancelled(claim)
-            assert str(told) == "[noop] claim_meta was cancelled. What it was handed was given back."
-            assert (told.outcome, told.result) == ("given back", None)
-            again = await client.claim_meta("p", "t", ["x"], 1, timeout_s=5.0)
-            assert again.sample_ids == ["a"]
-
-    asyncio.run(main())
+async def _cancelled_under_way(gate, task):
+    """What became of an operation that was cancelled, twice, while the gate held it back."""
+    await gate.is_entered()
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert not task.done()  # its memory is still in use
+    gate.opened.set()
+    return await _cancelled(task)
 
 
-def test_a_cancelled_claim_without_a_lease_says_which_samples_it_was_given():
-    async def main():
-        gate = Gate("claim")
-        async with await _open(gate) as client:
-            await _put(client, "a", "b")
-            claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 2))
-            await gate.is_entered()
-            claim.cancel()
-            gate.opened.set()
-            told = await _cancelled(claim)
-            assert told.outcome == "done"
-            assert pickle.loads(pickle.dumps(told)).result.sample_ids == ["a", "b"]
-
-    asyncio.run(main())
-
-
-def test_a_cancelled_claim_of_a_rank_is_given_to_the_next_one():
-    async def main():
-        gate = Gate("claim")
-        async with await _open(gate) as client:
-            await _put(client, "a", "b")
-            claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, 0))
-            await gate.is_entered()
-            claim.cancel()
-            gate.opened.set()
-            assert await _cancelled(claim)
-            return (await client.claim_meta("p", "t", ["x"], 1, 0)).sample_ids
-
-    assert asyncio.run(main()) == ["a"]
+@pytest.mark.parametrize(
+    ("words", "outcome", "given", "next_one"),
+    [
+        ({"lease_s": 600.0}, "given back", None, ["a"]),
+        ({"lease_s": 600.0, "blocking": False}, "given back", None, ["a"]),
+        ({}, "done", ["a"], ["b"]),
+        ({"dp_rank": 0}, "not run", None, ["a"]),
+    ],
+    ids=["leased", "leased, not blocking", "without a lease", "of a rank, whose next claim gets the same"],
+)
+async def test_a_claim_that_is_cancelled_when_it_was_handed_samples(words, outcome, given, next_one):
+    gate = Gate("claim")
+    async with await _open(gate) as client:
+        await _put(client, "a", "b")
+        claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, **words))
+        told = pickle.loads(pickle.dumps(await _cancelled_under_way(gate, claim)))
+        assert told.outcome == outcome
+        assert told.result == given or told.result.sample_ids == given
+        again = await client.claim_meta("p", "t", ["x"], 1, **words, timeout_s=5.0)
+        assert again.sample_ids == next_one
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_became_of_it(before):
-    async def main():
-        gate = Gate("put_samples", before=before)
-        async with await _open(gate) as client:
-            put = asyncio.create_task(_put(client, "a"))
-            await gate.is_entered()
-            put.cancel()
-            await asyncio.sleep(0.01)
-            assert not put.done()  # its memory is still in use
-            gate.opened.set()
-            told = await _cancelled(put)
-            assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
-            assert await client.list_sample_ids("p") == ["a"]
-
-    asyncio.run(main())
+async def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_became_of_it(before):
+    gate = Gate("put_samples", before=before)
+    async with await _open(gate) as client:
+        told = await _cancelled_under_way(gate, asyncio.create_task(_put(client, "a")))
+        assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
+        assert await client.list_sample_ids("p") == ["a"]
 
 
 @pytest.mark.parametrize("how", ["timeout", "wait_for"])
-def test_a_timeout_of_asyncio_is_a_timeout_error_and_knows_what_became_of_the_operation(how):
-    async def main():
-        gate = Gate("put_samples")
-        async with await _open(gate) as client:
-            put = asyncio.create_task(_put(client, "a"))
-            await gate.is_entered()
+async def test_a_timeout_of_asyncio_is_a_timeout_error_and_knows_what_became_of_the_operation(how):
+    gate = Gate("put_samples")
+    async with await _open(gate) as client:
+        put = asyncio.create_task(_put(client, "a"))
+        await gate.is_entered()
 
-            async def in_time():
-                if how == "wait_for":
-                    await asyncio.wait_for(put, 0.001)
-                async with asyncio.timeout(0.001):
-                    await put
+        async def in_time():
+            if how == "wait_for":
+                await asyncio.wait_for(put, 0.001)
+            async with asyncio.timeout(0.001):
+                await put
 
-            waiting = asyncio.create_task(in_time())
-            while not put.cancelling():
-                await asyncio.sleep(0.001)
-            gate.opened.set()
-            with pytest.raises(TimeoutError) as caught:
-                await waiting
-            told = OperationCancelledError.of(caught.value)
-            assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
-            assert OperationCancelledError.of(TimeoutError()) is None
-
-    asyncio.run(main())
+        waiting = asyncio.create_task(in_time())
+        while not put.cancelling():
+            await asyncio.sleep(0.001)
+        gate.opened.set()
+        with pytest.raises(TimeoutError) as caught:
+            await waiting
+        told = OperationCancelledError.of(caught.value)
+        assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
+        assert OperationCancelledError.of(TimeoutError()) is None
 
 
-def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
-    async def main():
-        gate = Gate("put_samples")
-        async with await _open(gate, threads=1) as client:
-            first = asyncio.create_task(_put(client, "a"))
-            await gate.is_entered()
-            second = asyncio.create_task(_put(client, "b"))
-            await asyncio.sleep(0)
-            second.cancel()
-            assert (await _cancelled(second)).outcome == "not run"
-            gate.opened.set()
-            await first
-            assert await client.list_sample_ids("p") == ["a"]
-
-    asyncio.run(main())
+async def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
+    gate = Gate("put_samples")
+    async with await _open(gate, threads=1) as client:
+        first = asyncio.create_task(_put(client, "a"))
+        await gate.is_entered()
+        second = asyncio.create_task(_put(client, "b"))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert (await _cancelled(second)).outcome == "not run"
+        gate.opened.set()
+        await first
+        assert await client.list_sample_ids("p") == ["a"]
 
 
-def test_a_cancelled_put_that_fails_says_so():
-    async def main():
-        gate = Gate("put_samples")
-        async with await _open(gate) as client:
-            put = asyncio.create_task(client.put_samples(["a"], "p", {"x": torch.zeros(1)}))
-            await gate.is_entered()
-            await client.clear_samples(None, "p")
-            put.cancel()
-            gate.opened.set()
-            told = await _cancelled(put)
-            assert told.outcome == "failed"
-            assert isinstance(told.__cause__, UnknownPartitionError)
-
-    asyncio.run(main())
+async def test_a_cancelled_put_that_fails_says_so():
+    gate = Gate("put_samples")
+    async with await _open(gate) as client:
+        put = asyncio.create_task(_put(client, "a"))
+        await gate.is_entered()
+        await client.clear_samples(None, "p")
+        told = await _cancelled_under_way(gate, put)
+        assert told.outcome == "failed"
+        assert isinstance(told.__cause__, UnknownPartitionError)
 
 
-def test_puts_that_wait_for_room_leave_threads_for_the_clear_that_makes_it():
-    async def main():
-        config = {**NOOP, "options": {"capacity_bytes": 800}}
-        async with await connect_async(config, threads=1) as client:
-            await client.register_partition("p", ["x"], None, ["t"])
-            await client.put_samples(["full"], "p", {"x": torch.zeros(1, 100)})
-            puts = [
-                asyncio.create_task(client.put_samples([f"s{i}"], "p", {"x": torch.zeros(1, 100)})) for i in range(2)
-            ]
-            await asyncio.sleep(0.05)
-            await client.clear_samples(["full"], "p")
-            await asyncio.gather(*puts)
-            assert await client.list_sample_ids("p") == ["s0", "s1"]
-
-    asyncio.run(main())
+async def test_puts_that_wait_for_room_leave_threads_for_the_clear_that_makes_it():
+    config = {**NOOP, "options": {"capacity_bytes": 800}}
+    async with await connect_async(config, threads=1) as client:
+        await client.register_partition("p", ["x"], None, ["t"])
+        await client.put_samples(["full"], "p", {"x": torch.zeros(1, 100)})
+        puts = [asyncio.create_task(client.put_samples([f"s{i}"], "p", {"x": torch.zeros(1, 100)})) for i in range(2)]
+        await asyncio.sleep(0.05)
+        await client.clear_samples(["full"], "p")
+        await asyncio.gather(*puts)
+        assert await client.list_sample_ids("p") == ["s0", "s1"]
 
 
 BUSY = r"all 1 threads of this client were busy\. It was not run"
 
 
-def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_busy():
-    async def main():
-        gate = Gate("put_samples")
-        client = await _open(gate, threads=1)
-        first = asyncio.create_task(_put(client, "a"))
+async def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_busy():
+    gate = Gate("put_samples")
+    client = await _open(gate, threads=1)
+    first = asyncio.create_task(_put(client, "a"))
+    await gate.is_entered()
+    client._client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
+    with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
+        await _put(client, "b")
+    assert caught.value.outcome == "not_done"
+    gate.opened.set()
+    await asyncio.gather(first, return_exceptions=True)
+    await client.close()
+
+
+async def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
+    gate = Gate("claim")
+    async with await _open(gate, op_timeout_s=25.0, threads=1) as client:
+        await _put(client, "a", "b")
+        first = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1))
         await gate.is_entered()
-        client._client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
-        with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
-            await _put(client, "b")
-        assert caught.value.outcome == "not_done"
+        ping = asyncio.create_task(client.ping())
+        with pytest.raises(OperationTimeoutError, match=BUSY):
+            await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
+        assert not ping.done()
         gate.opened.set()
-        await asyncio.gather(first, return_exceptions=True)
-        await client.close()
-
-    asyncio.run(main())
+        await asyncio.gather(first, ping)
 
 
-def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
-    async def main():
-        gate = Gate("claim")
-        async with await _open(gate, op_timeout_s=25.0, threads=1) as client:
-            await _put(client, "a", "b")
-            first = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1))
-            await gate.is_entered()
-            ping = asyncio.create_task(client.ping())
-            with pytest.raises(OperationTimeoutError, match=BUSY):
-                await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
-            assert not ping.done()
-            gate.opened.set()
-            await asyncio.gather(first, ping)
-
-    asyncio.run(main())
-
-
-def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
+async def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
     deadlines = []
 
     class Reading:
@@ -329,36 +269,28 @@ def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
             deadlines.append(request.deadline)
             return (yield)
 
-    async def main():
-        gate = Gate("put_samples")
-        config = {**NOOP, "op_timeout_s": 30.0, "middleware": [Reading(), gate]}
-        async with await connect_async(config, threads=1) as client:
-            await client.register_partition("p", ["x"], None, ["t"])
-            puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
-            await gate.is_entered()
-            queued_by = time.monotonic()
-            await asyncio.sleep(0.05)
-            gate.opened.set()
-            await asyncio.gather(*puts)
-            assert deadlines[1] <= queued_by + 30.0
-
-    asyncio.run(main())
-
-
-def test_closing_ends_claims_that_wait_and_then_refuses():
-    async def main():
-        client = await _open()
-        claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(5)]
+    gate = Gate("put_samples")
+    config = {**NOOP, "op_timeout_s": 30.0, "middleware": [Reading(), gate]}
+    async with await connect_async(config, threads=1) as client:
+        await client.register_partition("p", ["x"], None, ["t"])
+        puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
+        await gate.is_entered()
+        queued_by = time.monotonic()
         await asyncio.sleep(0.05)
-        await asyncio.gather(client.close(), client.close())
-        for claim in claims:
-            with pytest.raises(ClientClosedError):
-                await claim
-        with pytest.raises(ClientClosedError):
-            await client.claim_meta("p", "t", ["x"], 1)
-        assert repr(client) == "<async <DataPlaneClient backend='noop' bootstrapped closed>>"
+        gate.opened.set()
+        await asyncio.gather(*puts)
+        assert deadlines[1] <= queued_by + 30.0
 
-    asyncio.run(main())
+
+async def test_closing_ends_claims_that_wait_and_then_refuses():
+    client = await _open()
+    claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    await asyncio.gather(client.close(), client.close())
+    for claim in [*claims, client.claim_meta("p", "t", ["x"], 1)]:
+        with pytest.raises(ClientClosedError):
+            await claim
+    assert repr(client) == "<async <DataPlaneClient backend='noop' bootstrapped closed>>"
     assert not [each for each in threading.enumerate() if each.name.startswith("dataplane-async")]
 
 

@@ -23,55 +23,46 @@ class SlowQueue(SimpleQueue):
         return call
 
 
-def test_a_thread_that_has_just_taken_a_call_is_not_counted_on_for_the_next():
+async def test_a_thread_that_has_just_taken_a_call_is_not_counted_on_for_the_next():
     threads = CallThreads("test", 2)
     threads._calls = queue = SlowQueue()
     both = threading.Barrier(2)
 
-    async def main():
-        calls = [threads.submit(lambda: both.wait(30))]
-        queue.taken.wait(30)
-        calls.append(threads.submit(lambda: both.wait(30)))
-        queue.go_on.set()
-        for call in calls:
-            await call.end()
-        assert [call.error for call in calls] == [None, None]
-
-    asyncio.run(main())
+    calls = [threads.submit(lambda: both.wait(30))]
+    queue.taken.wait(30)
+    calls.append(threads.submit(lambda: both.wait(30)))
+    queue.go_on.set()
+    for call in calls:
+        await call.end()
+    assert [call.error for call in calls] == [None, None]
     assert len(threads._threads) == 2
     threads.close()
 
 
-def test_one_thread_is_enough_for_calls_one_after_the_other():
+async def test_one_thread_is_enough_for_calls_one_after_the_other():
     threads = CallThreads("test", 4)
 
-    async def main():
-        for number in range(20):
-            call = threads.submit(lambda number=number: number)
-            await call.end()
-            assert call.result == number
-
-    asyncio.run(main())
+    for number in range(20):
+        call = threads.submit(lambda number=number: number)
+        await call.end()
+        assert call.result == number
     assert len(threads._threads) == 1
     threads.close()
 
 
-def test_a_thread_that_cannot_be_started_is_not_counted_on(monkeypatch):
+async def test_a_thread_that_cannot_be_started_is_not_counted_on(monkeypatch):
     threads = CallThreads("test", 1)
 
     def fail(thread):
         raise RuntimeError("can't start new thread")
 
-    async def main():
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", fail)
-            with pytest.raises(RuntimeError, match="can't start"):
-                threads.submit(int)
-        call = threads.submit(int)
-        await asyncio.wait_for(call.end(), 30)
-        assert call.result == 0
-
-    asyncio.run(main())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            threads.submit(int)
+    call = threads.submit(int)
+    await asyncio.wait_for(call.end(), 30)
+    assert call.result == 0
     threads.close()
 
 

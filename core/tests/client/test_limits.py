@@ -1,6 +1,5 @@
 """A limit of the process that keeps a client from working is named, with what to set."""
 
-import asyncio
 import errno
 import threading
 
@@ -45,14 +44,11 @@ def test_a_client_without_an_announcing_thread_works_and_closes(monkeypatch):
         assert client.list_partitions() == []
 
 
-def test_an_asyncio_client_that_gets_no_thread_says_so(monkeypatch):
-    async def use():
-        client = await connect_async({"backend": "noop"})
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(BackendError, match="ulimit -u"):
-                await client.list_partitions()
-        assert await client.list_partitions() == []
-        await client.close()
-
-    asyncio.run(use())
+async def test_an_asyncio_client_that_gets_no_thread_says_so(monkeypatch):
+    client = await connect_async({"backend": "noop"})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(BackendError, match="ulimit -u"):
+            await client.list_partitions()
+    assert await client.list_partitions() == []
+    await client.close()

@@ -55,24 +55,21 @@ def test_each_thread_has_its_own_and_what_began_first_comes_first(phases, within
         thread.join()
 
 
-def test_each_task_of_an_event_loop_has_its_own(phases, within):
-    async def main():
-        inside, leave = asyncio.Event(), asyncio.Event()
+async def test_each_task_of_an_event_loop_has_its_own(phases, within):
+    inside, leave = asyncio.Event(), asyncio.Event()
 
-        async def generate():
-            with within("generate"):
-                inside.set()
-                await leave.wait()
+    async def generate():
+        with within("generate"):
+            inside.set()
+            await leave.wait()
 
-        with within("rollout"):
-            task = asyncio.create_task(generate())  # within this phase
-            await inside.wait()
-            assert names(phases) == ["generate"]
-            leave.set()
-            await task
-            assert names(phases) == ["rollout"]
-
-    asyncio.run(main())
+    with within("rollout"):
+        task = asyncio.create_task(generate())  # within this phase
+        await inside.wait()
+        assert names(phases) == ["generate"]
+        leave.set()
+        await task
+        assert names(phases) == ["rollout"]
 
 
 def test_generators_whose_phases_cross_leave_nothing_behind(phases, within):
@@ -105,26 +102,23 @@ def test_a_phase_has_no_groups_of_one_that_has_ended(phases, within):
         assert told(phases) == [("score", [])]
 
 
-def test_a_task_that_outlives_its_phase_has_none_of_its_groups(phases, within):
-    async def main():
-        leave = asyncio.Event()
+async def test_a_task_that_outlives_its_phase_has_none_of_its_groups(phases, within):
+    leave = asyncio.Event()
 
-        async def upload():
-            with within("upload"):
-                assert told(phases) == [("upload", ["q1"])]
-                await leave.wait()
-                assert told(phases) == [("upload", [])]
-            with within("log"):
-                assert told(phases) == [("log", [])]
-            assert told(phases) == []
+    async def upload():
+        with within("upload"):
+            assert told(phases) == [("upload", ["q1"])]
+            await leave.wait()
+            assert told(phases) == [("upload", [])]
+        with within("log"):
+            assert told(phases) == [("log", [])]
+        assert told(phases) == []
 
-        with within("generate", "q1"):
-            task = asyncio.create_task(upload())
-            await asyncio.sleep(0)
-        leave.set()
-        await task
-
-    asyncio.run(main())
+    with within("generate", "q1"):
+        task = asyncio.create_task(upload())
+        await asyncio.sleep(0)
+    leave.set()
+    await task
 
 
 def test_a_phase_may_be_begun_again(phases, within):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pyarrow as pa
 import pytest
 import torch
@@ -87,22 +85,19 @@ def test_a_client_that_did_not_register_looks_at_the_registration_once():
     assert calls.count("describe_partition") == 1
 
 
-def test_strict_fields_refuse_unknown_ones():
-    async def steps():
-        async with await connect_async({"backend": "noop", "strict_fields": True}) as opened:
-            await opened.register_partition("p", ["x", "reward"], None, ["t"])
-            refused = r"'rewrad' is not registered\. Did you mean 'reward'\? Nothing was written"
-            with pytest.raises(ValueError, match=refused):
-                await opened.put_samples(["a"], "p", {"x": [1], "rewrad": [0.5]})
-            with pytest.raises(ValueError, match="'aa' is neither registered nor written"):
-                await opened.claim_meta("p", "t", ["aa"], 1)
-            assert await opened.list_sample_ids("p") == []
-            await opened.register_partition("p", ["later"], None, [], if_exists="keep")
-            await opened.put_samples(["a"], "p", {"later": [1]})
-            await opened.register_partition("any", [], None, ["t"])
-            await opened.put_samples(["a"], "any", {"whatever": [1]})
-
-    asyncio.run(steps())
+async def test_strict_fields_refuse_unknown_ones():
+    async with await connect_async({"backend": "noop", "strict_fields": True}) as opened:
+        await opened.register_partition("p", ["x", "reward"], None, ["t"])
+        refused = r"'rewrad' is not registered\. Did you mean 'reward'\? Nothing was written"
+        with pytest.raises(ValueError, match=refused):
+            await opened.put_samples(["a"], "p", {"x": [1], "rewrad": [0.5]})
+        with pytest.raises(ValueError, match="'aa' is neither registered nor written"):
+            await opened.claim_meta("p", "t", ["aa"], 1)
+        assert await opened.list_sample_ids("p") == []
+        await opened.register_partition("p", ["later"], None, [], if_exists="keep")
+        await opened.put_samples(["a"], "p", {"later": [1]})
+        await opened.register_partition("any", [], None, ["t"])
+        await opened.put_samples(["a"], "any", {"whatever": [1]})
 
 
 def test_ids_are_listed_by_the_fields_that_they_have(client):

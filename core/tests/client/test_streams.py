@@ -375,53 +375,47 @@ def test_a_program_that_ends_in_the_middle_gives_back_what_it_holds(python):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_asyncio_client_gives_an_async_iterator_with_the_same_rules(prefetch):
-    async def main():
-        async with await connect_async({"backend": "noop"}) as client:
-            await client.register_partition("p", ["x"], NUM, ["t"])
-            await client.put_samples([f"s{i}" for i in range(NUM)], "p", {"x": torch.arange(NUM)})
-            async with stream(client, "p", "t", ["x"], 2, prefetch=prefetch) as batches:
-                num_seen = 0
-                async for batch in batches:
-                    assert len(await client.list_consumed("p", "t")) == num_seen
-                    num_seen += batch.meta.size
-                    if num_seen == 6:
-                        break
-            assert await client.list_consumed("p", "t") == ["s0", "s1", "s2", "s3"]
-            assert (await client.describe("p")).tasks["t"].num_leased == 0
-            seen = [name async for batch in stream(client, "p", "t", ["x"], 4) for name in batch.meta.sample_ids]
-            assert seen == [f"s{i}" for i in range(4, NUM)]
-            assert await client.check_consumption_status("p", ["t"])
-            with pytest.raises(UnknownPartitionError):
-                await anext(stream(client, "absent", "t", ["x"], 4, prefetch=prefetch))
-
-    asyncio.run(main())
+async def test_an_asyncio_client_gives_an_async_iterator_with_the_same_rules(prefetch):
+    async with await connect_async({"backend": "noop"}) as client:
+        await client.register_partition("p", ["x"], NUM, ["t"])
+        await client.put_samples([f"s{i}" for i in range(NUM)], "p", {"x": torch.arange(NUM)})
+        async with stream(client, "p", "t", ["x"], 2, prefetch=prefetch) as batches:
+            num_seen = 0
+            async for batch in batches:
+                assert len(await client.list_consumed("p", "t")) == num_seen
+                num_seen += batch.meta.size
+                if num_seen == 6:
+                    break
+        assert await client.list_consumed("p", "t") == ["s0", "s1", "s2", "s3"]
+        assert (await client.describe("p")).tasks["t"].num_leased == 0
+        seen = [name async for batch in stream(client, "p", "t", ["x"], 4) for name in batch.meta.sample_ids]
+        assert seen == [f"s{i}" for i in range(4, NUM)]
+        assert await client.check_consumption_status("p", ["t"])
+        with pytest.raises(UnknownPartitionError):
+            await anext(stream(client, "absent", "t", ["x"], 4, prefetch=prefetch))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_cancelled_async_loop_loses_nothing(prefetch):
-    async def main():
-        async with await connect_async({"backend": "noop"}) as client:
-            await client.register_partition("p", ["x"], None, ["t"])
-            await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+async def test_a_cancelled_async_loop_loses_nothing(prefetch):
+    async with await connect_async({"backend": "noop"}) as client:
+        await client.register_partition("p", ["x"], None, ["t"])
+        await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
 
-            async def work():
-                async with stream(client, "p", "t", ["x"], 1, prefetch=prefetch) as batches:
-                    async for _ in batches:
-                        await asyncio.sleep(0)
+        async def work():
+            async with stream(client, "p", "t", ["x"], 1, prefetch=prefetch) as batches:
+                async for _ in batches:
+                    await asyncio.sleep(0)
 
-            task = asyncio.create_task(work())
-            async with asyncio.timeout(STARTS_S):
-                while await client.list_consumed("p", "t") != ["a", "b"]:  # then it waits for a third
-                    await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert await client.list_consumed("p", "t") == ["a", "b"]
-            await client.put_samples(["c"], "p", {"x": torch.arange(1)})
-            assert (await client.claim_meta("p", "t", ["x"], 1, timeout_s=20.0)).sample_ids == ["c"]
-
-    asyncio.run(main())
+        task = asyncio.create_task(work())
+        async with asyncio.timeout(STARTS_S):
+            while await client.list_consumed("p", "t") != ["a", "b"]:  # then it waits for a third
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await client.list_consumed("p", "t") == ["a", "b"]
+        await client.put_samples(["c"], "p", {"x": torch.arange(1)})
+        assert (await client.claim_meta("p", "t", ["x"], 1, timeout_s=20.0)).sample_ids == ["c"]
 
 
 @contextlib.asynccontextmanager
@@ -439,47 +433,38 @@ async def _none_leased(client):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_async_stream_that_nobody_refers_to_gives_back_what_it_holds(prefetch):
-    async def main():
-        async with _async_client() as client:
-            async for _ in stream(client, "p", "t", ["x"], 1, lease_s=600.0, prefetch=prefetch):
-                break
-            gc.collect()
-            await _none_leased(client)
-
-    asyncio.run(main())
+async def test_an_async_stream_that_nobody_refers_to_gives_back_what_it_holds(prefetch):
+    async with _async_client() as client:
+        async for _ in stream(client, "p", "t", ["x"], 1, lease_s=600.0, prefetch=prefetch):
+            break
+        gc.collect()
+        await _none_leased(client)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_closing_an_async_stream_ends_a_wait(prefetch):
-    async def main():
-        async with _async_client() as client:
-            batches = stream(client, "p", "t", ["x"], 4, prefetch=prefetch)
-            waiting = asyncio.create_task(anext(batches))
-            await asyncio.sleep(0.05)
-            await batches.close()
-            with pytest.raises(ClientClosedError, match="the stream or its client was closed"):
-                await asyncio.wait_for(waiting, 30)
-            with pytest.raises(StopAsyncIteration):
-                await anext(batches)
-            assert (await client.claim_meta("p", "t", ["x"], 3, blocking=False)).sample_ids == ["a", "b", "c"]
-
-    asyncio.run(main())
+async def test_closing_an_async_stream_ends_a_wait(prefetch):
+    async with _async_client() as client:
+        batches = stream(client, "p", "t", ["x"], 4, prefetch=prefetch)
+        waiting = asyncio.create_task(anext(batches))
+        await asyncio.sleep(0.05)
+        await batches.close()
+        with pytest.raises(ClientClosedError, match="the stream or its client was closed"):
+            await asyncio.wait_for(waiting, 30)
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+        assert (await client.claim_meta("p", "t", ["x"], 3, blocking=False)).sample_ids == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_collate_does_not_stop_the_event_loop(prefetch):
+async def test_collate_does_not_stop_the_event_loop(prefetch):
     def name_thread(meta, columns):
         return threading.current_thread().name
 
-    async def main():
-        async with (
-            _async_client() as client,
-            stream(client, "p", "t", ["x"], 1, collate=name_thread, prefetch=prefetch) as batches,
-        ):
-            assert (await anext(batches)).startswith("dataplane-async")
-
-    asyncio.run(main())
+    async with (
+        _async_client() as client,
+        stream(client, "p", "t", ["x"], 1, collate=name_thread, prefetch=prefetch) as batches,
+    ):
+        assert (await anext(batches)).startswith("dataplane-async")
 
 
 class Counting:
@@ -494,28 +479,23 @@ class Counting:
         return (yield)
 
 
-def test_leases_are_renewed_while_other_calls_take_all_threads(monkeypatch):
+async def test_leases_are_renewed_while_other_calls_take_all_threads(monkeypatch):
     monkeypatch.setattr(feeds, "RENEWED_AFTER", 1 / 60)
     opened, counting = threading.Event(), Counting()
 
-    async def main():
-        async with await connect_async({"backend": "noop", "middleware": [counting]}, threads=2) as client:
-            await client.register_partition("p", ["x"], None, ["t", "u"])
-            await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
-            batches = stream(client, "p", "t", ["x"], 1, lease_s=60.0, prefetch=0)
-            await anext(batches)
-            slow = [
-                stream(client, "p", "u", ["x"], 1, prefetch=0, collate=lambda *_: opened.wait(60)) for _ in range(2)
-            ]
-            taken = [asyncio.create_task(anext(each)) for each in slow]
-            try:
-                async with asyncio.timeout(30):
-                    while counting.num_renewed < 3:
-                        await asyncio.sleep(0.01)
-            finally:
-                opened.set()
-                await asyncio.gather(*taken)
-                for each in (batches, *slow):
-                    await each.close()
-
-    asyncio.run(main())
+    async with await connect_async({"backend": "noop", "middleware": [counting]}, threads=2) as client:
+        await client.register_partition("p", ["x"], None, ["t", "u"])
+        await client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+        batches = stream(client, "p", "t", ["x"], 1, lease_s=60.0, prefetch=0)
+        await anext(batches)
+        slow = [stream(client, "p", "u", ["x"], 1, prefetch=0, collate=lambda *_: opened.wait(60)) for _ in range(2)]
+        taken = [asyncio.create_task(anext(each)) for each in slow]
+        try:
+            async with asyncio.timeout(30):
+                while counting.num_renewed < 3:
+                    await asyncio.sleep(0.01)
+        finally:
+            opened.set()
+            await asyncio.gather(*taken)
+            for each in (batches, *slow):
+                await each.close()

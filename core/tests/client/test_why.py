@@ -222,22 +222,19 @@ def test_a_look_for_the_cause_asks_nothing_beyond_its_deadline():
     )
 
 
-def test_a_claim_of_the_asyncio_client_is_not_held_up_by_the_look_for_its_cause():
-    async def main():
-        free, did = threading.Event(), []
-        client = await connect_async({**config(), "op_timeout_s": 1e6}, threads=1)
-        busy = asyncio.ensure_future(client._run("busy", free.wait))
-        await asyncio.sleep(0)
-        try:  # all threads are busy
-            await asyncio.wait_for(client._advise(lambda: did.append("busy")), STARTS_S)
-        finally:
-            free.set()
-            await busy
-        await client.close()
-        await client._advise(lambda: did.append("closed"))
-        return did
-
-    assert asyncio.run(main()) == []
+async def test_a_claim_of_the_asyncio_client_is_not_held_up_by_the_look_for_its_cause():
+    free, did = threading.Event(), []
+    client = await connect_async({**config(), "op_timeout_s": 1e6}, threads=1)
+    busy = asyncio.ensure_future(client._run("busy", free.wait))
+    await asyncio.sleep(0)
+    try:  # all threads are busy
+        await asyncio.wait_for(client._advise(lambda: did.append("busy")), STARTS_S)
+    finally:
+        free.set()
+        await busy
+    await client.close()
+    await client._advise(lambda: did.append("closed"))
+    assert did == []
 
 
 def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog):

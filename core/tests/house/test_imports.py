@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,23 +25,38 @@ OURS = (
 )
 
 
+class Import(NamedTuple):
+    """One name that a file imports: ``from module import name`` or, with no name, ``import module``."""
+
+    module: str
+    name: str | None
+    at_module_level: bool
+
+    @property
+    def whole(self):
+        return self.module if self.name is None else f"{self.module}.{self.name}"
+
+
 @functools.cache
-def nodes_of(path):
-    """The statements of a file that import, and the whole of it at first."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))]
+def imports_of(path):
+    """Every import of a file. Its tree is not kept: those of all files would make each collection of garbage slow."""
+    found, tree = [], ast.parse(path.read_text(encoding="utf-8"))
+    unread = [(tree.body, True)]
+    while unread:
+        statements, at_module_level = unread.pop()
+        for node in statements:
+            if isinstance(node, ast.Import):
+                found += [Import(alias.name, None, at_module_level) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found += [Import(node.module, alias.name, at_module_level) for alias in node.names]
+            for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
+                unread.append((getattr(node, blocks, []), False))
+    return found
 
 
-def imports(path):
-    """(module, whether at module level) of every import in a file."""
-    tree, *nodes = nodes_of(path)
-    top = set(map(id, tree.body))
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in top) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, id(node) in top
-            yield from ((f"{node.module}.{alias.name}", id(node) in top) for alias in node.names)
+def modules_of(path):
+    """What a file imports: modules, and what it takes from them."""
+    return {module for each in imports_of(path) for module in (each.module, each.whole)}
 
 
 def named(module, roots):
@@ -50,7 +66,7 @@ def named(module, roots):
 def test_core_imports_no_backend_no_engine_and_no_trainer():
     found = []
     for path in SOURCE.rglob("*.py"):
-        for module, _ in imports(path):
+        for module in sorted(modules_of(path)):
             allowed = path == SOURCE / "batch" / "gather.py" and module == "torch.distributed"
             if named(module, (*FORBIDDEN, *OURS)) and not allowed:
                 found.append(f"{path.relative_to(SOURCE)}: {module}")
@@ -58,7 +74,11 @@ def test_core_imports_no_backend_no_engine_and_no_trainer():
 
 
 def test_all_gather_alone_imports_torch_distributed_and_only_when_called():
-    levels = [top for module, top in imports(SOURCE / "batch" / "gather.py") if module == "torch.distributed"]
+    levels = [
+        each.at_module_level
+        for each in imports_of(SOURCE / "batch" / "gather.py")
+        if "torch.distributed" in (each.module, each.whole)
+    ]
     assert levels == [False]
 
 
@@ -66,34 +86,32 @@ def test_all_gather_alone_imports_torch_distributed_and_only_when_called():
 
 #: From the ground up: each imports only from those before it.
 WINGS = (
-    *(
-        "_compiler_marks",
-        "errors",
-        "arguments",
-        "regular_files",
-        "durable_files",
-        "entry_points",
-        "config",
-        "schema",
-        "meta",
-        "packed",
-    ),  # modules beside the wings
-    *(
-        "spec",
-        "host_memory",
-        "codec",
-        "ledger",
-        "hosting",
-        "journal",
-        "backends",
-        "saves",
-        "middleware",
-        "client",
-        "connecting",
-        "dataloader",
-        "sharding",
-        "batch",
-    ),
+    # modules beside the wings
+    "_compiler_marks",
+    "errors",
+    "arguments",
+    "regular_files",
+    "durable_files",
+    "entry_points",
+    "config",
+    "schema",
+    "meta",
+    "packed",
+    # the wings
+    "spec",
+    "host_memory",
+    "codec",
+    "ledger",
+    "hosting",
+    "journal",
+    "backends",
+    "saves",
+    "middleware",
+    "client",
+    "connecting",
+    "dataloader",
+    "sharding",
+    "batch",
     "cli",
 )
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,9 +134,8 @@ OUTSIDE = [
 
 def modules_of_core(path):
     """The modules of core that a file imports from, as parts of their names behind ``dataplane_core``."""
-    for node in nodes_of(path):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dataplane_core."):
-            yield node.module.split(".")[1:]
+    found = {each.module for each in imports_of(path) if each.name and each.module.startswith("dataplane_core.")}
+    return [module.split(".")[1:] for module in sorted(found)]
 
 
 def test_no_wing_imports_from_one_above_it():
@@ -152,10 +169,7 @@ def circle(source):
     }
     edges = {}
     for name, path in modules.items():
-        nodes = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
-        found = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
-        edges[name] = {inner if inner in modules else module for module, inner in found}
-        edges[name] |= {each.name for node in nodes_of(path) if isinstance(node, ast.Import) for each in node.names}
+        edges[name] = {each.whole if each.whole in modules else each.module for each in imports_of(path)}
     while leaves := [name for name, imported in edges.items() if not imported & edges.keys()]:
         for name in leaves:
             del edges[name]
@@ -193,7 +207,7 @@ def test_no_package_imports_another_but_tq_mooncake_which_enters_by_a_face():
     for source in PACKAGES:
         others = {each.name for each in PACKAGES} - {source.name}
         for path in source.rglob("*.py"):
-            for module in {module for module, _ in imports(path) if named(module, others)}:
+            for module in {module for module in modules_of(path) if named(module, others)}:
                 entered = source.name == "dataplane_mooncake" and named(module, ["dataplane_tq_simple"])
                 if not entered or "._" in module:
                     found.append(f"{path.relative_to(ROOT)}: {module}")
@@ -207,7 +221,7 @@ def test_rooms_of_a_package_enter_each_other_by_their_faces():
         rooms = [f"{source.name}.{path.parent.name}" for path in source.glob("*/__init__.py")]
         for path in source.rglob("*.py"):
             own = ".".join((source.name, *path.relative_to(source).parts[:1]))
-            for module in {module for module, _ in imports(path) if named(module, set(rooms) - {own})}:
+            for module in {module for module in modules_of(path) if named(module, set(rooms) - {own})}:
                 if "._" in module:
                     found.append(f"{path.relative_to(ROOT)}: {module}")
     assert found == []

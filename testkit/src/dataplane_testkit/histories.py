@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
-from dataplane_core.ledger import Command, Ledger, commands
-from dataplane_core.ledger.clients import ClientRegister
+from dataplane_core.ledger import ClientRegister, Command, Ledger, commands
 from dataplane_core.spec import CallInfo, Capability, ClientInfo, FieldSpec, ListClientsRequest, Question, Sampler
 
 _T = TypeVar("_T")

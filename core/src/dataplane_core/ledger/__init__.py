@@ -6,6 +6,7 @@ backends with it.
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.checks import check_command
+from dataplane_core.ledger.clients import ClientRegister
 from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
@@ -26,6 +27,7 @@ from dataplane_core.spec import Command
 __all__ = [
     "LEAST_ROOM_PAUSE_S",
     "LONGEST_PAUSE_S",
+    "ClientRegister",
     "Command",
     "Ledger",
     "LedgerService",

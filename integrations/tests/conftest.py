@@ -112,6 +112,9 @@ class Ranks:
                     except (EOFError, ConnectionResetError) as error:
                         self._processes[rank][0].join(10)
                         answers[rank] = error
+                    except Exception:  # an answer that cannot be read here; those of the others would be left over
+                        self.close()
+                        raise
             for pipe in pipes:
                 with suppress(OSError):
                     pipe.send_bytes(b"all are done")

@@ -150,6 +150,7 @@ async def test_after_a_freeze_nothing_is_written(store):
             await store.put(late)
     with FROZEN:
         await store.begin_call("r", "late")
+    assert (await store.client.list_samples(f"{store._partition}/r")).size == 1, "only the state is left there"
     snapshot = await store.freeze("r")
     assert snapshot.entries == (entry("c"),)
     assert not snapshot.incomplete

@@ -67,7 +67,7 @@ KINDS: Final = {
     "equal": Kind(FieldSpec("tensor", "uint8", 1), LARGE, shared=True),
     "large ints": Kind(FieldSpec("tensor", "int64", 1), LARGE),
 }
-#: Field -> the kinds of cells that it is given: the first one in most cases.
+#: Field -> the kinds of cells that it is given. It keeps the first one in most cases.
 FIELDS: Final = {
     "x": ("ragged", "ragged", "dense", "short"),
     "y": ("scalar", "scalar", "column"),
@@ -83,7 +83,7 @@ class Put:
     """A put, whole.
 
     Attributes:
-        columns: Field -> kind of its cells. None: tags alone.
+        columns: Field -> kind of its cells. Empty: tags alone.
         number: What its cells are made of, and its request id.
         epoch: The registration that it was checked against: ``now`` the current one, ``old`` another one.
         fault: ``lost``: its first reply is lost. ``late``: its deadline has passed when the store gets it.
@@ -419,7 +419,7 @@ class History:
             where, [], 0, [], known.grpo_group_size, {}, f"e{self._number()}", if_exists="keep"
         )
 
-    def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
+    def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Put:
         dice, repeatable = self.dice, Capability.REPEATABLE in self.able
         where = name or self._part()
         ids = list(ids) or self._some_ids(where)
@@ -453,11 +453,8 @@ class History:
         self._next += [lambda: Put("pq", MANY_IDS, {}, self._number(), tags=[{}] * len(MANY_IDS)), lambda: claim]
         return commands.RegisterRequest("pq", [], None, list(TASKS), None, {}, f"e{self._number()}")
 
-    def _begin(self) -> Step | None:
-        put = self._put()
-        assert isinstance(put, Put)
-        about = (self._ledger, self._now, self.dice.choice([3.0, 30.0]), 8)
-        return put.commands(*about)[0]
+    def _begin(self) -> Step:
+        return self._put().commands(self._ledger, self._now, self.dice.choice([3.0, 30.0]), 8)[0]
 
     def _commit(self) -> Step | None:
         ago = self.dice.randrange(4)
@@ -495,7 +492,7 @@ class History:
         wanted = Capability.TAG_FILTERS in self.able and self.dice.random() < 0.3
         return self.dice.choice(FILTERS) if wanted else None
 
-    def _claim(self, name: str = "", task: str = "") -> Step:
+    def _claim(self, name: str = "", task: str = "") -> commands.ClaimRequest:
         dice, where = self.dice, name or self._part()
         leases = [LONG_S, LONG_S, SHORT_S] if self.real else [2.0, 5.0, 20.0]
         waits = dice.random() < 0.4
@@ -518,15 +515,12 @@ class History:
 
     def _claim_of_rank(self) -> Step:
         dice, claim = self.dice, self._claim()
-        assert isinstance(claim, commands.ClaimRequest)
         size = dice.choice([None, 2, 2])
-        samplers: list[Sampler] = (
-            ["first_write", "freshest"] if size is None else ["first_write", "freshest", "balanced"]
-        )
+        samplers: list[Sampler] = ["first_write", "freshest", "balanced"]
         return replace(
             claim,
             lease_s=LONG_S if claim.lease_s and self.real else claim.lease_s,
-            sampler=dice.choice(samplers),
+            sampler=dice.choice(samplers if size else samplers[:2]),
             dp_rank=dice.randrange(2),
             dp_size=size,
             batch_index=dice.choice([0, 0, 1, 2]),
@@ -534,7 +528,6 @@ class History:
 
     def _stay(self) -> Step:
         claim = self._claim(task="train")
-        assert isinstance(claim, commands.ClaimRequest)
         lease_s = None if claim.lease_s is None else LONG_S
         fields = claim.required_fields or ["x"]
         return Stay(replace(claim, all_or_nothing=True, explain=False, required_fields=fields, lease_s=lease_s))
@@ -576,13 +569,9 @@ class History:
         questions = []
         if Capability.CLAIMS in self.able:
             for _ in range(self.dice.randint(0, 2)):
-                task = self.dice.choice([*TASKS, "nobody"])
-                about: dict[str, Any] = {
-                    "task_name": task,
-                    "required_fields": self._fields(),
-                    "tag_filter": self._filter(),
-                }
-                questions.append(Question(**about, explain=self.real and self.dice.random() < 0.5))
+                explain, task = self.real and self.dice.random() < 0.5, self.dice.choice([*TASKS, "nobody"])
+                about: dict[str, Any] = {"required_fields": self._fields(), "tag_filter": self._filter()}
+                questions.append(Question(task_name=task, explain=explain, **about))
         return commands.InspectRequest(name or self._part(), questions)
 
     def _list_fields(self) -> Step:
@@ -600,14 +589,8 @@ class History:
 
     def _announce(self) -> Step:
         calls = [CallInfo(operation="ping", partition_id="", running_s=0.5)] * self.dice.randint(0, 2)
-        about: dict[str, Any] = {
-            "host": "a host",
-            "pid": self._number(),
-            "role": "kit",
-            "open_s": 1.0,
-            "num_calls": len(calls),
-        }
-        client = ClientInfo(client_id=self.dice.choice(CLIENTS), **about, calls=calls)
+        about: dict[str, Any] = {"host": "a host", "role": "kit", "open_s": 1.0, "num_calls": len(calls)}
+        client = ClientInfo(client_id=self.dice.choice(CLIENTS), pid=self._number(), **about, calls=calls)
         ends = [600.0, 600.0, 0.0, SHORT_S] if self.real else [600.0, 0.0, 2.0]
         self._next.append(self._list_clients if self.dice.random() < 0.6 else self._announce)
         return commands.AnnounceRequest(client, self.dice.choice(ends))

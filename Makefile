@@ -26,6 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
 ENGINES = $(wildcard plugins/*/tests/engines tests/engines */tests/engines)
+QUICK   = plugins integrations/tests tests testkit/tests core/tests compat/tests tools/tests
 LONG    = $(wildcard plugins/*/tests/long tests/long */tests/long)
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.
@@ -74,19 +75,19 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
 
 test: setup  ## Run the quick tests (5 minutes on 2 cores)
-	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) loadfile -m "not long"
+	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) loadfile
 
 test-engines: setup  ## Run the tests with Ray, Mooncake, clusters, hosts, kills, wheels, pages and whole GRPO runs
 	@bash scripts/system_packages.sh tests
-	$(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup -m "not long" $(ENGINES)
+	$(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup $(ENGINES)
 
 test-long: setup  ## Run all tests with seeds and counts turned up, then those of other trainers
 	@bash scripts/system_packages.sh tests
-	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) loadgroup $(ENGINES) $(LONG) .
+	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) loadgroup $(ENGINES) $(LONG) $(QUICK)
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 
 test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions
-	.venv-minimum/bin/python -m pytest -m "not long" $(UNLIKE_MINIMUM) $(addsuffix /tests,$(MINIMUM))
+	.venv-minimum/bin/python -m pytest $(UNLIKE_MINIMUM) $(addsuffix /tests,$(MINIMUM))
 
 .venv-minimum/.installed: $(addsuffix /pyproject.toml,$(MINIMUM)) scripts/lower_bounds.py tests/minimum.txt
 	@PYTHON=$(PYTHON) bash scripts/system_packages.sh

@@ -375,7 +375,7 @@ class History:
         if self.bounded:
             return ["e"]
         rare = [["o"], ["l"], ["x", "l"], ["w"], ["e"], ["x", "o", "y"], ["y", "x"]]
-        return list(self.dice.choice([["x"], ["x"], ["y"], ["x", "y"], ["x", "y"], self.dice.choice(rare)]))
+        return list(self.dice.choice([["x"], ["y"], ["x", "y"], self.dice.choice(rare)]))
 
     def _required(self, where: str) -> list[str]:
         """Fields that a claim can often get."""

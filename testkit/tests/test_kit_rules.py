@@ -111,7 +111,7 @@ EXPECTED = {
 def test_the_report_says_what_each_class_proved(run, pytester, processes):
     pytester.makeconftest(QUIETLY)
     markdown = pytester.path / "report.md"
-    some = "order_asked_for or (keeps_its_schema and dtype) or (TestDead and repeats_rows)"
+    some = "order_asked_for or (TestCases and keeps_its_schema and dtype) or (TestDead and get_all_fields)"
     result, reports = run(CLASSES, "-k", some, "--dataplane-markdown", str(markdown), *processes)
     for name, (outcome, reason, verdict) in EXPECTED.items():
         report = reports[name]
@@ -160,7 +160,7 @@ TEXTS = {"deprecated": ("DeprecationWarning", "is old"), "leaks": ("ResourceWarn
 
 @pytest.mark.parametrize("how", ["default", "error"])
 def test_the_text_of_a_warning_is_told_also_where_it_is_an_error(run, how):
-    result, reports = run(WARNS, "-k", "get_repeats_rows", "-W", how)
+    result, reports = run(WARNS, "-k", "order_asked_for", "-W", how)
     for name, (category, text) in TEXTS.items():
         ((outcome, reason),) = selected(reports[name]).values()
         told = [f"{each['category']}: {each['text']} in {each['test']}" for each in reports[name]["warnings"]]
@@ -206,7 +206,7 @@ OF_PLAIN = {
 
 
 def test_what_an_author_gives_is_used_and_what_is_left_out_is_not_run(run):
-    more = ("copied_no_more", "order_asked_for", "get_repeats_rows", "test_counts", "of_my_own")
+    more = ("copied_no_more", "order_asked_for", "later_puts_add", "test_counts", "of_my_own")
     result, reports = run(STORES, "-k", " or ".join((*OF_PLAIN, *more)))
     assert not {"failed", "errors"} & result.parseoutcomes().keys()
     found = selected(reports["plain"])

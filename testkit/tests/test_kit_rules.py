@@ -160,7 +160,7 @@ TEXTS = {"deprecated": ("DeprecationWarning", "is old"), "leaks": ("ResourceWarn
 
 @pytest.mark.parametrize("how", ["default", "error"])
 def test_the_text_of_a_warning_is_told_also_where_it_is_an_error(run, how):
-    result, reports = run(WARNS, "-k", "order_asked_for", "-W", how)
+    result, reports = run(WARNS, "-k", "a_cell_of_16_mb", "-W", how)  # one read
     for name, (category, text) in TEXTS.items():
         ((outcome, reason),) = selected(reports[name]).values()
         told = [f"{each['category']}: {each['text']} in {each['test']}" for each in reports[name]["warnings"]]

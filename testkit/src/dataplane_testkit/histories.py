@@ -519,7 +519,8 @@ class History:
         samplers: list[Sampler] = ["first_write", "freshest", "balanced"]
         return replace(
             claim,
-            lease_s=LONG_S if claim.lease_s and self.real else claim.lease_s,
+            # all claims of a batch with a lease, or all without
+            lease_s=LONG_S if self.real and Capability.LEASES in self.able else claim.lease_s,
             sampler=dice.choice(samplers if size else samplers[:2]),
             dp_rank=dice.randrange(2),
             dp_size=size,

@@ -695,6 +695,10 @@ class StoreMachine:
             tokens = [self.tokens.setdefault(token, real[0]) for token in reply.lease_tokens]
             same("identity", real, tokens, "the lease tokens")
             now = time.monotonic()
+            if step.dp_rank is not None:  # those of the other ranks are leased too, and may be the oldest
+                self.given = {
+                    key: given for key, given in self.given.items() if key[:2] != (step.partition_id, step.task_name)
+                }
             for sample_id, token in zip(meta.sample_ids, reply.lease_tokens, strict=True):
                 if token == step.token:
                     self.given[step.partition_id, step.task_name, sample_id] = self.model.now, now

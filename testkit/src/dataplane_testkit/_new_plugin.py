@@ -97,10 +97,3 @@ def _check_free(name: str, distribution: str, module: str) -> None:
         reason = f"its module would be {module}, and there is one of that name"
     if reason is not None:
         raise ConfigError(f"new-plugin refused: '{name}' is taken: {reason}.", hint="Choose another name.")
-
-
-#: What the toy `folder_store` of the kit's own tests fills in.
-_JOURNALED: Final = _replaced(
-    (_HERE / "template_journal/src/dataplane_acme_store/__init__.py").read_text(encoding="utf-8"),
-    {"AcmeStore": "${cls}", "acme_store": "$name"},
-)

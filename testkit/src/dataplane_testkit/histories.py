@@ -313,14 +313,14 @@ class History:
         if claim.dp_rank is None or dice.random() < 0.3:
             return
         number = dice.choice([claim.dp_rank, 1 - claim.dp_rank, 1 - claim.dp_rank])
-        again = lambda: self._fresh(replace(claim, dp_rank=number))  # noqa: E731
+        again = replace(claim, dp_rank=number)
         if ids and dice.random() < 0.4:
-            again = lambda: self._fresh(claim)  # noqa: E731
+            again = claim
             self._next.append(lambda: commands.ClearRequest(claim.partition_id, ids[:1]))
             self._next.append(lambda: self._put(claim.partition_id, ids[:1]))
         elif not ids and dice.random() < 0.7:  # samples come back
             self._next.append(lambda: commands.SetCursorRequest(claim.partition_id, claim.task_name, []))
-        self._next.append(again)
+        self._next.append(lambda: self._fresh(again))
 
     def _was_cleared(self, step: commands.ClearRequest) -> None:
         dice = self.dice

@@ -13,7 +13,6 @@ import threading
 import time
 import zlib
 from dataclasses import replace
-from string import Template
 
 import pytest
 from broken import claims_in_two_steps
@@ -23,10 +22,10 @@ from dataplane_core.codec import split_rows
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, StalePartitionError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import Capability, PutReply, new_id
-from dataplane_testkit._new_plugin import _JOURNALED
+from dataplane_testkit._new_plugin import files_of
 
 _written = {"__name__": __name__}
-_source = Template(_JOURNALED).substitute(name="folder_store", cls="FolderStore")
+_source = files_of("folder_store", journal=True)["src/dataplane_folder_store/__init__.py"]
 exec(compile(_source, "folder_store", "exec", dont_inherit=True), _written)
 FolderStore = _written["FolderStore"]
 

@@ -1,4 +1,7 @@
-"""Random histories of calls on a real store, each compared with the ledger: see `dataplane_testkit.histories`."""
+"""Random histories of calls on a real store, each compared with the ledger: see `dataplane_testkit.histories`.
+
+One long file, since the call of each step stands beside the comparison of its answer.
+"""
 
 from __future__ import annotations
 

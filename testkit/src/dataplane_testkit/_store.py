@@ -422,12 +422,16 @@ class Store:
         """Yields a function that returns by how many payload bytes the engine has grown since the block began.
 
         It does not use the ledger. For a `BlobStore` without the author's ``held_bytes``, it counts the bytes of the
-        blobs that were put in the block and still exist.
+        rows that were put in the block and still exist. What a journal keeps as blobs is no payload.
         """
         backend = self.backend
         if isinstance(backend, BlobStore) and not self.case.supplies("held_bytes"):
             with recorded_keys(backend) as keys:
-                yield lambda: sum(len(data) for data in map(backend.get, keys) if data is not None)
+
+                def grown() -> int:
+                    return sum(len(backend.get(key) or b"") for key in keys if key.startswith("row"))
+
+                yield grown
             return
         before = self.ask_author("held_bytes")
         yield lambda: self.ask_author("held_bytes") - before

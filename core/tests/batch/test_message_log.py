@@ -17,12 +17,7 @@ LOGS = [
     [
         {"role": "system", "content": "be brief", "token_ids": torch.tensor([1, 2])},
         {"role": "user", "content": "2+2?", "token_ids": torch.tensor([3, 4, 5])},
-        {
-            "role": "assistant",
-            "content": "4",
-            "token_ids": torch.tensor([6]),
-            "generation_logprobs": torch.tensor([-1.0]),
-        },
+        {"role": "assistant", "content": "4", "token_ids": torch.tensor([6]), "generation_logprobs": torch.ones(1)},
     ],
     [
         {"role": "user", "content": [{"type": "text", "text": "look"}], "token_ids": [7, 8]},
@@ -43,11 +38,7 @@ def to_nested_by_length(padded, lengths):
 def plain(logs):
     """Roles, contents and tokens as plain lists."""
     return [
-        [
-            {"role": t["role"], "content": t["content"], "token_ids": torch.as_tensor(t["token_ids"]).tolist()}
-            for t in log
-        ]
-        for log in logs
+        [(turn["role"], turn["content"], torch.as_tensor(turn["token_ids"]).tolist()) for turn in log] for log in logs
     ]
 
 
@@ -59,16 +50,6 @@ def test_a_log_is_split_into_columns_of_turns():
     assert columns["turn_contents"][1] == [[{"type": "text", "text": "look"}], "call", "", "done"]
     assert columns["response_token_lengths"].tolist() == [1, 1, 0]  # of the assistant's first turn
     assert columns["response_token_lengths"].dtype == torch.int64
-
-
-def test_a_log_comes_back_through_the_data_plane(client):
-    batch = {"input_ids": INPUT_IDS, "input_lengths": torch.tensor(LENGTHS), **split_message_logs(LOGS)}
-    meta = kv_first_write(batch, sample_ids=["a", "b", "c"], dp_client=client, partition_id="train")
-    for layout in ("padded", "jagged"):
-        read = read_columns(client, meta, layout=layout)
-        assert plain(rebuild_message_logs(read)) == plain(LOGS)
-    part = read_columns(client, meta.subset([1]), pad_to_seqlen=64)
-    assert plain(rebuild_message_logs(part)) == plain(LOGS[1:2])
 
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["padded", "jagged"])
@@ -103,12 +84,15 @@ def test_a_turn_may_lack_content_and_tokens(client):
 
 
 @pytest.mark.parametrize("layout", ["padded", "jagged"])
-def test_a_read_rebuilds_the_logs_where_asked(client, layout):
+def test_a_log_comes_back_through_the_data_plane_and_a_read_rebuilds_it_where_asked(client, layout):
     batch = {"input_ids": INPUT_IDS, "input_lengths": torch.tensor(LENGTHS), "generation_logprobs": -INPUT_IDS.float()}
     meta = kv_first_write(
         {**batch, **split_message_logs(LOGS)}, sample_ids=["a", "b", "c"], dp_client=client, partition_id="train"
     )
-    assert "message_log" not in read_columns(client, meta, layout=layout)
+    read = read_columns(client, meta, layout=layout)
+    assert "message_log" not in read
+    assert plain(rebuild_message_logs(read)) == plain(LOGS)
+    assert plain(rebuild_message_logs(read_columns(client, meta.subset([1]), pad_to_seqlen=64))) == plain(LOGS[1:2])
     read = read_columns(client, meta, ["generation_logprobs"], layout=layout, message_logs=True)
     assert plain(read["message_log"]) == plain(LOGS)
     assert read["message_log"][1][3]["generation_logprobs"].tolist() == [-10, -11]

@@ -1,4 +1,4 @@
-"""Padded columns to jagged ones: lengths and widths."""
+"""Padded columns become jagged ones and back, and rows become the column that they fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.batch import pack_jagged_fields, response_from_nested, stack_or_nest
+from dataplane_core.batch import BatchedDataDict, materialize, pack_jagged_fields, response_from_nested, stack_or_nest
 from dataplane_core.batch.jagged import pack_per_token_field, to_nested_by_length
 from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
@@ -19,26 +19,35 @@ def rows_of(column):
     return [row.tolist() for row in column.unbind()]
 
 
-# --- to_nested_by_length ----------------------------------------------------------------------------------------------
+def jagged(*trailing, dtype=torch.float32):
+    padded = torch.arange(1, 1 + 20 * torch.Size(trailing).numel()).view(4, 5, *trailing).to(dtype)
+    return to_nested_by_length(padded, LENGTHS)
 
 
 @pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)
-@pytest.mark.parametrize("trailing", [(), (2, 3)], ids=["flat", "deep"])
-def test_padding_is_cut_bit_for_bit(dtype, trailing, random_cell, assert_rows):
-    padded = random_cell((4, 5, *trailing), dtype)
-    expected = [padded[row, :length] for row, length in enumerate(LENGTHS)]
-    assert_rows(to_nested_by_length(padded, torch.tensor(LENGTHS)), expected)
+def test_padding_is_cut_and_put_back_bit_for_bit(dtype, random_cell, assert_rows, bits):
+    value = 1 if dtype == torch.bool else 2
+    own, pad = dict.fromkeys(("x", "dense"), value), bits(torch.full((), value, dtype=dtype))
+    for trailing in ((), (2, 3)):
+        padded = random_cell((4, 5, *trailing), dtype)
+        rows = [padded[row, :length] for row, length in enumerate(LENGTHS)]
+        cut = to_nested_by_length(padded, torch.tensor(LENGTHS))
+        assert_rows(cut, rows)
+        for width, values in ((0, {}), (3, own), (8, own)):
+            columns = materialize({"x": cut, "dense": padded}, pad_value_dict=values, pad_to_seqlen=width)
+            filled = pad if values else bytes(dtype.itemsize)
+            for name, expected in (("x", rows), ("dense", padded)):
+                column = columns[name]
+                assert (column.shape, column.dtype) == ((4, max(width, 5), *trailing), dtype)
+                assert column.is_contiguous()
+                for found, row in zip(column, expected, strict=True):
+                    missing = found.nbytes - row.nbytes
+                    assert bits(found) == bits(row) + filled * (missing // dtype.itemsize)
 
 
 @pytest.mark.parametrize(
     "lengths",
-    [
-        LENGTHS,
-        tuple(LENGTHS),
-        np.array(LENGTHS),
-        torch.tensor(LENGTHS, dtype=torch.int32),
-        torch.tensor(LENGTHS)[:, None],
-    ],
+    [LENGTHS, tuple(LENGTHS), np.array(LENGTHS), torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor([LENGTHS]).T],
     ids=["list", "tuple", "ndarray", "int32", "a column of one"],
 )
 def test_lengths_may_come_in_any_form(lengths):
@@ -46,17 +55,13 @@ def test_lengths_may_come_in_any_form(lengths):
 
 
 def test_views_and_gradients_are_taken_and_the_result_is_a_detached_copy():
-    padded = torch.arange(20.0, requires_grad=True).view(5, 4).t()
-    column = to_nested_by_length(padded, LENGTHS)
+    column = to_nested_by_length(torch.arange(20.0, requires_grad=True).view(5, 4).t(), LENGTHS)
     assert not column.requires_grad
     assert rows_of(column)[0] == [0, 4, 8]
     source = torch.zeros(2, 3)
     column = to_nested_by_length(source, [3, 3])
     source += 1
     assert rows_of(column) == [[0, 0, 0]] * 2
-
-
-# --- pack_per_token_field ---------------------------------------------------------------------------------------------
 
 
 def test_a_column_that_is_jagged_already_passes_if_its_lengths_are_these():
@@ -66,10 +71,7 @@ def test_a_column_that_is_jagged_already_passes_if_its_lengths_are_these():
         pack_per_token_field(column, [3, 1, 5, 1])
 
 
-# --- pack_jagged_fields -----------------------------------------------------------------------------------------------
-
-
-def test_only_declared_fields_are_packed():
+def test_only_declared_fields_are_packed_and_none_without_lengths():
     fields = {
         "tokens": torch.ones(4, 5),
         "embedding": torch.ones(4, 4096),
@@ -78,48 +80,75 @@ def test_only_declared_fields_are_packed():
         "array": np.array([1, "x", None, 2.0], dtype=object),
         "stack": NonTensorStack("a", "b", "c", "d"),
     }
-    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=["tokens", "not there"])
-    assert isinstance(packed, TensorDict)
-    assert packed.batch_size == (4,)
-    assert [len(row) for row in rows_of(packed["tokens"])] == LENGTHS
-    assert packed["embedding"].shape == (4, 4096)
-    assert packed["scalar"].shape == (4,)
-    assert packed["texts"] == packed["stack"] == ["a", "b", "c", "d"]
-    assert packed["array"] == [1, "x", None, 2.0]
+    for lengths in (LENGTHS, None):
+        packed = pack_jagged_fields(fields, lengths=lengths, token_aligned_fields=["tokens", "not there"])
+        assert isinstance(packed, TensorDict)
+        assert packed.batch_size == (4,)
+        assert [len(row) for row in rows_of(packed["tokens"])] == (lengths or [5] * 4)
+        assert packed["embedding"].shape == (4, 4096)
+        assert packed["scalar"].shape == (4,)
+        assert packed["texts"] == packed["stack"] == ["a", "b", "c", "d"]
+        assert packed["array"] == [1, "x", None, 2.0]
 
 
-def test_without_lengths_every_column_stays_as_it_is():
-    packed = pack_jagged_fields({"tokens": torch.ones(4, 5)}, lengths=None, token_aligned_fields=["tokens"])
-    assert packed.batch_size == (4,)
-    assert packed["tokens"].shape == (4, 5)
-
-
-def test_fields_packed_together_own_their_memory_each(random_cell, bits):
+def test_fields_packed_or_padded_together_own_their_memory_each(random_cell, bits):
     fields = {name: random_cell((4, 5), torch.float32, seed) for seed, name in enumerate("abc")}
     fields["d"] = random_cell((4, 7, 3), torch.float8_e5m2)
     packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=list(fields))
     for name, padded in fields.items():
-        values = packed.get(name).values()
-        assert bits(values) == b"".join(bits(padded[row, :length]) for row, length in enumerate(LENGTHS))
-        # what pickles a column must not carry its siblings along
-        assert values.untyped_storage().nbytes() == values.nbytes
-    packed.get("a").values().zero_()
-    assert bits(packed.get("b").values()[:3]) == bits(fields["b"][0, :3])
+        assert bits(packed.get(name).values()) == b"".join(
+            bits(row[:n]) for row, n in zip(padded, LENGTHS, strict=True)
+        )
+    for columns in ({name: packed.get(name).values() for name in fields}, materialize(packed).data):
+        for column in columns.values():  # what pickles a column must not carry its siblings along
+            assert column.untyped_storage().nbytes() == column.nbytes
+        before = bits(columns["b"])
+        columns["a"].zero_()
+        assert bits(columns["b"]) == before
 
 
-# --- stack_or_nest ----------------------------------------------------------------------------------------------------
+# --- what was read ----------------------------------------------------------------------------------------------------
+
+
+def test_pad_values_go_by_field_and_default_to_zero():
+    batch = materialize({"ids": jagged(dtype=torch.int64), "logprobs": jagged()}, pad_value_dict={"ids": -100})
+    assert isinstance(batch, BatchedDataDict)
+    assert batch["ids"][1].tolist() == [-100] * 5
+    assert batch["logprobs"][1].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("named", "shapes"),
+    [(None, [(4, 8), (4, 8, 2), (4,), (4, 12)]), (["dense"], [(4, 5), (4, 8, 2), (4,), (4, 12)])],
+    ids=["all", "named"],
+)
+def test_columns_of_two_dims_or_more_are_padded_to_a_larger_length_unless_others_are_named(named, shapes):
+    fields = {"jagged": jagged(), "dense": torch.ones(4, 6, 2), "scalar": torch.ones(4), "wide": torch.ones(4, 12)}
+    batch = materialize(fields, pad_to_seqlen=8, token_aligned_fields=named)
+    assert [tuple(batch[name].shape) for name in fields] == shapes
+
+
+@pytest.mark.parametrize("layout", ["padded", "jagged"])
+@pytest.mark.parametrize("items", [["a", {"k": 1}, None], [[1, 2], [3, 4], [5, 6]], [[], [], []]], ids=str)
+def test_objects_become_object_arrays_of_one_dim(layout, items):
+    column = materialize(TensorDict({"x": NonTensorStack(*items)}, batch_size=[3]), layout)["x"]
+    assert (type(column), column.dtype, column.shape, list(column)) == (np.ndarray, object, (3,), items)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shapes", [[()] * 3, [(2,)] * 3, [(2, 3), (0, 3), (4, 3)], [(2,), (1,)], [(5,)]], ids=str)
-def test_rows_become_the_container_that_they_fit(shapes, random_cell, assert_rows):
+def test_rows_become_the_container_that_they_fit_and_none_an_empty_row(shapes, random_cell, assert_rows):
     rows = [random_cell(shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes)]
     assert_rows(stack_or_nest(rows), rows)
+    if rows[0].dim():
+        assert_rows(stack_or_nest([None, *rows]), [rows[0][:0], *rows])
 
 
 def test_rows_of_any_kind_of_tensor_are_taken_or_refused_one_by_one():
     plain = torch.ones(2, 2)
-    parameter = torch.nn.Parameter(torch.ones(1, 2))
-    column = stack_or_nest([plain, parameter])
+    column = stack_or_nest([plain, torch.nn.Parameter(torch.ones(1, 2))])
     assert not column.requires_grad
     assert column.offsets().tolist() == [0, 2, 3]
     for odd, reason in ((torch.ones(2, 2, device="meta"), "meta-device"), (torch.eye(2).to_sparse(), "sparse")):
@@ -127,20 +156,13 @@ def test_rows_of_any_kind_of_tensor_are_taken_or_refused_one_by_one():
             stack_or_nest([plain, odd])
 
 
-# --- response_from_nested ---------------------------------------------------------------------------------------------
-
-
-def nested(*rows):
-    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=torch.float32) for row in rows], layout=torch.jagged)
-
-
 def test_the_response_is_taken_one_token_to_the_left():
+    def nested(*rows):
+        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
     # prompt of 2, response of 3: the outputs at tokens 1, 2, 3 are about tokens 2, 3, 4
     full, mask = nested([0, 1, 2, 3, 4], [5, 6], [7, 8, 9]), nested([1, 1, 1], [1], [0, 0])
     assert rows_of(response_from_nested(full, mask)) == [[1, 2, 3], [5], [7, 8]]
-
-
-def test_dense_columns_are_rows_of_equal_length():
-    full = torch.arange(10.0).view(2, 5)
-    assert rows_of(response_from_nested(full, torch.ones(2, 2))) == [[2, 3], [7, 8]]
-    assert response_from_nested(full, torch.ones(2, 2)).layout == torch.jagged
+    dense = response_from_nested(torch.arange(10.0).view(2, 5), torch.ones(2, 2))
+    assert dense.layout == torch.jagged
+    assert rows_of(dense) == [[2, 3], [7, 8]]

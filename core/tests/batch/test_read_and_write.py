@@ -1,174 +1,284 @@
-"""`read_columns` pads by what the meta knows; `write_columns` cuts what was declared."""
+"""One rule says which columns run along the tokens: reads pad these by what the meta knows, writes cut them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, strategies as st
+from token_rows import form, jagged, rows_of
 
-from dataplane_core.batch import kv_first_write, read_columns, write_columns
+from dataplane_core.batch import SlicedDataDict, kv_first_write, read_columns, token_columns, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
-from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PAD_TO_MULTIPLE
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PAD_TO_MULTIPLE, PER_TOKEN_FIELDS
 
-IDS = ["a", "b", "c"]
-LENGTHS = [3, 5, 2]
+IDS = ["a", "b", "c", "d"]
+LENGTHS = [3, 5, 2, 4]
+PATCHES = [6, 0, 4, 4]
+BOXES = [1, 2, 1, 3]
+INSIDE = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+COLUMNS = {
+    "input_ids": torch.arange(1, 21).view(4, 5) * INSIDE,
+    "input_lengths": torch.tensor(LENGTHS),
+    "per_token": jagged(LENGTHS, 2),  # rows as long as the tokens are padded with them
+    "position_ids": torch.arange(5).expand(4, 5),  # written whole, since what is beyond the tokens is not zero
+    "features": torch.ones(4, 2),
+    "wide": torch.ones(4, 7),
+    "reward": torch.ones(4),
+    "pixel_values": jagged(PATCHES, 2, 3),
+    "image_grid_thw": jagged([2, 0, 1, 1], 3, dtype=torch.int64),
+    "boxes": jagged(BOXES, 4, dtype=torch.bfloat16),
+}
 
 
 @pytest.fixture
 def meta(client):
-    mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
-    batch = {
-        "input_ids": torch.arange(1, 16).view(3, 5) * mask,
-        "input_lengths": torch.tensor(LENGTHS),
-        "features": torch.ones(3, 2),
-        "reward": torch.ones(3),
+    return kv_first_write(COLUMNS, sample_ids=IDS, dp_client=client, partition_id="train")
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+WIDE_8 = {
+    "input_ids": (4, 8),
+    "per_token": (4, 8, 2),
+    "position_ids": (4, 8),
+    "features": (4, 2),
+    "reward": (4,),
+    "pixel_values": PATCHES,
+    "image_grid_thw": [2, 0, 1, 1],
+    "boxes": BOXES,
+}
+BARE = {"task_name": None, "sequence_lengths": None, "tags": None}
+KNOWN = {"extra_info": {GLOBAL_FORWARD_PAD_SEQLEN: 8}}
+BY_4 = {"extra_info": {PAD_TO_MULTIPLE: 4}}
+#: What another meta says, arguments of the read, and the form of columns.
+READS = {
+    "as the meta says": (KNOWN, {}, WIDE_8 | {"wide": (4, 8)}),
+    "an argument goes before the meta": (KNOWN, {"pad_to_seqlen": 9}, {"input_ids": (4, 9)}),
+    "none too": (KNOWN, {"pad_to_seqlen": 0}, {"input_ids": (4, 5)}),
+    "kept as they are": (
+        KNOWN,
+        {"ragged_fields": {*MULTIMODAL_FIELDS, "wide", "per_token"}},
+        WIDE_8 | {"wide": (4, 7), "per_token": LENGTHS},
+    ),
+    "named ones": (
+        {},
+        {"pad_to_seqlen": 8, "token_aligned_fields": ["features"]},
+        {"features": (4, 8), "input_ids": LENGTHS},
+    ),
+    "jagged": (KNOWN, {"layout": "jagged"}, {"input_ids": LENGTHS, "position_ids": (4, 5), "boxes": BOXES}),
+    **{
+        f"rounded up from {target} to {multiple}": (
+            {"extra_info": {PAD_TO_MULTIPLE: multiple}},
+            {"pad_to_seqlen": target},
+            {"input_ids": (4, width)},
+        )
+        for target, multiple, width in [
+            *((None, 4, 8), (12, 4, 12), (12, 8, 16)),
+            *((4, 3, 6), (None, 1, 5), (1, 5, 5)),
+        ]
+    },
+    "in the order that was asked for": (
+        KNOWN,
+        {"select_fields": ["pixel_values", "input_ids", "boxes"]},
+        {"pixel_values": PATCHES, "input_ids": (4, 8), "boxes": BOXES},
+    ),
+    # without lengths in the meta
+    **{
+        f"by {known_by}": (
+            BARE,
+            {"select_fields": ["boxes", "per_token", known_by], "pad_to_seqlen": 8},
+            {"boxes": BOXES, "per_token": (4, 8, 2)},
+        )
+        for known_by in ("input_lengths", "input_ids")
+    },
+    "by nothing": (
+        BARE,
+        {"select_fields": ["boxes", "pixel_values"], "pad_to_seqlen": 8},
+        {"boxes": (4, 8, 4), "pixel_values": PATCHES},
+    ),
+    "rounded up": (
+        BARE | BY_4,
+        {"select_fields": ["input_ids", "pixel_values", "features"]},
+        {"input_ids": (4, 8), "features": (4, 2)},
+    ),
+    "rounded up, rows of equal length": (
+        BARE | BY_4 | {"sample_ids": ["b"]},
+        {"select_fields": ["input_ids"]},
+        {"input_ids": (1, 8)},
+    ),
+    "rounded up beside longer ragged rows": (
+        BARE | BY_4 | {"sample_ids": ["a", "c"]},
+        {"select_fields": ["input_ids", "pixel_values"]},
+        {"input_ids": (2, 4)},
+    ),
+    "rounded up where it is named": (
+        BARE | BY_4,
+        {"select_fields": ["features"], "token_aligned_fields": ["features"]},
+        {"features": (4, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_token_columns_have_one_width_and_all_others_come_back_as_they_went(client, meta, case):
+    changes, arguments, expected = READS[case]
+    read = read_columns(client, replace(meta, **changes), **arguments)
+    assert {name: form(read[name]) for name in expected} == expected
+    if case.startswith("in the order"):
+        assert list(read) == list(expected)
+
+
+def test_parts_of_a_meta_are_padded_as_the_whole_and_values_are_kept(client, meta):
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
+    read = read_columns(client, meta)
+    for name in ("input_ids", "per_token"):
+        for row, (found, sent) in enumerate(zip(read[name], COLUMNS[name].unbind(), strict=True)):
+            assert torch.equal(found[: LENGTHS[row]], sent[: LENGTHS[row]])
+            assert not found[LENGTHS[row] :].any()
+    for name in ("pixel_values", "image_grid_thw"):
+        assert rows_of(read[name]) == rows_of(COLUMNS[name])
+    assert read["boxes"].dtype is torch.bfloat16
+    part = read_columns(client, meta.subset([3, 2]))  # rows of equal shape come dense and are not padded either
+    assert {name: form(part[name]) for name in ("input_ids", "pixel_values", "image_grid_thw", "boxes")} == {
+        "input_ids": (2, 8),
+        "pixel_values": (2, 4, 2, 3),
+        "image_grid_thw": (2, 1, 3),
+        "boxes": [3, 1],
     }
-    return kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train")
 
 
-def shapes(batch):
-    return {name: tuple(column.shape) for name, column in batch.items()}
-
-
-def test_the_meta_says_how_long_every_rank_pads(client, meta):
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 12
-    for part in (meta, meta.subset([2]), meta.subset([2, 0])):
-        assert read_columns(client, part, ["input_ids"])["input_ids"].shape == (part.size, 12)
-
-
-def test_an_argument_goes_before_the_meta(client, meta):
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 12
-    assert read_columns(client, meta, ["input_ids"], pad_to_seqlen=9)["input_ids"].shape == (3, 9)
-    assert read_columns(client, meta, ["input_ids"], pad_to_seqlen=0)["input_ids"].shape == (3, 5)
-
-
-@pytest.mark.parametrize(
-    ("target", "multiple", "width"), [(None, 4, 8), (12, 4, 12), (12, 8, 16), (4, 3, 6), (None, 1, 5), (1, 5, 5)]
-)
-def test_lengths_are_rounded_up_to_the_multiple(client, meta, target, multiple, width):
-    meta.extra_info[PAD_TO_MULTIPLE] = multiple
-    assert read_columns(client, meta, ["input_ids"], pad_to_seqlen=target)["input_ids"].shape == (3, width)
-
-
-def test_the_multiple_is_honoured_without_known_lengths_too(client, meta):
-    bare = KVBatchMeta("train", None, IDS, extra_info={PAD_TO_MULTIPLE: 4})
-    assert read_columns(client, bare, ["input_ids", "features"])["input_ids"].shape == (3, 8)
-    # rows of equal length come as a dense column, which is rounded all the same
-    equal = KVBatchMeta("train", None, ["b"], extra_info={PAD_TO_MULTIPLE: 4})
-    assert read_columns(client, equal, ["input_ids"])["input_ids"].shape == (1, 8)
-
-
-def test_only_token_columns_are_padded(client, meta):
-    expected = {"input_ids": (3, 8), "input_lengths": (3,), "features": (3, 2), "reward": (3,)}
-    assert shapes(read_columns(client, meta, pad_to_seqlen=8)) == expected
-    assert shapes(read_columns(client, meta, pad_to_seqlen=8, token_aligned_fields=["input_ids"])) == expected
-    named = read_columns(client, meta, pad_to_seqlen=8, token_aligned_fields=["features"])
-    assert named["features"].shape == (3, 8)
-    assert named["input_ids"].offsets().diff().tolist() == LENGTHS
-
-
-@pytest.mark.parametrize("lengths", [[3, 6], [6, 6], [1, 2]])
-def test_token_columns_of_any_name_have_one_width_whatever_the_lengths_are(client, lengths):
+@pytest.mark.parametrize("lengths", [[6, 6], [1, 2]])
+def test_padding_does_not_depend_on_how_long_the_rows_are(client, lengths):
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
-    batch = {
-        "input_ids": torch.ones(2, 6, dtype=torch.int64) * mask,
-        "input_lengths": torch.tensor(lengths),
-        "position_ids": torch.arange(6).expand(2, 6),  # written whole, since what is beyond the tokens is not zero
-        "features": torch.ones(2, 7),
-        "embedding": torch.ones(2, 40),
-    }
+    batch = {"input_ids": mask.long(), "input_lengths": lengths, "position_ids": torch.arange(6).expand(2, 6)}
     meta = kv_first_write(batch, sample_ids=["x", "y"], dp_client=client, partition_id="train")
-    ragged = {*MULTIMODAL_FIELDS, "features"}
-    read = shapes(read_columns(client, meta, pad_to_seqlen=8, ragged_fields=ragged))
-    assert read == {
-        "input_ids": (2, 8), "input_lengths": (2,), "position_ids": (2, 8), "features": (2, 7), "embedding": (2, 40)
-    }  # fmt: skip
+    read = read_columns(client, meta, pad_to_seqlen=8)
+    assert {name: form(column) for name, column in read.items()} == {
+        "input_ids": (2, 8),
+        "input_lengths": (2,),
+        "position_ids": (2, 8),
+    }
 
 
-def test_the_jagged_layout_keeps_rows_at_their_length(client, meta):
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 12
-    read = read_columns(client, meta, ["input_ids", "features"], layout="jagged")
-    assert read["input_ids"].offsets().diff().tolist() == LENGTHS
-    assert read["features"].shape == (3, 2)
+def test_a_column_that_is_as_long_as_the_tokens_by_chance_is_kept_where_it_is_named(client, meta):
+    write_columns(client, meta, {"pixel_values": jagged(LENGTHS, 2, 3), "boxes": jagged(LENGTHS, 4).bfloat16()})
+    names = ["pixel_values", "boxes"]
+    read = read_columns(client, meta, names, pad_to_seqlen=8)
+    assert [form(read[name]) for name in names] == [LENGTHS, (4, 8, 4)], "one has a name of the shared vocabulary"
+    read = read_columns(client, meta, names, pad_to_seqlen=8, ragged_fields=["boxes"])
+    assert [form(read[name]) for name in names] == [(4, 8, 2, 3), LENGTHS]
 
 
-def test_fields_must_be_named_somewhere(client, meta):
-    meta.fields = None
-    with pytest.raises(InvalidRequestError, match=r"neither select_fields nor meta\.fields"):
-        read_columns(client, meta)
+def test_reads_that_cannot_be_are_refused(client, meta):
+    for changes, arguments, error, named in (
+        ({"fields": None}, {}, InvalidRequestError, r"neither select_fields nor meta\.fields"),
+        ({}, {"select_fields": ["input_ids", "routed_experts"]}, MissingDataError, "routed_experts"),
+        (BARE | {"sample_ids": ["z"]}, {"select_fields": ["input_ids"]}, KeyError, "'z'"),
+        ({}, {"pad_to_seqlen": -1}, InvalidRequestError, "pad_to_seqlen is -1"),
+        ({"extra_info": {PAD_TO_MULTIPLE: -2}}, {}, InvalidRequestError, "pad_to_multiple is -2"),
+    ):
+        with pytest.raises(error, match=named):
+            read_columns(client, replace(meta, **changes), **arguments)
 
 
-def test_what_is_missing_is_a_key_error(client, meta):
-    with pytest.raises(MissingDataError):
-        read_columns(client, meta, ["input_ids", "routed_experts"])
-    with pytest.raises(KeyError):
-        read_columns(client, KVBatchMeta("train", None, ["z"]), ["input_ids"])
-
-
-def test_a_target_that_makes_no_sense_is_refused(client, meta):
-    with pytest.raises(InvalidRequestError, match="pad_to_seqlen is -1"):
-        read_columns(client, meta, pad_to_seqlen=-1)
-    meta.extra_info[PAD_TO_MULTIPLE] = -2
-    with pytest.raises(InvalidRequestError, match="pad_to_multiple is -2"):
-        read_columns(client, meta)
-
-
-# --- write_columns ----------------------------------------------------------------------------------------------------
+# --- writes -----------------------------------------------------------------------------------------------------------
 
 
 def test_declared_columns_are_cut_by_the_lengths_of_the_meta(client, meta):
-    logprobs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))  # wider than the longest row
-    embedding = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0))
-    fields = {"prev_logprobs": logprobs, "embedding": embedding, "note": ["x", None, [1]]}
+    logprobs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))  # wider than the longest row
+    embedding = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
+    fields = {"prev_logprobs": logprobs, "embedding": embedding, "note": ["x", None, [1], 2]}
     written = write_columns(client, meta, fields, token_aligned_fields=["prev_logprobs", "advantages"])
     assert written.fields == [*meta.fields, "prev_logprobs", "embedding", "note"]
     assert written.sequence_lengths == LENGTHS
     td = client.get_samples(IDS, "train", list(fields))
-    assert td.get("prev_logprobs").offsets().diff().tolist() == LENGTHS
+    assert rows_of(td.get("prev_logprobs")) == [row[:n].tolist() for row, n in zip(logprobs, LENGTHS, strict=True)]
     assert torch.equal(td["embedding"], embedding)
-    assert td["note"] == ["x", None, [1]]
-    read = read_columns(client, written, ["prev_logprobs"])["prev_logprobs"]
-    assert torch.equal(read[1], logprobs[1, :5])
-
-
-@pytest.mark.parametrize("shape", [(3,), (3, 1)])
-@pytest.mark.parametrize("named", [None, ["advantages", "prev_logprobs"]], ids=["by default", "declared"])
-def test_a_value_per_sample_passes_under_the_name_of_a_token_column(client, meta, shape, named):
-    column = torch.arange(3.0).reshape(shape)
-    write_columns(client, meta, {"advantages": column}, token_aligned_fields=named)
-    assert torch.equal(client.get_samples(IDS, "train", ["advantages"])["advantages"], column)
-    without_lengths = KVBatchMeta("train", None, IDS)
-    write_columns(client, without_lengths, {"advantages": column + 1}, token_aligned_fields=named)
-    assert torch.equal(read_columns(client, meta, ["advantages"])["advantages"], column + 1)
-
-
-def test_without_fields_nothing_is_written(client, meta):
+    assert td["note"] == ["x", None, [1], 2]
     assert write_columns(client, meta, {}) == meta
 
 
-def test_a_meta_without_lengths_cannot_cut(client):
-    with pytest.raises(
-        InvalidRequestError, match="token_aligned_fields name 'x', but the meta has no sequence_lengths"
-    ):
-        write_columns(client, KVBatchMeta("train", None, IDS), {"x": torch.ones(3, 5)}, token_aligned_fields=["x"])
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("named", [None, ["advantages", "prev_logprobs"]], ids=["by default", "declared"])
+def test_a_value_per_sample_passes_under_the_name_of_a_token_column(client, meta, shape, named):
+    for where in (meta, replace(meta, **BARE)):
+        column = torch.arange(4.0).reshape(shape) + where.size
+        write_columns(client, where, {"advantages": column}, token_aligned_fields=named)
+        assert torch.equal(read_columns(client, meta, ["advantages"])["advantages"], column)
 
 
-@pytest.mark.parametrize(
-    ("column", "error", "reason"),
-    [
-        (torch.ones(3, 4), InvalidRequestError, r"write_columns\('train', 3 samples\) refused: field 'x'.*length 5"),
-        (torch.ones(2, 5), InvalidRequestError, r"field 'x' has 2 rows\. Expected 3"),
-        ("text", InvalidTypeError, "non-tensor"),
-    ],
-)
-def test_columns_that_do_not_fit_are_refused_with_call_and_field(client, meta, column, error, reason):
-    with pytest.raises(error, match=reason):
-        write_columns(client, meta, {"x": column}, token_aligned_fields=["x"])
+#: What another meta says, a column, its name, the class of the error, and what it must name.
+REFUSED = [
+    (BARE, torch.ones(4, 5), InvalidRequestError, "name 'x', but the meta has no sequence_lengths"),
+    ({}, torch.ones(4, 4), InvalidRequestError, r"write_columns\('train', 4 samples\) refused: field 'x'.*length 5"),
+    ({}, torch.ones(2, 5), InvalidRequestError, r"field 'x' has 2 rows\. Expected 4"),
+    ({}, "text", InvalidTypeError, "non-tensor"),
+]
+
+
+@pytest.mark.parametrize(("changes", "column", "error", "named"), REFUSED)
+def test_columns_that_do_not_fit_are_refused_with_call_and_field(client, meta, changes, column, error, named):
+    with pytest.raises(error, match=named):
+        write_columns(client, replace(meta, **changes), {"x": column}, token_aligned_fields=["x"])
 
 
 @pytest.mark.parametrize("name", ["x", "input_ids"])
-def test_a_wrong_number_of_rows_is_refused_without_declaration_too(client, meta, name):
-    for num_rows in (2, 4):
-        columns = {name: torch.ones(num_rows, 5), "scores": torch.ones(num_rows, 5)}
-        with pytest.raises(InvalidRequestError, match=rf"'{name}' has {num_rows} rows\. Expected 3"):
-            write_columns(client, meta, columns)
+@pytest.mark.parametrize("num_rows", [2, 5])
+def test_a_wrong_number_of_rows_is_refused_without_declaration_too(client, meta, name, num_rows):
+    columns = {name: torch.ones(num_rows, 5), "scores": torch.ones(num_rows, 5)}
+    with pytest.raises(InvalidRequestError, match=rf"'{name}' has {num_rows} rows\. Expected 4"):
+        write_columns(client, meta, columns)
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=2, max_size=4).filter(lambda lengths: len(set(lengths)) > 1),
+    names=st.sets(st.sampled_from(["advantages", "routed_experts", "pixel_values", "scores", "boxes"])),
+    longer=st.sets(st.sampled_from(["advantages", "scores", "boxes"])),
+    ragged=st.sets(st.sampled_from(["advantages", "boxes"])),
+)
+def test_rows_and_padded_rows_have_the_same_token_columns(lengths, names, longer, ragged):
+    """What is told of rows of their own length, as they lie in the store, is told of the padded batch too."""
+    more = [length + 1 for length in lengths]
+    rows = {name: jagged(more if name in longer else lengths, 2) for name in names}
+    batch = {name: torch.zeros(len(lengths), 7 if name in longer else 6, 2) for name in names}
+    kept = ragged | MULTIMODAL_FIELDS
+    expected = [name for name in rows if name not in kept and (name in PER_TOKEN_FIELDS or name not in longer)]
+    assert token_columns(rows, lengths, ragged_fields=kept) == expected
+    batch["input_ids"] = torch.zeros(len(lengths), 6)
+    assert token_columns(batch, ragged_fields=kept) == [*expected, "input_ids"]
+    rows["input_ids"] = jagged(lengths)
+    assert token_columns(rows, ragged_fields=kept) == [*expected, "input_ids"]
+
+
+def test_without_any_lengths_all_that_has_the_dim_counts():
+    columns = {"scores": torch.zeros(3, 4), "pixel_values": torch.zeros(3, 4), "reward": torch.zeros(3), "text": ["a"]}
+    assert token_columns(columns) == ["scores"]
+    assert token_columns(columns, token_aligned_fields=["reward", "not there"]) == ["reward"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "ragged", "expected"),
+    [
+        # the rows of `input_ids` say how long the samples are, so nothing else is guessed to be as long
+        (
+            jagged([3, 5, 2]),
+            (),
+            {"input_ids": [3, 5, 2], "advantages": (3, 5), "embedding": (3, 16), "boxes": (3, 6, 4)},
+        ),
+        (torch.zeros(3, 6), (), {"input_ids": (3, 5), "advantages": (3, 5), "embedding": (3, 16), "boxes": (3, 5, 4)}),
+        # as `read_columns` does: a column that it kept must not be cut afterwards
+        (torch.zeros(3, 6), ["boxes"], {"input_ids": (3, 5), "boxes": (3, 6, 4)}),
+    ],
+    ids=["jagged", "padded", "kept"],
+)
+def test_microbatches_are_cut_by_the_same_rule(ids, ragged, expected):
+    columns = {"advantages": torch.zeros(3, 8), "embedding": torch.zeros(3, 16), "boxes": torch.zeros(3, 6, 4)}
+    batch = SlicedDataDict(input_ids=ids, **columns)
+    batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 3]]], [[5]]
+    [part] = batch.make_microbatch_iterator_with_dynamic_shapes(ragged_fields=ragged)
+    assert {name: form(part[name]) for name in expected} == expected

@@ -1,6 +1,5 @@
 """How a client announces itself. What stores list is tested by the kit's chapter "listing"."""
 
-import asyncio
 import gc
 import math
 import os
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dataplane_core import connect, connect_async
+from dataplane_core import connect
 from dataplane_core.client import announcing
 from dataplane_core.client.phases import Phases
 from dataplane_core.errors import ConfigError, OperationTimeoutError
@@ -77,15 +76,16 @@ def test_the_more_clients_the_less_often(monkeypatch):
 
 def test_work_in_which_a_claim_waits_is_not_forgotten():
     log = announcing.WorkLog()
-    waits = log.of("claim_meta", "p", "t", ["x"])
+    wide = tuple(f"f{number}" for number in range(200))
+    waits = log.of("claim_meta", "p", "t", wide)
     waits.waits["token"] = waits.began_at
     for number in range(100):
         log.begin("put_samples", f"p{number}", ["x"])
     told = log.told(waits.began_at + 5.0)
-    assert [each.waits_s for each in told if each.operation == "claim_meta"] == [5.0]
+    assert [(each.waits_s, each.fields) for each in told if each.operation == "claim_meta"] == [(5.0, wide)]
     assert [each.partition_id for each in told[:2]] == ["p99", "p98"]
     assert len(told) < 30
-    assert log.of("claim_meta", "p", "t", ["x"]) is waits
+    assert log.of("claim_meta", "p", "t", wide) is waits
 
 
 def test_threads_that_begin_the_same_work_share_it():
@@ -112,47 +112,27 @@ def test_threads_that_begin_the_same_work_share_it():
     assert len(found.pop().waits) == 8 * 3000
 
 
-def test_all_fields_of_a_wide_claim_are_told():
-    names = tuple(f"f{number}" for number in range(200))
-    log = announcing.WorkLog()
-    log.of("claim_meta", "p", "t", names)
-    assert log.told(0.0)[0].fields == names
+def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
+    with opened({"backend": "noop", "announce_s": None}) as client:
+        log = getattr(client, "_client", client)._work
 
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(mode):
-    async def asked(settings):
-        async with await connect_async(settings) as client:
-            return await steps(client, client._client)
-
-    async def steps(client, inner):
         def told():
-            (work,) = (each for each in inner._work.told(time.monotonic()) if each.operation == "claim_meta")
+            (work,) = (each for each in log.told(time.monotonic()) if each.operation == "claim_meta")
             return work
 
-        async def done(result):
-            return await result if mode == "async" else result
-
-        await done(client.register_partition("p", ["x"], None, ["t"]))
+        client.register_partition("p", ["x"], None, ["t"])
         for _ in range(2):  # polls
-            await done(client.claim_meta("p", "t", ["x"], 3, blocking=False, tag_filter={"n": (">=", 1)}))
-        first = inner._work.of("claim_meta", "p", "t", ["x"]).unserved_since
+            client.claim_meta("p", "t", ["x"], 3, blocking=False, tag_filter={"n": (">=", 1)})
+        first = log.of("claim_meta", "p", "t", ["x"]).unserved_since
         assert first is not None
         assert (told().batch_size, dict(told().tag_filter)) == (3, {"n": (">=", 1)})
         with pytest.raises(OperationTimeoutError):
-            await done(client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1))
-        assert inner._work.of("claim_meta", "p", "t", ["x"]).unserved_since == first
+            client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
+        assert log.of("claim_meta", "p", "t", ["x"]).unserved_since == first
         assert told().unserved_s > 0.0
-        await done(client.put_samples(["a"], "p", {"x": [1.0]}))
-        await done(client.claim_meta("p", "t", ["x"], 1))
+        client.put_samples(["a"], "p", {"x": [1.0]})
+        client.claim_meta("p", "t", ["x"], 1)
         assert told().unserved_s is None
-
-    settings = {"backend": "noop", "announce_s": None}
-    if mode == "async":
-        asyncio.run(asked(settings))
-    else:
-        with connect(settings) as client:
-            asyncio.run(steps(client, client))
 
 
 def test_a_failed_announcement_disturbs_nothing():

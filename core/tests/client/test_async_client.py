@@ -13,7 +13,6 @@ import torch
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, connect_async
 from dataplane_core.errors import (
     BackendUnavailableError,
-    ClaimTimeoutError,
     ClientClosedError,
     InvalidRequestError,
     OperationTimeoutError,
@@ -25,33 +24,31 @@ NOOP = {"backend": "noop"}
 
 
 class Gate:
-    """Middleware that holds operations back until it is opened."""
+    """Middleware that holds operations back until it is opened, before or after they are carried out."""
 
     def __init__(self, operation, *, before=True):
-        self.held = {operation}
-        self.before = before
-        self.entered = threading.Event()
-        self.opened = threading.Event()
+        self.operation, self.before = operation, before
+        self.entered, self.opened = threading.Event(), threading.Event()
+        self.deadlines = []
 
-    def _hold(self, operation):
-        if operation in self.held:
+    def _hold(self, *operation):
+        if operation == (self.operation, self.before):
             self.entered.set()
             assert self.opened.wait(30)
 
     @hookimpl(wrapper=True)
     def put_samples(self, request):
-        if self.before:
-            self._hold("put_samples")
+        self.deadlines.append(request.deadline)
+        self._hold("put_samples", True)
         reply = yield
-        if not self.before:
-            self._hold("put_samples")
+        self._hold("put_samples", False)
         return reply
 
     @hookimpl(wrapper=True)
     def claim(self, request):
         reply = yield
         if reply.sample_ids:
-            self._hold("claim")
+            self._hold("claim", True)
         return reply
 
     async def is_entered(self):
@@ -59,9 +56,8 @@ class Gate:
             await asyncio.sleep(0.001)
 
 
-async def _open(gate=None, *, op_timeout_s=60.0, threads=2):
-    config = {**NOOP, "op_timeout_s": op_timeout_s, "middleware": [] if gate is None else [gate]}
-    client = await connect_async(config, threads=threads)
+async def _open(gate=None, *, threads=2, **config):
+    client = await connect_async({**NOOP, "middleware": [] if gate is None else [gate], **config}, threads=threads)
     await client.register_partition("p", ["x"], None, ["t"])
     return client
 
@@ -92,12 +88,8 @@ async def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
         assert num_threads <= threading.active_count() + 2
 
 
-async def test_errors_are_those_of_the_synchronous_client():
+async def test_arguments_are_checked_as_by_the_synchronous_client():
     async with await _open() as client:
-        with pytest.raises(UnknownPartitionError):
-            await client.get_samples(["a"], "absent", ["x"])
-        with pytest.raises(ClaimTimeoutError, match="0 of 1 samples"):
-            await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.02)
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             await client.claim_meta("p", "t", ["x"], 1, lease=3.0)
         with pytest.raises(InvalidRequestError, match="batch_size"):
@@ -166,6 +158,13 @@ async def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_bec
         told = await _cancelled_under_way(gate, asyncio.create_task(_put(client, "a")))
         assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
         assert await client.list_sample_ids("p") == ["a"]
+    gate = Gate("put_samples")
+    async with await _open(gate) as client:
+        put = asyncio.create_task(_put(client, "a"))
+        await gate.is_entered()
+        await client.clear_samples(None, "p")
+        told = await _cancelled_under_way(gate, put)
+        assert (told.outcome, type(told.__cause__)) == ("failed", UnknownPartitionError)
 
 
 @pytest.mark.parametrize("how", ["timeout", "wait_for"])
@@ -206,21 +205,8 @@ async def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
         assert await client.list_sample_ids("p") == ["a"]
 
 
-async def test_a_cancelled_put_that_fails_says_so():
-    gate = Gate("put_samples")
-    async with await _open(gate) as client:
-        put = asyncio.create_task(_put(client, "a"))
-        await gate.is_entered()
-        await client.clear_samples(None, "p")
-        told = await _cancelled_under_way(gate, put)
-        assert told.outcome == "failed"
-        assert isinstance(told.__cause__, UnknownPartitionError)
-
-
 async def test_puts_that_wait_for_room_leave_threads_for_the_clear_that_makes_it():
-    config = {**NOOP, "options": {"capacity_bytes": 800}}
-    async with await connect_async(config, threads=1) as client:
-        await client.register_partition("p", ["x"], None, ["t"])
+    async with await _open(threads=1, options={"capacity_bytes": 800}) as client:
         await client.put_samples(["full"], "p", {"x": torch.zeros(1, 100)})
         puts = [asyncio.create_task(client.put_samples([f"s{i}"], "p", {"x": torch.zeros(1, 100)})) for i in range(2)]
         await asyncio.sleep(0.05)
@@ -261,25 +247,15 @@ async def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
 
 
 async def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
-    deadlines = []
-
-    class Reading:
-        @hookimpl(wrapper=True)
-        def put_samples(self, request):
-            deadlines.append(request.deadline)
-            return (yield)
-
     gate = Gate("put_samples")
-    config = {**NOOP, "op_timeout_s": 30.0, "middleware": [Reading(), gate]}
-    async with await connect_async(config, threads=1) as client:
-        await client.register_partition("p", ["x"], None, ["t"])
+    async with await _open(gate, op_timeout_s=30.0, threads=1) as client:
         puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
         await gate.is_entered()
         queued_by = time.monotonic()
         await asyncio.sleep(0.05)
         gate.opened.set()
         await asyncio.gather(*puts)
-        assert deadlines[1] <= queued_by + 30.0
+        assert gate.deadlines[1] <= queued_by + 30.0
 
 
 async def test_closing_ends_claims_that_wait_and_then_refuses():

@@ -48,21 +48,16 @@ def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_wh
 
     client = connect({"backend": "noop", "op_timeout_s": 300})
     client.register_partition("p", ["x"], None, ["t"])
+    client.put_samples(["a"], "p", {"x": [1.0]})
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_claimed", lambda *_: fail())
+        with pytest.raises(KeyboardInterrupt):  # with its samples in hand
+            client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
+    assert client.claim_meta("p", "t", ["x"], 1, timeout_s=0).sample_ids == ["a"]
     handle(client.close)
     interrupt_after(0.01)
     with pytest.raises(ClientClosedError):
         client.claim_meta("p", "t", ["x"], 1, timeout_s=300)
-
-
-def test_a_claim_that_is_interrupted_with_its_samples_in_hand_gives_them_back(monkeypatch):
-    with connect({"backend": "noop"}) as client:
-        client.register_partition("p", ["x"], None, ["t"])
-        client.put_samples(["a"], "p", {"x": [1.0]})
-        with monkeypatch.context() as patch:
-            patch.setattr(client, "_claimed", lambda *_: fail())
-            with pytest.raises(KeyboardInterrupt):
-                client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
-        assert client.claim_meta("p", "t", ["x"], 1, lease_s=600.0, timeout_s=0).sample_ids == ["a"]
 
 
 def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatch):

@@ -6,14 +6,18 @@ import threading
 
 import pytest
 
-from dataplane_core import connect, connect_async
+from dataplane_core import connect
 from dataplane_core.client.phases import Phases
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_testkit._timing import STARTS_S, eventually
 
 
-def names(phases, now=0.0):
-    return [each.name for each in phases.told(now)]
+def names(phases):
+    return [each.name for each in phases.told(0.0)]
+
+
+def told(phases):
+    return [(each.name, list(each.groups)) for each in phases.told(0.0)]
 
 
 @pytest.fixture
@@ -37,22 +41,10 @@ def test_the_innermost_phase_counts_and_the_outer_one_goes_on_after_it(phases, w
 
 
 def test_each_thread_has_its_own_and_what_began_first_comes_first(phases, within):
-    inside, leave = threading.Event(), threading.Event()
-
-    def generate():
-        with within("generate"):
-            inside.set()
-            leave.wait(STARTS_S)
-
-    with within("drive"):
-        thread = threading.Thread(target=generate)
-        thread.start()
-        assert inside.wait(STARTS_S)
+    with within("drive"), threaded(within("generate")):
         with within("score"):
             assert names(phases) == ["generate", "score"]
         assert names(phases) == ["drive", "generate"]
-        leave.set()
-        thread.join()
 
 
 async def test_each_task_of_an_event_loop_has_its_own(phases, within):
@@ -87,16 +79,13 @@ def test_generators_whose_phases_cross_leave_nothing_behind(phases, within):
         assert names(phases) == ["after"]
 
 
-def told(phases):
-    return [(each.name, list(each.groups)) for each in phases.told(0.0)]
-
-
-def test_a_phase_has_no_groups_of_one_that_has_ended(phases, within):
-    first, second = within("first", "q1"), within("second", "q2")
+def test_a_phase_has_the_groups_of_the_one_around_it_and_none_of_one_that_has_ended(phases, within):
+    first, second = within("first", "q1"), within("second", "q2", "q3")
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
     with within("decode"):
-        assert told(phases) == [("decode", ["q2"])]
+        assert told(phases) == [("decode", ["q2", "q3"])]
+        assert [each.partition_id for each in phases.told(0.0)] == ["p"]
     second.__exit__(None, None, None)
     with within("score"):
         assert told(phases) == [("score", [])]
@@ -133,12 +122,6 @@ async def _close(generator):
     generator.close()
 
 
-def test_a_phase_without_groups_has_those_of_the_one_around_it(phases, within):
-    with within("generate", "q1", "q2"), within("decode"):
-        (told,) = phases.told(0.0)
-        assert (told.name, told.partition_id, list(told.groups)) == ("decode", "p", ["q1", "q2"])
-
-
 def test_what_is_told_is_bounded(phases, within):
     with contextlib.ExitStack() as stack:
         for number in range(100):
@@ -168,28 +151,16 @@ def threaded(block):
     thread.join()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_store_lists_the_phase_of_a_client(mode):
-    config = {"backend": "noop", "announce_s": 0.05}
+def test_the_store_lists_the_phase_of_a_client(opened):
+    with opened({"backend": "noop", "announce_s": 0.05}) as client:
 
-    def check(client, phase):
         def told():
             phases = [each for told in client.list_clients() for each in told.phases]
             return [(each.name, each.partition_id, list(each.groups)) for each in phases]
 
-        with phase("generate", partition_id="p", groups=["q1"]):
+        with client.phase("generate", partition_id="p", groups=["q1"]):
             eventually(lambda: told() == [("generate", "p", ["q1"])], STARTS_S, "a phase that is announced")
         eventually(lambda: told() == [], STARTS_S, "the end of a phase")
-
-    async def main():
-        async with await connect_async(config) as client:
-            check(client._client, client.phase)
-
-    if mode == "async":
-        asyncio.run(main())
-    else:
-        with connect(config) as client:
-            check(client, client.phase)
 
 
 def test_a_client_that_does_not_announce_itself_notes_no_phase():

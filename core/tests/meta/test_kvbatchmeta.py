@@ -39,19 +39,19 @@ def test_subset_takes_any_order_and_repeats_with_everything_that_belongs_to_the_
     assert part.size == 4
 
 
-@pytest.mark.parametrize("index", [3, -4])
-def test_an_index_out_of_range_is_named(index):
-    with pytest.raises(ValueError, match=f"index {index} is out of range for 3 rows"):
-        meta().subset([0, index])
-    with pytest.raises(ValueError, match=f"index {index} is out of range for 3 rows"):
-        meta().drop([index])
-
-
-@pytest.mark.parametrize("indices", [[True, False], torch.tensor([True, False]), np.array([True, False]), [0.5], ["0"]])
-def test_what_is_no_row_number_is_refused(indices):
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (3, "index 3 is out of range for 3 rows"),
+        (-4, "index -4 is out of range for 3 rows"),
+        *((each, "expected row numbers") for each in (True, np.True_, 0.5, "0")),
+    ],
+    ids=repr,
+)
+def test_what_is_no_row_number_is_refused(index, said):
     for call in (meta().subset, meta().drop):
-        with pytest.raises(InvalidRequestError, match="expected row numbers"):
-            call(indices)
+        with pytest.raises(InvalidRequestError, match=said):
+            call([0, index] if isinstance(index, int) and index is not True else [index])
 
 
 def test_copies_are_independent():
@@ -94,18 +94,16 @@ def test_stamp_tags_works_in_place_all_columns_or_none():
 @pytest.mark.parametrize(
     "values",
     [
-        torch.tensor([0.5, 1.0, 2.0]),
         torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16),
         np.array([0.5, 1.0, 2.0], dtype=np.float32),
         [np.float32(0.5), torch.tensor(1.0), 2.0],
     ],
-    ids=["tensor", "bfloat16", "array", "scalars of both"],
+    ids=["tensor", "array", "scalars of both"],
 )
 def test_stamped_tensors_and_arrays_become_python_values(values):
     stamped = meta(tags=None)
     stamped.stamp_tags({"std": values, "kept": torch.tensor([True, False, True])})
-    assert [tag["std"] for tag in stamped.tags] == [0.5, 1.0, 2.0]
-    assert [tag["kept"] for tag in stamped.tags] == [True, False, True]
+    assert stamped.tags == [{"std": 0.5, "kept": True}, {"std": 1.0, "kept": False}, {"std": 2.0, "kept": True}]
     assert {type(value) for tag in stamped.tags for value in tag.values()} == {float, bool}
 
 

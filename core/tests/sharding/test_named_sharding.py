@@ -17,14 +17,12 @@ def grid():
     return NamedSharding(np.arange(16).reshape(2, 2, 2, 2), AXES)
 
 
-def test_coordinates_of_a_rank(grid):
+def test_coordinates_of_a_rank_and_ranks_at_coordinates(grid):
     assert grid.get_worker_coords(11) == dict(zip(AXES, (1, 0, 1, 1), strict=True))
-
-
-def test_ranks_at_coordinates(grid):
     assert grid.get_ranks_by_coord(data_parallel=1) == [4, 5, 6, 7, 12, 13, 14, 15]
     assert grid.get_ranks_by_coord(data_parallel=1, tensor_parallel=0) == [4, 6, 12, 14]
     assert grid.get_ranks_by_coord() == list(range(16))
+    assert grid.get_ranks_by_coord(data_parallel=2) == grid.get_ranks_by_coord(data_parallel=-1) == []
 
 
 def test_a_part_of_the_grid_is_a_grid_of_the_other_axes(grid):
@@ -38,9 +36,7 @@ def test_leaders_are_zero_on_every_replicated_axis(grid):
     assert set(REPLICATED_AXES) == {"tensor_parallel", "context_parallel", "pipeline_parallel"}
     leaders = [rank for rank in range(16) if grid.is_axis_zero(grid.get_worker_coords(rank), REPLICATED_AXES)]
     assert leaders == [0, 4], "one for each data-parallel rank"
-
-
-def test_an_axis_that_is_not_there_counts_as_zero():
+    # an axis that is not there counts as zero
     assert NamedSharding.is_axis_zero({"data_parallel": 3}, REPLICATED_AXES)
     assert not NamedSharding.is_axis_zero({"tensor_parallel": 1}, REPLICATED_AXES)
 
@@ -63,10 +59,6 @@ def test_grids_are_values(grid):
     grid.names.append("more")
     assert same == grid, "what it hands out are copies"
     assert "data_parallel=2" in repr(grid)
-
-
-def test_no_rank_is_at_a_coordinate_out_of_range(grid):
-    assert grid.get_ranks_by_coord(data_parallel=2) == grid.get_ranks_by_coord(data_parallel=-1) == []
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,8 @@ from dataplane_core.sharding import PACKERS, shard_meta_for_dp
 
 KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 DYNAMIC = {"max_tokens_per_microbatch": 64, "sequence_length_round": 8, **KEYS}
-PACKED = {
-    "algorithm": "modified_first_fit_decreasing",
-    "max_tokens_per_microbatch": 64,
-    "sequence_length_pad_multiple": 8,
-    **KEYS,
-}
+PACKED = {"max_tokens_per_microbatch": 64, "sequence_length_pad_multiple": 8, **KEYS}
+PACKED["algorithm"] = "modified_first_fit_decreasing"
 PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
 
 
@@ -57,9 +53,9 @@ def cases(draw):
 
 
 @given(cases())
-def test_every_row_goes_to_one_rank_with_its_length_tags_and_lease(case):
+def test_every_row_goes_to_one_rank_with_its_length_tags_and_lease_and_back_in_order(case):
     lengths, args = case
-    shards, _ = shard_meta_for_dp(meta_of(lengths), **args)
+    shards, order = shard_meta_for_dp(meta_of(lengths), **args)
     assert len(shards) == args["dp_world"]
     ids = [each for shard in shards for each in shard.sample_ids]
     assert sorted(ids) == sorted(f"s{i}" for i in range(len(lengths)))
@@ -69,18 +65,13 @@ def test_every_row_goes_to_one_rank_with_its_length_tags_and_lease(case):
         assert shard.tags == [{"length": lengths[row], "row": row} for row in rows]
         assert shard.lease_tokens == [f"lease {row}" for row in rows]
         assert (shard.partition_id, shard.task_name, shard.fields) == ("train", "actor", ["input_ids"])
-
-
-@given(cases())
-def test_the_order_puts_rank_concatenated_outputs_back(case):
-    lengths, args = case
-    shards, order = shard_meta_for_dp(meta_of(lengths), **args)
-    outputs = BatchedDataDict.from_batches([{"id": shard.sample_ids} for shard in shards])
-    ids = [f"s{i}" for i in range(len(lengths))]
-    assert (order is None) == (outputs["id"] == ids), "no order exactly where it did not change"
+    # the order puts the outputs of the ranks, one after the other, back
+    outputs = BatchedDataDict(id=ids)
+    in_order = [f"s{i}" for i in range(len(lengths))]
+    assert (order is None) == (ids == in_order), "no order exactly where it did not change"
     if order is not None:
         outputs.reorder_data(order)
-    assert outputs["id"] == ids
+    assert outputs["id"] == in_order
 
 
 @given(cases())
@@ -146,40 +137,34 @@ def test_a_batch_is_sharded_as_its_meta_is(case, wider):
         assert [getattr(shard, key) for key in PLAN] == [meta.extra_info.get(key) for key in PLAN]
 
 
-def test_a_plan_by_hand():
+def plans(shards):
+    return [[shard.extra_info[key] for key in PLAN] for shard in shards]
+
+
+def test_plans_by_hand():
     shards, order = shard_meta_for_dp(meta_of([9, 30, 17, 2]), dp_world=2, dynamic_batching_args=DYNAMIC)
     assert [shard.sample_ids for shard in shards] == [["s3", "s2"], ["s0", "s1"]]
     assert order == [3, 2, 0, 1]
-    for shard in shards:  # by the longest row over both ranks: 9 -> 16, and 30 -> 30, the width
-        assert [shard.extra_info[key] for key in PLAN] == [[[[0, 2]]], [[30]], None]
-
-
-def test_packing_by_hand():
+    # by the longest row over both ranks: 9 -> 16, and 30 -> 30, the width
+    assert plans(shards) == [[[[[0, 2]]], [[30]], None]] * 2
     packing = PACKED | {"algorithm": "first_fit_decreasing", "max_tokens_per_microbatch": 32}
     shards, order = shard_meta_for_dp(meta_of([9, 30, 17, 2, 8]), dp_world=2, sequence_packing_args=packing)
     # Rounded: 16, 32, 24, 8, 8. Bins: [1], [2, 3], [0, 4]; a fourth takes row 3 from the first of the fullest.
     assert [shard.sample_ids for shard in shards] == [["s1", "s0", "s4"], ["s2", "s3"]]
     assert order == [1, 0, 4, 2, 3]
-    assert [shard.extra_info["micro_batch_indices"] for shard in shards] == [[[[0, 1], [1, 3]]], [[[0, 1], [1, 2]]]]
-    assert [shard.extra_info["micro_batch_lengths"] for shard in shards] == [[[32, 24]], [[24, 8]]]
-    assert [shard.extra_info["elem_counts_per_gb"] for shard in shards] == [[3], [2]]
-
-
-def test_the_width_is_the_common_forward_length():
-    meta = meta_of([9, 9], **{GLOBAL_FORWARD_PAD_SEQLEN: 12})
-    shards, _ = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
-    assert shards[0].extra_info["micro_batch_lengths"] == [[12]], "rounded to 16, but the batch is only 12 wide"
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 100
-    shards, _ = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
-    assert shards[0].extra_info["micro_batch_lengths"] == [[16]]
-
-
-def test_largest_first_orders_the_bins_of_a_rank_after_they_are_dealt():
+    assert plans(shards) == [[[[[0, 1], [1, 3]]], [[32, 24]], [3]], [[[[0, 1], [1, 2]]], [[24, 8]], [2]]]
     packing = PACKED | {"algorithm": "concatenative", "microbatch_order": "largest_first"}
     shards, _ = shard_meta_for_dp(meta_of([8, 64, 64, 40, 40, 64]), dp_world=2, sequence_packing_args=packing)
-    # The bins in order, which are dealt out in turn: 8, 64, 64, 40, 40, 64.
-    assert [shard.extra_info["micro_batch_lengths"] for shard in shards] == [[[64, 40, 8]], [[64, 64, 40]]]
+    # the bins in order, which are dealt out in turn and then ordered: 8, 64, 64, 40, 40, 64
+    assert [plan[1] for plan in plans(shards)] == [[[64, 40, 8]], [[64, 64, 40]]]
     assert [shard.sample_ids for shard in shards] == [["s2", "s4", "s0"], ["s1", "s5", "s3"]]
+
+
+@pytest.mark.parametrize(("width", "length"), [(12, 12), (100, 16)])
+def test_rows_are_rounded_up_but_not_beyond_the_common_forward_length(width, length):
+    meta = meta_of([9, 9], **{GLOBAL_FORWARD_PAD_SEQLEN: width})
+    shards, _ = shard_meta_for_dp(meta, dp_world=1, dynamic_batching_args=DYNAMIC)
+    assert plans(shards)[0][1] == [[length]]
 
 
 def test_shards_inherit_extra_info_and_what_they_change_stays_theirs():
@@ -201,13 +186,9 @@ def test_shards_inherit_extra_info_and_what_they_change_stays_theirs():
     }
 
 
-def test_a_plan_that_the_meta_carries_is_not_inherited():
+def test_a_plan_that_the_meta_carries_is_not_inherited_and_what_it_lacks_stays_lacking():
     (planned,), _ = shard_meta_for_dp(meta_of([9, 30, 17, 2]), dp_world=1, dynamic_batching_args=DYNAMIC)
-    shards, _ = shard_meta_for_dp(planned, dp_world=2)
-    assert all(shard.extra_info == {} for shard in shards)
-
-
-def test_metas_without_tags_leases_and_fields_stay_without():
+    assert all(shard.extra_info == {} for shard in shard_meta_for_dp(planned, dp_world=2)[0])
     shards, _ = shard_meta_for_dp(KVBatchMeta("p", None, ["a", "b"], sequence_lengths=[1, 2]), dp_world=2)
     assert all((shard.tags, shard.lease_tokens, shard.fields) == (None, None, None) for shard in shards)
 
@@ -225,64 +206,50 @@ def test_no_tensor_is_touched(args):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+def dynamic(**changes):
+    return {"dynamic_batching_args": DYNAMIC | changes}
+
+
+def packed(**changes):
+    return {"sequence_packing_args": PACKED | changes}
+
+
 @pytest.mark.parametrize(
     ("meta", "args", "said"),
     [
         (meta_of([]), {}, r"shard_meta_for_dp\('train', 0 samples\) refused: the meta is empty"),
         (KVBatchMeta("p", None, ["a"]), {}, r"the meta has no sequence_lengths"),
-        (
-            meta_of([1, 2]),
-            {"dynamic_batching_args": DYNAMIC, "sequence_packing_args": PACKED},
-            r"got dynamic_batching_args and sequence_packing_args\. Expected one of them",
-        ),
+        (meta_of([1, 2]), dynamic() | packed(), r"got dynamic_batching_args and sequence_packing_args\. Expected one"),
         (meta_of([1, 2, 3]), {}, r"3 rows are not a multiple of 2 shards"),
-        (meta_of([1, 2, 3]), {"dynamic_batching_args": DYNAMIC}, r"3 rows are not a multiple of 2 shards"),
+        (meta_of([1, 2, 3]), dynamic(), r"3 rows are not a multiple of 2 shards"),
         (meta_of([1, 2, 3, 4]), {"batch_size": 3}, r"4 rows are not a multiple of batch_size 3"),
         (meta_of([1, 2, 3, 4]), {"batch_size": 0}, r"4 rows are not a multiple of batch_size 0"),
         (meta_of([1, 2]), {"dp_world": 0}, r"shards is 0"),
-        (
-            meta_of([1, 70]),
-            {"dynamic_batching_args": DYNAMIC},
-            r"row 1 has 70 tokens, padded to 70\. Expected at most max_tokens_per_microbatch, 64",
-        ),
-        (
-            meta_of([1, 65]),
-            {"sequence_packing_args": PACKED},
-            r"row 1 has 65 tokens, rounded up to 72\. Expected at most max_tokens_per_microbatch, 64",
-        ),
-        (
-            meta_of([1, 20], **{GLOBAL_FORWARD_PAD_SEQLEN: 10}),
-            {"dynamic_batching_args": DYNAMIC},
-            r"row 1 has 20 tokens, and the batch is padded to 10",
-        ),
-        (meta_of([1]), {"sequence_packing_args": PACKED}, r"1 sequences are too few for 2 bins"),
-        (meta_of([1, -3]), {"dynamic_batching_args": DYNAMIC}, r"row 1 has -3 tokens"),
+        (meta_of([1, 70]), dynamic(), r"row 1 has 70 tokens, padded to 70\. Expected at most .*, 64"),
+        (meta_of([1, 65]), packed(), r"row 1 has 65 tokens, rounded up to 72\. Expected at most .*, 64"),
+        (meta_of([1, 20], **{GLOBAL_FORWARD_PAD_SEQLEN: 10}), dynamic(), "row 1 has 20 tokens, .* padded to 10"),
+        (meta_of([1]), packed(), r"1 sequences are too few for 2 bins"),
+        (meta_of([1, -3]), dynamic(), r"row 1 has -3 tokens"),
         *(
-            (meta_of([1, 2]), {"dynamic_batching_args": DYNAMIC | {key: 0}}, rf"{key} is 0\. Expected an integer of 1")
+            (meta_of([1, 2]), dynamic(**{key: 0}), rf"{key} is 0\. Expected an integer of 1")
             for key in ("max_tokens_per_microbatch", "sequence_length_round")
+        ),
+        *(
+            (meta_of([1, 2]), packed(**{key: value}), rf"{key} is {value!r}\. Expected {expected}")
+            for key, value, expected in (
+                ("algorithm", "best_fit", "one of concatenative, "),
+                ("microbatch_order", "smallest_first", "one of packer"),
+                ("max_tokens_per_microbatch", 0, "an integer of 1 or more"),
+                ("max_tokens_per_microbatch", 64.5, "an integer"),
+                ("sequence_length_pad_multiple", True, "an integer"),
+                ("seed", -1, "an integer of 0 or more"),
+            )
         ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_with_the_numbers(meta, args, said):
-    with pytest.raises(ValueError, match=said) as caught:
-        shard_meta_for_dp(meta, **{"dp_world": 2, **args})
-    assert "shard_meta_for_dp(" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"algorithm": "best_fit"}, r"algorithm is 'best_fit'\. Expected one of concatenative, "),
-        ({"microbatch_order": "smallest_first"}, r"microbatch_order is 'smallest_first'\. Expected one of packer"),
-        ({"max_tokens_per_microbatch": 0}, r"max_tokens_per_microbatch is 0\. Expected an integer of 1 or more"),
-        ({"max_tokens_per_microbatch": 64.5}, r"max_tokens_per_microbatch is 64\.5\. Expected an integer"),
-        ({"sequence_length_pad_multiple": True}, r"sequence_length_pad_multiple is True\. Expected an integer"),
-        ({"seed": -1}, r"seed is -1\. Expected an integer of 0 or more"),
-    ],
-)
-def test_wrong_arguments_are_refused(change, said):
     with pytest.raises(ValueError, match=said):
-        shard_meta_for_dp(meta_of([1, 2]), dp_world=1, sequence_packing_args=PACKED | change)
+        shard_meta_for_dp(meta, **{"dp_world": 2, **args})
 
 
 @pytest.mark.parametrize("kind", ["dynamic_batching_args", "sequence_packing_args"])

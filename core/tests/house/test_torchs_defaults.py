@@ -17,16 +17,7 @@ _MAKERS = {
 }
 #: Those of the default dtype, whatever they are given.
 _OF_DEFAULT_DTYPE = {
-    "empty",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "linspace",
-    "logspace",
-    "ones",
-    "rand",
-    "randn",
-    "zeros",
+    *("empty", "empty_permuted", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros")
 }
 
 

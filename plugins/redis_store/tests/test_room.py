@@ -66,47 +66,6 @@ def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
     assert without.describe("p").held_bytes == 8 * _UNIT
 
 
-def test_small_puts_pass_while_no_room_becomes_free_and_within_a_bound(client):
-    put(client, "old", 50)
-    done = []
-    large = put_by_thread(client, "large", 60, done)
-    wait_until(lambda: line(client) == 1)
-    for number in range(2):  # who frees room may need them; as much as the store holds, not more
-        put(client, f"passes{number}", 50)
-        client.clear_samples([f"passes{number}"], "p")
-    late = put_by_thread(client, "late", 50, done)
-    wait_until(lambda: line(client) == 2)
-    client.clear_samples(["old"], "p")
-    large.join(60)
-    assert done == ["large"]
-    client.clear_samples(["large"], "p")
-    late.join(60)
-    assert done == ["large", "late"]
-
-
-def test_a_put_that_never_fits_and_one_of_tags_alone_do_not_wait(client):
-    put(client, "old", 90)
-    done = []
-    waiting = put_by_thread(client, "waits", 20, done)
-    wait_until(lambda: line(client) == 1)
-    with pytest.raises(CapacityExceededError) as caught:
-        put(client, "never", 101)
-    assert not caught.value.retryable
-    client.put_samples(["tagged"], "p", tags=[{"v": 1}])
-    client.clear_samples(["old"], "p")
-    waiting.join(30)
-    assert done == ["waits"]
-
-
-def test_a_put_that_gave_up_keeps_nobody_waiting(client, monkeypatch):
-    put(client, "old", 60)
-    with monkeypatch.context() as gives_up:
-        gives_up.setattr(_puts, "_LAST_ASK_S", 1e6)
-        with pytest.raises(RoomTimeoutError, match="No room became free before the deadline"):
-            put(client, "large", 90)
-    put(client, "small", 40)
-
-
 _WAITS = """
 import sys, torch
 from tensordict import TensorDict
@@ -240,24 +199,6 @@ def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypa
     (mode, before), (mode_again, after) = sent  # the commit goes with the rows
     assert (mode, mode_again) == ("begin", "begin")
     assert after < before
-
-
-def test_questions_of_puts_that_wait_are_few_and_small(client, plain):
-    put(client, "old", 100)
-    done = []
-    threads = [put_by_thread(client, f"s{number}", 1, done) for number in range(50)]
-    wait_until(lambda: line(client) == 50)
-    before = plain.admin("INFO", "persistence")["rdb_changes_since_last_save"]
-    calls = plain.num_calls()
-    start = time.monotonic()
-    time.sleep(1.0)  # what is measured
-    lasted_s = time.monotonic() - start
-    assert plain.num_calls() - calls < 1000 * lasted_s
-    assert plain.admin("INFO", "persistence")["rdb_changes_since_last_save"] - before < 100 * lasted_s
-    client.clear_samples(["old"], "p")
-    for thread in threads:
-        thread.join(30)
-    assert len(done) == 50
 
 
 def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):

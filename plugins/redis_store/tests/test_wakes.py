@@ -13,7 +13,7 @@ import torch
 from redis_servers import put, wait_until
 from tensordict import TensorDict
 
-from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, UnknownPartitionError
+from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError
 from dataplane_redis import RedisBackend, RedisConfig, _claims, _wakes
 from dataplane_testkit import backend_of
 
@@ -115,40 +115,6 @@ def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, 
     wait_in_line(client)
     client.register_partition("p", ["x"], None, ["other"])
     wait_until(lambda: plain.admin("KEYS", "*:w[qk]*") == [])
-
-
-def test_a_partition_that_is_dropped_wakes_all(client, wait_in_line, only_woken):
-    client.register_partition("p", ["x"], None, ["train"])
-    claims = [wait_in_line(client, 1 + number % 2) for number in range(4)]
-    client.clear_samples(None, "p")
-    for claim in claims:
-        with pytest.raises(UnknownPartitionError):
-            claim.result(LONG_S)
-
-
-def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, pool, never_count):
-    client.register_partition("p", ["x"], None, ["train"])
-    claims = [
-        pool.submit(client.claim_meta, "p", "train", ["x"], 1, tag_filter={"v": number}, timeout_s=TIMEOUT_S)
-        for number in range(24)
-    ]
-    wait_until(lambda: waiting(plain)[0] == 24)
-    for number in range(24):
-        put(client, [f"s{number}"], {"v": number})
-    assert [each.result(LONG_S).sample_ids for each in claims] == [[f"s{number}"] for number in range(24)]
-
-
-@pytest.mark.parametrize("group_size", [None, 2], ids=["rows", "groups"])
-def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, pool, group_size):
-    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
-    client.register_partition("p", ["x"], None, ["train"], grpo_group_size=group_size)
-    put(client, [f"q{row // 2}_g{row % 2}" for row in range(8)])
-    assert other.claim_meta("p", "train", ["x"], 8, lease_s=2.0).size == 8
-    claims = [
-        pool.submit(each.claim_meta, "p", "train", ["x"], 2, timeout_s=TIMEOUT_S)
-        for each in (client, other, client, other)
-    ]
-    assert len({sample_id for each in claims for sample_id in each.result(LONG_S).sample_ids}) == 8
 
 
 # --- a wake whose client is gone --------------------------------------------------------------------------------------

@@ -65,18 +65,6 @@ def ids(num_rows, name="s"):
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_all_sizes_come_back_and_repeated_ids_are_right(client):
-    """Rows smaller and larger than a part of the buffer (1 MiB), and of length 0; the same id twice in a read."""
-    lengths = [0, 1, 5 * MIB // 2, 3, 700_000, 700_000, 0, MIB, 17]
-    generator = np.random.default_rng(1)
-    values = [torch.from_numpy(generator.integers(0, 256, length, dtype=np.uint8)) for length in lengths]
-    column = torch.nested.nested_tensor(values, layout=torch.jagged)
-    client.put_samples(ids(9), "p", TensorDict({"x": column}, batch_size=[9]))
-    order = [4, 2, 8, 0, 2, 4, 7]
-    got = client.get_samples([f"s{i}" for i in order], "p", ["x"])["x"].unbind()
-    assert all(torch.equal(row, values[i]) for row, i in zip(got, order, strict=True))
-
-
 def test_thousands_of_small_rows_go_in_one_operation(client):
     """More than the engine can take in one transfer: it opens a connection for each row."""
     names = ids(6000)
@@ -209,18 +197,6 @@ def test_a_row_of_every_size_class_comes_back_whole_also_in_another_process(conn
     with python.start("-c", _READS_SIZES, stdout=subprocess.PIPE, text=True, env=env) as process:
         told = sorted(process.communicate(timeout=300)[0].splitlines())
     assert told == sorted(f"s{i} {len(cell)} {zlib.crc32(cell.numpy())}" for i, cell in enumerate(cells))
-
-
-def test_operations_share_a_few_threads(client, monkeypatch):
-    made, worker = [], _calls._Worker
-    monkeypatch.setattr(_calls, "_Worker", lambda: made.append(worker()) or made[-1])
-    before = psutil.Process().num_threads()
-    for seed in range(100):
-        client.put_samples(ids(4), "p", rows(4, 1000, seed))
-        assert torch.equal(client.get_samples(ids(4), "p", ["x"])["x"], rows(4, 1000, seed)["x"])
-    assert len(made) <= _calls._MAX_IDLE
-    # those of other libraries come and go
-    eventually(lambda: psutil.Process().num_threads() - before <= _calls._MAX_IDLE, 60.0)
 
 
 class BreaksOnce:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from dataplane_core import connect
@@ -30,7 +29,6 @@ from dataplane_core.errors import (
     LostSamplesError,
     MissingDataError,
     OperationTimeoutError,
-    UnsupportedOperationError,
 )
 from dataplane_testkit import backend_of
 from dataplane_tq_simple._messages import UnitRecords
@@ -332,42 +330,6 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
 
 
 # --- instances of their own -------------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(
-    ray_address: str, actors: Callable[[str], set[str]], tmp_path: Path
-) -> None:
-    with pytest.raises(BackendUnavailableError, match=r"there is no folder .*nowhere") as error:
-        connect(options(ray_address, instance="nowhere", journal=str(tmp_path / "nowhere")), bootstrap=True)
-    assert not error.value.retryable
-    eventually(lambda: not actors("tq-nowhere"), "something is left behind")
-
-
-class Owner:
-    """A process that bootstraps an instance."""
-
-    def start(self, config: dict[str, Any]) -> int:
-        self.client = connect(config, bootstrap=True)
-        self.client.add_units(1)
-        return os.getpid()
-
-
-def test_no_unit_outlives_the_process_that_bootstrapped(
-    ray_address: str, actors: Callable[[str], set[str]], tmp_path: Path
-) -> None:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # worker processes cannot import this file
-    owner = ray.remote(Owner).options(num_cpus=0).remote()
-    config = options(ray_address, instance="orphan", journal=str(tmp_path))
-    pid = ray.get(owner.start.remote(config), timeout=2 * STARTS_S)
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    assert "tq-orphan/unit-2" in actors("tq-orphan")
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not actors("tq-orphan"), "the unit that was added does not end")
-
-
-def test_other_stores_have_no_units() -> None:
-    with connect({"backend": "noop"}) as client, pytest.raises(UnsupportedOperationError, match="units"):
-        client.list_units()
 
 
 def test_units_of_several_ledgers_have_names_of_their_own(ray_address: str) -> None:

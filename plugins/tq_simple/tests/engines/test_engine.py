@@ -22,7 +22,6 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
-    ClientClosedError,
     OperationTimeoutError,
 )
 from dataplane_core.hosting import Memory, Session
@@ -105,12 +104,6 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
     assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
 
 
-def test_no_time_left_means_nothing_is_sent(engine: Engine, note: Note) -> None:
-    with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        note(engine, "never", 0.0)
-    assert "never" not in note(engine, "after")
-
-
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -142,48 +135,11 @@ def test_a_put_goes_to_one_unit_of_its_node_that_has_room(engine: Engine, ray_cl
 # --- a good guest ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_torchs_thread_count_stays_as_it_was(client: DataPlaneClient, num_threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
-        client.put_samples(IDS, "p", {"x": ROWS})
-        client.get_samples(IDS, "p", ["x"])
-        with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()):
-            pass
-        assert torch.get_num_threads() == num_threads
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
     before = set(threading.enumerate())  # some may end meanwhile
     with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
         attached.call(UnitRecords(), soon())
         assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_use_after_a_fork_is_refused(engine: Engine) -> None:
-    engine.call(UnitRecords(), soon())
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            engine.call(UnitRecords(), soon(5))
-        except ClientClosedError as error:
-            os.write(writer, str(error).encode())
-            engine.close()  # neither ends the parent's instance nor hangs
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        message = pipe.read().decode()
-    assert os.waitpid(child, 0)[1] == 0
-    assert "fork" in message
-    assert engine.call(UnitRecords(), soon())
 
 
 # --- processes that die or stand still --------------------------------------------------------------------------------
@@ -242,19 +198,6 @@ def test_a_call_that_waits_while_another_looks_for_the_controller_may_have_been_
     engine._session, engine._finding = None, threading.Lock()
     with engine._finding, pytest.raises(BackendUnavailableError, match=r"no answer yet.*may have been done or"):
         engine._find_session(soon(0.1))
-
-
-def test_closing_ends_what_other_threads_wait_for(
-    engine: Engine, pid_of: Callable[[str], int], stopped: Stopped
-) -> None:
-    attached = Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon())
-    with ThreadPoolExecutor(1) as pool, stopped(pid_of("tq-engine")):
-        waiting = pool.submit(attached.call, UnitRecords(), soon())
-        eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 120.0)
-        attached.close()
-        with pytest.raises(ClientClosedError):
-            waiting.result(timeout=10)
-    assert engine.call(UnitRecords(), soon())
 
 
 def test_a_killed_controller(ray_cluster: str, pid_of: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:

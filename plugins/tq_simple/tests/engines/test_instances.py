@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -30,7 +29,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.spec import UnitInfo
 from dataplane_testkit._timing import eventually
-from dataplane_tq_simple import TQSimpleConfig, _cluster
+from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords
 from dataplane_tq_simple._session import RaySession
@@ -240,23 +239,3 @@ def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
     # TransferQueue has warnings for every request, unless its processes are set up well.
     for word in ("WARNING", "ERROR", "StorageUnit", "TransferQueue", "transfer_queue", "Traceback"):
         assert word not in done.stdout + done.stderr
-
-
-def test_an_attach_waits_no_longer_than_it_may_where_the_owner_dies_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [None, BackendUnavailableError("its controller is dead")]
-
-    def answer(*_: Any) -> None:
-        found = answers.pop(0)
-        if found is not None:
-            raise found
-
-    controllers = [MagicMock(), MagicMock()]
-    monkeypatch.setattr(_cluster, "lookup", lambda _: controllers.pop(0) if controllers else None)
-    monkeypatch.setattr(_cluster, "get_within", answer)
-    nothing = BackendUnavailableError("no instance runs")
-    monkeypatch.setattr(_cluster.Instance, "_not_found", lambda *_, **__: nothing)
-    monkeypatch.setattr(_cluster.Instance, "prefix", "prefix", raising=False)
-    start = time.monotonic()
-    with pytest.raises(BackendUnavailableError, match="no instance runs"):
-        _cluster.Instance.find(TQSimpleConfig(), deadline=start + 60, wait_s=2.0)
-    assert not answers

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -372,12 +371,6 @@ def test_requests_in_the_wrong_order_are_refused(unit):
     assert unit.memory().pinned_bytes == 0
 
 
-def test_without_the_token_nobody_is_served(unit):
-    for address in (Unix(unit.name, token=new_token()), Tcp("127.0.0.1", unit.port, new_token())):
-        with pytest.raises(BackendUnavailableError):
-            Session(address, ExtentHost.messages, soon())
-
-
 def test_many_clients_at_once(unit, path):
     def work(seed):
         client = unit.client(path)
@@ -436,20 +429,6 @@ def test_a_process_that_is_killed_leaves_neither_pins_nor_rows(unit, python, wha
         assert unit.memory().pinned_bytes > 0
         other.send_signal(signal.SIGKILL)
         eventually(lambda: unit.memory()[1:3] == (before.held_bytes, 0), WAIT_S)
-
-
-def test_a_host_that_stands_still_is_waited_for_until_the_deadline(unit):
-    """Whatever it received is carried out or not, and no reply is taken for that of another request."""
-    client, columns = unit.client("wire"), columns_of([20_000])
-    client.put({1: plan(columns)}, soon())
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.raises(OperationTimeoutError):
-            Session(Tcp("127.0.0.1", silent.getsockname()[1], unit.token), ExtentHost.messages, soon(0.2))
-    with pytest.raises(OperationTimeoutError):
-        client.session.call("get", soon(-1), Find([(1, [0])], 1))
-    assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
 
 
 # --- a host in a folder -----------------------------------------------------------------------------------------------

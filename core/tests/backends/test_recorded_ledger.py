@@ -1,13 +1,9 @@
 """A ledger whose process ends is where it was when it is opened again, and does no call twice."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tiers import in_long
@@ -28,7 +24,7 @@ from dataplane_core.spec import FieldSpec
 X = {"x": FieldSpec("tensor", "int64", 1)}
 
 
-def put_of(ledger: RecordedLedger, *ids: str, size: int = 8) -> commands.BeginPut:
+def put_of(ledger, *ids, size=8):
     """The begin of a put of cells of this size."""
     writes, write_id = [commands.Write(list(X), [size] * len(ids))], ledger.take_ids(len(ids))
     return commands.BeginPut("p", ids, X, writes, write_id=write_id, ttl_s=60.0)
@@ -37,15 +33,15 @@ def put_of(ledger: RecordedLedger, *ids: str, size: int = 8) -> commands.BeginPu
 class Client:
     """Calls a ledger as a client does, each call with an id."""
 
-    def __init__(self, folder: Path, name: str = "client") -> None:
+    def __init__(self, folder, name="client"):
         self.folder, self.name, self.serial = folder, name, 0
         self.ledger = RecordedLedger(folder)
 
-    def again(self) -> None:
+    def again(self):
         """The process was killed: a new one opens the journal."""
         self.ledger = RecordedLedger(self.folder, must_exist=True)
 
-    def call(self, command: Any, *, again: bool = False) -> Any:
+    def call(self, command, *, again=False):
         """Calls, or repeats the newest call."""
         self.serial += not again
         call = CallId(self.name, 0, self.serial, 600.0)
@@ -54,53 +50,53 @@ class Client:
         return found
 
     @property
-    def file(self) -> Path:
+    def file(self):
         """The journal of the newest process."""
         return max(self.folder.glob("*/journal"), key=lambda path: int(path.parent.name))
 
-    def register(self) -> Any:
+    def register(self):
         return self.call(commands.RegisterRequest("p", ["x"], None, ["train"], None, {}, "e"))
 
-    def begin(self, *ids: str) -> int:
+    def begin(self, *ids):
         return int(self.call(put_of(self.ledger, *ids)))
 
-    def put(self, *ids: str) -> int:
+    def put(self, *ids):
         write_id = self.begin(*ids)
         self.call(commands.CommitPut(write_id))
         return write_id
 
-    def claim(self, token: str, *, lease_s: float | None = 60.0, count: int = 2, again: bool = False) -> Any:
+    def claim(self, token, *, lease_s=60.0, count=2, again=False):
         made = commands.ClaimRequest(
             "p", "train", ["x"], count, all_or_nothing=False, lease_s=lease_s, token=token, holder="me"
         )
         return self.call(made, again=again).sample_ids
 
-    def state(self) -> Any:
+    def state(self):
         """Everything that the ledger knows, but for the times."""
         return _without_times(list(to_state(self.ledger._journal.service.ledger, 0.0)))
 
 
-def finish_snapshots(ledger: RecordedLedger) -> None:
+def finish_snapshots(ledger):
     """Waits until the thread has written those that are due."""
     done = threading.Event()
     ledger._aside.put(done.set)
     assert done.wait(60.0)
 
 
-def _without_times(value: Any) -> Any:
+def _without_times(value):
     if isinstance(value, dict):
         return {name: _without_times(each) for name, each in value.items() if name not in ("ages_s", "left_s")}
     return [_without_times(each) for each in value] if isinstance(value, list) else value
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Client:
+def client(tmp_path):
     made = Client(tmp_path / "journal")
     made.register()
     return made
 
 
-def test_it_is_where_it_was(client: Client) -> None:
+def test_it_is_where_it_was(client):
     client.put("a", "b", "c", "d")
     pending = client.begin("e")
     assert client.claim("t1") == ["a", "b"]
@@ -123,10 +119,10 @@ def test_it_is_where_it_was(client: Client) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool) -> None:
+def test_a_call_that_is_repeated_is_not_done_again(client, killed):
     """Whether its answer was lost on the way or with the process."""
 
-    def repeat(command: Any) -> Any:
+    def repeat(command):
         if killed:
             client.again()
         return client.call(command, again=True)
@@ -159,14 +155,14 @@ def test_a_call_that_is_repeated_is_not_done_again(client: Client, killed: bool)
         client.ledger.once(stale, lambda: client.ledger.call(clear))
 
 
-def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_keeps_all_of_it(client, monkeypatch):
     """A random history, opened again at any moment, is the history that was never interrupted."""
     monkeypatch.setattr("dataplane_core.journal.recorded_ledger._TAIL_BYTES", 2000)
     client.again()
     chance = random.Random(7)
     whole = Client(client.folder.parent / "whole")
     whole.register()
-    held: list[str] = []
+    held = []
     for turn in range(150):
         first, second = client.put(f"s{turn}", f"r{turn}"), whole.put(f"s{turn}", f"r{turn}")
         assert first == second
@@ -199,7 +195,7 @@ def test_a_snapshot_keeps_all_of_it(client: Client, monkeypatch: pytest.MonkeyPa
     assert len(blobs) <= 2, "earlier snapshots are deleted"
 
 
-def test_an_outcome_outlives_the_record_that_it_is_of(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_outlives_the_record_that_it_is_of(client, monkeypatch):
     monkeypatch.setattr("dataplane_core.journal.recorded_ledger._TAIL_BYTES", 100)
     client.again()
     client.put("a", "b")
@@ -214,7 +210,7 @@ def test_an_outcome_outlives_the_record_that_it_is_of(client: Client, monkeypatc
     assert client.claim("t1", again=True) == ["a", "b"]
 
 
-def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_has_what_was_left_of_it(client, monkeypatch):
     """The time in which no process runs is not counted, whatever the clock of the next one says."""
     now = 1000.0
 
@@ -246,7 +242,7 @@ def test_a_lease_has_what_was_left_of_it(client: Client, monkeypatch: pytest.Mon
         client.call(commands.AckRequest("p", "train", ["b"], ["t2"]))
 
 
-def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
+def test_a_frame_that_is_not_whole_was_never_answered(client):
     client.put("a")
     data = client.file.read_bytes()
     client.put("b")
@@ -265,7 +261,7 @@ def test_a_frame_that_is_not_whole_was_never_answered(client: Client) -> None:
 
 
 @pytest.mark.parametrize("step", [7, *in_long(1)])
-def test_a_damaged_byte_is_refused_wherever_it_lies(client: Client, step: int) -> None:
+def test_a_damaged_byte_is_refused_wherever_it_lies(client, step):
     """Also in the length of a frame: the frames after it would be lost in silence. The last frame may be unfinished."""
     client.put("a")
     answered = client.file.read_bytes()
@@ -280,7 +276,7 @@ def test_a_damaged_byte_is_refused_wherever_it_lies(client: Client, step: int) -
                 shutil.rmtree(later)
 
 
-def test_only_the_newest_process_answers(client: Client) -> None:
+def test_only_the_newest_process_answers(client):
     """The journal is taken from a process that still runs, as on a node that was cut off."""
     client.put("a")
     late = client.ledger
@@ -293,7 +289,7 @@ def test_only_the_newest_process_answers(client: Client) -> None:
     assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
-def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Client) -> None:
+def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client):
     client.put("a")
     (client.folder / "2").mkdir()
     (client.folder / "2" / "journal.new").write_bytes(b"half")
@@ -302,25 +298,23 @@ def test_a_process_that_ends_while_it_opens_the_journal_loses_nothing(client: Cl
     assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
-def test_a_late_process_that_shortens_the_journal_destroys_nothing(client: Client) -> None:
+def test_a_late_process_that_shortens_the_journal_destroys_nothing(client):
     """The journal is taken from it after it saw that it has it, and before it replaces its file."""
     client.put("a")
     late = client.ledger.file
 
-    def look() -> None:
+    def look():
         client.again()
         client.put("b")
 
-    late._refuse_if_taken = look  # type: ignore[method-assign]
+    late._refuse_if_taken = look
     late.trim(2)
     assert client.call(commands.ListRequest("p")).sample_ids == ["a", "b"]
     client.again()
     assert client.call(commands.ListRequest("p")).sample_ids == ["a", "b"]
 
 
-def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(client, monkeypatch):
     """The process that had it deletes a snapshot after the new one has read that the journal names it."""
     monkeypatch.setattr("dataplane_core.journal.recorded_ledger._TAIL_BYTES", 500)
     client.again()
@@ -332,7 +326,7 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
     monkeypatch.setattr(late.file, "_refuse_if_taken", lambda: None)
     turns = iter(range(6, 12))
 
-    def list_late(path: Any) -> Any:
+    def list_late(path):
         """What the new process does after it has read the journal, and before it copies the snapshot."""
         if path == late.file._folder:
             for turn in turns:
@@ -345,7 +339,7 @@ def test_a_journal_that_is_shortened_while_it_is_taken_is_taken_whole(
     assert client.call(commands.ListRequest("p")).sample_ids == [f"s{turn}" for turn in range(6)]
 
 
-def test_a_journal_of_another_version_is_refused(client: Client) -> None:
+def test_a_journal_of_another_version_is_refused(client):
     data = client.file.read_bytes()
     for version in (0, 1):
         client.file.write_bytes(journal_file._pack({"at": 0.0, "v": version, "head": {"notes": {}}}) + data)
@@ -357,20 +351,20 @@ def test_a_journal_of_another_version_is_refused(client: Client) -> None:
         client.again()
 
 
-def test_a_folder_without_a_journal_is_not_a_ledger_without_samples(tmp_path: Path) -> None:
+def test_a_folder_without_a_journal_is_not_a_ledger_without_samples(tmp_path):
     with pytest.raises(BackendUnavailableError, match="there is no journal"):
         RecordedLedger(tmp_path / "not here", must_exist=True)
 
 
-def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_refuses_the_command(client, monkeypatch):
     """Half a frame is on the disk, and cannot even be cut off."""
     before, pwrite = client.state(), os.pwrite
 
-    def full(fd: int, data: bytes, offset: int) -> int:
+    def full(fd, data, offset):
         pwrite(fd, data[: len(data) - 3], offset)
         raise OSError(28, "No space left on device")
 
-    def refuse(fd: int, size: int) -> None:
+    def refuse(fd, size):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -388,17 +382,15 @@ def test_a_full_disk_refuses_the_command(client: Client, monkeypatch: pytest.Mon
     assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
-def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal_is_shortened(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal_is_shortened(client, monkeypatch):
     note, made = client.ledger.file.note, []
 
-    def work() -> list[str]:
+    def work():
         made.append("unit-3")
         client.ledger.note_outcome("units", b"four", ["unit-3"])
         return ["unit-3"]
 
-    def note_and_shorten(*words: Any) -> None:
+    def note_and_shorten(*words):
         note(*words)
         client.ledger.file.trim(0)  # as the thread that shortens may at any moment
 
@@ -412,15 +404,13 @@ def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal
     assert client.ledger.file.notes["units"] == b"four"
 
 
-def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(client, monkeypatch):
     lock, interrupts, taken = client.ledger._journal._lock, [KeyboardInterrupt()], []
 
     class Interrupted:
         acquire = lock.acquire
 
-        def release(self) -> None:
+        def release(self):
             if interrupts:
                 raise interrupts.pop()
             lock.release()
@@ -435,7 +425,7 @@ def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(
     assert taken == [True]
 
 
-def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path, monkeypatch):
     ledger = RecordedLedger(tmp_path, 20)
     now = ledger.file.now()
     monkeypatch.setattr(ledger.file, "now", lambda: now)

@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 from ledgers import INT, begin, claim, ledger, put
 
-from dataplane_core.errors import (
-    CapacityExceededError,
-    MissingDataError,
-    SchemaMismatchError,
-    StalePartitionError,
-)
+from dataplane_core.errors import CapacityExceededError, MissingDataError, SchemaMismatchError, StalePartitionError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 

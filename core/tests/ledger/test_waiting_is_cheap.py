@@ -7,16 +7,7 @@ import pytest
 from ledgers import begin, claim, ledger, put, register
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import (
-    LONGEST_PAUSE_S,
-    LedgerService,
-    Pacer,
-    commands,
-    leases,
-    service,
-    shortfall,
-    views,
-)
+from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, Pacer, commands, leases, service, shortfall, views
 from dataplane_core.ledger.pacing import ASKS_PER_S
 from dataplane_core.spec import Question, matches, new_id
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import (
-    InvalidRequestError,
-    MissingDataError,
-    UnknownPartitionError,
-)
+from dataplane_core.errors import InvalidRequestError, MissingDataError, UnknownPartitionError
 from dataplane_recording import DifferenceError
 
 FIELDS = ["tokens", "text", "loss"]

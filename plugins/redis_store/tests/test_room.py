@@ -10,12 +10,7 @@ import torch
 from redis_servers import wait_until
 from tensordict import TensorDict
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    CapacityExceededError,
-    DataPlaneError,
-    RoomTimeoutError,
-)
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, DataPlaneError, RoomTimeoutError
 from dataplane_redis import _puts
 from dataplane_redis._scripts import SCRIPTS
 from dataplane_testkit import backend_of

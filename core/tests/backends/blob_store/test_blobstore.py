@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from blob_stores import Clock, Plain, journaled, open_client
+from blob_stores import Plain, journaled, open_client
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.errors import (
@@ -15,10 +15,9 @@ from dataplane_core.errors import (
     CorruptDataError,
     LostSamplesError,
 )
-from dataplane_core.ledger import commands, room
+from dataplane_core.ledger import commands
 from dataplane_core.ledger.partition import Partition
 from dataplane_testkit import backend_of
-from dataplane_testkit._timing import eventually
 
 
 @pytest.mark.parametrize("byte", [0, 4, 8, 12, -1], ids=["magic", "count", "length", "second_length", "cut"])
@@ -96,57 +95,6 @@ def test_a_put_that_waits_for_room_leaves_two_records_and_none_of_its_tries():
             assert not backend_of(other)._journal.service.ledger.room.waiting
 
 
-def test_a_later_put_of_another_process_leaves_room_for_one_that_waits(monkeypatch):
-    monkeypatch.setattr(room, "_QUIET_S", 600.0)
-    cls = journaled()
-
-    def put(client, name, count):
-        client.put_samples([name], "p", {"x": torch.zeros(1, count, dtype=torch.uint8)})
-
-    with open_client(cls, capacity_bytes=1000) as one, open_client(cls, False, capacity_bytes=1000) as two:
-        one.register_partition("p", ["x"], None, ["t"])
-        put(one, "a", 400)
-        waiting = threading.Thread(target=put, args=(one, "large", 700))
-        waiting.start()
-        try:
-            eventually(lambda: any(b"wait_for_room" in record for record in cls.journal.values()), what="the queue")
-            with (
-                open_client(cls, False, capacity_bytes=1000, on_full="raise") as three,
-                pytest.raises(CapacityExceededError, match="1 put waits for room before it"),
-            ):
-                put(three, "small", 300)
-            two.clear_samples(["a"], "p")
-        finally:
-            waiting.join(30)
-        assert not waiting.is_alive()
-        put(two, "small", 150)
-        assert two.list_samples("p").sample_ids == ["large", "small"]
-
-
-def test_what_an_abandoned_put_reserved_is_room_again(monkeypatch):
-
-    class Killed(BaseException):
-        pass
-
-    cls = journaled()
-    with open_client(cls, capacity_bytes=20, on_full="raise") as one, open_client(cls, capacity_bytes=20) as two:
-        clock = Clock(one)
-        one.register_partition("p", ["x"], None, ["t"])
-
-        def die(*_):
-            raise Killed
-
-        monkeypatch.setattr(backend_of(two), "put_many", die)
-        monkeypatch.setattr(backend_of(two), "_undo", die)
-        with pytest.raises(Killed):
-            two.put_samples(["a"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
-        with pytest.raises(CapacityExceededError):
-            one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
-        clock.now += 120
-        one.put_samples(["b"], "p", {"x": torch.zeros(1, dtype=torch.int64)})
-        assert two.list_samples("p").sample_ids == ["b"]
-
-
 def test_vain_questions_of_a_waiting_claim_are_not_recorded():
     cls = journaled()
     with open_client(cls) as client:
@@ -155,20 +103,6 @@ def test_vain_questions_of_a_waiting_claim_are_not_recorded():
         with pytest.raises(TimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
         assert len(backend_of(client).journal) == before
-
-
-def test_a_vain_claim_in_one_process_changes_no_token_of_later_ones():
-    cls = journaled()
-    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
-        one.register_partition("p", ["x"], None, ["t"])
-        one.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        first = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
-        assert one.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=60).sample_ids == []
-        one.put_samples(["b"], "p", {"x": torch.zeros(1)})
-        second = one.claim_meta("p", "t", ["x"], 1, lease_s=60)
-        two.ack(first)
-        two.ack(second)  # the token is the same in every process
-        assert one.check_consumption_status("p", ["t"])
 
 
 def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):

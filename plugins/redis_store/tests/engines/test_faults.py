@@ -21,9 +21,7 @@ from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
     LostReplyError,
-    LostSamplesError,
     OperationTimeoutError,
-    RoomTimeoutError,
 )
 from dataplane_redis._protocol import ArrayReader, to_error
 from dataplane_redis._scripts import pack_strings
@@ -206,47 +204,6 @@ def a_long_script(server):
         thread.join(20)
 
 
-@pytest.mark.parametrize(
-    ("last", "told"),
-    [
-        (OperationTimeoutError("timed out before it was sent.", outcome="not_done"), "is busy with a script"),
-        (OperationTimeoutError("did not answer in time."), r"did not answer in time\. Before that.* BUSY Redis"),
-        (OperationTimeoutError("had 0 of 1 replicas.", outcome="done", hint="wait"), r"had 0 of 1 replicas\. "),
-        (BackendUnavailableError("cannot be reached."), "cannot be reached"),
-        (RoomTimeoutError("is full.", outcome="not_done"), "is full"),
-    ],
-    ids=["not sent", "no answer", "done", "dead", "full"],
-)
-def test_a_refusal_that_was_waited_for_is_told_if_the_last_try_has_no_time(plain, connect, last, told):
-    link = backend_of(connect(url=plain.url))._session.link
-    busy = to_error("put", "the server", redis.ResponseError("BUSY Redis is busy running a script."))
-    errors = [busy, last]
-
-    def fails():
-        if len(errors) > 1:
-            raise errors.pop(0) from redis.ResponseError("BUSY Redis is busy running a script.")
-        raise errors.pop()
-
-    with pytest.raises(type(last), match=told) as caught:
-        link.retry_while_refused(time.monotonic() + 60, fails)
-    assert caught.value.outcome == last.outcome
-    assert caught.value.hint == last.hint or "busy" in told
-
-
-def test_why_no_node_of_a_cluster_can_be_reached_is_told_at_the_deadline(plain, connect, monkeypatch):
-    link = backend_of(connect(url=plain.url))._session.link
-    deadline = time.monotonic() + 0.1
-
-    def refused(*_):
-        wait_until(lambda: time.monotonic() >= deadline)
-        raise redis.ConnectionError("Connection refused.")
-
-    link.know([("127.0.0.1", 1)])
-    monkeypatch.setattr(link, "connect_to", refused)
-    with pytest.raises(BackendUnavailableError, match=r"cannot be reached: Connection refused\."):
-        link.open("test", deadline)
-
-
 def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, hurries, told_in_time):
     server = start_server()
     made = connect(url=server.url, op_timeout_s=60.0)
@@ -401,36 +358,6 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     assert made.list_samples("p").sample_ids == ["b"]
     made.clear_samples(["b"], "p")
     assert int(server.admin("HGET", backend_of(made)._session.base + b":instance", "held")) == 0
-
-
-@pytest.mark.parametrize("size", [3, 100_000])
-def test_payload_that_is_gone_is_told_at_once_and_can_be_produced_again(plain, connect, size):
-    made = connect(url=plain.url)
-    made.register_partition("p", ["x", "y", "z"], None, ["train"])
-    ids = ["a", "b", "c", "d"]
-    made.put_samples(ids, "p", columns(4, size))
-    before = set(plain.admin("KEYS", backend_of(made)._session.base + b":w:*"))
-    rows = torch.eye(4).repeat_interleave(max(1, size // 4), 1)[:, :size]  # rows differ, so none is shared
-    both = TensorDict({"z": rows, "y": rows + 1}, batch_size=[4])
-    total = both["y"].sum(1)
-    made.put_samples(ids, "p", both)
-    (write,) = set(plain.admin("KEYS", backend_of(made)._session.base + b":w:*")) - before
-    plain.admin("HDEL", write, *(str(row) for row in range(plain.admin("HLEN", write)) if row % 4 in (1, 3)))
-    scripts = plain.num_calls()
-    with pytest.raises(LostSamplesError, match="payload of 2 samples is gone") as caught:
-        made.get_samples(ids, "p", ["x", "y", "z"])
-    assert plain.num_calls() - scripts <= 2
-    assert not caught.value.retryable
-    assert caught.value.missing_cells == {"b": ("y", "z"), "d": ("y", "z")}
-    assert made.get_samples(ids, "p", ["x"]).batch_size == torch.Size([4])
-    assert made.get_samples(["a", "c"], "p", ["y"])["y"].sum() == total[0] + total[2]
-    made.clear_samples(["b"], "p")
-    made.put_samples(["b"], "p", both[1:2])
-    made.put_samples(["d"], "p", both[3:])  # writes over what is gone
-    assert made.get_samples(ids, "p", ["z", "y"])["y"].sum() == total.sum()
-    made.clear_samples(ids, "p")
-    assert plain.admin("KEYS", backend_of(made)._session.base + b":w:*") == []
-    assert int(plain.admin("HGET", backend_of(made)._session.base + b":instance", "held")) == 0
 
 
 def test_a_put_that_was_given_up_leaves_nothing(plain, connect):

@@ -129,8 +129,10 @@ def test_without_a_url_the_server_is_private(connect):
 
 @pytest.mark.parametrize(
     "options",
-    [{"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}],
-    ids=["both", "scheme", "appendonly_of_a_url"],
+    [
+        *({"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}),
+        {"wait_replicas": 1},  # a private server has none
+    ],
 )
 def test_wrong_options_are_refused(connect, options):
     with pytest.raises(ConfigError):

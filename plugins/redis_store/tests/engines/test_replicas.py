@@ -5,11 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from redis_servers import LARGE, SMALL, columns, wait_until
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    ConfigError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis._acknowledged import Acknowledgements
 from dataplane_redis._protocol import pack
 
@@ -128,12 +124,3 @@ def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, con
     client.put_samples(["a"], "p", columns(1, size))
     assert refused
     assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)
-
-
-def test_waiting_for_the_sync_needs_a_server_that_can(start_server, connect):
-    server = start_server("--appendonly", "yes")
-    if server.info("server")["redis_version"] < "7.2":
-        with pytest.raises(ConfigError, match=r"wait_fsync needs Redis 7\.2, or Valkey"):
-            connect(url=server.url, wait_fsync=True)
-    with pytest.raises(ConfigError, match="A private one has no replicas"):
-        connect(wait_replicas=1)

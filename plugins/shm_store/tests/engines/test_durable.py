@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from durable_roles import check, notes_in, wait_for
 from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, ConfigError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import Session
-
-sys.path.insert(0, str(Path(__file__).parent))
-from durable_roles import check, notes_in, wait_for
 
 ROLES = Path(__file__).with_name("durable_roles.py")
 

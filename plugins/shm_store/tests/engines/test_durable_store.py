@@ -7,20 +7,14 @@ import errno
 import os
 import random
 import shutil
-import sys
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import pytest
+from power_loss import Disk
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    CapacityExceededError,
-    CorruptDataError,
-    StalePartitionError,
-)
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, StalePartitionError
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
 from dataplane_core.hosting import KeptExtents, Layout, digest_of, durable, kept_extents
 from dataplane_core.journal.file import JournalFile
@@ -29,9 +23,6 @@ from dataplane_core.spec import FieldSpec
 from dataplane_shm import _durable
 from dataplane_shm._durable import DurableStore
 from dataplane_shm._messages import Begin, CommitSynced, Find, PutWhole
-
-sys.path.insert(0, str(Path(__file__).parent))
-from power_loss import Disk
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
 CAPACITY = 1 << 20

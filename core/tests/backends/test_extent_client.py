@@ -229,20 +229,6 @@ def test_what_is_gone_is_named_and_frees_its_memory(unit, path):
     eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
 
 
-def test_rows_that_were_moved_are_found(unit, path):
-    """Dropped rows are squeezed out, and extents slide, when a put needs their room."""
-    client, size = unit.client(path), ARENA_BYTES * 3 // 32 // 4
-    for write_id in range(3):
-        client.put({write_id: ExtentPlan([torch.full((4, size), float(write_id))], 4)}, soon())
-        client.drop([(write_id, 0), (write_id, 2)], soon()) if write_id < 2 else None
-    spec = {"x": FieldSpec("tensor", "float32", 1)}
-    for write_id in range(3):
-        wanted = [1, 3] if write_id < 2 else [0, 1, 2, 3]
-        found = get(client, [ExtentRead(write_id, {"x": 0}, wanted, range(len(wanted)))], len(wanted), spec)
-        assert found["x"].shape == (len(wanted), size)
-        assert (found["x"] == write_id).all()
-
-
 def test_a_full_host_says_so_and_leaves_nothing(unit, path):
     client = unit.client(path)
     half = ExtentPlan([torch.zeros(1, ARENA_BYTES * 5 // 8, dtype=torch.uint8)], 1)

@@ -1,15 +1,12 @@
 """Requests with ids: carried out once, kept for their time, forgotten alike in every process."""
 
-import tracemalloc
-
 import pytest
 from histories import saved_and_loaded
 from ledgers import begin, ledger
 
 from dataplane_core.errors import AlreadyDoneError
 from dataplane_core.ledger import StateReader, commands, to_state
-from dataplane_core.ledger.done import KEPT_S, DoneRequests
-from dataplane_core.spec import new_id
+from dataplane_core.ledger.done import KEPT_S
 
 
 def begun(made, request_id, now=0.0):
@@ -68,18 +65,3 @@ def test_what_is_forgotten_depends_on_records_and_not_on_clocks():
     kept = [set(each._done._ends) for each in (asks, late, third.ledger)]
     assert kept[0] == kept[1] == kept[2]
     assert kept[0] == {f"r{number}" for number in range(0, 2500, 5)}
-
-
-def test_memory_depends_on_the_rate_of_requests_and_not_on_their_number():
-    done = DoneRequests()
-    tracemalloc.start()
-    held = []
-    for number in range(60_000):  # ten a second, kept for 90 seconds
-        now = number / 10
-        done.add(new_id(), 30.0, now)
-        done.forget(done.due(now))
-        if number % 20_000 == 19_999:
-            held.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert len(done) <= 10 * (30 + KEPT_S + 20)
-    assert held[-1] <= 1.1 * held[0]

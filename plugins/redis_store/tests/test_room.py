@@ -10,9 +10,8 @@ import torch
 from redis_servers import wait_until
 from tensordict import TensorDict
 
-from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, DataPlaneError, RoomTimeoutError
+from dataplane_core.errors import CapacityExceededError, DataPlaneError, RoomTimeoutError
 from dataplane_redis import _puts
-from dataplane_redis._scripts import SCRIPTS
 from dataplane_testkit import backend_of
 
 _UNIT = 1000  # bytes
@@ -215,24 +214,6 @@ def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
         thread.join(30)
     assert len(refused) == 2
     assert line(client) == 0
-
-
-def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
-    script, base = backend_of(client)._session.link.script, backend_of(client)._session.base
-
-    def lose_the_reply(what, deadline, run, *words, **more):
-        reply = script(what, deadline, run, *words, **more)
-        if run is SCRIPTS["put"]:
-            raise BackendUnavailableError("the connection was lost.")
-        return reply
-
-    with monkeypatch.context() as lost:
-        lost.setattr(backend_of(client)._session.link, "script", lose_the_reply)
-        with pytest.raises(BackendUnavailableError):
-            put(client, "large", 90)
-    assert (
-        backend_of(client)._session.command("test", time.monotonic() + 5, b"HGET", base + b":instance", b"held") == b"0"
-    )
 
 
 def test_a_put_without_payload_can_be_given_up(client):

@@ -16,7 +16,6 @@ from tensordict import TensorDict
 
 from dataplane_core.client.connection import LATEST_END
 from dataplane_core.errors import (
-    BackendError,
     BackendUnavailableError,
     CapacityExceededError,
     DataPlaneError,
@@ -41,17 +40,6 @@ def test_a_server_that_forgot_its_scripts_is_told_them_again(plain, client):
         assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)
     plain.admin("SCRIPT", "FLUSH")
     assert client.claim_meta("p", "train", ["x"], 1).size == 1
-
-
-@pytest.mark.parametrize("text", ["MOVED x", "MOVED 1 host", "MOVED 1 host:port", "ASK 1 2 host:1"])
-def test_a_redirection_that_cannot_be_read_is_an_error_of_the_store(client, text):
-    session = backend_of(client)._session
-    script = f"return redis.error_reply('{text}')".encode()
-    with pytest.raises(BackendError, match=r"^ask failed on .*: InvalidResponse: the reply cannot be read"):
-        session.command("ask", time.monotonic() + 30, b"EVAL", script, b"0")
-    refusal = redis.ResponseError(text)  # as one comes instead of rows
-    assert to_error("ask", "Redis", refusal).message == f"ask failed on Redis: ResponseError: {text}"
-    assert client.list_samples("p").sample_ids == []
 
 
 def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):

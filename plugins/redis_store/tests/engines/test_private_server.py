@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,18 +136,3 @@ def test_without_a_url_the_server_is_private(connect):
 def test_wrong_options_are_refused(connect, options):
     with pytest.raises(ConfigError):
         connect(**options)
-
-
-def test_durability_is_stated(connect, caplog):
-    caplog.set_level("INFO", logger="dataplane_redis")
-    for options in ({}, {"appendonly": True}):
-        owner = connect(server="private", namespace="stated", **options)
-        attached = connect(bootstrap=False, server="private", namespace="stated", **options)
-        for client in (owner, attached):
-            found = backend_of(client).durability(time.monotonic() + 20)
-            assert found.appendonly == bool(options)
-            assert not found.survives_kill
-            assert "its data live as long as the server" in found.describe()
-        owner.close()
-    assert caplog.text.count("its data live as long as the server") == 4
-    assert "durable" not in caplog.text

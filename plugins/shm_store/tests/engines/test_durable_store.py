@@ -8,13 +8,12 @@ import os
 import random
 import shutil
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import count
 
 import pytest
 from power_loss import Disk
 
-from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, StalePartitionError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
 from dataplane_core.hosting import KeptExtents, Layout, digest_of, durable, kept_extents
 from dataplane_core.journal.file import JournalFile
@@ -506,18 +505,6 @@ def test_all_that_is_answered_is_on_the_disk_but_that_a_put_was_begun(folder, mo
         synced.clear()
     assert len(synced) == 1
     life.kill()
-
-
-def test_a_put_that_took_too_long_is_refused_when_it_is_committed(folder):
-    life = Life(folder)
-    life.register()
-    put, layout = life.put_of(["a"], 100)
-    life.call(Begin(replace(put, ttl_s=-1.0), [layout]))
-    life.put(["b"], 100, 1)
-    with pytest.raises(StalePartitionError, match="took too long"):
-        life.call(commands.CommitPut(put.write_id))
-    assert life.ids_there() == ["b"]
-    life.close()
 
 
 #: What the disk has beside what was synced, and which part of that at its beginning it does not have.

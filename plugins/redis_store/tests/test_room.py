@@ -8,7 +8,6 @@ import msgpack
 import pytest
 import torch
 from redis_servers import wait_until
-from tensordict import TensorDict
 
 from dataplane_core.errors import CapacityExceededError, DataPlaneError, RoomTimeoutError
 from dataplane_redis import _puts
@@ -24,7 +23,7 @@ def client(plain, connect):
 
 
 def put(client, name, units, partition="p"):
-    columns = TensorDict({"x": torch.ones(1, units * _UNIT - _HEAD, dtype=torch.uint8)}, batch_size=[1])
+    columns = {"x": torch.ones(1, units * _UNIT - _HEAD, dtype=torch.uint8)}
     client.put_samples([name], partition, columns)
 
 
@@ -66,7 +65,7 @@ from tensordict import TensorDict
 from dataplane_core import connect
 options = {"url": sys.argv[1], "namespace": sys.argv[2]}
 client = connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}, bootstrap=False)
-client.put_samples(["large"], "p", TensorDict({"x": torch.ones(1, 89_984, dtype=torch.uint8)}, batch_size=[1]))
+client.put_samples(["large"], "p", {"x": torch.ones(1, 89_984, dtype=torch.uint8)})
 """
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from redis_servers import put, wait_until
-from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError
 from dataplane_redis import RedisBackend, RedisConfig, _wakes
@@ -228,7 +227,7 @@ def test_no_claim_is_forgotten_among_many(plain, client, connect, pool, only_wok
         while mine:
             some, mine = mine[:5], mine[5:]
             for field in ("x", "y"):
-                columns = TensorDict({field: torch.ones(len(some))}, batch_size=[len(some)])
+                columns = {field: torch.ones(len(some))}
                 clients[number % 2].put_samples(some, "p", columns, [{"v": 1}] * len(some))
 
     consumers = [pool.submit(consume, number) for number in range(24)]

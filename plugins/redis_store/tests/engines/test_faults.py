@@ -12,7 +12,6 @@ import redis
 import torch
 from redis._parsers.base import BaseParser
 from redis_servers import columns, wait_until
-from tensordict import TensorDict
 
 from dataplane_core.client.connection import LATEST_END
 from dataplane_core.errors import (
@@ -390,9 +389,9 @@ def test_a_small_column_beside_a_large_one_comes_with_the_reply_of_one_script(pl
     ids = ["a", "b", "c"]
     image = torch.rand(3, 100_000)
     client.register_partition("p", ["x", "image"], None, ["train"])
-    client.put_samples(ids, "p", TensorDict({"x": torch.arange(3), "image": image}, batch_size=[3]))
+    client.put_samples(ids, "p", {"x": torch.arange(3), "image": image})
     assert read() == [0, 1, 2]
-    client.put_samples(["b"], "p", TensorDict({"x": torch.tensor([7])}, batch_size=[1]))
+    client.put_samples(["b"], "p", {"x": torch.tensor([7])})
     assert read() == [0, 7, 2]
     assert torch.equal(client.get_samples(ids, "p", ["x", "image"])["image"], image)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from redis.crc import key_slot
 from redis_servers import wait_until
-from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, LostSamplesError, OperationTimeoutError, StalePartitionError
 from dataplane_redis._payload import NUM_BUCKETS, Placing
@@ -33,7 +32,7 @@ def client(cluster, connect, namespace):
 
 
 def rows(count, value=0.0, size=WIDE):
-    return TensorDict({"x": torch.arange(float(count)).view(-1, 1).expand(-1, size) + value}, batch_size=[count])
+    return {"x": torch.arange(float(count)).view(-1, 1).expand(-1, size) + value}
 
 
 def names(count, prefix="s"):
@@ -147,7 +146,7 @@ WRITER = """
     config = {"backend": "redis_store", "options": {"url": url, "namespace": namespace}}
     client = connect(config, bootstrap=False)
     client.put_samples([f"d{row}" for row in range(8)], "p",
-                       TensorDict({"x": torch.ones(8, 20_000)}, batch_size=[8]))
+                       {"x": torch.ones(8, 20_000)})
 """
 
 

@@ -17,7 +17,6 @@ import psutil
 import pytest
 import ray
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.errors import (
     BackendError,
@@ -55,7 +54,7 @@ def client(owner):
 def rows(num_rows, size_bytes, seed=0):
     """Rows of these many random bytes."""
     values = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num_rows, size_bytes), dtype=np.uint8))
-    return TensorDict({"x": values}, batch_size=[num_rows])
+    return {"x": values}
 
 
 def ids(num_rows, name="s"):
@@ -212,7 +211,7 @@ def test_a_row_of_every_size_class_comes_back_whole_also_in_another_process(conn
     values = np.random.default_rng(2).integers(0, 256, max(sizes) + len(sizes), dtype=np.uint8)
     cells = [torch.from_numpy(values[i : i + size]) for i, size in enumerate(sizes)]
     column = torch.nested.nested_tensor(cells, layout=torch.jagged)
-    client.put_samples(ids(len(sizes)), "p", TensorDict({"x": column}, batch_size=[len(sizes)]))
+    client.put_samples(ids(len(sizes)), "p", {"x": column})
     (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(
         *backend_of(client)._engine._keys(located(client, f"s{len(sizes) - 2}"))
     )

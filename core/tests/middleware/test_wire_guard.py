@@ -13,9 +13,8 @@ from dataplane_core import DataPlaneConfig, WireFormat, connect
 from dataplane_core.codec import Ragged, byte_array
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
-from dataplane_core.spec import hookimpl
 from dataplane_noop import NoopBackend
-from dataplane_testkit import backend_of
+from dataplane_testkit import Faults, backend_of
 from dataplane_testkit._columns import items_of
 
 
@@ -250,27 +249,19 @@ def test_it_stands_anywhere_among_other_middleware():
             assert (back["mask"].tolist(), items_of(back["odd"])) == ([True, False, True], [{1, 2}, None, "a"])
 
 
-class EncodesInPlace:
-    """Middleware that changes the columns of a request."""
+def test_a_put_that_is_made_again_is_guarded_once_and_hands_middleware_the_columns_as_they_were():
+    given, faults = [], Faults()
 
-    def __init__(self):
-        self.given = []
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request):
-        self.given.append({name: list(column) for name, column in request.columns.items()})
+    def encode(request):
+        given.append({name: list(column) for name, column in request.columns.items()})
         for column in request.columns.values():
             column[0] = b"encoded"
-        return (yield)
 
-
-def test_a_put_that_is_made_again_is_guarded_once_and_hands_middleware_the_columns_as_they_were():
-    encodes = EncodesInPlace()
-    config = DataPlaneConfig(backend="noop", middleware=["wire_guard", encodes])
-    with connect_backend(CarriesBytes, config) as client:
+    config = DataPlaneConfig(backend="noop", middleware=["wire_guard", faults])
+    with connect_backend(CarriesBytes, config) as client, faults.before("put_samples", encode):
         client.register_partition("p", [], None, [], enums={"role": ["user", "tool"]})
         client._infos["p"] = replace(client._infos["p"], epoch="an earlier one")
         client.put_samples(["a"], "p", {"role": ["tool"]})
-    first, second = encodes.given
+    first, second = given
     assert first == second
     assert set(first) == {"role", "~xxh3.role"}

@@ -50,31 +50,20 @@ def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster, monkeypatch):
     assert ray.get(unit.get.remote()) == [({}, [])] * 2
 
 
-def test_the_nodes_are_asked_by_one_remote_function(ray_cluster, tmp_path, monkeypatch):
-    """Ray exports each new one to all workers, and keeps it."""
-    used = []
-    options = RemoteFunction.options
-
-    def counted(self, **own):
-        used.append(self)
-        return options(self, **own)
-
-    monkeypatch.setattr(RemoteFunction, "options", counted)
-    for _ in range(2):
-        assert ray.get(list(on_nodes(nodes_for_units(), places_in, tmp_path).values())) == [[]]
-    assert len(used) > len(set(used)) == 1
-
-
-def test_the_units_are_created_by_one_remote_class(ray_cluster, monkeypatch):
-    """One whose constructor fails is created again every second."""
-    used = []
+def test_nodes_are_asked_by_one_remote_function_and_units_are_created_by_one_remote_class(
+    ray_cluster, tmp_path, monkeypatch
+):
+    """Ray exports each new one to all workers, and keeps it. A unit that fails is created again every second."""
+    used, options = [], RemoteFunction.options
 
     def refuse(self, **own):
         used.append(self)
         raise ValueError("the name is taken")
 
+    monkeypatch.setattr(RemoteFunction, "options", lambda self, **own: used.append(self) or options(self, **own))
     monkeypatch.setattr(ActorClass, "options", refuse)
     for _ in range(2):
+        assert ray.get(list(on_nodes(nodes_for_units(), places_in, tmp_path).values())) == [[]]
         with pytest.raises(ValueError, match="taken"):
             SimpleStorageInstance.create_unit(TQSimpleConfig(), "unit", nodes_for_units()[0])
-    assert len(used) > len(set(used)) == 1
+    assert len(set(used)) == 2 < len(used)

@@ -395,27 +395,6 @@ def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal
     assert client.ledger.file.notes["units"] == b"four"
 
 
-def test_a_lock_that_an_interrupt_kept_is_given_back_with_the_next_call(client, monkeypatch):
-    lock, interrupts, taken = client.ledger._journal._lock, [KeyboardInterrupt()], []
-
-    class Interrupted:
-        acquire = lock.acquire
-
-        def release(self):
-            if interrupts:
-                raise interrupts.pop()
-            lock.release()
-
-    monkeypatch.setattr(client.ledger._journal, "_lock", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        client.register()
-    client.register()
-    other = threading.Thread(target=lambda: taken.append(lock.acquire(blocking=False)))
-    other.start()
-    other.join()
-    assert taken == [True]
-
-
 def test_capacity_and_abandoned_puts_are_as_without_a_journal(tmp_path, monkeypatch):
     ledger = RecordedLedger(tmp_path, 20)
     now = ledger.file.now()

@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 
 from dataplane_core import BlobStore, DataPlaneConfig, connect
-from dataplane_core.client import forks
 from dataplane_core.connecting import connect_backend, find_plugins
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -145,21 +144,6 @@ def test_the_hint_of_a_fork_is_true_for_the_backend(cls, hint, monkeypatch):
         fork.setattr(os, "getpid", lambda: client._pid + 1)
         monkeypatch.setattr(Door, "attach", [None])
         connect_backend(cls, config, bootstrap=False).close()
-
-
-def test_clients_that_other_threads_open_meanwhile_do_not_disturb(monkeypatch):
-    class Changes:
-        left = 2
-
-        def __iter__(self):
-            self.left -= 1
-            if self.left:
-                raise RuntimeError("Set changed size during iteration")
-            return iter(())
-
-    monkeypatch.setattr(Door, "opens_in_forks", False)
-    monkeypatch.setattr(forks, "open_clients", Changes())
-    forks.refuse_in_fork(Door, "door")
 
 
 def test_a_plugin_that_is_installed_or_removed_meanwhile_is_noticed(tmp_path, monkeypatch):

@@ -242,24 +242,6 @@ def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
     owner.clear_samples(np.array(IDS), name)
 
 
-def test_an_interrupted_request_is_not_answered_to_the_next(owner, monkeypatch):
-    put(owner)
-    message = _Line.message
-
-    def interrupted(line):
-        message(line)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_Line, "message", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        owner.get_samples(IDS, "p", ["y"])
-    monkeypatch.undo()
-    assert owner.list_samples("p").sample_ids == IDS
-    gc.collect()
-    assert owner.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert statistics(owner).pinned_bytes == 0
-
-
 def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner, stopped):
     put(owner)
     connection = backend_of(owner)._memory.session

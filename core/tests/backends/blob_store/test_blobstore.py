@@ -16,7 +16,6 @@ from dataplane_core.errors import (
     LostSamplesError,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.partition import Partition
 from dataplane_testkit import backend_of
 
 
@@ -103,29 +102,6 @@ def test_vain_questions_of_a_waiting_claim_are_not_recorded():
         with pytest.raises(TimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
         assert len(backend_of(client).journal) == before
-
-
-def test_a_call_that_is_interrupted_in_the_middle_leaves_no_half_in_this_process(monkeypatch):
-    cls = journaled()
-    new_row, written = Partition._new_row, []
-
-    def interrupted(partition, *args):
-        if len(written) == 1:
-            written.append(None)
-            raise KeyboardInterrupt
-        written.append(None)
-        return new_row(partition, *args)
-
-    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
-        one.register_partition("p", ["x"], None, ["t"])
-        monkeypatch.setattr(Partition, "_new_row", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            one.put_samples(["a", "b"], "p", {"x": torch.tensor([1, 2])})
-        for client in (two, one):  # the interrupt came after the commit was recorded
-            assert client.list_samples("p").sample_ids == ["a", "b"]
-        one.put_samples(["c"], "p", {"x": torch.tensor([3])})
-        for client in (two, one):
-            assert client.get_samples(["a", "b", "c"], "p", ["x"])["x"].tolist() == [1, 2, 3]
 
 
 def test_threads_wait_for_a_store_that_does_not_answer_no_longer_than_they_may():

@@ -170,13 +170,6 @@ def held_bytes(engine):
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
-def test_a_call_that_waits_while_another_looks_for_the_controller_may_have_been_sent_before():
-    engine = object.__new__(Engine)
-    engine._session, engine._finding = None, threading.Lock()
-    with engine._finding, pytest.raises(BackendUnavailableError, match=r"no answer yet.*may have been done or"):
-        engine._find_session(soon(0.1))
-
-
 def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")

@@ -91,7 +91,7 @@ def test_a_config_does_not_print_its_options():
     with pytest.raises(ValueError, match="options") as wrong:
         DataPlaneConfig(backend="noop", options=url)
     with pytest.raises(ConfigError) as size:
-        connect(noop(options={"capacity_bytes": "hunter2"}))
+        connect(noop(options={"capacity_bytes": url}))
     for refused in (wrong, size):
         assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
 

@@ -69,7 +69,7 @@ def test_the_middleware_writes_for_all_its_operations_and_still_calls_on_event(t
     place = tmp_path / f"of_{socket.gethostname()}" / "events.jsonl"
     found = [tuple(map(line.get, ("op", "rows", "fields", "task", "drops_all"))) for line in lines(place)]
     assert found == [
-        ("register_partition", 0, None, None, True),
+        ("register_partition", 0, ["x"], None, True),
         ("put_samples", 2, ["x"], None, None),
         ("claim", 2, None, "t", None),
         ("clear_samples", 1, None, None, None),

@@ -30,7 +30,7 @@ SOURCES = [*sorted(ROOT.glob("*/src")), *sorted(ROOT.glob("plugins/*/src"))]
 #: Not our packages: each process imports them with its fault.
 PRELOADED = ("torch._dynamo", "tensordict", "hypothesis", "numpy", "msgpack", "sortedcontainers")
 #: The second is of hypothesis, which is imported before pytest can rewrite it.
-WORDS = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not long"]
+WORDS = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 _SUBREAPER, _END_WITH_PARENT = 36, 1  # of prctl
 
 

@@ -17,9 +17,6 @@ def test_a_missing_shared_library_is_named_from_the_cause_of_an_import_that_fail
     error = PluginImportError("backend 'acme' cannot be imported.")
     error.__cause__ = caught.value
     assert missing_library(error) == "libacme_fabric.so.7"
-
-
-def test_another_failure_names_no_library():
     assert missing_library(ImportError("cannot import name 'Store' from 'acme.store'")) is None
 
 

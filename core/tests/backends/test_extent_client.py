@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -188,13 +187,6 @@ def test_rows_come_back_bit_for_bit(unit, path, lengths):
     assert torch.equal(rows(one, "ragged")[0], rows(columns, "ragged")[-1])
 
 
-def test_each_path_reads_what_the_other_wrote(unit):
-    columns = columns_of([4, 100_000, 9])
-    for write_id, (writer, reader) in enumerate([("memory", "wire"), ("wire", "memory")]):
-        unit.client(writer).put({write_id: plan(columns)}, soon())
-        assert_rows(get(unit.client(reader), [ExtentRead(write_id, SLOTS, [2, 1, 0], [2, 1, 0])], 3), columns, range(3))
-
-
 def test_blocks_of_rows_on_two_hosts_come_back_in_order(path):
     units, columns, count = [Unit(), Unit()], columns_of(list(range(100))), 100
     runs = [[(first, min(first + 8, count)) for first in range(start, count, 16)] for start in (0, 8)]
@@ -214,7 +206,7 @@ def test_several_writes_of_a_put_and_of_a_read(unit, path):
     some, others = columns_of([1, 2], seed=1), columns_of([50_000, 4, 5], seed=2)
     client.put({10: plan(some), 12: plan(others)}, soon())
     reads = [ExtentRead(12, SLOTS, [2, 0], [0, 2]), ExtentRead(10, SLOTS, [1], [1])]
-    found = get(client, reads, 3)
+    found = get(unit.client("wire" if path == "memory" else "memory"), reads, 3)  # each reads what the other wrote
     assert torch.equal(found["dense"], torch.stack([others["dense"][2], some["dense"][1], others["dense"][0]]))
     assert [len(row) for row in rows(found, "ragged")] == [5, 2, 50_000]
 
@@ -235,20 +227,6 @@ def test_what_is_gone_is_named_and_frees_its_memory(unit, path):
     assert_rows(get(client, [ExtentRead(1, SLOTS, kept, range(6))], 6), columns, kept)
     client.drop([(1, row) for row in kept], soon())
     eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
-
-
-def test_rows_that_were_moved_are_found(unit, path):
-    """Dropped rows are squeezed out, and extents slide, when a put needs their room."""
-    client, size = unit.client(path), ARENA_BYTES * 3 // 32 // 4
-    for write_id in range(3):
-        client.put({write_id: ExtentPlan([torch.full((4, size), float(write_id))], 4)}, soon())
-        client.drop([(write_id, 0), (write_id, 2)], soon()) if write_id < 2 else None
-    spec = {"x": FieldSpec("tensor", "float32", 1)}
-    for write_id in range(3):
-        wanted = [1, 3] if write_id < 2 else [0, 1, 2, 3]
-        found = get(client, [ExtentRead(write_id, {"x": 0}, wanted, range(len(wanted)))], len(wanted), spec)
-        assert found["x"].shape == (len(wanted), size)
-        assert (found["x"] == write_id).all()
 
 
 def test_a_full_host_says_so_and_leaves_nothing(unit, path):
@@ -291,26 +269,32 @@ def begun(unit, path, write_id=1, size=1 << 20):
     return session, made
 
 
-def test_a_put_that_is_not_written_whole_ends_with_its_session(unit, path):
+def test_a_put_ends_with_its_session_unless_it_is_written_whole(unit, path):
+    client, columns = unit.client(path), columns_of([50_000])
+    client.put({7: plan(columns)}, soon())
+    client.session.close()
+    held = unit.memory().held_bytes
     session, _ = begun(unit, path)
     session.close()
-    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
+    eventually(lambda: unit.memory()[1:3] == (held, 0), WAIT_S)
+    assert_rows(get(unit.client(path), [ExtentRead(7, SLOTS, [0], [0])], 1), columns, [0])
 
 
-def test_what_was_written_whole_outlives_its_session(unit, path):
-    client, columns = unit.client(path), columns_of([50_000])
-    client.put({1: plan(columns)}, soon())
-    client.session.close()
-    assert_rows(get(unit.client(path), [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
-
-
-def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped(unit):
+@pytest.mark.parametrize("breaks", [False, True])
+def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped_or_its_connection_breaks(unit, breaks):
     """The memory may be another's then, and no late byte gets there."""
-    session, _ = begun(unit, "wire")
+    session, made = begun(unit, "wire")
     channel = session._take("fill", soon())
     channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
-    eventually(lambda: bytes(ExtentBytes(unit)[:1000]) == b"\7" * 1000, WAIT_S)
+    arena = unit.client("memory")._memory.arena
+    eventually(lambda: arena.bytes[:1000].tobytes() == b"\7" * 1000, WAIT_S)
     other = unit.client("wire")
+    if breaks:
+        channel.close()
+        eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
+        with pytest.raises(BackendUnavailableError):
+            session.call("put", soon(), Fill(1), sources=[data for _, data in made.chunks()])
+        return
     other.drop([(1, 0)], soon())
     assert unit.memory()[1:3] == (0, 0)
     other.put({2: ExtentPlan([torch.zeros(1, 1 << 20, dtype=torch.uint8)], 1)}, soon())
@@ -321,17 +305,6 @@ def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped(uni
     channel.close()
     found = get(other, [ExtentRead(2, {"x": 0}, [0], [0])], 1, {"x": FieldSpec("tensor", "uint8", 1)})
     assert not found["x"].any()
-
-
-def test_a_connection_that_breaks_in_the_middle_of_the_bytes_leaves_nothing(unit):
-    session, made = begun(unit, "wire")
-    channel = session._take("fill", soon())
-    channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
-    eventually(lambda: bytes(ExtentBytes(unit)[:1000]) == b"\7" * 1000, WAIT_S)
-    channel.close()
-    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
-    with pytest.raises(BackendUnavailableError):
-        session.call("put", soon(), Fill(1), sources=[data for _, data in made.chunks()])
 
 
 def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_up(unit, monkeypatch):
@@ -351,16 +324,6 @@ def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_
     monkeypatch.undo()
     eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
     others.put({2: made}, soon())
-
-
-class ExtentBytes:
-    """The first bytes of a unit's memory."""
-
-    def __init__(self, unit):
-        self._client = unit.client("memory")
-
-    def __getitem__(self, key):
-        return self._client._memory.arena.bytes[key].tobytes()
 
 
 def test_a_put_that_comes_after_its_drop_is_refused(unit, path):
@@ -392,12 +355,6 @@ def test_requests_in_the_wrong_order_are_refused(unit):
     with pytest.raises(StalePartitionError):
         session.call("put", soon(), Written(1))
     assert unit.memory().pinned_bytes == 0
-
-
-def test_without_the_token_nobody_is_served(unit):
-    for address in (Unix(unit.name, token=new_token()), Tcp("127.0.0.1", unit.port, new_token())):
-        with pytest.raises(BackendUnavailableError):
-            Session(address, ExtentHost.messages, soon())
 
 
 def test_many_clients_at_once(unit, path):
@@ -460,20 +417,6 @@ def test_a_process_that_is_killed_leaves_neither_pins_nor_rows(unit, python, wha
         eventually(lambda: unit.memory()[1:3] == (before.held_bytes, 0), WAIT_S)
 
 
-def test_a_host_that_stands_still_is_waited_for_until_the_deadline(unit):
-    """Whatever it received is carried out or not, and no reply is taken for that of another request."""
-    client, columns = unit.client("wire"), columns_of([20_000])
-    client.put({1: plan(columns)}, soon())
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.raises(OperationTimeoutError):
-            Session(Tcp("127.0.0.1", silent.getsockname()[1], unit.token), ExtentHost.messages, soon(0.2))
-    with pytest.raises(OperationTimeoutError):
-        client.session.call("get", soon(-1), Find([(1, [0])], 1))
-    assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
-
-
 # --- a host in a folder -----------------------------------------------------------------------------------------------
 
 
@@ -504,10 +447,12 @@ def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(t
     life.end()
 
 
-def test_a_writer_that_outlives_its_host_overwrites_nothing(tmp_path, monkeypatch):
+def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_path, monkeypatch):
     """It stops in the middle of its copy, the host ends, and the next one gives memory to others."""
     life, columns = Unit(folder=tmp_path), columns_of([100_000, 2, 3])
-    late = life.client("memory")
+    late, viewer = life.client("memory"), life.client("memory", views=True)
+    viewer.put({9: plan(columns)}, soon())
+    views = get(viewer, [ExtentRead(9, SLOTS, range(3), range(3))], 3)
     stops, goes_on = threading.Event(), threading.Event()
 
     def copy_later(copies, threads):
@@ -523,27 +468,15 @@ def test_a_writer_that_outlives_its_host_overwrites_nothing(tmp_path, monkeypatc
         life.end()
         life = Unit(folder=tmp_path)
         client = life.client("memory")
+        client.drop([(9, position) for position in range(3)], soon())
         for write_id in (2, 3, 4):
-            client.put({write_id: plan(columns)}, soon())
+            client.put({write_id: plan(columns_of([100_000, 2, 3], seed=2))}, soon())
         goes_on.set()
         with pytest.raises(BackendUnavailableError):
             put.result(WAIT_S)
     for write_id in (2, 3, 4):
-        assert_rows(get(client, [ExtentRead(write_id, SLOTS, range(3), range(3))], 3), columns, range(3))
-    life.end()
-
-
-def test_views_of_a_host_that_ended_keep_their_bytes(tmp_path):
-    life, columns = Unit(folder=tmp_path), columns_of([100_000, 2, 3])
-    viewer = life.client("memory", views=True)
-    viewer.put({1: plan(columns)}, soon())
-    views = get(viewer, [ExtentRead(1, SLOTS, range(3), range(3))], 3)
-    life.end()
-    life = Unit(folder=tmp_path)
-    client = life.client("memory")
-    client.drop([(1, position) for position in range(3)], soon())
-    for write_id in (2, 3, 4):
-        client.put({write_id: plan(columns_of([100_000, 2, 3], seed=write_id))}, soon())
+        found = get(client, [ExtentRead(write_id, SLOTS, range(3), range(3))], 3)
+        assert_rows(found, columns_of([100_000, 2, 3], seed=2), range(3))
     assert_rows(views, columns, range(3))
     life.end()
 

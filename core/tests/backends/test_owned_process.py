@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tiers import in_long
 
 import dataplane_core.backends.owned_process as owned_process
 from dataplane_core.backends import OwnedProcess, last_words
+from dataplane_testkit._timing import eventually
 
 #: Starts from a thread that ends at once, as a worker's may. Loads the module alone: the package takes seconds.
 _OWNER = """
@@ -39,13 +39,6 @@ def runs(pid):
         return False
 
 
-def wait_until(condition, within_s=120.0):
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def owner(tmp_path):
     """An owner in a process group of its own; its process id, its server's, its watcher's and the server's folder."""
@@ -66,16 +59,12 @@ def owner(tmp_path):
         process.stdout.close()
 
 
-def test_it_runs_on_after_the_thread_that_started_it(owner):
-    pid, server, _, _ = owner()  # that thread has ended
-    wait_until(lambda: Path(f"/proc/{server}/comm").read_text() == "sleep\n")
+def test_it_outlives_the_thread_that_started_it_and_a_killed_owner_takes_it_along(owner):
+    pid, server, watcher, folder = owner()  # that thread has ended
+    eventually(lambda: Path(f"/proc/{server}/comm").read_text() == "sleep\n")
     assert runs(pid)
-
-
-def test_a_killed_owner_takes_it_along_and_the_watcher_tidies_up(owner):
-    pid, server, watcher, folder = owner()
     os.killpg(pid, signal.SIGKILL)
-    wait_until(lambda: not runs(server) and not runs(watcher) and not folder.exists())
+    eventually(lambda: not runs(server) and not runs(watcher) and not folder.exists())  # the watcher tidies up
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
@@ -87,26 +76,26 @@ def test_an_owner_killed_together_with_its_watcher_takes_it_along(owner, times):
             os.kill(each, signal.SIGSTOP)  # so that neither acts on the other's end
         for each in (watcher, pid):
             os.kill(each, signal.SIGKILL)
-        wait_until(lambda server=server, watcher=watcher: not runs(server) and not runs(watcher))
+        eventually(lambda server=server, watcher=watcher: not runs(server) and not runs(watcher))
 
 
 def test_ending_it_leaves_no_process_and_no_thread(tmp_path):
     before = set(threading.enumerate())
     for end_s in (0.0, 5.0):
         process = OwnedProcess(["sleep", "1000"], end_s=end_s)
-        wait_until(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        eventually(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
         assert not process.ended
         process.end()
         process.end()
         assert process.ended
         assert not runs(process.pid)
-    wait_until(lambda: set(threading.enumerate()) <= before)
+    eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def test_its_output_goes_to_the_log(tmp_path):
     log = tmp_path / "log"
     process = OwnedProcess(["sh", "-c", "echo one; echo two >&2; exit 3"], log=log)
-    wait_until(lambda: process.ended)
+    eventually(lambda: process.ended)
     process.end()
     assert last_words(log) == "one / two"
 
@@ -115,4 +104,4 @@ def test_what_cannot_be_started_is_an_error_at_once():
     before = set(threading.enumerate())
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         OwnedProcess(["no-such-program"])
-    wait_until(lambda: set(threading.enumerate()) <= before)
+    eventually(lambda: set(threading.enumerate()) <= before)

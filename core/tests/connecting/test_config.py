@@ -5,7 +5,6 @@ import traceback
 
 import pytest
 from omegaconf import OmegaConf
-from pydantic import model_validator
 
 from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.backends import CapacityOptions
@@ -41,52 +40,19 @@ def test_a_size_is_a_number_of_bytes_or_has_a_unit(size, size_bytes):
     assert CapacityOptions(capacity_bytes=size).capacity_bytes == size_bytes
 
 
-@pytest.mark.parametrize("size", ["1 QB", "GB", "-1GB", "1,5GB", "0.1", "inf"])
-def test_a_size_that_is_none_is_refused_with_an_example(size):
-    with pytest.raises(
-        ConfigError, match=r"key 'capacity_bytes': (expected a number of bytes.*'512MiB'|Input should be)"
-    ):
-        connect({"backend": "noop", "options": {"capacity_bytes": size}})
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"backend": "noop", "op_timeout": 5}, ["unknown key 'op_timeout'", "did you mean 'op_timeout_s'?"]),
-        ({}, ["'backend' is missing"]),
-        ({"backend": ""}, ["'backend'"]),
-        ({"backend": "noop", "op_timeout_s": -1}, ["'op_timeout_s'", "greater than 0"]),
-        ({"backend": "noop", "op_timeout_s": float("inf")}, ["'op_timeout_s'"]),
-        ([1], ["must be a mapping"]),
-    ],
-)
-def test_a_wrong_config_names_the_key_and_the_nearest(values, words):
-    with pytest.raises(ConfigError) as refused:
-        load_config(values)
-    for word in words:
-        assert word in str(refused.value)
-
-
 def test_a_wrong_key_in_a_section_is_compared_with_the_keys_of_that_section():
     class Options(CapacityOptions):
         inner: CapacityOptions = CapacityOptions()
         several: tuple[CapacityOptions, ...] = ()
 
-        @model_validator(mode="after")
-        def check(self):
-            if self.capacity_bytes == 1:
-                raise ValueError
-            return self
-
     for values, said in [
         ({"inner": {"capacity_byte": 1}}, "unknown key 'inner.capacity_byte'; did you mean 'capacity_bytes'?"),
         ({"inner": {"zzz": 1}}, "unknown key 'inner.zzz'; known keys: capacity_bytes, on_full."),
         ({"several": [{"zzz": 1}]}, "unknown key 'several.0.zzz'."),
-        ({"capacity_bytes": 1}, "the options do not fit together."),
     ]:
         with pytest.raises(ConfigError) as refused:
             validate_model(Options, values, "options of backend 'x'")
-        assert str(refused.value) == f"options of backend 'x' are refused: {said}"
+        assert str(refused.value).endswith(said)
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):
@@ -122,27 +88,12 @@ def test_a_config_does_not_print_its_options():
     url = "redis://:hunter2@h"
     config = load_config({"backend": "noop", "options": {"url": url}})
     assert "hunter2" not in repr(config) + str(config)
-    with pytest.raises(ValueError, match="options") as refused:
+    with pytest.raises(ValueError, match="options") as wrong:
         DataPlaneConfig(backend="noop", options=url)
-    assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
-
-
-def test_backend_options_are_checked_and_secrets_are_not_shown():
-    with pytest.raises(ConfigError, match="did you mean 'capacity_bytes'"):
-        connect({"backend": "noop", "options": {"capacity_byte": 1}})
-    with pytest.raises(ConfigError) as refused:
-        connect({"backend": "noop", "options": {"capacity_bytes": "hunter2"}})
-    assert "hunter2" not in str(refused.value)
-
-
-def test_an_unknown_backend_says_what_is_installed():
-    with pytest.raises(UnknownBackendError, match="Did you mean 'noop'"):
-        connect({"backend": "nop"})
-
-
-def test_an_unknown_middleware_says_what_is_installed():
-    with pytest.raises(UnknownBackendError, match=r"middleware 'metric' is not installed. Found: .*metrics"):
-        connect({"backend": "noop", "middleware": ["metric"]})
+    with pytest.raises(ConfigError) as size:
+        connect(noop(options={"capacity_bytes": url}))
+    for refused in (wrong, size):
+        assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
 
 
 class Unmarked:
@@ -166,19 +117,63 @@ class WrongArgument:
         return (yield)
 
 
+class Broken:
+    def start(self, context):
+        raise OSError("no such collector")
+
+    @hookimpl(wrapper=True)
+    def claim(self, request):
+        return (yield)
+
+
+BROKEN = Broken()
+
+
+def noop(**more):
+    return {"backend": "noop", **more}
+
+
 @pytest.mark.parametrize(
-    ("plugin", "words"),
+    ("config", "error", "named"),
     [
-        (Unmarked(), "'put_samples' is not marked"),
-        (NotAWrapper(), r"not @hookimpl\(wrapper=True\)"),
-        (Misspelt(), "Did you mean 'put_samples'"),
-        (WrongArgument(), r"takes \(self, req\)"),
-        (object(), "wraps no operation"),
+        # the config itself
+        *(
+            (given, ConfigError, r"A config is a dict such as .*YAML file.*noop")
+            for given in ("noop", {"noop": {}}, 5, None)
+        ),
+        ({}, ConfigError, "'backend' is missing"),
+        ({"backend": ""}, ConfigError, "'backend'"),
+        ({"backend": "nop"}, UnknownBackendError, "Did you mean 'noop'"),
+        ({"backend": "Redis-Store"}, ConfigError, "Did you mean 'redis_store'"),
+        ({"backend": "redis"}, ConfigError, "Did you mean 'redis_store'"),
+        ({"backend": "tqsimple"}, ConfigError, "Did you mean 'tq_simple'"),
+        (noop(op_timeout=5), ConfigError, "unknown key 'op_timeout'; did you mean 'op_timeout_s'"),
+        (noop(op_timeout_s=-1), ConfigError, "'op_timeout_s'"),
+        (noop(op_timeout_s=float("inf")), ConfigError, "'op_timeout_s'"),
+        (OmegaConf.create({"backend": "${nowhere}"}), ConfigError, "'nowhere' not found"),
+        # options of the backend
+        (noop(options={"capacity_byte": 1}), ConfigError, "did you mean 'capacity_bytes'"),
+        (noop(options={"attach_wait_s": 1}), ConfigError, "'attach_wait_s' is a key of the config itself"),
+        *(
+            (noop(options={"capacity_bytes": size}), ConfigError, "key 'capacity_bytes'")
+            for size in ("1 QB", "GB", "-1GB", "1,5GB", "0.1", "inf")
+        ),
+        # middleware
+        (noop(middleware=["metric"]), UnknownBackendError, "'metric' is not installed. Found: .*metrics"),
+        (noop(middleware=[{"metrics": 5}]), ConfigError, "'metrics' must be a mapping, got int"),
+        (noop(middleware=[{"metrics": {"on_evnt": 1}}]), ConfigError, "'on_evnt'; did you mean 'on_event'"),
+        (noop(middleware=[Unmarked()]), PluginSignatureError, "'put_samples' is not marked"),
+        (noop(middleware=[NotAWrapper()]), PluginSignatureError, r"not @hookimpl\(wrapper=True\)"),
+        (noop(middleware=[Misspelt()]), PluginSignatureError, "Did you mean 'put_samples'"),
+        (noop(middleware=[WrongArgument()]), PluginSignatureError, r"takes \(self, req\)"),
+        (noop(middleware=[object()]), PluginSignatureError, "wraps no operation"),
+        (noop(middleware=[BROKEN]), BackendError, "middleware Broken: OSError: no such collector"),
+        (noop(middleware=[BROKEN, BROKEN]), ConfigError, "lists the same Broken object twice"),
     ],
 )
-def test_middleware_that_would_silently_do_nothing_is_refused(plugin, words):
-    with pytest.raises(PluginSignatureError, match=words):
-        connect({"backend": "noop", "middleware": [plugin]})
+def test_what_is_wrong_is_refused_and_named(config, error, named):
+    with pytest.raises(error, match=f"(?s){named}"):
+        connect(config)
 
 
 def test_wrappers_nest_outermost_first_and_may_change_the_request():
@@ -211,31 +206,6 @@ def test_a_client_is_not_pickled_and_a_config_is():
         with pytest.raises(InvalidTypeError, match="cannot be pickled"):
             pickle.dumps(client)
         assert pickle.loads(pickle.dumps(client.config)) == DataPlaneConfig(backend="noop")
-
-
-def test_a_value_of_omegaconf_that_cannot_be_resolved_is_an_error_of_the_config():
-    with pytest.raises(ConfigError, match=r"config cannot be resolved: .*'nowhere' not found"):
-        load_config(OmegaConf.create({"backend": "${nowhere}"}))
-
-
-class Broken:
-    def start(self, context):
-        raise OSError("no such collector")
-
-    @hookimpl(wrapper=True)
-    def claim(self, request):
-        return (yield)
-
-
-def test_middleware_that_cannot_start_is_named():
-    with pytest.raises(BackendError, match="while starting middleware Broken: OSError: no such collector"):
-        connect({"backend": "noop", "middleware": [Broken()]})
-
-
-def test_a_middleware_object_is_listed_once():
-    one = Broken()
-    with pytest.raises(ConfigError, match="lists the same Broken object twice"):
-        connect({"backend": "noop", "middleware": [one, one]})
 
 
 @pytest.mark.timeout(60)

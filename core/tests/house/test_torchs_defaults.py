@@ -4,10 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import torch
-
-from dataplane_core import connect, kv_first_write, read_columns, write_columns
-
 _ROOT = Path(__file__).parents[3]
 #: What makes a tensor on the default device, if no device is named.
 _MAKERS = {
@@ -17,16 +13,7 @@ _MAKERS = {
 }
 #: Those of the default dtype, whatever they are given.
 _OF_DEFAULT_DTYPE = {
-    "empty",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "linspace",
-    "logspace",
-    "ones",
-    "rand",
-    "randn",
-    "zeros",
+    *("empty", "empty_permuted", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros")
 }
 
 
@@ -57,15 +44,3 @@ def test_every_new_tensor_names_its_device():
         if isinstance(node, ast.Call) and _lacking(node)
     ]
     assert not found, "\n".join(found)
-
-
-def test_a_trainers_helpers_work_under_a_default_device():
-    lengths, ids = torch.tensor([2, 3]), ["a", "b"]
-    batch = {"input_ids": torch.tensor([[1, 2, 0], [1, 2, 3]]), "input_lengths": lengths, "logprobs": [[0.5], [1, 2.0]]}
-    with connect({"backend": "noop"}) as client, torch.device("meta"):
-        client.register_partition("p", [], None, [])
-        meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="p")
-        meta = write_columns(client, meta, {"prev_logprobs": batch["input_ids"] * 0.5})
-        found = read_columns(client, meta)
-    assert found["input_ids"].equal(batch["input_ids"]), "the padding differs"
-    assert found["prev_logprobs"].equal(batch["input_ids"] * 0.5)

@@ -3,16 +3,15 @@
 import msgpack
 import pytest
 from histories import saved_and_loaded
+from ledgers import ledger as registered, register
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger import Ledger, commands, to_state
+from dataplane_core.ledger import commands, to_state
 
 
 @pytest.fixture
 def made():
-    made = Ledger()
-    made.apply(commands.RegisterRequest("p", [], None, ["t"], None, {}, "epoch"), 0.0)
-    return made
+    return registered()
 
 
 def put(ledger, *names):
@@ -25,7 +24,7 @@ def clear(ledger, *names):
 
 def claim(ledger, batch_index, count=1, **options):
     options = {"all_or_nothing": False, "lease_s": None, "token": "token", "dp_rank": 0, **options}
-    command = commands.ClaimRequest("p", "t", [], count, batch_index=batch_index, batch_epoch="epoch", **options)
+    command = commands.ClaimRequest("p", "t", [], count, batch_index=batch_index, batch_epoch="e", **options)
     return list(ledger.apply(command, 0.0).sample_ids)
 
 
@@ -66,7 +65,7 @@ def test_batches_whose_rows_are_cleared_cost_nothing(made, options):
 
 def test_what_one_claim_chose_for_all_ranks_stays_so(made):
     ranks = {"dp_size": 3, "all_or_nothing": True, "lease_s": 5.0}
-    made.apply(commands.RegisterRequest("p", [], 5, ["t"], None, {}, "epoch"), 0.0)
+    made.apply(register(5), 0.0)
     put(made, *"abcde")
     for ledger in (made, saved_and_loaded(made)):
         claims = [

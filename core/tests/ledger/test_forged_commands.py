@@ -1,9 +1,10 @@
 """Commands that no client makes are refused before they run, so that they change nothing for other clients."""
 
 import pytest
+from ledgers import ledger
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger import Ledger, check_command, commands
+from dataplane_core.ledger import check_command, commands
 from dataplane_core.spec import FieldSpec
 
 X = FieldSpec("tensor", "int64", 1)
@@ -82,12 +83,6 @@ def test_what_clients_make_is_accepted():
         *(commands.AckRequest("p", "t", ["a", "a"], ["k", "k"]), commands.WaitForRoom("k", 8, wait_s=-1.0)),
     ):
         check_command(command)
-
-
-def ledger():
-    made = Ledger()
-    made.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e"), 0.0)
-    return made
 
 
 def test_a_write_id_is_used_once():

@@ -1,65 +1,44 @@
 """Rules of the ledger that neither the kit nor the comparison with Redis' scripts sees, one a test."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
+from ledgers import INT, begin, claim, ledger, put
 
-from dataplane_core.errors import (
-    CapacityExceededError,
-    MissingDataError,
-    SchemaMismatchError,
-    StalePartitionError,
-)
-from dataplane_core.ledger import Ledger, commands
-from dataplane_core.spec import FieldSpec, new_id
+from dataplane_core.errors import CapacityExceededError, MissingDataError, SchemaMismatchError, StalePartitionError
+from dataplane_core.ledger import commands
+from dataplane_core.spec import FieldSpec
 
-INT = FieldSpec("tensor", "int64", 1)
 FLOAT = FieldSpec("tensor", "float32", 1)
-
-
-def ledger(group=None):
-    made = Ledger()
-    made.apply(commands.RegisterRequest("p", ["x"], None, ["t", "u"], group, {}, new_id()), 0.0)
-    return made
-
-
-def put(made, ids, *fields, size=1):
-    writes = [commands.Write(list(fields), [size] * len(ids))]
-    put = commands.BeginPut("p", ids, dict.fromkeys(fields, INT), writes, ttl_s=10.0)
-    write_id = made.apply(put, 0.0)
-    return write_id, made.apply(commands.CommitPut(write_id), 0.0)
-
-
-def claim(made, task):
-    options = {"all_or_nothing": False, "lease_s": None, "token": new_id()}
-    return made.apply(commands.ClaimRequest("p", task, ["x"], 2, **options), 0.0)
 
 
 @pytest.mark.parametrize(("group", "bytes_a_round"), [(None, 2), (2, 25)])
 def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of_groups(group, bytes_a_round):
-    made = ledger(group=group)
-    claim(made, "t")  # asks once, and never again
+    made = ledger(group=group, tasks=("t", "u"))
+    ask = claim(2, task="u", all_or_nothing=False)
+    made.apply(claim(2), 0.0)  # asks once, and never again
     sizes = []
     for number in range(2000):
         ids = [f"v{number:05}_g{member}" for member in range(2)]
-        put(made, ids, "x")
-        assert claim(made, "u").sample_ids == ids
+        put(made, ids)
+        assert list(made.apply(ask, 0.0).sample_ids) == ids
         _, freed = made.apply(commands.ClearRequest("p", ids), 0.0)
         made.apply(commands.Collected(freed), 0.0)
         if number in (999, 1999):
             sizes.append(len(pickle.dumps(made)))
     assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
-    put(made, ["v00000_g0", "v00000_g1"], "x")  # its group was given and cleared, however long ago
-    assert claim(made, "u").sample_ids == ([] if group else ["v00000_g0", "v00000_g1"])
+    put(made, ["v00000_g0", "v00000_g1"])  # its group was given and cleared, however long ago
+    assert list(made.apply(ask, 0.0).sample_ids) == ([] if group else ["v00000_g0", "v00000_g1"])
 
 
 def test_a_put_is_judged_by_another_bound_without_a_trace():
     made = ledger()
-    put(made, ["a"], "x", size=6)
-    made.apply(commands.BeginPut("p", ["dies"], {"x": INT}, [commands.Write(["x"], [3])], None, None, ttl_s=10.0), 0.0)
+    put(made, ["a"], size=6)
+    made.apply(begin(["dies"], size=3), 0.0)
 
     def judge(size, now, epoch=None, spec=INT):
-        put = commands.BeginPut("p", ["b"], {"x": spec}, [commands.Write(["x"], [size])], None, epoch, ttl_s=10.0)
+        put = replace(begin(["b"], size=size, epoch=epoch), specs={"x": spec})
         made.apply(commands.CheckPut(put, capacity_bytes=10), now)
 
     before = pickle.dumps(made)
@@ -77,19 +56,17 @@ def test_a_put_is_judged_by_another_bound_without_a_trace():
 
 def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():
     made = ledger()
-    first, _ = put(made, ["a"], "x", "y", size=8)
-    _, freed = put(made, ["a"], "x", size=8)
+    first, _ = put(made, ["a"], "xy")
+    _, freed = put(made, ["a"])
     assert freed == []
-    _, freed = put(made, ["a"], "y", size=8)
+    _, freed = put(made, ["a"], "y")
     assert freed == [(first, 0)]
     assert made.held_bytes == 16
 
 
 def test_an_abandoned_put_is_reaped_with_its_payload():
     made = ledger()
-    begun = made.apply(
-        commands.BeginPut("p", ["a", "b"], {"x": INT}, [commands.Write(["x"], [8, 8])], None, None, ttl_s=10.0), 0.0
-    )
+    begun = made.apply(begin(["a", "b"]), 0.0)
     assert made.garbage(9.0) == []
     assert made.garbage(10.0) == [(begun, 0), (begun, 1)]
     assert made.held_bytes == 0
@@ -101,14 +78,14 @@ def test_an_abandoned_put_is_reaped_with_its_payload():
 
 def test_aborting_a_committed_put_frees_nothing():
     made = ledger()
-    write_id, _ = put(made, ["a"], "x")
+    write_id, _ = put(made, ["a"])
     assert made.apply(commands.AbortPut(write_id), 0.0) == []
     assert made.apply(commands.Locate("p", ["a"], ["x"]), 0.0).parts[0].write_id == write_id
 
 
 def test_locate_groups_rows_by_write_and_names_what_is_missing():
     made = ledger()
-    first, _ = put(made, ["a", "b", "c"], "x", "y")
+    first, _ = put(made, ["a", "b", "c"], "xy")
     second, _ = put(made, ["b"], "y")
     parts = {part.write_id: [] for part in made.apply(commands.Locate("p", ["c", "b", "a"], ["x", "y"]), 0.0).parts}
     for part in made.apply(commands.Locate("p", ["c", "b", "a"], ["x", "y"]), 0.0).parts:
@@ -130,14 +107,14 @@ def test_locate_groups_rows_by_write_and_names_what_is_missing():
 
 def put_shared(made, ids, positions, row_bytes, now=0.0):
     """A put of ``x`` with a row for each sample, and of ``y`` with rows that samples share."""
-    begin = commands.BeginPut(
+    both = commands.BeginPut(
         "p",
         ids,
         {"x": INT, "y": INT},
         [commands.Write(["x"], [1] * len(ids)), commands.Write(["y"], row_bytes, positions)],
         ttl_s=10.0,
     )
-    write_id = made.apply(begin, now)
+    write_id = made.apply(both, now)
     made.apply(commands.CommitPut(write_id), now)
     return write_id
 
@@ -157,8 +134,8 @@ def test_a_shared_row_is_free_with_the_last_of_its_samples():
 
 def test_an_unfinished_put_frees_each_of_its_rows_once():
     made = ledger()
-    begin = commands.BeginPut("p", ["a", "b"], {"y": INT}, [commands.Write(["y"], [9], [0, 0])], ttl_s=10.0)
-    write_id = made.apply(begin, 0.0)
+    shared = commands.BeginPut("p", ["a", "b"], {"y": INT}, [commands.Write(["y"], [9], [0, 0])], ttl_s=10.0)
+    write_id = made.apply(shared, 0.0)
     assert made.held_bytes == 9
     assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id, 0)]
     assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id, 0)]

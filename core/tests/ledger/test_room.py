@@ -1,29 +1,23 @@
 """Who gets the room in a full store: first come, first served, within a bound. Time is a plain number here."""
 
 import pytest
+from ledgers import begin, ledger, put
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import Ledger, commands
-from dataplane_core.spec import FieldSpec, new_id
-
-INT = FieldSpec("tensor", "int64", 1)
+from dataplane_core.ledger import commands
 
 
 class Puts:
     """Puts of one sample each to a ledger with room for 100 bytes."""
 
     def __init__(self):
-        self.ledger = Ledger(capacity_bytes=100)
-        self.ledger.apply(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, new_id()), 0.0)
+        self.ledger = ledger(capacity_bytes=100)
         self.now = 0.0
 
     def put(self, name, size, queues=True, wait_s=60.0):
         """Whether it went through."""
         try:
-            arguments = ("p", [name], {"x": INT}, [commands.Write(["x"], [size])], None, None)
-            ticket = name if queues else None
-            begin = commands.BeginPut(*arguments, ticket=ticket, ttl_s=90.0)
-            self.ledger.apply(commands.CommitPut(self.ledger.apply(begin, self.now)), self.now)
+            put(self.ledger, [name], size=size, ticket=name if queues else None, ttl_s=90.0, now=self.now)
             return True
         except CapacityExceededError:
             if queues:
@@ -94,10 +88,7 @@ def test_who_says_that_it_gave_up_leaves_the_queue_at_once_and_who_must_queue_is
     with pytest.raises(
         CapacityExceededError, match="10 bytes would fit, 60 of 100 bytes are held, but 1 put waits"
     ) as told:
-        puts.ledger.apply(
-            commands.BeginPut("p", ["b"], {"x": INT}, [commands.Write(["x"], [10])], None, None, ticket="b", ttl_s=9.0),
-            0.0,
-        )
+        puts.ledger.apply(begin(["b"], size=10, ticket="b"), 0.0)
     assert "Clear" not in told.value.hint
     puts.ledger.apply(commands.WaitForRoom("large", 80, wait_s=0.0), 0.0)
     assert puts.put("b", 10)

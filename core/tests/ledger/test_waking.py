@@ -1,12 +1,10 @@
 """`LedgerService` wakes claims and puts that wait: whom, in which order, and at what cost."""
 
 import pytest
+from ledgers import begin, claim, register
 
 from dataplane_core.errors import CapacityExceededError
 from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, commands
-from dataplane_core.spec import FieldSpec, new_id
-
-INT = FieldSpec("tensor", "int64", 1)
 
 
 class Waiting:
@@ -17,7 +15,7 @@ class Waiting:
         self.service = LedgerService(capacity_bytes, clock=lambda: self.now)
         self.woken = []
         self.gone = set()
-        self.service.call(commands.RegisterRequest("p", ["x"], num_samples, ["t"], None, {}, new_id()))
+        self.service.call(register(num_samples))
 
     def wake(self, name):
         def call():
@@ -27,21 +25,10 @@ class Waiting:
         return call
 
     def claim(self, name, count=1, fields=("x",), **options):
-        options = {"all_or_nothing": True, "lease_s": None, **options}
-        command = commands.ClaimRequest("p", "t", fields, count, token=name, **options)
-        return self.service.call(command, self.wake(name))
+        return self.service.call(claim(count, fields, token=name, **options), self.wake(name))
 
     def put(self, *names, fields=("x",)):
-        begin = commands.BeginPut(
-            "p",
-            names,
-            dict.fromkeys(fields, INT),
-            [commands.Write(list(dict.fromkeys(fields, INT)), [8] * len(names))],
-            None,
-            None,
-            ttl_s=9.0,
-        )
-        self.service.call(commands.CommitPut(self.service.call(begin)))
+        self.service.call(commands.CommitPut(self.service.call(begin(names, fields))))
 
 
 def test_claims_are_woken_in_the_order_in_which_they_came_as_far_as_the_samples_go():
@@ -127,24 +114,6 @@ def test_questions_are_apart_and_a_put_looks_at_a_few_of_many(monkeypatch):
     assert made.woken == ["other field"]
 
 
-@pytest.mark.parametrize("cleared", ["partition", "samples"])
-def test_all_of_many_questions_are_woken_when_they_need_not_wait(cleared):
-    made = Waiting(num_samples=2)
-    made.put("1", "2")
-    names = [str(number) for number in range(40)]
-    for name in names:
-        made.claim(name, 2, dp_rank=int(name), fields=("y",))
-    made.service.call(commands.ClearRequest("p", None if cleared == "partition" else ["1", "2"]))
-    for asked in range(40):
-        name = made.woken[asked]  # fails if nobody else was woken
-        if cleared == "partition":
-            with pytest.raises(KeyError):
-                made.claim(name, 2, dp_rank=int(name), fields=("y",))
-        else:
-            assert made.claim(name, 2, dp_rank=int(name), fields=("y",)).exhausted
-    assert sorted(made.woken, key=int) == names
-
-
 def test_a_claim_that_is_woken_asks_by_itself_only_when_a_lease_may_end():
     made = Waiting()
     assert made.claim("a").ask_again_s == LONGEST_PAUSE_S
@@ -210,10 +179,7 @@ def test_claims_and_puts_that_ended_are_forgotten():
     made.claim("b", all_or_nothing=False)
     made.claim("c")
     with pytest.raises(KeyError):
-        made.service.call(
-            commands.ClaimRequest("p", "absent", ["x"], 1, all_or_nothing=True, lease_s=None, token="c"),
-            made.wake("c"),
-        )
+        made.service.call(claim(task="absent", token="c"), made.wake("c"))
     assert not len(made.service._waiting)
     assert not made.service._waiting._partitions
 
@@ -221,21 +187,18 @@ def test_claims_and_puts_that_ended_are_forgotten():
 def test_puts_that_wait_for_room_are_woken_when_it_is_there():
     made = Waiting(100)
 
-    def begin(name, size):
-        put = commands.BeginPut(
-            "p", [name], {"x": INT}, [commands.Write(["x"], [size])], None, None, ticket=name, ttl_s=90.0
-        )
-        return made.service.call(put)
+    def begun(name, size):
+        return made.service.call(begin([name], size=size, ticket=name, ttl_s=90.0))
 
-    made.service.call(commands.CommitPut(begin("full", 100)))
+    made.service.call(commands.CommitPut(begun("full", 100)))
     for name in ("a", "b"):
         with pytest.raises(CapacityExceededError):
-            begin(name, 50)
+            begun(name, 50)
         made.service.call(commands.WaitForRoom(name, 50, wait_s=60.0), made.wake(name))
     made.woken.clear()
     made.service.call(commands.ClearRequest("p", ["full"]))
     assert made.woken == ["a", "b"]
-    begin("a", 50)
+    begun("a", 50)
     assert made.woken == ["a", "b", "b"]  # its turn
     made.service.call(commands.WaitForRoom("b", 50, wait_s=0.0))
     assert not made.service._room_wakes

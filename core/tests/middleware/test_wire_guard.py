@@ -14,7 +14,7 @@ from dataplane_core.codec import Ragged, byte_array
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
 from dataplane_noop import NoopBackend
-from dataplane_testkit import backend_of
+from dataplane_testkit import Faults, backend_of
 from dataplane_testkit._columns import items_of
 
 
@@ -94,8 +94,10 @@ def rows_of(column):
 
 
 def test_every_kind_of_column_comes_back_as_it_was_put_and_no_other(guarded):
-    meta = guarded.put_samples(IDS, "p", columns())
+    meta = guarded.put_samples(IDS, "p", columns(), tags=[{"n": row} for row in range(3)])
     assert meta.fields == list(columns().keys())
+    claimed = guarded.claim_meta("p", "t", ["reward"], 3)
+    assert (claimed.fields, claimed.tags) == (["reward"], [{"n": 0}, {"n": 1}, {"n": 2}])
     back = guarded.get_samples(["c", "a", "c", "b"], "p", meta.fields)
     assert set(back.keys()) == set(meta.fields)
     was = columns()
@@ -208,15 +210,6 @@ def test_cells_not_yet_produced_are_still_told_by_the_users_names_alone(guarded)
         guarded.get_samples(["zz"], "p", ["reward"])
 
 
-def test_claims_and_tags_are_as_without_it(guarded):
-    guarded.put_samples(IDS, "p", {"reward": torch.zeros(3)}, tags=[{"n": row} for row in range(3)])
-    guarded.put_samples(["a"], "p", tags=[{"n": 9}])
-    meta = guarded.claim_meta("p", "t", ["reward"], 3)
-    assert meta.sample_ids == IDS
-    assert meta.fields == ["reward"]
-    assert [row["n"] for row in meta.tags] == [9, 1, 2]
-
-
 def window(rows):
     """Jagged rows in a larger buffer of the backend."""
     values = torch.cat([torch.full((3,), 99), *rows, torch.full((50,), 99)])
@@ -256,11 +249,19 @@ def test_it_stands_anywhere_among_other_middleware():
             assert (back["mask"].tolist(), items_of(back["odd"])) == ([True, False, True], [{1, 2}, None, "a"])
 
 
-def test_a_put_of_enums_that_is_asked_twice_is_guarded_once():
-    with connect({"backend": "noop", "middleware": ["wire_guard"]}) as client:
+def test_a_put_that_is_made_again_is_guarded_once_and_hands_middleware_the_columns_as_they_were():
+    given, faults = [], Faults()
+
+    def encode(request):
+        given.append({name: list(column) for name, column in request.columns.items()})
+        for column in request.columns.values():
+            column[0] = b"encoded"
+
+    config = DataPlaneConfig(backend="noop", middleware=["wire_guard", faults])
+    with connect_backend(CarriesBytes, config) as client, faults.before("put_samples", encode):
         client.register_partition("p", [], None, [], enums={"role": ["user", "tool"]})
-        client._infos["p"] = client._infos["p"].__class__(
-            epoch="", fields=(), num_samples=None, consumer_tasks=(), grpo_group_size=None, enums={}
-        )  # as if another client had registered the partition anew
-        client.put_samples(["a"], "p", {"role": NonTensorStack("tool")})
-        assert items_of(client.get_samples(["a"], "p", ["role"])["role"]) == ["tool"]
+        client._infos["p"] = replace(client._infos["p"], epoch="an earlier one")
+        client.put_samples(["a"], "p", {"role": ["tool"]})
+    first, second = given
+    assert first == second
+    assert set(first) == {"role", "~xxh3.role"}

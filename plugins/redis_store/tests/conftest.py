@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
@@ -173,7 +172,7 @@ def every_operation(monkeypatch):
 
     def run(client, partition="p"):
         def columns(count, size):
-            return TensorDict({"x": torch.arange(count * size).view(count, size)}, batch_size=[count])
+            return {"x": torch.arange(count * size).view(count, size)}
 
         with contextlib.suppress(KeyError):
             client.list_samples("nobody's")
@@ -183,7 +182,7 @@ def every_operation(monkeypatch):
         client.put_samples(ids, partition, columns(8, 3), [{"v": row} for row in range(8)])
         client.put_samples(ids, partition, columns(8, 20_000), [{"w": row} for row in range(8)])
         same = torch.ones(1, 60_000).expand(2, -1)
-        client.put_samples(ids[:2], partition, TensorDict({"y": same}, batch_size=[2]))  # stored once
+        client.put_samples(ids[:2], partition, {"y": same})  # stored once
         assert client.get_samples(ids, partition, ["x"])["x"].shape == (8, 20_000)
         first = client.claim_meta(partition, "train", ["x"], 2, lease_s=60)
         client.renew(first, 60)

@@ -9,7 +9,6 @@ import sys
 import threading
 
 import torch
-from tensordict import TensorDict
 
 from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
@@ -55,7 +54,7 @@ class Load:
         while not self._done.is_set():
             number += 1
             ids = [f"{self.name}-{worker}-{number}-{row}" for row in range(2)]
-            fields = TensorDict({"x": torch.full((2, LARGE if worker else SMALL), number)}, batch_size=[2])
+            fields = {"x": torch.full((2, LARGE if worker else SMALL), number)}
             while not self._attempt(lambda ids=ids, fields=fields: self.client.put_samples(ids, "p", fields)):
                 if self._done.is_set():
                     return

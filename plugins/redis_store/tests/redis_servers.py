@@ -15,7 +15,6 @@ from pathlib import Path
 
 import redis
 import torch
-from tensordict import TensorDict
 
 
 def _find_valkey():
@@ -35,12 +34,12 @@ SMALL, LARGE = 3, 40_000  # values of a row: of a put in one script, and of one 
 def columns(count, size=1, value=0):
     """Rows of the field "x" with equal values."""
     # 8 bytes each: integers would be stored narrower
-    return TensorDict({"x": torch.full((count, size), float(value), dtype=torch.float64)}, batch_size=[count])
+    return {"x": torch.full((count, size), float(value), dtype=torch.float64)}
 
 
 def put(client, ids, tags=None, fields=("x",)):
     """Puts a number of each field into partition "p", and the same tags for each sample."""
-    ones = TensorDict({field: torch.ones(len(ids)) for field in fields}, batch_size=[len(ids)])
+    ones = {field: torch.ones(len(ids)) for field in fields}
     client.put_samples(ids, "p", ones, None if tags is None else [tags] * len(ids))
 
 

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.errors import BackendUnavailableError, LostReplyError
 from dataplane_core.spec import AckRequest, NackRequest, RenewRequest, new_id
@@ -36,7 +35,7 @@ def test_an_operation_of_which_any_reply_was_lost_is_carried_out_once(plain, cut
         """Calls it with the reply of that number lost. Returns whether that reply came."""
         number, num_cuts = len(other.list_samples("p").sample_ids), cutter.num_cuts
         ids = [f"s{number + each}" for each in range(count)]
-        columns = TensorDict({"x": torch.full((count, size), number)}, batch_size=[count]) if size else None
+        columns = {"x": torch.full((count, size), number)} if size else None
         if operation == "put_samples":
             cutter.pass_on = pass_on
             made.put_samples(ids, "p", columns, tags=[{"n": number}] * count)
@@ -74,7 +73,7 @@ def test_an_operation_of_which_any_reply_was_lost_is_carried_out_once(plain, cut
 
 def test_the_error_at_the_deadline_says_what_is_known(plain, cutter, connect, told_in_time):
     made = connect(url=cutter.url, namespace="known", partition="p")
-    rows = TensorDict({"x": torch.ones(1, 2)}, batch_size=[1])
+    rows = {"x": torch.ones(1, 2)}
     made.put_samples(["first"], "p", rows)  # else the server lacks the script
 
     def loses_the_reply():

@@ -8,16 +8,9 @@ import msgpack
 import pytest
 import torch
 from redis_servers import wait_until
-from tensordict import TensorDict
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    CapacityExceededError,
-    DataPlaneError,
-    RoomTimeoutError,
-)
+from dataplane_core.errors import CapacityExceededError, DataPlaneError, RoomTimeoutError
 from dataplane_redis import _puts
-from dataplane_redis._scripts import SCRIPTS
 from dataplane_testkit import backend_of
 
 _UNIT = 1000  # bytes
@@ -30,7 +23,7 @@ def client(plain, connect):
 
 
 def put(client, name, units, partition="p"):
-    columns = TensorDict({"x": torch.ones(1, units * _UNIT - _HEAD, dtype=torch.uint8)}, batch_size=[1])
+    columns = {"x": torch.ones(1, units * _UNIT - _HEAD, dtype=torch.uint8)}
     client.put_samples([name], partition, columns)
 
 
@@ -66,54 +59,13 @@ def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):
     assert without.describe("p").held_bytes == 8 * _UNIT
 
 
-def test_small_puts_pass_while_no_room_becomes_free_and_within_a_bound(client):
-    put(client, "old", 50)
-    done = []
-    large = put_by_thread(client, "large", 60, done)
-    wait_until(lambda: line(client) == 1)
-    for number in range(2):  # who frees room may need them; as much as the store holds, not more
-        put(client, f"passes{number}", 50)
-        client.clear_samples([f"passes{number}"], "p")
-    late = put_by_thread(client, "late", 50, done)
-    wait_until(lambda: line(client) == 2)
-    client.clear_samples(["old"], "p")
-    large.join(60)
-    assert done == ["large"]
-    client.clear_samples(["large"], "p")
-    late.join(60)
-    assert done == ["large", "late"]
-
-
-def test_a_put_that_never_fits_and_one_of_tags_alone_do_not_wait(client):
-    put(client, "old", 90)
-    done = []
-    waiting = put_by_thread(client, "waits", 20, done)
-    wait_until(lambda: line(client) == 1)
-    with pytest.raises(CapacityExceededError) as caught:
-        put(client, "never", 101)
-    assert not caught.value.retryable
-    client.put_samples(["tagged"], "p", tags=[{"v": 1}])
-    client.clear_samples(["old"], "p")
-    waiting.join(30)
-    assert done == ["waits"]
-
-
-def test_a_put_that_gave_up_keeps_nobody_waiting(client, monkeypatch):
-    put(client, "old", 60)
-    with monkeypatch.context() as gives_up:
-        gives_up.setattr(_puts, "_LAST_ASK_S", 1e6)
-        with pytest.raises(RoomTimeoutError, match="No room became free before the deadline"):
-            put(client, "large", 90)
-    put(client, "small", 40)
-
-
 _WAITS = """
 import sys, torch
 from tensordict import TensorDict
 from dataplane_core import connect
 options = {"url": sys.argv[1], "namespace": sys.argv[2]}
 client = connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}, bootstrap=False)
-client.put_samples(["large"], "p", TensorDict({"x": torch.ones(1, 89_984, dtype=torch.uint8)}, batch_size=[1]))
+client.put_samples(["large"], "p", {"x": torch.ones(1, 89_984, dtype=torch.uint8)})
 """
 
 
@@ -242,24 +194,6 @@ def test_a_put_that_waited_for_room_does_not_hold_it_for_longer(client, monkeypa
     assert after < before
 
 
-def test_questions_of_puts_that_wait_are_few_and_small(client, plain):
-    put(client, "old", 100)
-    done = []
-    threads = [put_by_thread(client, f"s{number}", 1, done) for number in range(50)]
-    wait_until(lambda: line(client) == 50)
-    before = plain.admin("INFO", "persistence")["rdb_changes_since_last_save"]
-    calls = plain.num_calls()
-    start = time.monotonic()
-    time.sleep(1.0)  # what is measured
-    lasted_s = time.monotonic() - start
-    assert plain.num_calls() - calls < 1000 * lasted_s
-    assert plain.admin("INFO", "persistence")["rdb_changes_since_last_save"] - before < 100 * lasted_s
-    client.clear_samples(["old"], "p")
-    for thread in threads:
-        thread.join(30)
-    assert len(done) == 50
-
-
 def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
     put(client, "old", 100)
     refused = []
@@ -279,24 +213,6 @@ def test_a_put_that_waited_and_is_refused_then_keeps_nobody_waiting(client):
         thread.join(30)
     assert len(refused) == 2
     assert line(client) == 0
-
-
-def test_a_begin_whose_reply_is_lost_holds_no_room(client, monkeypatch):
-    script, base = backend_of(client)._session.link.script, backend_of(client)._session.base
-
-    def lose_the_reply(what, deadline, run, *words, **more):
-        reply = script(what, deadline, run, *words, **more)
-        if run is SCRIPTS["put"]:
-            raise BackendUnavailableError("the connection was lost.")
-        return reply
-
-    with monkeypatch.context() as lost:
-        lost.setattr(backend_of(client)._session.link, "script", lose_the_reply)
-        with pytest.raises(BackendUnavailableError):
-            put(client, "large", 90)
-    assert (
-        backend_of(client)._session.command("test", time.monotonic() + 5, b"HGET", base + b":instance", b"held") == b"0"
-    )
 
 
 def test_a_put_without_payload_can_be_given_up(client):

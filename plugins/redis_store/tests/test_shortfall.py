@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.spec import this_process
@@ -13,7 +12,7 @@ from dataplane_testkit import backend_of
 
 def test_a_holder_is_forgotten_with_its_lease(plain, connect):
     client = connect(url=plain.url, partition="p")
-    client.put_samples(["a", "b", "c"], "p", TensorDict({"x": torch.ones(3)}, batch_size=[3]))
+    client.put_samples(["a", "b", "c"], "p", {"x": torch.ones(3)})
     first, second = (client.claim_meta("p", "train", ["x"], 1, lease_s=600) for _ in range(2))
     gone = client.claim_meta("p", "train", ["x"], 1, lease_s=600)
     with pytest.raises(ClaimTimeoutError, match=f"3 are leased \\('a' by {this_process()} for another [0-9.]+ s"):
@@ -33,7 +32,7 @@ def fill(client, count):
     client.register_partition("p", ["x", "y"], None, ["train"])
     for first in range(0, count, 5000):
         ids = [f"s{number}" for number in range(first, first + 5000)]
-        client.put_samples(ids, "p", TensorDict({"y": torch.ones(5000)}, batch_size=[5000]))
+        client.put_samples(ids, "p", {"y": torch.ones(5000)})
 
 
 def test_many_that_time_out_at_once_share_a_count(plain, connect, at_once, monkeypatch):

@@ -1,10 +1,9 @@
 """Claims that wait: what a question costs that has the answer of before, and what wakes them."""
 
-import threading
 import time
 
 import pytest
-from redis_servers import put, wait_until
+from redis_servers import put
 
 from dataplane_core.spec import ClaimRequest
 from dataplane_redis import _claims
@@ -166,41 +165,3 @@ def test_a_lease_that_is_renewed_to_an_earlier_end_wakes_a_waiting_claim(plain, 
         costs = Costs(plain)
         claim = backend_of(client).claim(request(1, claim.version))
         assert (claim.sample_ids, costs.of("evalsha")) == ((), scripts)
-
-
-def test_every_kind_of_change_wakes_a_waiting_claim(client, plain, connect, monkeypatch):
-    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 0.1)
-    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
-    client.register_partition("p", ["x", "y"], 5, ["train"])
-    given = []
-
-    def wait(batch_size, tag_filter=None):
-        def run():
-            given.append(client.claim_meta("p", "train", ["x"], batch_size, timeout_s=20.0, tag_filter=tag_filter))
-
-        claims = backend_of(client)
-        claims._count_at = 0.0
-        thread = threading.Thread(target=run)
-        thread.start()
-        wait_until(lambda: claims._count_at)  # until it has waited for a while
-        return thread
-
-    for change, expected in [
-        (lambda: put(other, ["a"]), ["a"]),
-        (lambda: (put(other, ["b"], None, ["y"]), put(other, ["b"])), ["b"]),
-        (lambda: (other.put_samples(["c"], "p", tags=[{"v": 1}]), put(other, ["c"])), ["c"]),
-    ]:
-        thread = wait(1)
-        change()
-        thread.join(30)
-        assert given.pop().sample_ids == expected
-    put(other, ["d"])
-    held = other.claim_meta("p", "train", ["x"], 1, lease_s=60)
-    thread = wait(1)
-    other.nack(held)
-    thread.join(30)
-    assert given.pop().sample_ids == ["d"]
-    thread = wait(2)
-    put(other, ["e"])  # the last one: there will be no second
-    thread.join(30)
-    assert given.pop().sample_ids == ["e"]

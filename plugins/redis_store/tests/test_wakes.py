@@ -1,9 +1,7 @@
 """Claims that wait are woken by the server: whom a change wakes, and what happens to a wake whose client is gone."""
 
-import json
 import os
 import random
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from redis_servers import put, wait_until
-from tensordict import TensorDict
 
-from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError, UnknownPartitionError
-from dataplane_redis import RedisBackend, RedisConfig, _claims, _wakes
+from dataplane_core.errors import BackendUnavailableError, ClaimTimeoutError
+from dataplane_redis import RedisBackend, RedisConfig, _wakes
 from dataplane_testkit import backend_of
 
 #: Seconds within which a claim must return, and its timeout, at which it would ask once more.
 LONG_S = 60.0
 TIMEOUT_S = 300.0
-STARTS_S = 60.0
 
 
 @pytest.fixture
@@ -28,13 +24,6 @@ def pool():
     """Ends after the clients are closed, so that claims that nobody woke have returned."""
     with ThreadPoolExecutor(32) as threads:
         yield threads
-
-
-@pytest.fixture
-def never_count(monkeypatch):
-    """Claims that wait ask only whether anything changed."""
-    monkeypatch.setattr(_claims, "_LOOK_AGAIN_WOKEN_S", 1000.0)
-    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
 
 
 def waiting(server):
@@ -77,28 +66,6 @@ def client(plain, pool, connect):
 # --- whom a change wakes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tag_filter", [None, {"v": (">=", 1)}], ids=["all", "filtered"])
-def test_a_put_wakes_as_many_claims_as_it_can_serve(plain, client, wait_in_line, only_woken, tag_filter):
-    wakes, told = backend_of(client)._wakes, []
-    wake, wakes._wake = wakes._wake, told.append
-    client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
-    ids = [f"q{row // 2}_g{row % 2}" for row in range(16)]
-    claims = [wait_in_line(client, 4, tag_filter=tag_filter) for _ in range(4)]
-    tokens = list(wakes._waiting)
-    put(client, ids[:14], {"v": 1})  # three batches and a half
-    wait_until(lambda: len(told) >= 3)
-    assert waiting(plain) == (4, 3)
-    assert told == tokens[:3]
-    wakes._wake = wake
-    for token in tokens[:3]:
-        wake(token)
-    given = [sample_id for each in claims[:3] for sample_id in each.result(LONG_S).sample_ids]
-    assert sorted(given) == sorted(ids[:12])
-    wait_until(lambda: waiting(plain) == (1, 0))
-    put(client, ids[14:], {"v": 1})
-    assert claims[3].result(LONG_S).sample_ids == ids[12:]
-
-
 def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, wait_in_line, only_woken):
     client.register_partition("p", ["x"], None, ["train"])
     claims = [wait_in_line(client), wait_in_line(client, 2), wait_in_line(client, 1, tag_filter={"v": 1})]
@@ -117,67 +84,7 @@ def test_a_question_that_no_claim_asks_any_longer_leaves_nothing(plain, client, 
     wait_until(lambda: plain.admin("KEYS", "*:w[qk]*") == [])
 
 
-def test_a_partition_that_is_dropped_wakes_all(client, wait_in_line, only_woken):
-    client.register_partition("p", ["x"], None, ["train"])
-    claims = [wait_in_line(client, 1 + number % 2) for number in range(4)]
-    client.clear_samples(None, "p")
-    for claim in claims:
-        with pytest.raises(UnknownPartitionError):
-            claim.result(LONG_S)
-
-
-def test_more_questions_than_a_change_looks_at_are_answered_too(plain, client, pool, never_count):
-    client.register_partition("p", ["x"], None, ["train"])
-    claims = [
-        pool.submit(client.claim_meta, "p", "train", ["x"], 1, tag_filter={"v": number}, timeout_s=TIMEOUT_S)
-        for number in range(24)
-    ]
-    wait_until(lambda: waiting(plain)[0] == 24)
-    for number in range(24):
-        put(client, [f"s{number}"], {"v": number})
-    assert [each.result(LONG_S).sample_ids for each in claims] == [[f"s{number}"] for number in range(24)]
-
-
-@pytest.mark.parametrize("group_size", [None, 2], ids=["rows", "groups"])
-def test_leases_that_end_are_given_to_those_who_wait(plain, client, connect, pool, group_size):
-    other = connect(bootstrap=False, url=plain.url, namespace=client.config.options["namespace"])
-    client.register_partition("p", ["x"], None, ["train"], grpo_group_size=group_size)
-    put(client, [f"q{row // 2}_g{row % 2}" for row in range(8)])
-    assert other.claim_meta("p", "train", ["x"], 8, lease_s=2.0).size == 8
-    claims = [
-        pool.submit(each.claim_meta, "p", "train", ["x"], 2, timeout_s=TIMEOUT_S)
-        for each in (client, other, client, other)
-    ]
-    assert len({sample_id for each in claims for sample_id in each.result(LONG_S).sample_ids}) == 8
-
-
 # --- a wake whose client is gone --------------------------------------------------------------------------------------
-
-
-_CLAIMS = """
-import json, sys, time
-from dataplane_core import connect
-config = {"backend": "redis_store", "options": json.loads(sys.argv[1])}
-connect(config, bootstrap=False).claim_meta("p", "train", ["x"], 1, timeout_s=300.0)
-time.sleep(300)
-"""
-
-
-def test_a_process_that_was_woken_and_killed_does_not_keep_the_samples(
-    plain, client, wait_in_line, never_count, python
-):
-    client.register_partition("p", ["x"], None, ["train"])
-    process = python.start("-c", _CLAIMS, json.dumps(client.config.options))
-    try:
-        wait_until(lambda: waiting(plain) == (1, 0), STARTS_S)
-        claim = wait_in_line(client)
-        os.kill(process.pid, signal.SIGSTOP)
-        put(client, ["a"])
-        assert waiting(plain)[1] == 1  # the process came first; it was told, and does not ask
-    finally:
-        process.kill()
-        process.wait()
-    assert claim.result(LONG_S).sample_ids == ["a"]
 
 
 @pytest.mark.parametrize("error", [None, BackendUnavailableError("lost")], ids=str)
@@ -320,7 +227,7 @@ def test_no_claim_is_forgotten_among_many(plain, client, connect, pool, only_wok
         while mine:
             some, mine = mine[:5], mine[5:]
             for field in ("x", "y"):
-                columns = TensorDict({field: torch.ones(len(some))}, batch_size=[len(some)])
+                columns = {field: torch.ones(len(some))}
                 clients[number % 2].put_samples(some, "p", columns, [{"v": 1}] * len(some))
 
     consumers = [pool.submit(consume, number) for number in range(24)]

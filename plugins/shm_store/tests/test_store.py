@@ -146,23 +146,21 @@ def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(
     assert clients.status.num_extents == 1
 
 
-def test_rows_that_were_cleared_are_room_for_others(clients):
-    ids = [f"s{i}" for i in range(60)]
-    for i in range(0, 60, 4):
-        clients.put(ids[i : i + 4], 1000, i)
-    clients.clear([each for i, each in enumerate(ids) if i % 4 != 2])
-    assert clients.status.held_bytes < 17_000
-    clients.put(["large"], 45_000, 200)
-    rows = clients.find([ids[i] for i in range(2, 60, 4)])[1]
-    assert [set(row.tolist()) for row in rows] == [{i - 2} for i in range(2, 60, 4)]
-
-
-def test_dropped_payload_is_said_to_be_gone(clients):
+def test_dropped_payload_is_said_to_be_gone_and_rows_that_do_not_exist_are_not_dropped(clients):
     clients.put(["a", "b"], 10, 1)
-    clients.call(Drop([(1, 0)]))
+    clients.call(Drop([(1, 0), (1, -1), (1, 2), (9, 0)]))
     found = clients.call(Find(commands.Locate("p", ["a", "b"], ["x"]), 1))
     assert found.gone == [(1, 0)]
     assert clients.status.pinned_bytes == 0
+
+
+def test_a_pin_that_is_used_twice_holds_what_it_names_last(clients):
+    clients.put(["a"], 10, 1)
+    for _ in range(2):
+        clients.call(Find(commands.Locate("p", ["a"], ["x"]), 7))
+    clients.call(Release([7]))
+    clients.clear(None)
+    assert (clients.status.pinned_bytes, clients.status.num_extents) == (0, 0)
 
 
 def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch):

@@ -1,7 +1,5 @@
 """Calls into the engine that are bounded in time."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -13,10 +11,10 @@ from dataplane_mooncake import _calls, _ending
 from dataplane_testkit._timing import eventually
 
 
-def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch):
     wait = _calls.Call.wait
 
-    def interrupted(call: _calls.Call, timeout_s: float) -> bool:
+    def interrupted(call, timeout_s):
         assert wait(call, 30.0)
         raise KeyboardInterrupt
 
@@ -26,16 +24,16 @@ def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch: pyt
         _calls.bounded("a call", lambda _: 1, time.monotonic() + 30)
 
 
-def test_a_connection_that_was_shut_down_counts_once() -> None:
+def test_a_connection_that_was_shut_down_counts_once():
     with socket.create_server(("127.0.0.1", 0)) as peer, socket.create_connection(peer.getsockname()):
         assert [_ending.end_connections([peer.getsockname()]) for _ in range(3)] == [1, 0, 0]
 
 
-def in_threads(number: int) -> list[threading.Thread]:
+def in_threads(number):
     """The threads of these many calls that run at once."""
     together = threading.Barrier(number)
 
-    def work(_: object) -> threading.Thread:
+    def work(_):
         together.wait(60)
         return threading.current_thread()
 
@@ -43,7 +41,7 @@ def in_threads(number: int) -> list[threading.Thread]:
         return list(pool.map(lambda _: _calls.bounded("a call", work, time.monotonic() + 60), range(number)))
 
 
-def test_calls_share_a_few_threads_and_no_more_are_kept() -> None:
+def test_calls_share_a_few_threads_and_no_more_are_kept():
     """A thread per call made the process grow: the C library gives each new one another of its heaps."""
     used = {thread for _ in range(300) for thread in in_threads(1)}
     assert len(used) <= _calls._MAX_IDLE

@@ -1,13 +1,9 @@
 """A controller's host, without Ray. With a journal, it is made again from its folder, and calls are repeated."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +24,7 @@ IDS = [f"s{row}" for row in range(6)]
 class Controller:
     """A controller's host, and one client."""
 
-    def __init__(self, folder: Path | None, num_units: int = 3) -> None:
+    def __init__(self, folder, num_units=3):
         self._folder = folder
         self._serial = self._num_puts = 0
         self._client = Client(1)
@@ -38,47 +34,47 @@ class Controller:
         )
         self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
 
-    def again(self, *running: str) -> None:
+    def again(self, *running):
         """The process was killed. Now these actors run, or all of the book."""
         self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True))
         self.host.book.come_back(running or self.host.book.actors().values())
 
-    def call(self, request: Any, *, again: bool = False) -> Any:
+    def call(self, request, *, again=False):
         """Calls, or repeats the newest call."""
         self._serial += not again
         return self.host.answer(request, self._client, CallId("me", 0, self._serial, 60.0))
 
-    def begin(self, *, again: bool = False) -> int:
+    def begin(self, *, again=False):
         self._num_puts += not again
         begin = commands.BeginPut(
             "p", [f"{self._num_puts}{each}" for each in IDS], X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0
         )
         return int(self.call(BeginNear(begin, None, []), again=again))
 
-    def put(self) -> int:
+    def put(self):
         write_id = self.begin()
         self.call(commands.CommitPut(write_id))
         return write_id
 
-    def units(self) -> Any:
+    def units(self):
         return self.call(UnitRecords())
 
 
-def started(index: int, life: str = "a") -> Started:
+def started(index, life="a"):
     return Started(f"{index}{life}", "10.0.0.1", 1000 + index, f"n{index}", size_bytes=1 << 30)
 
 
 @pytest.fixture(params=[True, False], ids=["with a journal", "without"])
-def either(request: pytest.FixtureRequest, tmp_path: Path) -> Controller:
+def either(request, tmp_path):
     return Controller(tmp_path / "journal" if request.param else None)
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Controller:
+def controller(tmp_path):
     return Controller(tmp_path / "journal")
 
 
-def test_the_book_is_where_it_was(controller: Controller) -> None:
+def test_the_book_is_where_it_was(controller):
     first = controller.put()
     controller.host.book.ended("unit-0", started(0))
     controller.put()
@@ -104,14 +100,14 @@ def test_the_book_is_where_it_was(controller: Controller) -> None:
     assert controller.units()[0][0].num_lost == 0
 
 
-def test_a_book_without_a_put_comes_back(controller: Controller) -> None:
+def test_a_book_without_a_put_comes_back(controller):
     before = controller.units()
     controller.again()
     assert controller.units() == before
     controller.put()
 
 
-def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> None:
+def test_the_number_of_a_spread_is_never_used_again(controller):
     """A client may still know what it was."""
     write_id = controller.put()
     for unit in range(3):
@@ -128,8 +124,8 @@ def test_the_number_of_a_spread_is_never_used_again(controller: Controller) -> N
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_call_that_is_repeated_is_done_once(controller: Controller, killed: bool) -> None:
-    def repeat(request: Any) -> Any:
+def test_a_call_that_is_repeated_is_done_once(controller, killed):
+    def repeat(request):
         if killed:
             controller.again()
         return controller.call(request, again=True)
@@ -152,7 +148,7 @@ def test_a_call_that_is_repeated_is_done_once(controller: Controller, killed: bo
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_put_that_was_refused_is_refused_again(controller: Controller, killed: bool) -> None:
+def test_a_put_that_was_refused_is_refused_again(controller, killed):
     """The refusal aborts the put. A repeated call does not take what the abort freed for a commit."""
     begun = controller.begin()
     controller.host.book.ended("unit-0", started(0))
@@ -166,10 +162,8 @@ def test_a_put_that_was_refused_is_refused_again(controller: Controller, killed:
     assert controller.call(commands.ListRequest("p")).sample_ids == []
 
 
-def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(*_: object) -> None:
+def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(controller, monkeypatch):
+    def save(*_):
         raise BackendUnavailableError("the journal's disk is full. Nothing was done.")
 
     monkeypatch.setattr(UnitBook, "save", save)
@@ -178,8 +172,8 @@ def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(
         controller.call(ViewUnits(-1))  # a controller that is started again would not know it
 
 
-def test_a_claim_that_waits_is_woken_also_where_a_journal_is_kept(controller: Controller) -> None:
-    woken: list[str] = []
+def test_a_claim_that_waits_is_woken_also_where_a_journal_is_kept(controller):
+    woken = []
     client = Client(2)
     client.wake = lambda token: woken.append(token) or True
     waits = commands.ClaimRequest("p", "t", ["x"], 6, all_or_nothing=True, lease_s=None, token="k")
@@ -189,7 +183,7 @@ def test_a_claim_that_waits_is_woken_also_where_a_journal_is_kept(controller: Co
     assert len(controller.host.answer(ClaimOrWait(waits), client).sample_ids) == 6
 
 
-def test_units_that_end_or_start_while_no_controller_runs(controller: Controller) -> None:
+def test_units_that_end_or_start_while_no_controller_runs(controller):
     controller.put()
     controller.call(AddUnits(1))
     controller.again("actor-unit-0", "actor-unit-1")
@@ -199,7 +193,7 @@ def test_units_that_end_or_start_while_no_controller_runs(controller: Controller
     assert controller.units()[1] == ["unit-2: its actor ended"]
 
 
-def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path: Path) -> None:
+def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path):
     begin = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
     with pytest.raises(InvalidRequestError, match="places rows on units"):
         Controller(None).call(begin)
@@ -210,7 +204,7 @@ def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path: Path) -> N
     assert controller.call(begin) == first + 6
 
 
-def test_a_folder_that_no_node_has_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_no_node_has_is_refused(tmp_path):
     with pytest.raises(BackendUnavailableError, match="there is no folder"):
         Controller(tmp_path / "nowhere" / "journal")
     with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
@@ -219,11 +213,11 @@ def test_a_folder_that_no_node_has_is_refused(tmp_path: Path) -> None:
         make_ledger(tmp_path / "journal", None, False, must_exist=True)
 
 
-def held(controller: Controller) -> list[tuple[int, int]]:
+def held(controller):
     return [(each.num_rows, each.num_lost) for each in controller.units()[0]]
 
 
-def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Controller) -> None:
+def test_rows_that_two_clients_report_as_deleted_are_counted_once(either):
     """A clear returns all rows that are free, also those that another client deletes at the same time."""
     either.put()
     either.put()
@@ -241,9 +235,7 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either: Contro
     assert either.host.end_removed() == ["actor-unit-1"]
 
 
-def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(
-    controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(controller, monkeypatch):
     """Else a machine that loses power then may have them in its journal, and nowhere else."""
     kept = []
     journal = controller.host._journal
@@ -260,10 +252,10 @@ def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(
     assert held(controller) == [(0, 0)] * 3
 
 
-def test_a_put_goes_to_its_own_node_while_that_has_room(either: Controller) -> None:
+def test_a_put_goes_to_its_own_node_while_that_has_room(either):
     """Then to others that have room for it; a put that none has room for is dealt out over all."""
 
-    def put(row_bytes: int, *full: int) -> list[int]:
+    def put(row_bytes, *full):
         before = [unit.num_rows for unit in either.units()[0]]
         write = commands.Write(list(X), [row_bytes] * 6)
         either.call(BeginNear(commands.BeginPut("p", IDS, X, [write], ttl_s=60.0), "n2", list(full)))
@@ -277,7 +269,7 @@ def test_a_put_goes_to_its_own_node_while_that_has_room(either: Controller) -> N
     assert put(200 << 20) == [2, 2, 2]
 
 
-def test_rows_are_dealt_out_in_blocks_and_found_again() -> None:
+def test_rows_are_dealt_out_in_blocks_and_found_again():
     for num_lives, shift, num_rows, number in itertools.product((1, 2, 3), (0, 1, 4), (1, 7, 100), (0, 5)):
         spread = Spread(tuple(range(10, 10 + num_lives)), shift)
         write_id = 3 << SPREAD_BITS | number
@@ -294,7 +286,7 @@ def test_rows_are_dealt_out_in_blocks_and_found_again() -> None:
                 assert held[life][there] == wanted[index]
 
 
-def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller) -> None:
+def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either):
     kept, lost = either.begin(), either.begin()
     near = either.call(
         BeginNear(commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0), "n2", [])
@@ -313,7 +305,7 @@ def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either: Controller)
     assert held(either) == [(0, 0), (0, 0), (6, 0)]
 
 
-def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone() -> None:
+def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone():
     """Who bootstraps again may name the units of the places in another order than before."""
     kept = [started(unit)._replace(place=f"place-{unit}") for unit in range(3)]
     controller = Controller(None)
@@ -326,20 +318,20 @@ def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone() -> No
     assert [(each.state, each.num_lost) for each in controller.units()[0]] == [("serving", 0)] * 3
 
 
-def test_the_rows_of_a_unit_are_listed_while_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_unit_are_listed_while_others_are_answered(monkeypatch):
     controller = Controller(None)
     book = controller.host.book
     writes = [controller.put() for _ in range(6)]
     monkeypatch.setattr(_book, "_PORTION", 2)
     held, split = [], Spread.split
 
-    def is_held() -> bool:
+    def is_held():
         if book.lock.acquire(blocking=False):
             book.lock.release()
             return False
         return True
 
-    def listing(self: Spread, write_id: int, positions: Sequence[int]) -> Any:
+    def listing(self, write_id, positions):
         with ThreadPoolExecutor(1) as other:
             held.append(other.submit(is_held).result())
             if write_id == writes[0]:  # meanwhile rows come and go, of this portion and of a later one
@@ -358,7 +350,7 @@ def test_the_rows_of_a_unit_are_listed_while_others_are_answered(monkeypatch: py
     assert not any(writes[4] in each for each in found.values())
 
 
-def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why() -> None:
+def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
     controller = Controller(None)
     book = controller.host.book
     kept = [started(unit)._replace(place=f"place-{unit}") for unit in range(3)]

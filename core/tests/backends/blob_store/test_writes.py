@@ -16,29 +16,26 @@ def frames(num_rows, size):
     return [bytes(size) for _ in range(num_rows)]
 
 
-def apart(**sizes):
-    """The names of the columns that are apart, of a put of 10 samples with cells of these sizes."""
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"a": 100, "b": 1 << 20, "c": 50_000, "d": 8}, ["b", "c"]),
+        ({"a": 200_000, "b": 10_000, "c": 5_000}, ["a", "b"]),
+        # the rows of a second one would cost more than 4 % of the put
+        ({"a": 90_000, "b": 9_000, "c": 5_000}, ["a"]),
+        # small cells, and a single column, stay together
+        ({"a": 30_000, "b": 30_000, "c": 30_000}, []),
+        ({"a": 1 << 20, "b": 1000, "c": 999}, ["a"]),
+        ({"a": 1 << 20}, []),
+        ({"a": 1 << 20, "b": 1 << 20}, ["a"]),
+    ],
+)
+def test_the_largest_columns_are_apart_as_far_as_their_rows_cost_little(sizes, expected):
     columns = {name: frames(10, size) for name, size in sizes.items()}
     together, *rest = writes_of(columns, 10, ROW_COST)
-    assert list(together.fields) == [name for name in columns if name not in {b.fields[0] for b in rest}]
+    assert [name for write in rest for name in write.fields] == expected
+    assert [*together.fields, *sorted(expected)] == sorted(sizes, key=lambda name: (name in expected, name))
     assert sum(sum(write.row_bytes) for write in (together, *rest)) == 10 * sum(sizes.values())
-    return [name for write in rest for name in write.fields]
-
-
-def test_the_largest_columns_are_apart_as_far_as_their_rows_cost_little():
-    assert apart(a=100, b=1 << 20, c=50_000, d=8) == ["b", "c"]
-    assert apart(a=200_000, b=10_000, c=5_000) == ["a", "b"]
-    assert apart(a=90_000, b=9_000, c=5_000) == ["a"]  # the rows of a second one would cost more than 4 % of the put
-
-
-def test_small_cells_stay_together():
-    assert apart(a=30_000, b=30_000, c=30_000) == []
-    assert apart(a=1 << 20, b=1000, c=999) == ["a"]
-
-
-def test_a_single_column_is_not_apart():
-    assert apart(a=1 << 20) == []
-    assert apart(a=1 << 20, b=1 << 20) == ["a"]
 
 
 def test_columns_of_engines_that_address_cells_stay_together():

@@ -1,13 +1,9 @@
-"""noop keeps the contract in a random history of threads."""
+from noop_case import NoopCase
 
-from dataplane_testkit import AuthorsClass, Settings, run_chaos
-
-
-class Noop(AuthorsClass):
-    backend = "noop"
+from dataplane_testkit import Settings, run_chaos
 
 
 def test_a_random_history_keeps_the_contract(tmp_path):
-    options = {}
-    verdict = run_chaos(Noop(), options, Settings.brief(), folder=tmp_path)
+    """Of threads."""
+    verdict = run_chaos(NoopCase(), {}, Settings.brief(), folder=tmp_path)
     assert verdict.passed, verdict

@@ -67,22 +67,6 @@ def test_rows_that_change_between_two_scripts_are_not_given_as_they_were(client,
     assert found.sample_ids == [ids[-1], "s2"]
 
 
-def test_claimers_with_a_filter_get_each_row_once(client, at_once):
-    client.register_partition("p", ["x"], _COUNT, ["train"])
-    ids = [f"s{number}" for number in range(_COUNT)]
-    put(client, ids, tags={"v": 0})
-    fresh = ids[::50]
-    client.put_samples(fresh, "p", tags=[_FRESH] * len(fresh))
-    given = []
-
-    def consume():
-        while meta := client.claim_meta("p", "train", ["x"], 7, timeout_s=20.0, tag_filter=_FRESH).sample_ids:
-            given.extend(meta)
-
-    at_once(consume, 4)
-    assert sorted(given) == sorted(fresh)
-
-
 @pytest.mark.parametrize("piece", [20_000, 3_000])
 def test_a_group_may_be_larger_than_what_lua_unpacks(plain, connect, piece):
     client = connect(url=plain.url)

@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.errors import LeaseExpiredError
 
@@ -94,7 +93,7 @@ def server(start_server, monkeypatch, tmp_path, library):
 def pair(server, connect):
     """Two clients, and a partition with two samples."""
     one = connect(url=server.url, namespace="clock", partition="p")
-    one.put_samples(["a", "b"], "p", TensorDict({"x": torch.ones(2)}, batch_size=[2]))
+    one.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
     return one, connect(url=server.url, namespace="clock", bootstrap=False)
 
 

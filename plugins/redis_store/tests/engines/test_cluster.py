@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from redis.crc import key_slot
 from redis_servers import wait_until
-from tensordict import TensorDict
 
 from dataplane_testkit import backend_of
 
@@ -24,9 +23,8 @@ def namespace_on(number, tag=""):
 
 def write_and_read(client, values):
     client.register_partition("p", ["x"], None, ["train"])
-    fields = TensorDict({"x": values}, batch_size=[len(values)])
     ids = [f"s{row}" for row in range(len(values))]
-    client.put_samples(ids, "p", fields)
+    client.put_samples(ids, "p", {"x": values})
     meta = client.claim_meta("p", "train", ["x"], len(values), lease_s=60)
     assert torch.equal(client.get_data(meta)["x"], values)
     client.ack(meta)
@@ -49,23 +47,16 @@ def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
     namespace = namespace_on(0)
     client = connect(url=nodes[0].url, namespace=namespace, partition="p")
     values = torch.randn(64, 4096)
-    client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
+    client.put_samples([f"s{row}" for row in range(64)], "p", {"x": values})
     pool = ThreadPoolExecutor(1)
     waits = pool.submit(client.claim_meta, "p", "train", ["x"], 65, timeout_s=300.0)
     wait_until(lambda: nodes[0].admin("PUBSUB", "SHARDCHANNELS"))
 
-    slot = key_slot(backend_of(client)._session.base)
-    ids = [node.admin("CLUSTER", "MYID").decode() for node in nodes]
-    nodes[2].admin("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
-    nodes[0].admin("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[2])
-    keys = nodes[0].admin("CLUSTER", "GETKEYSINSLOT", slot, 1000)
-    nodes[0].admin("MIGRATE", "127.0.0.1", nodes[2].port, "", 0, 10_000, "KEYS", *keys)
-    for node in (nodes[2], nodes[0], nodes[1]):
-        node.admin("CLUSTER", "SETSLOT", slot, "NODE", ids[2])
+    nodes[0].move_slot(key_slot(backend_of(client)._session.base), nodes[2], [nodes[1]])
 
     assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
     wait_until(lambda: nodes[2].admin("PUBSUB", "SHARDCHANNELS"))
-    client.put_samples(["last"], "p", TensorDict({"x": values[:1]}, batch_size=[1]))
+    client.put_samples(["last"], "p", {"x": values[:1]})
     assert waits.result(60).size == 65
     pool.shutdown()
     write_and_read(client, torch.randn(64, 4096))
@@ -87,7 +78,7 @@ def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_clust
 
     monkeypatch.setattr(backend_of(client), "_write", moves_first)
     values = torch.randn(64, 4096)
-    client.put_samples([f"s{row}" for row in range(64)], "p", TensorDict({"x": values}, batch_size=[64]))
+    client.put_samples([f"s{row}" for row in range(64)], "p", {"x": values})
     assert met
     assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
     client.clear_samples(None, "p")
@@ -100,18 +91,3 @@ def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(clust
     slots = cluster[0].admin("CLUSTER", "SLOTS")
     backend_of(client)._payload.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
     assert ("127.0.0.1", 1) in session.link._nodes
-
-
-def test_another_node_takes_over_from_one_that_was_killed(start_cluster, connect):
-    nodes = start_cluster(num_replicas=1)
-    replica = nodes.pop()
-
-    client = connect(url=nodes[0].url, namespace=namespace_on(0))
-    write_and_read(client, torch.arange(2))
-    nodes[0].replicate_to(replica)  # what it does not have yet would be lost
-    nodes[0].kill()
-    for node in (*nodes[1:], replica):
-        node.notices_deaths()
-    wait_until(lambda: replica.admin("INFO", "replication")["role"] == "master")
-    wait_until(lambda: replica.is_in_cluster() and nodes[1].is_in_cluster() and nodes[2].is_in_cluster())
-    write_and_read(client, torch.randn(64, 4096))

@@ -6,7 +6,6 @@ import pytest
 import redis
 import torch
 from redis_servers import wait_until
-from tensordict import TensorDict
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
@@ -19,9 +18,7 @@ GROUP = 70  # so many members take two lists
 
 
 def columns(ids, **fields):
-    return TensorDict(
-        {name: torch.full((len(ids), 3), float(value)) for name, value in fields.items()}, batch_size=[len(ids)]
-    )
+    return {name: torch.full((len(ids), 3), float(value)) for name, value in fields.items()}
 
 
 def starts_waiting(client):
@@ -39,7 +36,7 @@ def fill(client):
     backend_of(client)._payload.look(time.monotonic() + 60)  # all payload is known to this history of the server
     client.register_partition("rows", ["x", "y"], 12, ["train", "other"])
     client.put_samples(list("abcdef"), "rows", columns("abcdef", x=1), tags=[{"v": each} for each in range(6)])
-    shared = TensorDict({"y": torch.ones(1, 9_000).expand(2, -1)}, batch_size=[2])
+    shared = {"y": torch.ones(1, 9_000).expand(2, -1)}
     client.put_samples(["a", "b"], "rows", shared)
     client.put_samples(["c", "d"], "rows", columns("cd", y=2))
     client.put_samples(["z"], "rows", columns("z", x=1))
@@ -59,7 +56,7 @@ def fill(client):
     more = [f"r_g{each}" for each in range(GROUP)]
     client.put_samples(more, "groups", columns(more, x=1))
     client.put_samples(["s_g0"], "groups", columns(["s_g0"], x=1))
-    client.put_samples(["zz"], "rows", TensorDict({"y": torch.ones(1, 9_000)}, batch_size=[1]))
+    client.put_samples(["zz"], "rows", {"y": torch.ones(1, 9_000)})
     cleared = {"name": "rows", "epoch": b"", "ids": ["zz"], "whole": 0}  # it is to be deleted
     backend_of(client)._session.run("test", time.monotonic() + 60, "clear", **cleared)
     return leased, grouped

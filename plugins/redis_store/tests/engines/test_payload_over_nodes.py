@@ -10,19 +10,9 @@ from collections import Counter
 import pytest
 import torch
 from redis.crc import key_slot
-from redis.exceptions import ConnectionError as LostConnectionError, InvalidResponse
 from redis_servers import wait_until
-from tensordict import TensorDict
 
-from dataplane_core.errors import (
-    BackendError,
-    BackendUnavailableError,
-    LostSamplesError,
-    OperationTimeoutError,
-    StalePartitionError,
-)
-from dataplane_redis._link import Link
-from dataplane_redis._nodes import Job, Nodes
+from dataplane_core.errors import BackendUnavailableError, LostSamplesError, OperationTimeoutError, StalePartitionError
 from dataplane_redis._payload import NUM_BUCKETS, Placing
 from dataplane_redis._scripts import MARK
 from dataplane_testkit import backend_of
@@ -42,7 +32,7 @@ def client(cluster, connect, namespace):
 
 
 def rows(count, value=0.0, size=WIDE):
-    return TensorDict({"x": torch.arange(float(count)).view(-1, 1).expand(-1, size) + value}, batch_size=[count])
+    return {"x": torch.arange(float(count)).view(-1, 1).expand(-1, size) + value}
 
 
 def names(count, prefix="s"):
@@ -156,7 +146,7 @@ WRITER = """
     config = {"backend": "redis_store", "options": {"url": url, "namespace": namespace}}
     client = connect(config, bootstrap=False)
     client.put_samples([f"d{row}" for row in range(8)], "p",
-                       TensorDict({"x": torch.ones(8, 20_000)}, batch_size=[8]))
+                       {"x": torch.ones(8, 20_000)})
 """
 
 
@@ -324,31 +314,3 @@ def test_failovers_and_moving_slots_under_load(start_cluster, start_load, connec
     assert not lost_puts
     assert not lost_acks
     client.clear_samples(None, "p")
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(
-    ("error", "kind", "told"),
-    [
-        (
-            LostConnectionError("Error 1 connecting to 10.0.0.1:1. [SSL: CERTIFICATE_VERIFY_FAILED] mismatch."),
-            BackendUnavailableError,
-            "is refused: Error 1 connecting to 10.0.0.1:1",
-        ),
-        (InvalidResponse("the reply cannot be read: -MOVED x"), BackendError, "MOVED x"),
-    ],
-    ids=["certificate", "reply"],
-)
-def test_what_a_later_try_would_meet_again_is_told_at_once(monkeypatch, again, error, kind, told):
-    tries = []
-
-    def fails(*_):
-        tries.append(1)
-        raise error
-
-    nodes = Nodes(Link("rediss://127.0.0.1:1"))
-    nodes.learn([[0, 16383, [b"10.0.0.1", 1]]])
-    monkeypatch.setattr(nodes, "_open", fails)
-    with pytest.raises(kind, match=told) as caught:
-        nodes.exchange("put", time.monotonic() + 60, [Job(1, [b"PING"])], again=again)
-    assert (caught.value.retryable, tries) == (False, [1])

@@ -3,8 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from redis_servers import wait_until
-from tensordict import TensorDict
 
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_core.errors import BackendUnavailableError, ConfigError
 from dataplane_redis import _server
 from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
@@ -26,8 +23,7 @@ from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend
 config = DataPlaneConfig(backend="redis_store", options={"server": "private", "namespace": sys.argv[1]})
 client = connect_backend(RedisBackend, config)
-server = client._backend._server
-print(server.pid, server._process._watcher.pid, flush=True)
+print(client._backend._server.pid, flush=True)
 time.sleep(100)
 """
 
@@ -67,7 +63,7 @@ def test_a_stopped_server_is_ended_too(connect, monkeypatch):
 def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
     owner = connect(server="private", namespace=f"killed-{operation}")
     client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}", partition="p")
-    columns = TensorDict({"x": torch.ones(1)}, batch_size=[1])
+    columns = {"x": torch.ones(1)}
     client.put_samples(["a"], "p", columns)
     pid = backend_of(owner)._server.pid
     acts = {
@@ -89,34 +85,19 @@ def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
             assert "produce their samples again" in caught.value.hint
 
 
-def test_a_second_owner_is_refused(connect):
-    connect(server="private", namespace="twice")
-    with pytest.raises(AlreadyRunningError, match="bootstrap=False"):
-        connect(server="private", namespace="twice")
-
-
-def kill_an_owner(python, with_watcher=False):
+@pytest.fixture
+def killed_owner(python):
     """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
     owner = python.start("-c", _OWNER, namespace, stdout=subprocess.PIPE)
     try:
-        pid, watcher = map(int, owner.stdout.readline().split())
+        pid = int(owner.stdout.readline())
         assert runs(pid)
-        if with_watcher:
-            for each in (owner.pid, watcher):
-                os.kill(each, signal.SIGSTOP)  # so that neither acts on the other's end
-            os.kill(watcher, signal.SIGKILL)
     finally:
         owner.kill()
         owner.wait()
         owner.stdout.close()
     return namespace, pid
-
-
-@pytest.fixture
-def killed_owner(python):
-    """Namespace and server of an owner that was just killed."""
-    return kill_an_owner(python)
 
 
 def test_the_server_ends_with_an_owner_that_is_killed(killed_owner):
@@ -133,16 +114,6 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
     assert connect(bootstrap=False, server="private", namespace=namespace).list_samples("p").size == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
-def test_an_owner_killed_together_with_its_watcher_leaves_no_server_and_a_folder_to_the_next_one(connect, python):
-    namespace, pid = kill_an_owner(python, with_watcher=True)
-    wait_until(lambda: not runs(pid))
-    client = connect(server="private", namespace=namespace, partition="p")
-    client.close()
-    assert not _folder(namespace).path.exists()
-    assert not _folder(namespace).lock_path.exists()
-
-
 def test_no_binary_says_how_to_install_it(connect, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(BackendUnavailableError, match="apt-get install redis-server"):
@@ -157,24 +128,11 @@ def test_without_a_url_the_server_is_private(connect):
 
 @pytest.mark.parametrize(
     "options",
-    [{"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}],
-    ids=["both", "scheme", "appendonly_of_a_url"],
+    [
+        *({"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}),
+        {"wait_replicas": 1},  # a private server has none
+    ],
 )
 def test_wrong_options_are_refused(connect, options):
     with pytest.raises(ConfigError):
         connect(**options)
-
-
-def test_durability_is_stated(connect, caplog):
-    caplog.set_level("INFO", logger="dataplane_redis")
-    for options in ({}, {"appendonly": True}):
-        owner = connect(server="private", namespace="stated", **options)
-        attached = connect(bootstrap=False, server="private", namespace="stated", **options)
-        for client in (owner, attached):
-            found = backend_of(client).durability(time.monotonic() + 20)
-            assert found.appendonly == bool(options)
-            assert not found.survives_kill
-            assert "its data live as long as the server" in found.describe()
-        owner.close()
-    assert caplog.text.count("its data live as long as the server") == 4
-    assert "durable" not in caplog.text

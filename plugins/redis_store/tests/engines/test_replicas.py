@@ -1,16 +1,11 @@
 """Calls that wait for replicas: a failover loses nothing that was acknowledged."""
 
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from redis_servers import LARGE, SMALL, columns, wait_until
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    ConfigError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis._acknowledged import Acknowledgements
 from dataplane_redis._protocol import pack
 
@@ -129,34 +124,3 @@ def test_a_put_whose_wait_was_refused_for_a_moment_is_repeated(start_server, con
     client.put_samples(["a"], "p", columns(1, size))
     assert refused
     assert client.get_samples(["a"], "p", ["x"])["x"].shape == (1, size)
-
-
-def test_a_failover_under_load_loses_nothing_acknowledged(start_server, connect, start_load, check_told):
-    primary = start_server()
-    replica = start_server().follow(primary)
-    url, namespace = f"unix://{primary.socket}", f"load-{uuid.uuid4().hex[:8]}"
-    client = connect(url=url, namespace=namespace, wait_replicas=1, op_timeout_s=20, partition="p")
-    load = start_load(url, namespace, "load", 1)
-    wait_until(lambda: load.num_committed() >= 20)
-    replica.admin("REPLICAOF", "127.0.0.1", "1")  # nobody there: what comes now does not reach it
-    # all threads wait for replicas: one that began a call while no server is there would be refused
-    wait_until(lambda: primary.info("clients")["blocked_clients"] >= 4)
-    primary.kill()
-    replica.take_over(primary)
-    start_server().follow(replica)  # nothing is acknowledged until the new primary has a replica of its own
-    count = load.num_committed()
-    wait_until(lambda: load.num_committed() >= count + 40)
-    told = load.end()
-    assert check_told(client, [told]) == (set(), {})
-    assert told["acked"]
-    failed = {name for name, _, text in told["errors"] if "put_samples(" in text or "ack(" in text}
-    assert failed <= {"LeaseExpiredError"}  # those under way were repeated; a lease that no replica had is lost
-
-
-def test_waiting_for_the_sync_needs_a_server_that_can(start_server, connect):
-    server = start_server("--appendonly", "yes")
-    if server.info("server")["redis_version"] < "7.2":
-        with pytest.raises(ConfigError, match=r"wait_fsync needs Redis 7\.2, or Valkey"):
-            connect(url=server.url, wait_fsync=True)
-    with pytest.raises(ConfigError, match="A private one has no replicas"):
-        connect(wait_replicas=1)

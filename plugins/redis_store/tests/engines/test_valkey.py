@@ -43,18 +43,3 @@ def test_waiting_for_append_only_files(start_server, connect, every_operation, b
     primary.admin("CONFIG", "SET", "appendonly", "no")
     with pytest.raises(ConfigError, match="no append-only file"):
         connect(**options)
-
-
-def test_a_failover_of_valkey_loses_nothing_acknowledged(start_server, connect, every_operation):
-    primary = start_server(binary=VALKEY)
-    replica = start_server(binary=VALKEY).follow(primary)
-    url = f"unix://{primary.socket}"
-    client = connect(url=url, namespace="valkey", wait_replicas=1)
-    every_operation(client)
-    client.register_partition("p", ["x"], None, ["train"])
-    client.put_samples(["a"], "p", columns(1, 40_000, 7))
-    client.ack(client.claim_meta("p", "train", ["x"], 1, lease_s=60))
-    primary.kill()
-    replica.take_over(primary)
-    assert (client.get_samples(["a"], "p", ["x"])["x"] == 7).all()
-    assert client.list_consumed("p", "train") == ["a"]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -15,17 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from durable_roles import check, notes_in, wait_for
 from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, ConfigError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import Session
-from dataplane_shm._diagnosis import diagnose
-from dataplane_shm.config import ShmConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from durable_roles import check, notes_in, wait_for
 
 ROLES = Path(__file__).with_name("durable_roles.py")
 
@@ -112,15 +107,17 @@ def test_a_folder_that_became_read_only_is_refused_and_kept(config, tmp_path):
         assert client.list_samples("p").sample_ids == ["a"]
 
 
-def test_sync_without_a_folder_is_refused():
-    with pytest.raises(ConfigError, match="'sync' needs 'durable'"):
-        connect({"backend": "shm_store", "options": {"sync": "commit"}})
-
-
-@pytest.mark.parametrize(("folder", "why"), [("", "names no folder"), ("~nobody-has-this-name/x", "home directory")])
-def test_a_folder_that_is_named_wrongly_is_refused(folder, why):
-    with pytest.raises(ConfigError, match=rf"durable[\s\S]*{why}"):
-        connect({"backend": "shm_store", "options": {"durable": folder}})
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sync": "commit"}, "'sync' needs 'durable'"),
+        ({"durable": ""}, r"durable[\s\S]*names no folder"),
+        ({"durable": "~nobody-has-this-name/x"}, r"durable[\s\S]*home directory"),
+    ],
+)
+def test_a_folder_that_is_named_wrongly_or_not_at_all_is_refused(options, why):
+    with pytest.raises(ConfigError, match=why):
+        connect({"backend": "shm_store", "options": options})
 
 
 def test_a_client_gets_the_store_of_the_folder_that_it_names_or_none(config, tmp_path):
@@ -162,26 +159,3 @@ def test_a_client_syncs_and_digests_what_it_wrote_before_it_commits(config, monk
     with connect(config | {"options": {**config["options"], "durable": str(tmp_path / "copy")}}) as client:
         for length in lengths:
             assert client.get_samples([str(length)], "p", ["x"])["x"].tolist() == [[length] * length]
-
-
-def test_the_doctor_says_what_is_in_a_folder_and_who_has_it(config):
-    folder = Path(config["options"]["durable"])
-
-    def said():
-        checked = ShmConfig(**config["options"])
-        return [each.what for each in diagnose(checked, time.monotonic() + 60) if "durable folder" in each.what]
-
-    assert said() == [f"The durable folder {folder} does not exist yet. A store that is bootstrapped begins there."]
-    with connect(config) as client:
-        client.register_partition("p", ["x"], None, ["t"])
-        client.put_samples(["a", "b"], "p", {"x": torch.arange(1 << 20).view(2, -1).float()})
-        (line,) = said()
-        assert f"is open in process {ledger_of(config)} of host {os.uname().nodename}, since 20" in line
-    (line,) = said()
-    assert "is open in no process. It was last in process" in line
-    assert line.endswith("It holds 2 samples in 'p': 4 MiB of rows.")
-    (journal,) = folder.glob("journal/*/journal")
-    data = journal.read_bytes()
-    journal.write_bytes(data[:100] + b"x" + data[101:])
-    (line,) = said()
-    assert "cannot be read" in line

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from dataplane_core import StreamingDataset, connect
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, InvalidRequestError, InvalidTypeError
-from dataplane_core.spec import hookimpl
+from dataplane_testkit import Faults
 from dataplane_testkit._timing import eventually
 
 NUM = 24
@@ -118,30 +118,20 @@ def test_no_batch_waits_in_the_loader_for_another_one(config, tmp_path):
         assert client.check_consumption_status("p", ["t"])
 
 
-class Unsteady:
-    """Middleware whose first renewal fails."""
-
-    def __init__(self):
-        self.num_asked = 0
-        self.renewed = threading.Event()
-
-    @hookimpl(wrapper=True)
-    def renew(self, request):
-        self.num_asked += 1
-        if self.num_asked == 1:
-            raise BackendUnavailableError("not for the moment.")
-        reply = yield
-        self.renewed.set()
-        return reply
-
-
 def test_a_renewal_that_fails_is_tried_again():
-    unsteady = Unsteady()
-    with connect({"backend": "noop", "middleware": [unsteady]}) as client:
+    tries, again, faults = [], threading.Event(), Faults()
+
+    def fails_first(request):
+        tries.append(request)
+        if len(tries) == 1:
+            raise BackendUnavailableError("not for the moment.")
+        again.set()
+
+    with connect({"backend": "noop", "middleware": [faults]}) as client, faults.before("renew", fails_first):
         _fill(client)
         batches = iter(StreamingDataset(client, "p", "t", ["x"], 4, lease_s=9.0))
         next(batches)
-        assert unsteady.renewed.wait(60)
+        assert again.wait(60)
         batches.close()
 
 

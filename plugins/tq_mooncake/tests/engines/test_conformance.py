@@ -9,7 +9,13 @@ import pytest
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
 from dataplane_mooncake import TQMooncakeBackend
-from dataplane_testkit import BackendConformance
+from dataplane_testkit import BackendConformance, Settings, run_chaos
+
+
+def options_of(instance, ray_address):
+    sizes = {"segment_size_bytes": 256 << 20, "local_buffer_size_bytes": 16 << 20}
+    # a busy machine may need long for a master
+    return {"instance": instance, "ray_address": ray_address, "master_start_s": 85, **sizes}
 
 
 class TestTQMooncake(BackendConformance):
@@ -18,13 +24,7 @@ class TestTQMooncake(BackendConformance):
 
     @pytest.fixture
     def options(self, ray_address):
-        return {
-            "instance": "conformance",
-            "ray_address": ray_address,
-            "segment_size_bytes": 256 << 20,
-            "master_start_s": 85,  # a busy machine may need long
-            "local_buffer_size_bytes": 16 << 20,
-        }
+        return options_of("conformance", ray_address)
 
     def raw_get(self, backend, partition_id, sample_id, field):
         """The frame, straight from Mooncake."""
@@ -45,3 +45,10 @@ class TestTQMooncake(BackendConformance):
 
     def conflicting_options(self, options):
         return {**options, "num_storage_units": 2}
+
+
+def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
+    """Of processes that are killed and stopped."""
+    options = options_of("random", ray_address)
+    verdict = run_chaos(TestTQMooncake(), options, Settings.brief(), folder=tmp_path)
+    assert verdict.passed, verdict

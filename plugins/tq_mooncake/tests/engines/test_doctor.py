@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dataplane_core.backends import Level
-from dataplane_mooncake import TQMooncakeBackend, machine
+from dataplane_mooncake import TQMooncakeBackend
 from dataplane_mooncake.config import TQMooncakeConfig
 
 
@@ -39,12 +39,3 @@ def test_what_an_option_asks_for_and_the_node_lacks_is_an_error(options, what, h
     ((said, mends),) = findings(Level.ERROR, **{"segment_size_bytes": 64 << 20, **options})
     assert what in said
     assert hint in mends
-
-
-def test_a_master_that_may_not_be_executed_is_an_error_with_its_mode(tmp_path, monkeypatch):
-    path = tmp_path / "mooncake_master"
-    path.touch(mode=0o644)
-    monkeypatch.setattr(machine, "master_path", lambda: path)
-    ((said, mends),) = findings(Level.ERROR, segment_size_bytes=64 << 20)
-    assert said == f"{path} is not executable (mode 644)."
-    assert mends == f"Run: chmod +x {path}"

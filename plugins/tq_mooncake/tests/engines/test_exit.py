@@ -9,7 +9,6 @@ from collections import defaultdict
 import pytest
 import ray
 import torch
-from tensordict import TensorDict
 from tiers import in_long
 
 from dataplane_core import connect
@@ -61,7 +60,7 @@ os.read(0, 1)
 before = LATEST_END.set(time.monotonic() + 1.5)
 try:
     if ending == "after_a_put":
-        client.put_samples(["t"], "p", TensorDict({"x": torch.ones(1, 400_000)}, batch_size=[1]))
+        client.put_samples(["t"], "p", {"x": torch.ones(1, 400_000)})
     else:
         client.get_samples(["s0", "s1"], "p", ["x"])
 except OperationTimeoutError:
@@ -107,7 +106,7 @@ def unit(ray_address):
     options = {"instance": "exit", "ray_address": ray_address, "segment_size_bytes": 64 << 20, **SMALL}
     with connect({"backend": "tq_mooncake", "options": options, "op_timeout_s": 90}) as client:
         client.register_partition("p", ["x"], None, ["train"])
-        client.put_samples(["s0", "s1"], "p", TensorDict({"x": torch.zeros(2, 400_000)}, batch_size=[2]))
+        client.put_samples(["s0", "s1"], "p", {"x": torch.zeros(2, 400_000)})
         unit = ray.get_actor("tqm-exit/unit-0", namespace="dataplane")
         yield ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
 

@@ -2,9 +2,7 @@
 
 import os
 import socket
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +11,6 @@ from dataplane_mooncake import _master, machine
 from dataplane_mooncake._master import Master, MasterWatch
 from dataplane_mooncake._store import StoreSettings, open_engine
 from dataplane_mooncake.config import TQMooncakeConfig
-from dataplane_testkit._timing import eventually
-
-_OWNER = """
-import time
-from pathlib import Path
-from dataplane_mooncake._master import Master
-master = Master("127.0.0.1")
-master.start(time.monotonic() + 60)
-print(master.pid, master._folder, flush=True)
-time.sleep(300)
-"""
 
 
 def in_60_s():
@@ -77,18 +64,6 @@ def test_a_port_that_was_taken_meanwhile_is_not_taken_for_ours(monkeypatch):
             assert ports == []
         finally:
             master.stop()
-
-
-def test_a_master_ends_with_an_owner_that_is_killed(runs, python):
-    with python.start("-c", _OWNER, stdout=subprocess.PIPE) as owner:
-        try:
-            pid, folder = owner.stdout.readline().decode().split()
-            assert runs(int(pid))
-            assert Path(folder).is_dir()
-        finally:
-            owner.kill()
-    eventually(lambda: not runs(int(pid)), 60.0)
-    eventually(lambda: not Path(folder).exists(), 60.0)
 
 
 @pytest.mark.parametrize(

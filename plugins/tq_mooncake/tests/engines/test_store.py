@@ -17,7 +17,6 @@ import psutil
 import pytest
 import ray
 import torch
-from tensordict import TensorDict
 
 from dataplane_core.errors import (
     BackendError,
@@ -55,7 +54,7 @@ def client(owner):
 def rows(num_rows, size_bytes, seed=0):
     """Rows of these many random bytes."""
     values = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num_rows, size_bytes), dtype=np.uint8))
-    return TensorDict({"x": values}, batch_size=[num_rows])
+    return {"x": values}
 
 
 def ids(num_rows, name="s"):
@@ -63,18 +62,6 @@ def ids(num_rows, name="s"):
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_all_sizes_come_back_and_repeated_ids_are_right(client):
-    """Rows smaller and larger than a part of the buffer (1 MiB), and of length 0; the same id twice in a read."""
-    lengths = [0, 1, 5 * MIB // 2, 3, 700_000, 700_000, 0, MIB, 17]
-    generator = np.random.default_rng(1)
-    values = [torch.from_numpy(generator.integers(0, 256, length, dtype=np.uint8)) for length in lengths]
-    column = torch.nested.nested_tensor(values, layout=torch.jagged)
-    client.put_samples(ids(9), "p", TensorDict({"x": column}, batch_size=[9]))
-    order = [4, 2, 8, 0, 2, 4, 7]
-    got = client.get_samples([f"s{i}" for i in order], "p", ["x"])["x"].unbind()
-    assert all(torch.equal(row, values[i]) for row, i in zip(got, order, strict=True))
 
 
 def test_thousands_of_small_rows_go_in_one_operation(client):
@@ -86,15 +73,17 @@ def test_thousands_of_small_rows_go_in_one_operation(client):
     client.clear_samples(names, "p")
 
 
-class Registering:
-    """The real engine, that notes what is registered, and can say that transfers of a get failed."""
+class Watched:
+    """The real engine, that notes what is asked of it, and says of some transfers of rows that they failed.
+
+    Attributes:
+        fails: Tells of the name of a call, a row's number and how many there are the code with which it fails, or None.
+    """
 
     def __init__(self, engine):
         self._engine = engine
-        self.registered = {}
-        self.num_registered = 0
-        self.reads_fail = False
-        self.leases_expire = False
+        self.registered, self.num_registered, self.noted = {}, 0, []
+        self.fails = lambda name, row, count: None
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -108,49 +97,73 @@ class Registering:
         del self.registered[address]
         return self._engine.unregister_buffer(address)
 
+    def batch_put_from(self, keys, starts, sizes, config):
+        return self._transfer("put", self._engine.batch_put_from, (keys, starts, sizes), config)
+
     def batch_get_into(self, keys, starts, sizes):
         self.read_into = starts
-        if self.leases_expire and len(keys) > 1:  # as where all together take longer than a lease
-            return [sizes[0]] + [-707] * (len(keys) - 1)
-        return [-800] * len(keys) if self.reads_fail else self._engine.batch_get_into(keys, starts, sizes)
+        return self._transfer("get", self._engine.batch_get_into, (keys, starts, sizes))
+
+    def _transfer(self, name, call, columns, *more):
+        codes = [self.fails(name, row, len(columns[0])) for row in range(len(columns[0]))]
+        reach = [row for row, code in enumerate(codes) if code is None]
+        done = iter(call(*([column[row] for row in reach] for column in columns), *more))
+        return [next(done) if code is None else code for code in codes]
+
+    def batch_remove(self, *args):
+        self.noted.append("delete")
+        return self._engine.batch_remove(*args)
+
+    def close(self):
+        self.noted.append("close")
+        return self._engine.close()
+
+
+def no_reads(name, row, count):
+    return -800 if name == "get" else None
+
+
+def lease_ends_after_the_first(name, row, count):
+    """As where all together take longer than a lease."""
+    return -707 if name == "get" and row else None
 
 
 @pytest.fixture
-def registering(client, monkeypatch):
+def watched(client, monkeypatch):
     (store,) = Store._shared.values()
-    engine = Registering(store._engine)
+    engine = Watched(store._engine)
     monkeypatch.setattr(store, "_engine", engine)
     return engine
 
 
-def test_memory_of_a_transfer_is_registered_only_for_that_time(client, registering):
+def test_memory_of_a_transfer_is_registered_only_for_that_time(client, watched):
     client.put_samples(ids(300), "p", rows(300, 9000))
-    registering.reads_fail = True
+    watched.fails = no_reads
     with pytest.raises(BackendError, match="-800 for 256 keys"):
         client.get_samples(ids(300), "p", ["x"])
-    assert registering.num_registered == 3  # 300 rows go in two transfers
-    assert registering.registered == {}
+    assert watched.num_registered == 3  # 300 rows go in two transfers
+    assert watched.registered == {}
 
 
-def test_rows_whose_lease_ended_before_they_came_are_read_one_by_one(client, registering):
+def test_rows_whose_lease_ended_before_they_came_are_read_one_by_one(client, watched):
     client.put_samples(ids(3), "p", rows(3, 9000))
-    registering.leases_expire = True
+    watched.fails = lease_ends_after_the_first
     (store,) = Store._shared.values()
     keys = [key for name in ids(3) for key in backend_of(client)._engine._keys(located(client, name))]
     found = [bytes(row) for row in store.get(_calls.Call(), keys)]
-    registering.leases_expire = False
+    watched.fails = lambda *_: None
     assert found[1:] == [bytes(row) for row in store.get(_calls.Call(), keys)][1:]
 
 
-def test_bytes_that_come_late_get_into_nobodys_memory(client, registering):
+def test_bytes_that_come_late_get_into_nobodys_memory(client, watched):
     (store,) = Store._shared.values()
     client.put_samples(ids(2), "p", rows(2, MIB))
     keys = backend_of(client)._engine._keys(located(client, "s0") + located(client, "s1"))
-    registering.reads_fail = True
+    watched.fails = no_reads
     with pytest.raises(_store.EngineError):
         store.get(_calls.Call(), keys)
-    late = registering.read_into[0]
-    registering.reads_fail = False
+    late = watched.read_into[0]
+    watched.fails = lambda *_: None
     found = store.get(_calls.Call(), keys)
     expected = [bytes(row) for row in found]
     ctypes.memset(late, 7, MIB)
@@ -163,7 +176,7 @@ def test_over_rdma_rows_go_through_a_buffer_that_is_registered_once(client, monk
     monkeypatch.setattr(_store, "open_engine", lambda settings, **more: real(settings._replace(protocol="tcp"), **more))
     (other,) = Store._shared.values()
     store = Store(other.settings._replace(protocol="rdma"))
-    store._engine = engine = Registering(store._engine)
+    store._engine = engine = Watched(store._engine)
     sizes = [100_000] * 64 + [5 * MIB]  # many parts of the buffer, and a row that is larger than one
     offsets = np.cumsum([0, *sizes])
     sent, keys = np.random.default_rng(0).bytes(offsets[-1]), ids(65, "buffered")
@@ -198,7 +211,7 @@ def test_a_row_of_every_size_class_comes_back_whole_also_in_another_process(conn
     values = np.random.default_rng(2).integers(0, 256, max(sizes) + len(sizes), dtype=np.uint8)
     cells = [torch.from_numpy(values[i : i + size]) for i, size in enumerate(sizes)]
     column = torch.nested.nested_tensor(cells, layout=torch.jagged)
-    client.put_samples(ids(len(sizes)), "p", TensorDict({"x": column}, batch_size=[len(sizes)]))
+    client.put_samples(ids(len(sizes)), "p", {"x": column})
     (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(
         *backend_of(client)._engine._keys(located(client, f"s{len(sizes) - 2}"))
     )
@@ -211,50 +224,22 @@ def test_a_row_of_every_size_class_comes_back_whole_also_in_another_process(conn
     assert told == sorted(f"s{i} {len(cell)} {zlib.crc32(cell.numpy())}" for i, cell in enumerate(cells))
 
 
-def test_operations_share_a_few_threads(client, monkeypatch):
-    made, worker = [], _calls._Worker
-    monkeypatch.setattr(_calls, "_Worker", lambda: made.append(worker()) or made[-1])
-    before = psutil.Process().num_threads()
-    for seed in range(100):
-        client.put_samples(ids(4), "p", rows(4, 1000, seed))
-        assert torch.equal(client.get_samples(ids(4), "p", ["x"])["x"], rows(4, 1000, seed)["x"])
-    assert len(made) <= _calls._MAX_IDLE
-    # those of other libraries come and go
-    eventually(lambda: psutil.Process().num_threads() - before <= _calls._MAX_IDLE, 60.0)
+def test_rows_whose_transfer_fails_are_tried_again(client, watched):
+    """Every third row of the first put and of the first get."""
+    broken = set()
 
+    def fails(name, row, count):
+        if name in broken or row % 3:
+            return None
+        if row == count - 1:
+            broken.add(name)
+        return -800
 
-class BreaksOnce:
-    """The real engine, but for every third row of the first put and of the first get, whose transfers fail."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self.broken = set()
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def batch_put_from(self, keys, starts, sizes, config):
-        return self._call(self._engine.batch_put_from, keys, starts, sizes, config)
-
-    def batch_get_into(self, keys, starts, sizes):
-        return self._call(self._engine.batch_get_into, keys, starts, sizes)
-
-    def _call(self, call, keys, starts, sizes, *more):
-        breaks = set() if call.__name__ in self.broken else set(range(0, len(keys), 3))
-        self.broken.add(call.__name__)
-        reach = [row for row in range(len(keys)) if row not in breaks]
-        done = iter(call(*([column[row] for row in reach] for column in (keys, starts, sizes)), *more))
-        return [-800 if row in breaks else next(done) for row in range(len(keys))]
-
-
-def test_rows_whose_transfer_fails_are_tried_again(client, monkeypatch):
-    (store,) = Store._shared.values()
-    engine = BreaksOnce(store._engine)
-    monkeypatch.setattr(store, "_engine", engine)
+    watched.fails = fails
     sent = rows(100, 64)
     client.put_samples(ids(100), "p", sent)
     assert torch.equal(client.get_samples(ids(100), "p", ["x"])["x"], sent["x"])
-    assert engine.broken == {"batch_put_from", "batch_get_into"}
+    assert broken == {"put", "get"}
 
 
 @pytest.mark.parametrize("first", ["put", "get"])
@@ -292,32 +277,13 @@ def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, 
     assert torch.equal(others[1].get_samples(ids(4), "p", ["x"])["x"], rows(4, 100)["x"])
 
 
-class Noting:
-    """An engine that notes when it deletes rows and when it is closed."""
-
-    def __init__(self, engine):
-        self._engine = engine
-        self.noted = []
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def batch_remove(self, *args):
-        self.noted.append("delete")
-        return self._engine.batch_remove(*args)
-
-    def close(self):
-        self.noted.append("close")
-        return self._engine.close()
-
-
 def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_deleted(
     client, connect, ray_address, monkeypatch
 ):
     monkeypatch.setattr(Store, "_shared", {})  # an engine of its own
     other = connect(bootstrap=False, instance="store", ray_address=ray_address)
     engine, store = backend_of(other)._engine, backend_of(other)._engine._store
-    noting, put, stored, go_on = Noting(store._engine), store.put, threading.Event(), threading.Event()
+    noting, put, stored, go_on = Watched(store._engine), store.put, threading.Event(), threading.Event()
 
     def put_slowly(*args, **more):
         put(*args, **more)

@@ -1,16 +1,11 @@
 """Clients of an instance that work while its processes are killed."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import MissingDataError
 from dataplane_testkit._timing import eventually as _eventually
 
@@ -19,17 +14,17 @@ ROWS = 6
 TASKS = ["taken", "leased"]
 
 
-def put(client: DataPlaneClient, ids: list[str], value: int = 0) -> None:
+def put(client, ids, value=0):
     rows = torch.tensor([[int(each.rpartition("-")[2]) + value] * 50 for each in ids])
     client.put_samples(ids, "p", {"x": rows})
 
 
-def right(client: DataPlaneClient, ids: list[str], value: int = 0) -> bool:
+def right(client, ids, value=0):
     found = client.get_samples(ids, "p", ["x"])["x"]
     return found[:, 0].tolist() == [int(each.rpartition("-")[2]) + value for each in ids]
 
 
-def eventually(holds: Callable[[], Any], what: str) -> Any:
+def eventually(holds, what):
     return _eventually(holds, STARTS_S, what)
 
 
@@ -44,17 +39,17 @@ class Load:
         rounds: How often each has done its work.
     """
 
-    def __init__(self, client: DataPlaneClient, config: dict[str, Any]) -> None:
+    def __init__(self, client, config):
         self._client, self._config = client, config
         self._stop = threading.Event()
-        self._failures: list[BaseException] = []
+        self._failures = []
         self.first = [f"a-{row}" for row in range(20)]
         self.last = [f"end-{row}" for row in range(2 * ROWS)]
-        self.written: list[str] = []
-        self.claimed: dict[str, list[str]] = {task: [] for task in TASKS}
+        self.written = []
+        self.claimed = {task: [] for task in TASKS}
         self.rounds = [0, 0, 0, 0]
 
-    def __enter__(self) -> Load:
+    def __enter__(self):
         put(self._client, self.first)
         acts = (self._produce, self._take, self._lease, self._read)
         self._threads = [threading.Thread(target=self._run, args=each) for each in enumerate(acts)]
@@ -63,7 +58,7 @@ class Load:
         self.goes_on()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind, *_):
         self._stop.set()
         put(self._client, self.last)  # for claims that wait
         for thread in self._threads:
@@ -74,17 +69,17 @@ class Load:
                 assert len(claimed) == len(set(claimed))
                 assert set(claimed) <= {*self.first, *self.written, *self.last}
 
-    def goes_on(self) -> None:
+    def goes_on(self):
         """Waits until each did more."""
         seen = list(self.rounds)
         self.eventually(lambda: all(now > then + 3 for now, then in zip(self.rounds, seen, strict=True)), "a hang")
 
-    def eventually(self, holds: Callable[[], Any], what: str) -> Any:
+    def eventually(self, holds, what):
         found = eventually(lambda: holds() or self._failures, what)
         assert not self._failures
         return found
 
-    def _run(self, number: int, act: Callable[[DataPlaneClient, int], None]) -> None:
+    def _run(self, number, act):
         try:
             with connect(self._config, bootstrap=False) as mine:
                 while not self._stop.is_set():
@@ -93,13 +88,13 @@ class Load:
         except BaseException as error:
             self._failures.append(error)
 
-    def _produce(self, mine: DataPlaneClient, turn: int) -> None:
+    def _produce(self, mine, turn):
         ids = [f"b{turn}-{row}" for row in range(ROWS)]
         put(mine, ids)
         self.written.extend(ids)
         self._stop.wait(0.02)
 
-    def _claim(self, mine: DataPlaneClient, task: str, lease_s: float | None) -> None:
+    def _claim(self, mine, task, lease_s):
         meta = mine.claim_meta("p", task, ["x"], ROWS, timeout_s=STARTS_S, lease_s=lease_s)
         try:
             assert right(mine, list(meta.sample_ids))
@@ -111,13 +106,13 @@ class Load:
             mine.ack(meta)
         self.claimed[task].extend(meta.sample_ids)
 
-    def _take(self, mine: DataPlaneClient, turn: int) -> None:
+    def _take(self, mine, turn):
         self._claim(mine, "taken", None)
 
-    def _lease(self, mine: DataPlaneClient, turn: int) -> None:
+    def _lease(self, mine, turn):
         self._claim(mine, "leased", 10 * STARTS_S)
 
-    def _read(self, mine: DataPlaneClient, turn: int) -> None:
+    def _read(self, mine, turn):
         with suppress(MissingDataError):
             assert right(mine, [self.first[turn % len(self.first)]])
         self._stop.wait(0.01)

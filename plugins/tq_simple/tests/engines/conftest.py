@@ -1,11 +1,7 @@
 """A Ray, and what is left in a ledger that tells who has been there."""
 
-from __future__ import annotations
-
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ from dataplane_core.ledger import commands
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(ray_address: str) -> Iterator[str]:
+def ray_cluster(ray_address):
     """The address of a Ray that this process is connected to."""
     import ray
 
@@ -24,10 +20,10 @@ def ray_cluster(ray_address: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def note() -> Callable[[Any, str], list[str]]:
+def note():
     """Registers a partition of that name, and lists all: ``note(engine, name)``."""
 
-    def leave(engine: Any, name: str, timeout_s: float = 60.0) -> list[str]:
+    def leave(engine, name, timeout_s=60.0):
         deadline = time.monotonic() + timeout_s
         engine.call(commands.RegisterRequest(name, ["x"], None, [], None, {}, name), deadline)
         return list(engine.call(commands.ListPartitionsRequest(), deadline).partition_ids)

@@ -3,63 +3,53 @@
 The tests share an instance, in this order: it goes on after each, but not after the last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 import torch
+from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     BackendUnavailableError,
     InvalidRequestError,
     LostSamplesError,
     MissingDataError,
     OperationTimeoutError,
-    UnsupportedOperationError,
 )
 from dataplane_testkit import backend_of
 from dataplane_tq_simple._messages import UnitRecords
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
-
 NAME = "that-dies"
 
 
-def options(address: str, **more: Any) -> dict[str, Any]:
+def options(address, **more):
     own = {"instance": NAME, "ray_address": address, "num_storage_units": 2, "near_writer": False, **more}
     return {"backend": "tq_simple", "op_timeout_s": STARTS_S, "options": own}
 
 
 @pytest.fixture(scope="module")
-def config(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def config(ray_address, tmp_path_factory):
     return options(ray_address, journal=str(tmp_path_factory.mktemp("journals")), journal_sync=False)
 
 
 @pytest.fixture(scope="module")
-def owner(config: dict[str, Any]) -> Iterator[DataPlaneClient]:
+def owner(config):
     with connect(config, bootstrap=True) as client:
         yield client
     assert os.listdir(config["options"]["journal"]) == [], "the journal is deleted with the instance"
 
 
 @pytest.fixture
-def client(owner: DataPlaneClient) -> Iterator[DataPlaneClient]:
+def client(owner):
     """The owner, with an empty partition ``p``."""
     owner.register_partition("p", ["x"], None, TASKS)
     yield owner
@@ -67,12 +57,12 @@ def client(owner: DataPlaneClient) -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
-def kill(pid_of: Callable[[str], int]) -> Callable[[str], None]:
+def kill(pid_of):
     """Kills the controller, or a unit by its name."""
     return lambda unit="": os.kill(pid_of(f"tq-{NAME}/{unit}" if unit else f"tq-{NAME}"), signal.SIGKILL)
 
 
-def is_lost(client: DataPlaneClient, sample_id: str) -> bool:
+def is_lost(client, sample_id):
     """Whether a sample is lost, and its error says all. If it is not lost, it is right."""
     try:
         assert right(client, [sample_id])
@@ -87,19 +77,19 @@ def is_lost(client: DataPlaneClient, sample_id: str) -> bool:
     return True
 
 
-def unit(client: DataPlaneClient, name: str) -> Any:
+def unit(client, name):
     return next((each for each in client.list_units() if each.name == name), None)
 
 
-def names(client: DataPlaneClient) -> list[str]:
+def names(client):
     return [each.name for each in client.list_units()]
 
 
-def held(client: DataPlaneClient) -> list[tuple[int, int, int]]:
+def held(client):
     return [(each.num_rows, each.size_bytes, each.num_lost) for each in client.list_units()]
 
 
-def test_a_unit_dies_under_load(client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]) -> None:
+def test_a_unit_dies_under_load(client, config, kill):
     """Its rows are lost and named, all others are served, claims go on, and new rows use it once it runs again."""
     with Load(client, config) as load:
         kill("unit-0")
@@ -125,9 +115,7 @@ def test_a_unit_dies_under_load(client: DataPlaneClient, config: dict[str, Any],
     assert held(client) == [(0, 0, 0)] * 2
 
 
-def test_a_put_waits_while_no_unit_runs(
-    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
-) -> None:
+def test_a_put_waits_while_no_unit_runs(client, config, kill):
     put(client, ["before-1"])
     for name in names(client):
         kill(name)
@@ -142,9 +130,7 @@ def test_a_put_waits_while_no_unit_runs(
         client.get_samples(["before-1"], "p", ["x"])
 
 
-def test_the_controller_dies_twice_under_load(
-    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None], pid_of: Callable[[str], int]
-) -> None:
+def test_the_controller_dies_twice_under_load(client, config, kill, pid_of):
     """Nothing committed is lost, nothing acked is given again, nothing is given to nobody."""
     eventually(lambda: [each.state for each in client.list_units()] == ["serving"] * 2, "the units are not back")
     pids = set()
@@ -165,12 +151,7 @@ def test_the_controller_dies_twice_under_load(
     assert held(client) == [(0, 0, 0)] * 2
 
 
-def test_a_read_that_waits_for_a_unit_asks_the_new_controller(
-    client: DataPlaneClient,
-    kill: Callable[..., None],
-    pid_of: Callable[[str], int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_read_that_waits_for_a_unit_asks_the_new_controller(client, kill, pid_of, monkeypatch):
     ids = [f"a-{row}" for row in range(20)]
     put(client, ids)
     places, asked = backend_of(client)._engine._places, threading.Event()
@@ -188,22 +169,16 @@ def test_a_read_that_waits_for_a_unit_asks_the_new_controller(
             reading.result(2 * STARTS_S)
 
 
-def test_units_come_and_go_under_load(
-    client: DataPlaneClient,
-    config: dict[str, Any],
-    actors: Callable[[str], set[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_units_come_and_go_under_load(client, config, actors, tmp_path, capsys):
     """By the command: no row is lost with a unit that is drained; those of one that is removed at once are named."""
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config))
 
-    def units(*arguments: str) -> dict[str, Any]:
+    def units(*arguments):
         assert main(["units", str(path), *arguments, "--json"]) == 0
         return {each["name"]: each for each in json.loads(capsys.readouterr().out)}
 
-    def left(*expected: str) -> Callable[[], bool]:
+    def left(*expected):
         return lambda: actors(f"tq-{NAME}/") == {f"tq-{NAME}/{name}" for name in expected}
 
     eventually(lambda: [each.state for each in client.list_units()] == ["serving"] * 2, "the units are not back")
@@ -241,13 +216,7 @@ def test_units_come_and_go_under_load(
     assert list(units("list")) == ["unit-2"]
 
 
-def test_units_that_were_added_outlive_the_controller(
-    client: DataPlaneClient,
-    config: dict[str, Any],
-    kill: Callable[..., None],
-    actors: Callable[[str], set[str]],
-    pid_of: Callable[[str], int],
-) -> None:
+def test_units_that_were_added_outlive_the_controller(client, config, kill, actors, pid_of):
     """And one that dies meanwhile is noticed."""
     client.add_units(2)
     dies, removed, kept = names(client)
@@ -283,7 +252,7 @@ def test_units_that_were_added_outlive_the_controller(
         assert right(late, ["late-1"])
 
 
-def test_a_unit_dies_while_it_is_drained(client: DataPlaneClient, kill: Callable[..., None]) -> None:
+def test_a_unit_dies_while_it_is_drained(client, kill):
     first, *_ = names(client)
     ids = [f"a-{row}" for row in range(20)]
     put(client, ids)
@@ -298,15 +267,13 @@ def test_a_unit_dies_while_it_is_drained(client: DataPlaneClient, kill: Callable
     assert right(client, ids)
 
 
-def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_lost(
-    owner: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
-) -> None:
+def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_lost(owner, config, kill):
     client = owner
     client.register_partition("p", ["x"], None, TASKS)
     put(client, ["a-1"])
     engine = backend_of(client)._engine
 
-    def refused() -> BackendUnavailableError | None:
+    def refused():
         with suppress(OperationTimeoutError):  # the machine is busy
             try:
                 engine.call(UnitRecords(), time.monotonic() + 0.1)
@@ -334,43 +301,7 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
 # --- instances of their own -------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(
-    ray_address: str, actors: Callable[[str], set[str]], tmp_path: Path
-) -> None:
-    with pytest.raises(BackendUnavailableError, match=r"there is no folder .*nowhere") as error:
-        connect(options(ray_address, instance="nowhere", journal=str(tmp_path / "nowhere")), bootstrap=True)
-    assert not error.value.retryable
-    eventually(lambda: not actors("tq-nowhere"), "something is left behind")
-
-
-class Owner:
-    """A process that bootstraps an instance."""
-
-    def start(self, config: dict[str, Any]) -> int:
-        self.client = connect(config, bootstrap=True)
-        self.client.add_units(1)
-        return os.getpid()
-
-
-def test_no_unit_outlives_the_process_that_bootstrapped(
-    ray_address: str, actors: Callable[[str], set[str]], tmp_path: Path
-) -> None:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # worker processes cannot import this file
-    owner = ray.remote(Owner).options(num_cpus=0).remote()
-    config = options(ray_address, instance="orphan", journal=str(tmp_path))
-    pid = ray.get(owner.start.remote(config), timeout=2 * STARTS_S)
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    assert "tq-orphan/unit-2" in actors("tq-orphan")
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not actors("tq-orphan"), "the unit that was added does not end")
-
-
-def test_other_stores_have_no_units() -> None:
-    with connect({"backend": "noop"}) as client, pytest.raises(UnsupportedOperationError, match="units"):
-        client.list_units()
-
-
-def test_units_of_several_ledgers_have_names_of_their_own(ray_address: str) -> None:
+def test_units_of_several_ledgers_have_names_of_their_own(ray_address):
     """Each ledger has a controller and units; new units go where there are the fewest."""
     config = {**options(ray_address, instance="several"), "num_ledgers": 2}
     with connect(config, bootstrap=True) as client, connect(config, bootstrap=False) as other:

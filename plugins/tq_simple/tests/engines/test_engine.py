@@ -1,16 +1,11 @@
 """Calls and rows, over a real controller and two real storage units; and processes of these that stand still or die."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +13,7 @@ import ray
 import torch
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import (
-    AlreadyRunningError,
-    BackendUnavailableError,
-    ClientClosedError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
 from dataplane_core.hosting import Memory, Session
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
@@ -34,11 +23,8 @@ from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import UnitRecords
 
-Note = Callable[..., list[str]]
-Stopped = Callable[[int], AbstractContextManager[None]]
 
-
-def soon(seconds: float = 240.0) -> float:
+def soon(seconds=240.0):
     return time.monotonic() + seconds
 
 
@@ -56,14 +42,14 @@ with Engine.open(TQSimpleConfig(instance="engine", ray_address=address), bootstr
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: str) -> Iterator[Engine]:
+def engine(ray_cluster):
     config = TQSimpleConfig(instance="engine", num_storage_units=2)
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         yield engine
 
 
 @pytest.fixture(params=[True, False], ids=["memory", "wire"])
-def client(request: pytest.FixtureRequest, engine: Engine, ray_cluster: str) -> Iterator[DataPlaneClient]:
+def client(request, engine, ray_cluster):
     """A client whose rows are dealt out over both units, with an empty partition."""
     options = {"instance": "engine", "ray_address": ray_cluster, "near_writer": False, "share_memory": request.param}
     with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
@@ -79,17 +65,15 @@ ROWS = torch.arange(20 * 5000).view(20, 5000)
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def test_calls_from_threads_tasks_actors_and_other_jobs(
-    engine: Engine, ray_cluster: str, python: Any, note: Note
-) -> None:
+def test_calls_from_threads_tasks_actors_and_other_jobs(engine, ray_cluster, python, note):
     @ray.remote(num_cpus=0)
     class Client:
-        def note(self, name: str) -> None:
+        def note(self, name):
             with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
                 note(engine, name)
 
     @ray.remote(num_cpus=0)
-    def note_in_task(name: str) -> None:
+    def note_in_task(name):
         with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
             note(engine, name)
 
@@ -105,16 +89,10 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(
     assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
 
 
-def test_no_time_left_means_nothing_is_sent(engine: Engine, note: Note) -> None:
-    with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        note(engine, "never", 0.0)
-    assert "never" not in note(engine, "after")
-
-
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_two_units_come_back_in_order(client: DataPlaneClient) -> None:
+def test_rows_of_two_units_come_back_in_order(client):
     path = "memory" if backend_of(client).config.share_memory else "wire"
     client.put_samples(IDS, "p", {"x": ROWS})
     assert [(each.num_rows, each.path) for each in client.list_units()] == [(10, path)] * 2
@@ -128,7 +106,7 @@ def test_rows_of_two_units_come_back_in_order(client: DataPlaneClient) -> None:
     assert sum(each.num_rows for each in client.list_units()) == 10
 
 
-def test_a_put_goes_to_one_unit_of_its_node_that_has_room(engine: Engine, ray_cluster: str) -> None:
+def test_a_put_goes_to_one_unit_of_its_node_that_has_room(engine, ray_cluster):
     options = {"instance": "engine", "ray_address": ray_cluster}
     with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
         client.register_partition("near", ["x"], None, ["train"])
@@ -142,56 +120,17 @@ def test_a_put_goes_to_one_unit_of_its_node_that_has_room(engine: Engine, ray_cl
 # --- a good guest ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_torchs_thread_count_stays_as_it_was(client: DataPlaneClient, num_threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
-        client.put_samples(IDS, "p", {"x": ROWS})
-        client.get_samples(IDS, "p", ["x"])
-        with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()):
-            pass
-        assert torch.get_num_threads() == num_threads
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_an_engine_has_no_threads_of_its_own(engine: Engine) -> None:
+def test_an_engine_has_no_threads_of_its_own(engine):
     before = set(threading.enumerate())  # some may end meanwhile
     with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
         attached.call(UnitRecords(), soon())
         assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_use_after_a_fork_is_refused(engine: Engine) -> None:
-    engine.call(UnitRecords(), soon())
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            engine.call(UnitRecords(), soon(5))
-        except ClientClosedError as error:
-            os.write(writer, str(error).encode())
-            engine.close()  # neither ends the parent's instance nor hangs
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        message = pipe.read().decode()
-    assert os.waitpid(child, 0)[1] == 0
-    assert "fork" in message
-    assert engine.call(UnitRecords(), soon())
-
-
 # --- processes that die or stand still --------------------------------------------------------------------------------
 
 
-def test_a_controller_that_stands_still(
-    engine: Engine, note: Note, pid_of: Callable[[str], int], stopped: Stopped
-) -> None:
+def test_a_controller_that_stands_still(engine, note, pid_of, stopped):
     note(engine, "before")
     with stopped(pid_of("tq-engine")):
         for limit_s in (2.0, 8.0, 30.0):  # on a busy machine it takes longer to ask Ray
@@ -209,13 +148,7 @@ def test_a_controller_that_stands_still(
     assert "while stopped" not in noted
 
 
-def test_a_storage_unit_that_stands_still(
-    client: DataPlaneClient,
-    pid_of: Callable[[str], int],
-    stopped: Stopped,
-    hurries: Stopped,
-    told_in_time: Callable[..., Exception],
-) -> None:
+def test_a_storage_unit_that_stands_still(client, pid_of, stopped, hurries, told_in_time):
     client.put_samples(IDS, "p", {"x": ROWS})
     config = {"backend": "tq_simple", "options": backend_of(client).config.model_dump()}
     with connect(config, bootstrap=False) as other:
@@ -232,32 +165,12 @@ def test_a_storage_unit_that_stands_still(
         eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 120.0)
 
 
-def held_bytes(engine: Engine) -> int:
+def held_bytes(engine):
     units = [engine._unit(number, soon()) for number in engine._places.living().values()]
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
-def test_a_call_that_waits_while_another_looks_for_the_controller_may_have_been_sent_before() -> None:
-    engine: Any = object.__new__(Engine)
-    engine._session, engine._finding = None, threading.Lock()
-    with engine._finding, pytest.raises(BackendUnavailableError, match=r"no answer yet.*may have been done or"):
-        engine._find_session(soon(0.1))
-
-
-def test_closing_ends_what_other_threads_wait_for(
-    engine: Engine, pid_of: Callable[[str], int], stopped: Stopped
-) -> None:
-    attached = Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon())
-    with ThreadPoolExecutor(1) as pool, stopped(pid_of("tq-engine")):
-        waiting = pool.submit(attached.call, UnitRecords(), soon())
-        eventually(lambda: attached._session is not None and len(attached._session._used) == 1, 120.0)
-        attached.close()
-        with pytest.raises(ClientClosedError):
-            waiting.result(timeout=10)
-    assert engine.call(UnitRecords(), soon())
-
-
-def test_a_killed_controller(ray_cluster: str, pid_of: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
@@ -277,13 +190,11 @@ def test_a_killed_controller(ray_cluster: str, pid_of: Callable[[str], int], mon
         assert engine.call(UnitRecords(), soon())
 
 
-def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
-    engine: Engine, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost: list[commands.CommitPut] = []
+def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ray_cluster, monkeypatch):
+    lost = []
     call = Session.call
 
-    def lose(self: Session, what: str, deadline: float, request: Any, *args: Any) -> Any:
+    def lose(self, what, deadline, request, *args):
         reply = call(self, what, deadline, request, *args)
         if isinstance(request, commands.CommitPut) and not lost:
             lost.append(request)
@@ -301,7 +212,7 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(
         assert sum(each.num_rows for each in client.list_units()) == 2
 
 
-def test_actors_run_at_the_priority_of_any_other_process(engine: Engine) -> None:
+def test_actors_run_at_the_priority_of_any_other_process(engine):
     """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
     actors = [ray.get_actor(f"tq-engine{name}", namespace="dataplane") for name in ("", "/unit-0", "/unit-1")]
     asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]

@@ -1,9 +1,5 @@
 """A process that was forked from one that used Ray cannot use it: connecting there is refused at once."""
 
-from __future__ import annotations
-
-from typing import Any
-
 _CHILD = """
 import os, signal, sys, time
 import dataplane_core  # and so torch, but no backend
@@ -52,5 +48,5 @@ forked()  # by who has closed it, and is disconnected from Ray
 )
 
 
-def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server: str, python: Any) -> None:
+def test_connecting_in_a_fork_is_refused_and_says_what_works(ray_server, python):
     python.run("-c", _PROGRAM, ray_server, timeout=300)

@@ -1,18 +1,13 @@
 """Instances: their start, their names, their end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -28,15 +23,11 @@ from dataplane_core.errors import (
     ConfigError,
     OperationTimeoutError,
 )
-from dataplane_core.spec import UnitInfo
 from dataplane_testkit._timing import eventually
-from dataplane_tq_simple import TQSimpleConfig, _cluster
+from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords
 from dataplane_tq_simple._session import RaySession
-
-Note = Callable[..., list[str]]
-Actors = Callable[[str], set[str]]
 
 _OWN_RAY = """
 import json, os, sys, time, warnings
@@ -75,11 +66,11 @@ time.sleep(300)
 """
 
 
-def soon(seconds: float = 240.0) -> float:
+def soon(seconds=240.0):
     return time.monotonic() + seconds
 
 
-def test_options_are_checked() -> None:
+def test_options_are_checked():
     with pytest.raises(ValidationError, match="no_such_option"):
         TQSimpleConfig(no_such_option=1)
     with pytest.raises(ValidationError, match="instance"):
@@ -88,7 +79,7 @@ def test_options_are_checked() -> None:
         TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
 
 
-def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster: str, note: Note) -> None:
+def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note):
     with (
         Engine.open(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
         Engine.open(
@@ -127,14 +118,12 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
 
 
 @ray.remote(num_cpus=0)
-def attach_and_list_units(config: TQSimpleConfig) -> list[UnitInfo]:
+def attach_and_list_units(config):
     with Engine.open(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
         return engine.call(UnitRecords(), soon())[0]
 
 
-def test_close_ends_the_processes_and_the_name_can_be_used_again(
-    ray_cluster: str, note: Note, pid_of: Callable[[str], int], runs: Callable[[int], bool]
-) -> None:
+def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs):
     config = TQSimpleConfig(instance="again")
     engine = Engine.open(config, bootstrap=True, deadline=soon())
     pids = [pid_of("tq-again"), pid_of("tq-again/unit-0")]
@@ -156,7 +145,7 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(
         assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())[0]
 
 
-def test_too_few_cpus_are_reported_with_numbers(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_cpus_are_reported_with_numbers(ray_cluster, monkeypatch):
     config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=4, num_storage_units=2)
     with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* 8 free of 8") as error:
         Engine.open(config, bootstrap=True, deadline=soon())
@@ -165,7 +154,7 @@ def test_too_few_cpus_are_reported_with_numbers(ray_cluster: str, monkeypatch: p
 
     @ray.remote(num_cpus=7)
     class Busy:
-        def ready(self) -> None: ...
+        def ready(self): ...
 
     busy = Busy.remote()
     ray.get(busy.ready.remote(), timeout=60)
@@ -177,12 +166,12 @@ def test_too_few_cpus_are_reported_with_numbers(ray_cluster: str, monkeypatch: p
     ray.kill(busy)
 
 
-def test_another_cluster_than_the_connected_one_is_refused(ray_cluster: str) -> None:
+def test_another_cluster_than_the_connected_one_is_refused(ray_cluster):
     with pytest.raises(ConfigError, match="one cluster per process"):
         Engine.open(TQSimpleConfig(ray_address="127.0.0.1:1"), bootstrap=False, deadline=soon())
 
 
-def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster: str) -> None:
+def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster):
     with ThreadPoolExecutor(1) as pool, RaySession._lock:  # as the other one holds it
         attaching = pool.submit(Engine.open, TQSimpleConfig(), bootstrap=False, deadline=soon(0.1))
         with pytest.raises(OperationTimeoutError, match="another client of this process"):
@@ -202,20 +191,18 @@ for address in (None, '127.0.0.1:1', 'nonsense'):
 """
 
 
-def without_address() -> dict[str, str]:
+def without_address():
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
-def test_without_ray_attaching_says_what_to_do(python: Any) -> None:
+def test_without_ray_attaching_says_what_to_do(python):
     nothing, refused, nonsense = python.run("-c", _ATTACHES, env=without_address()).stdout.splitlines()
     assert "Set ray_address" in nothing
     assert "cannot connect to Ray at '127.0.0.1:1'" in refused
     assert "nonsense" in nonsense
 
 
-def test_a_crashed_owner_takes_its_instance_along(
-    ray_cluster: str, python: Any, pid_of: Callable[[str], int], runs: Callable[[int], bool], actors: Actors
-) -> None:
+def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors):
     with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline()
         with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
@@ -227,9 +214,7 @@ def test_a_crashed_owner_takes_its_instance_along(
     eventually(lambda: not actors("tq-crash"), 120.0)  # Ray learns of a death a moment later
 
 
-def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
-    ray_server: str, python: Any, runs: Callable[[int], bool]
-) -> None:
+def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(ray_server, python, runs):
     """Its workers are forked by the process that forks those of the Ray that the tests share."""
     (forks,) = Path(tempfile.gettempdir()).glob("ray-workers-*")
     env = without_address() | {"DATAPLANE_TEST_FORKS": str(forks)}
@@ -240,23 +225,3 @@ def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(
     # TransferQueue has warnings for every request, unless its processes are set up well.
     for word in ("WARNING", "ERROR", "StorageUnit", "TransferQueue", "transfer_queue", "Traceback"):
         assert word not in done.stdout + done.stderr
-
-
-def test_an_attach_waits_no_longer_than_it_may_where_the_owner_dies_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [None, BackendUnavailableError("its controller is dead")]
-
-    def answer(*_: Any) -> None:
-        found = answers.pop(0)
-        if found is not None:
-            raise found
-
-    controllers = [MagicMock(), MagicMock()]
-    monkeypatch.setattr(_cluster, "lookup", lambda _: controllers.pop(0) if controllers else None)
-    monkeypatch.setattr(_cluster, "get_within", answer)
-    nothing = BackendUnavailableError("no instance runs")
-    monkeypatch.setattr(_cluster.Instance, "_not_found", lambda *_, **__: nothing)
-    monkeypatch.setattr(_cluster.Instance, "prefix", "prefix", raising=False)
-    start = time.monotonic()
-    with pytest.raises(BackendUnavailableError, match="no instance runs"):
-        _cluster.Instance.find(TQSimpleConfig(), deadline=start + 60, wait_s=2.0)
-    assert not answers

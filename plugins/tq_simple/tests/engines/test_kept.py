@@ -1,19 +1,15 @@
 """The folder of an instance, without Ray: what its units and its controller leave there."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
 import shutil
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from power_loss import Disk
 from tiers import in_long
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
@@ -26,15 +22,12 @@ from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in
 from dataplane_tq_simple._messages import BeginNear
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "shm_store" / "tests" / "engines"))
-from power_loss import Disk
-
 X = {"x": FieldSpec("tensor", "uint8", 1)}
 SIZE = 1 << 14  # so little that rows are moved to make room
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_patience(monkeypatch):
     for module in (_host, _kept):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
 
@@ -42,8 +35,8 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 class Life:
     """The processes of an instance with one unit, and what its clients do. Rows of equal length hold a number."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, sync: bool = False) -> None:
-        self._locks: list[int] = []
+    def __init__(self, folder, monkeypatch, *, sync=False):
+        self._locks = []
         for module in (_host, _kept):
             monkeypatch.setattr(module, "lock_folder", self._lock)
         self._ledger = make_ledger(folder / "journal", None, sync, durable=True)
@@ -63,28 +56,28 @@ class Life:
         self._controller.collected(garbage)
         assert self._controller.garbage() == []
 
-    def _lock(self, *args: Any) -> int:
+    def _lock(self, *args):
         self._locks.append(lock_folder(*args))
         return self._locks[-1]
 
-    def kill(self) -> None:
+    def kill(self):
         """As a SIGKILL of both: nothing is said, nothing is finished."""
         self._ledger.close()
         self._opened.notes.close()
         for each in self._locks:
             os.close(each)
 
-    def call(self, command: Any) -> Any:
+    def call(self, command):
         reply = self._controller.answer(command, self._sessions[0])
         self._controller.settle()
         return reply
 
-    def tell_unit(self, request: Any) -> Any:
+    def tell_unit(self, request):
         reply = self._unit.answer(request, self._sessions[1])
         self._unit.settle()
         return reply
 
-    def put(self, ids: list[str], length: int, number: int, *, whole: bool) -> None:
+    def put(self, ids, length, number, *, whole):
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
         write = commands.Write(list(X), [length] * len(ids))
@@ -102,20 +95,20 @@ class Life:
             raise
         self.collect(self.call(commands.CommitPut(write_id)))
 
-    def clear(self, ids: list[str]) -> None:
+    def clear(self, ids):
         self.collect(self.call(commands.ClearRequest("p", ids))[1])
 
-    def collect(self, refs: Any) -> None:
+    def collect(self, refs):
         if refs:
             self.tell_unit(extent_host.Drop(refs))
             self.call(commands.Collected(refs))
 
-    def ids_there(self) -> set[str]:
+    def ids_there(self):
         if not self.call(commands.ListPartitionsRequest()).partition_ids:
             return set()
         return set(self.call(commands.ListRequest("p")).sample_ids)
 
-    def read(self, ids: list[str]) -> list[bytes]:
+    def read(self, ids):
         rows = {}
         for part in self.call(commands.Locate("p", ids, ["x"])).parts if ids else ():
             found = self.tell_unit(extent_host.Find([(part.write_id, list(part.positions))], 1))
@@ -130,7 +123,7 @@ class Life:
 
 lock_folder = _kept.lock_folder
 
-AHEAD: dict[str, Callable[[Path], bool]] = {
+AHEAD = {
     "nothing": lambda path: False,
     "the arena": lambda path: path.name == "arena",
     "the unit's notes": lambda path: "notes" in path.parts,
@@ -139,20 +132,18 @@ AHEAD: dict[str, Callable[[Path], bool]] = {
 
 
 @pytest.mark.parametrize("ahead", [*in_long(*AHEAD), "a short run"])
-def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: str
-) -> None:
+def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machines(tmp_path, monkeypatch, ahead):
     """At every sync, the disks are looked at as they would be if the power were cut then."""
     num_steps = 12 if ahead == "a short run" else 60
     folder = tmp_path / "kept"
     disk = Disk(monkeypatch, folder)
-    model: dict[str, bytes] = {}
-    unsure: set[str] = set()
-    images: list[tuple[Path, dict[str, bytes], set[str]]] = []
-    squeezed: list[int] = []
+    model = {}
+    unsure = set()
+    images = []
+    squeezed = []
     begun = False
 
-    def look() -> None:
+    def look():
         if begun:
             image = tmp_path / f"image {len(images)}"
             some = list(AHEAD.values())[len(images) % len(AHEAD)] if ahead == "a short run" else AHEAD[ahead]
@@ -200,14 +191,14 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
         shutil.rmtree(image)
 
 
-def test_a_place_is_deleted_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_deleted_whole_or_not_at_all(tmp_path, monkeypatch):
     """The process is killed while it deletes the files. Who deletes next deletes what is left."""
     places = [Place(str(tmp_path), name, "identity") for name in ("first", "second")]
     for each in places:
         opened = open_place(each, SIZE, lambda: SIZE)
         opened.notes.close()
 
-    def killed(folder: Path, **_: Any) -> None:
+    def killed(folder, **_):
         (folder / "arena").unlink()
         raise KeyboardInterrupt
 
@@ -222,15 +213,13 @@ def test_a_place_is_deleted_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_path, monkeypatch):
     """This process tries it again until it can."""
     place = Place(str(tmp_path), "place", "identity")
     open_place(place, SIZE, lambda: SIZE).close()
     (tmp_path / "place" / "arena").unlink()
 
-    def full(path: Path, target: Path) -> None:
+    def full(path, target):
         raise OSError(errno.ENOSPC, "No space left on device", str(path), None, str(target))
 
     with monkeypatch.context() as patch:
@@ -242,7 +231,7 @@ def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(
             said.add(str(caught.value))
         assert len(said) == 1, "clients would be told something new again and again"
 
-    unit: Any = object.__new__(_units.StorageUnit)
+    unit = object.__new__(_units.StorageUnit)
     unit._place, unit._started, unit._size_bytes, unit._sync, unit._touch_ahead_bytes = place, None, SIZE, False, 0
     node = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))
@@ -250,7 +239,7 @@ def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(
     monkeypatch.setattr(_privates, "unit_server", lambda unit: ("127.0.0.1", 1))
     with monkeypatch.context() as patch:
 
-        def no_port(ip: str) -> None:
+        def no_port(ip):
             raise OSError(errno.EMFILE, "Too many open files")
 
         patch.setattr(_units, "listen_on", no_port)

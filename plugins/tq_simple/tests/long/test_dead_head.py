@@ -1,10 +1,7 @@
 """A Ray whose head is dead."""
 
-from __future__ import annotations
-
 import os
 import re
-from typing import Any
 
 _OWN_RAY_LOSES_ITS_HEAD = """
 import os, signal, time
@@ -36,7 +33,7 @@ os._exit(0)
 """
 
 
-def test_closing_ends_though_rays_head_is_dead(python: Any) -> None:
+def test_closing_ends_though_rays_head_is_dead(python):
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = python.run("-c", _OWN_RAY_LOSES_ITS_HEAD, timeout=500, env=env)
     assert "within 2 s: its head node is dead or does not respond" in done.stderr

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError, LostSamplesError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
@@ -27,23 +25,21 @@ COLUMNS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
 
 
 @pytest.fixture
-def workers(toy_worker: Any) -> list[Any]:
+def workers(toy_worker):
     return [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
 
 
 @pytest.fixture
-def policy(workers: list[Any], client: DataPlaneClient) -> Iterator[DataPlanePolicy]:
+def policy(workers, client):
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=BATCHING) as made:
         yield made
 
 
-def _is_cleared(client: DataPlaneClient, meta: KVBatchMeta) -> bool:
+def _is_cleared(client, meta):
     return client.list_samples(meta.partition_id).size == 0
 
 
-def test_a_step_from_logprobs_to_training(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
-) -> None:
+def test_a_step_from_logprobs_to_training(policy, workers, write_rows, client):
     meta = write_rows(LENGTHS)
     meta = policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 7)})
     meta = policy.get_logprobs_from_meta(meta)
@@ -73,7 +69,7 @@ def test_a_step_from_logprobs_to_training(
     assert _is_cleared(client, meta)
 
 
-def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(toy_worker: Any) -> None:
+def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(toy_worker):
     config = {"backend": "redis_store", "options": {"namespace": "joined-metrics"}, "middleware": ["metrics"]}
     group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
     with DataPlanePolicy(group, config) as policy:
@@ -85,7 +81,7 @@ def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_join
 
 
 @pytest.mark.parametrize("middleware", [[Metrics()], []], ids=["with metrics", "without"])
-def test_workers_that_share_the_drivers_client_count_once(toy_worker: Any, middleware: list[Any]) -> None:
+def test_workers_that_share_the_drivers_client_count_once(toy_worker, middleware):
     group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
     with (
         connect({"backend": "noop", "middleware": middleware}) as client,
@@ -110,14 +106,7 @@ def test_workers_that_share_the_drivers_client_count_once(toy_worker: Any, middl
     ],
     ids=["batching's round", "8", "16", "a multiple of both", "stamped once", "a stamp that rows outgrow"],
 )
-def test_the_common_length_is_stamped(
-    policy: DataPlanePolicy,
-    write_rows: Write,
-    lengths: list[int],
-    pad_to_multiple: int,
-    stamped: int | None,
-    expected: int,
-) -> None:
+def test_the_common_length_is_stamped(policy, write_rows, lengths, pad_to_multiple, stamped, expected):
     meta = write_rows(lengths, pad_to_multiple=pad_to_multiple)
     if stamped:
         meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = stamped
@@ -131,14 +120,14 @@ def test_the_common_length_is_stamped(
 class Rollouts:
     """Replaces lost rows by rows of 9 tokens, and keeps what it was asked for."""
 
-    def __init__(self, client: DataPlaneClient, make_batch: Any) -> None:
+    def __init__(self, client, make_batch):
         self.client = client
         self.make_batch = make_batch
         self.asked: list[list[str]] = []
         self.loses_again = 0
         self.lose: Callable[..., None] | None = None
 
-    def __call__(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+    def __call__(self, meta, lost):
         self.asked.append(list(lost))
         self.client.clear_samples(list(lost), meta.partition_id)
         batch = self.make_batch([9] * len(lost), first=100)
@@ -158,22 +147,22 @@ class Rollouts:
 
 
 @pytest.fixture
-def rollouts(client: DataPlaneClient, make_batch: Any, lose: Any) -> Rollouts:
+def rollouts(client, make_batch, lose):
     made = Rollouts(client, make_batch)
     made.lose = lose
     return made
 
 
 @pytest.fixture
-def replacing(workers: list[Any], client: DataPlaneClient, rollouts: Rollouts) -> Iterator[DataPlanePolicy]:
+def replacing(workers, client, rollouts):
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, client, batching=BATCHING, replace_lost=rollouts) as made:
         yield made
 
 
 def test_lost_rows_are_produced_again_before_anything_is_computed(
-    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, rollouts: Rollouts, lose: Any, client: Any
-) -> None:
+    replacing, workers, trainable_rows, rollouts, lose, client
+):
     meta = trainable_rows(LENGTHS)
     lose("train", "p0_g1", "input_ids")
     lose("train", "p3_g1", "token_mask")
@@ -194,8 +183,8 @@ def test_lost_rows_are_produced_again_before_anything_is_computed(
 
 
 def test_rows_that_are_lost_again_and_again_end_the_call_with_their_names(
-    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any, client: Any
-) -> None:
+    replacing, workers, write_rows, rollouts, lose, client
+):
     meta = write_rows(LENGTHS)
     lose("train", "p0_g1", "input_ids")
     rollouts.loses_again = 100
@@ -206,9 +195,7 @@ def test_rows_that_are_lost_again_and_again_end_the_call_with_their_names(
     assert client.list_samples("train").size == 8
 
 
-def test_portions_of_a_step_are_replaced_too(
-    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, rollouts: Rollouts, lose: Any
-) -> None:
+def test_portions_of_a_step_are_replaced_too(replacing, workers, trainable_rows, rollouts, lose):
     meta = trainable_rows(LENGTHS)
     replacing.begin_train_step(1.0)
     for portion in (meta.slice(0, 4), meta.slice(4, 8)):
@@ -219,7 +206,7 @@ def test_portions_of_a_step_are_replaced_too(
     assert [data.size for worker in workers for _, data in worker.seen] == [2] * 4
 
 
-def _without_lost_groups(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+def _without_lost_groups(meta, lost):
     groups = {sample_id[:2] for sample_id in lost}
     return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if sample_id[:2] not in groups])
 
@@ -229,16 +216,8 @@ def _without_lost_groups(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
     ("num_rows", "gbs", "num_trained", "gbs_then"), [(8, 8, 6, 6), (8, 4, 4, 4), (12, 6, 8, 4), (8, None, 6, None)]
 )
 def test_global_batches_have_fewer_rows_when_rows_were_left_out(
-    workers: list[Any],
-    client: DataPlaneClient,
-    trainable_rows: Write,
-    lose: Any,
-    lost_in: str,
-    num_rows: int,
-    gbs: int | None,
-    num_trained: int,
-    gbs_then: int | None,
-) -> None:
+    workers, client, trainable_rows, lose, lost_in, num_rows, gbs, num_trained, gbs_then
+):
     group = InProcessWorkerGroup(workers)
     batching = Batching(global_batch_size=gbs)
     with DataPlanePolicy(group, client, batching=batching, replace_lost=_without_lost_groups) as policy:
@@ -254,9 +233,7 @@ def test_global_batches_have_fewer_rows_when_rows_were_left_out(
     assert result["arguments"] == (False, gbs_then, None)
 
 
-def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(
-    workers: list[Any], client: DataPlaneClient, trainable_rows: Write
-) -> None:
+def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(workers, client, trainable_rows):
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, client, replace_lost=_without_lost_groups) as policy:
         with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
@@ -266,8 +243,8 @@ def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
-    workers: list[Any], client: DataPlaneClient, trainable_rows: Write, rollouts: Rollouts, make_batch: Any, depth: int
-) -> None:
+    workers, client, trainable_rows, rollouts, make_batch, depth
+):
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, client, replace_lost=rollouts, read_ahead=depth) as policy:
         meta = trainable_rows(LENGTHS)
@@ -285,9 +262,7 @@ def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
     assert seen == list(range(100, 108))
 
 
-def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(
-    replacing: DataPlanePolicy, write_rows: Write, rollouts: Rollouts, client: DataPlaneClient
-) -> None:
+def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(replacing, write_rows, rollouts, client):
     meta = write_rows(LENGTHS)
     with pytest.raises(WorkerFailedError, match="advantages"):
         replacing.train_from_meta(meta, 1.0)
@@ -301,20 +276,18 @@ def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(
 class Timer:
     """Notes what was measured, and whether a worker ran meanwhile."""
 
-    def __init__(self, workers: list[Any]) -> None:
+    def __init__(self, workers):
         self.workers = workers
         self.measured: dict[str, int] = {}
 
     @contextmanager
-    def time(self, label: str) -> Iterator[None]:
+    def time(self, label):
         before = sum(len(worker.seen) for worker in self.workers)
         yield
         self.measured[label] = sum(len(worker.seen) for worker in self.workers) - before
 
 
-def test_a_timer_measures_the_phases_of_each_call(
-    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write
-) -> None:
+def test_a_timer_measures_the_phases_of_each_call(policy, workers, trainable_rows):
     meta = trainable_rows(LENGTHS)
     timer = Timer(workers)
     policy.get_logprobs_from_meta(meta, timer=timer)
@@ -331,7 +304,7 @@ def test_a_timer_measures_the_phases_of_each_call(
     assert portions.measured == {"policy_training/shard_meta": 0, "policy_training/workers": 2}
 
 
-def test_a_call_says_which_fields_it_trains_on(policy: DataPlanePolicy, workers: list[Any], write_rows: Write) -> None:
+def test_a_call_says_which_fields_it_trains_on(policy, workers, write_rows):
     meta = write_rows(LENGTHS)
     policy.train_from_meta(meta, 1.0, train_fields=("input_ids", "input_lengths"))
     assert [set(data) for worker in workers for _, data in worker.seen] == [{"input_ids", "input_lengths"}] * 2
@@ -339,9 +312,7 @@ def test_a_call_says_which_fields_it_trains_on(policy: DataPlanePolicy, workers:
         policy.train_from_meta(meta, 1.0)
 
 
-def test_sizes_of_batches_come_from_the_config_unless_the_call_says(
-    workers: list[Any], client: DataPlaneClient, write_rows: Write
-) -> None:
+def test_sizes_of_batches_come_from_the_config_unless_the_call_says(workers, client, write_rows):
     batching = Batching.from_config({"train_global_batch_size": 4, "train_micro_batch_size": 2})
     fields = ["input_ids", "input_lengths"]
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=batching, train_fields=fields) as policy:
@@ -352,7 +323,7 @@ def test_sizes_of_batches_come_from_the_config_unless_the_call_says(
         assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
 
 
-def test_a_step_and_a_validation_have_their_tasks(policy: DataPlanePolicy, client: DataPlaneClient) -> None:
+def test_a_step_and_a_validation_have_their_tasks(policy, client):
     assert policy.prepare_step(4, 2) == "train"
     assert policy.prepare_val_partition(2) == "val"
     ids = ["a_g0", "a_g1"]
@@ -364,7 +335,7 @@ def test_a_step_and_a_validation_have_their_tasks(policy: DataPlanePolicy, clien
     assert client.list_samples("val").sample_ids == ["a_g0"]
 
 
-def test_the_driver_reads_at_the_width_of_the_workers(policy: DataPlanePolicy, write_rows: Write) -> None:
+def test_the_driver_reads_at_the_width_of_the_workers(policy, write_rows):
     meta = write_rows([5, 2], pad_to_multiple=6)
     assert policy.read_from_dataplane(meta, select_fields=["token_mask"])["token_mask"].shape == (2, 12)
     assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
@@ -373,18 +344,14 @@ def test_the_driver_reads_at_the_width_of_the_workers(policy: DataPlanePolicy, w
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 1)])
-def test_the_driver_writes_an_advantage_per_sample(
-    policy: DataPlanePolicy, client: DataPlaneClient, write_rows: Write, shape: tuple[int, ...]
-) -> None:
+def test_the_driver_writes_an_advantage_per_sample(policy, client, write_rows, shape):
     meta = write_rows(LENGTHS)
     policy.write_to_dataplane(meta, fields={"advantages": torch.ones(shape)})
     assert client.get_samples(meta.sample_ids, "train", ["advantages"])["advantages"].shape == shape
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
-    workers: list[Any], client: DataPlaneClient, write_rows: Write, told: bool
-) -> None:
+def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(workers, client, write_rows, told):
     group = InProcessWorkerGroup(workers)
     with DataPlanePolicy(group, client, router_replay=True, reference_router_replay=told) as policy:
         meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
@@ -397,8 +364,8 @@ def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train"])
 def test_rows_are_cleared_although_a_worker_raised_unless_they_are_to_stay(
-    workers: list[Any], trainable_rows: Write, client: DataPlaneClient, call: str, clears: bool
-) -> None:
+    workers, trainable_rows, client, call, clears
+):
     meta = trainable_rows(LENGTHS)
     workers[1].fail_in = call
     group = InProcessWorkerGroup(workers)
@@ -411,7 +378,7 @@ def test_rows_are_cleared_although_a_worker_raised_unless_they_are_to_stay(
     assert client.list_samples("train").size == (0 if clears else len(LENGTHS))
 
 
-def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
+def test_rows_without_lengths_are_refused(policy):
     policy.prepare_step()
     with pytest.raises(InvalidRequestError, match="2 rows without sequence_lengths"):
         policy.get_logprobs_from_meta(KVBatchMeta("train", None, ["a_g0", "a_g1"]))
@@ -423,14 +390,7 @@ def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
 @pytest.mark.parametrize(
     "lengths", [[4, 17], [4, 1, 3]], ids=["a row over the limit", "rows that cannot be shared out"]
 )
-def test_rows_stay_when_they_are_refused_before_a_worker_is_called(
-    policy: DataPlanePolicy,
-    workers: list[Any],
-    write_rows: Write,
-    client: DataPlaneClient,
-    call: str,
-    lengths: list[int],
-) -> None:
+def test_rows_stay_when_they_are_refused_before_a_worker_is_called(policy, workers, write_rows, client, call, lengths):
     meta = write_rows(lengths)
     with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
         getattr(policy, call)(meta, *([1.0] if call == "train_from_meta" else []))
@@ -438,9 +398,7 @@ def test_rows_stay_when_they_are_refused_before_a_worker_is_called(
     assert [worker.seen for worker in workers] == [[], []]
 
 
-def test_partitions_are_opened_afresh_and_emptied(
-    policy: DataPlanePolicy, make_batch: Any, client: DataPlaneClient
-) -> None:
+def test_partitions_are_opened_afresh_and_emptied(policy, make_batch, client):
     assert policy.prepare_step(num_samples=4, group_size=2) == "train"
     assert policy.prepare_val_partition(partition_id="validation") == "validation"
     for partition in ("train", "validation"):
@@ -458,14 +416,14 @@ def test_partitions_are_opened_afresh_and_emptied(
     assert client.list_samples("train").size == 0
 
 
-def test_ids_without_a_partition_are_refused(policy: DataPlanePolicy) -> None:
+def test_ids_without_a_partition_are_refused(policy):
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.discard_samples(["a"])
     with pytest.raises(InvalidTypeError, match="sample_ids must be a list"):
         policy.discard_samples("a", "train")
 
 
-def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: list[Any]) -> None:
+def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers):
     class Elsewhere(InProcessWorkerGroup):
         in_process = False
 
@@ -473,8 +431,8 @@ def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: li
         DataPlanePolicy(Elsewhere(workers), {"backend": "noop"})
 
 
-def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers: list[Any]) -> None:
-    def refuse(cfg: Any) -> None:
+def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers):
+    def refuse(cfg):
         raise RuntimeError("no route to the store")
 
     workers[1].setup_data_plane = refuse
@@ -484,15 +442,13 @@ def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers: list[Any]) -
     DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"}).close()
 
 
-def test_a_policy_that_cannot_attach_leaves_workers_attached_to_that_of_another(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write
-) -> None:
+def test_a_policy_that_cannot_attach_leaves_workers_attached_to_that_of_another(policy, workers, write_rows):
     with pytest.raises(WorkerFailedError, match="with another config"):
         DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
     policy.get_logprobs_from_meta(write_rows(LENGTHS))
 
 
-def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], client: DataPlaneClient) -> None:
+def test_close_is_idempotent_and_leaves_a_given_client_open(workers, client):
     policy = DataPlanePolicy(InProcessWorkerGroup(workers), client)
     policy.close()
     policy.close()
@@ -507,13 +463,8 @@ def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], 
 
 @pytest.mark.parametrize(("of", "error"), [("policy", "broke in train_microbatch"), ("replacing", "p2_g0")])
 def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
-    request: pytest.FixtureRequest,
-    workers: list[Any],
-    trainable_rows: Write,
-    client: DataPlaneClient,
-    of: str,
-    error: str,
-) -> None:
+    request, workers, trainable_rows, client, of, error
+):
     policy = request.getfixturevalue(of)
     meta = trainable_rows(LENGTHS)
     policy.begin_train_step(1.0)
@@ -530,9 +481,7 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
         policy.finish_train_step()
 
 
-def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
-    policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
-) -> None:
+def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(policy, trainable_rows, client):
     meta = trainable_rows([*LENGTHS, 17, 1])
     policy.begin_train_step(0.25)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
@@ -545,9 +494,7 @@ def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
     assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
 
 
-def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted(
-    policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
-) -> None:
+def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted(policy, trainable_rows, client):
     meta = trainable_rows(LENGTHS)
     policy.abort_train_step()  # nothing to abort
     for ends in (policy.abort_train_step, policy.finish_train_step):
@@ -564,10 +511,8 @@ def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted
     assert result["loss"].tolist() == [1.0]
 
 
-def test_a_step_that_one_worker_could_not_begin_is_open_on_none(
-    policy: DataPlanePolicy, workers: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+def test_a_step_that_one_worker_could_not_begin_is_open_on_none(policy, workers, monkeypatch):
+    def refuse(*_, **__):
         raise RuntimeError("no memory for gradients")
 
     monkeypatch.setattr(workers[1], "begin_train_step", refuse)
@@ -578,18 +523,14 @@ def test_a_step_that_one_worker_could_not_begin_is_open_on_none(
     assert policy.finish_train_step()["loss"].tolist() == [0.5]
 
 
-def test_a_worker_that_cannot_train_in_portions_says_so(
-    toy_worker: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_train_in_portions_says_so(toy_worker, client, monkeypatch):
     monkeypatch.delattr(toy_worker, "train_microbatch")
     policy = DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), client)
     with pytest.raises(WorkerFailedError, match="it lacks train_microbatch"):
         policy.begin_train_step(1.0)
 
 
-def test_columns_of_images_are_read_and_what_is_left_out_is_said_once(
-    policy: DataPlanePolicy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_of_images_are_read_and_what_is_left_out_is_said_once(policy, caplog):
     meta = KVBatchMeta("train", None, ["a"], fields=["input_ids", "pixel_values", "routed_experts", "text"])
     for _ in range(2):
         assert policy._fields(meta, "train") == [*DP_TRAIN_FIELDS, "pixel_values"]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from bits import bits
 from layouts import worker_of_rank
 
-from dataplane_core.batch import BatchedDataDict, stack_or_nest
+from dataplane_core.batch import stack_or_nest
 from dataplane_core.errors import DataPlaneError
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 
 class Worker(FSDP2DataPlaneMixin):
-    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+    def get_logprobs(self, data, micro_batch_size=None):
         return {"logprobs": -data["input_ids"].float()}
 
 
-def test_one_rank_fetches_and_writes_for_its_replica_group_and_its_failure_reaches_all(ranks: Any) -> None:
+def test_one_rank_fetches_and_writes_for_its_replica_group_and_its_failure_reaches_all(ranks):
     columns = {"input_ids": stack_or_nest([torch.tensor([1, 2, 3]), torch.tensor([4])]), "note": ["a", "é"]}
 
-    def run(rank: int) -> dict[str, Any]:
+    def run(rank):
         worker, metrics, meta = worker_of_rank((1, 1, 2), columns, [3, 1], Worker)
         fetched = worker._fetch(meta)
         worker.get_logprobs_presharded(meta)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from bits import bits
 
-from dataplane_core import KVBatchMeta
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.ahead import read_ahead
 from dataplane_integrations.errors import WorkerFailedError
@@ -25,7 +20,7 @@ WAIT_S = 30.0
 DEPTHS = [0, 1, 2, 9]
 
 
-def _readers() -> list[str]:
+def _readers():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
@@ -33,10 +28,10 @@ def _readers() -> list[str]:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_results_come_in_order_and_no_more_than_the_depth_run_ahead(depth: int) -> None:
+def test_results_come_in_order_and_no_more_than_the_depth_run_ahead(depth):
     done: list[int] = []
 
-    def read(number: int) -> int:
+    def read(number):
         done.append(number)
         return number
 
@@ -48,7 +43,7 @@ def test_results_come_in_order_and_no_more_than_the_depth_run_ahead(depth: int) 
     assert _readers() == []
 
 
-def test_the_next_read_runs_while_the_caller_computes() -> None:
+def test_the_next_read_runs_while_the_caller_computes():
     begun = [threading.Event() for _ in range(3)]
     for number, take in enumerate(read_ahead([event.set for event in begun], 1)):
         take()
@@ -56,8 +51,8 @@ def test_the_next_read_runs_while_the_caller_computes() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_error_comes_at_its_own_turn(depth: int) -> None:
-    def read(number: int) -> int:
+def test_an_error_comes_at_its_own_turn(depth):
+    def read(number):
         if number == 2:
             raise MissingDataError("gone")
         return number
@@ -70,19 +65,19 @@ def test_an_error_comes_at_its_own_turn(depth: int) -> None:
     assert _readers() == []
 
 
-def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(monkeypatch):
     read_now, may_end = threading.Event(), threading.Event()
     done, discarded, cancelled = [], [], []
     cancel = Future.cancel
 
-    def read(number: int) -> int:
+    def read(number):
         if number == 2:
             read_now.set()
             assert may_end.wait(WAIT_S)
         done.append(number)
         return number
 
-    def cancel_noted(future: Any) -> bool:
+    def cancel_noted(future):
         cancelled.append(cancel(future))
         if len(cancelled) == 2:  # all that had not begun
             may_end.set()
@@ -98,12 +93,12 @@ def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(mo
     assert _readers() == []
 
 
-def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch):
     discarded: list[str] = []
     takes = read_ahead([lambda: "rows"], 1, discarded.append)
     take = next(takes)
 
-    def interrupt(future: Any) -> None:
+    def interrupt(future):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Future, "result", interrupt)
@@ -118,7 +113,7 @@ def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
+def portions(write_rows):
     """Three portions of two rows."""
     meta = write_rows([3, 5, 2, 2, 7, 1])
     meta.fields = ["input_ids", "generation_logprobs", "sample_mask"]
@@ -126,8 +121,8 @@ def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
 
 
 @pytest.fixture
-def make_worker(toy_worker: Any, client: DataPlaneClient) -> Callable[[], Any]:
-    def make() -> Any:
+def make_worker(toy_worker, client):
+    def make():
         worker = toy_worker()
         worker.setup_data_plane(client)
         worker.begin_train_step_presharded(1.0)
@@ -137,9 +132,7 @@ def make_worker(toy_worker: Any, client: DataPlaneClient) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_portions_are_trained_on_as_if_each_were_a_call(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], depth: int
-) -> None:
+def test_portions_are_trained_on_as_if_each_were_a_call(make_worker, portions, depth):
     one_by_one, at_once = make_worker(), make_worker()
     for portion in portions:
         one_by_one.train_microbatch_presharded(portion)
@@ -150,19 +143,17 @@ def test_portions_are_trained_on_as_if_each_were_a_call(
     assert at_once.finish_train_step_presharded()["all_mb_metrics"] == {"rows": [2, 2, 2]}
 
 
-def test_a_portion_is_read_while_the_one_before_it_is_trained_on(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], client: Any
-) -> None:
+def test_a_portion_is_read_while_the_one_before_it_is_trained_on(make_worker, portions, client):
     worker = make_worker()
     done = threading.Semaphore(0)
     get_samples, train = client.get_samples, worker.train_microbatch
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         rows = get_samples(*args)
         done.release()
         return rows
 
-    def train_after_the_next_read(data: BatchedDataDict) -> None:
+    def train_after_the_next_read(data):
         reads = 2 if not worker.seen else 1  # the first portion's own, and the next one's
         if len(worker.seen) < 2:
             assert all(done.acquire(timeout=WAIT_S) for _ in range(reads))
@@ -175,9 +166,7 @@ def test_a_portion_is_read_while_the_one_before_it_is_trained_on(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_portion_that_is_missing_fails_after_those_before_it(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], client: DataPlaneClient, depth: int
-) -> None:
+def test_a_portion_that_is_missing_fails_after_those_before_it(make_worker, portions, client, depth):
     client.clear_samples(portions[2].sample_ids[:1], "train")
     worker = make_worker()
     with pytest.raises(MissingDataError, match=portions[2].sample_ids[0]):
@@ -188,9 +177,7 @@ def test_a_portion_that_is_missing_fails_after_those_before_it(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_portion_that_cannot_be_trained_on_leaves_nothing_running(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], depth: int
-) -> None:
+def test_a_portion_that_cannot_be_trained_on_leaves_nothing_running(make_worker, portions, depth):
     worker = make_worker()
     worker.fail_in = "train_microbatch"
     with pytest.raises(RuntimeError, match="broke in train_microbatch"):
@@ -198,7 +185,7 @@ def test_a_portion_that_cannot_be_trained_on_leaves_nothing_running(
     assert _readers() == []
 
 
-def test_a_depth_that_makes_no_sense_is_refused(make_worker: Callable[[], Any], client: DataPlaneClient) -> None:
+def test_a_depth_that_makes_no_sense_is_refused(make_worker, client):
     with pytest.raises(InvalidRequestError, match="read_ahead is -1"):
         make_worker().train_microbatches_presharded([], read_ahead=-1)
     with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
@@ -210,9 +197,7 @@ def test_a_depth_that_makes_no_sense_is_refused(make_worker: Callable[[], Any], 
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_the_driver_trains_on_several_portions_in_one_call(
-    toy_worker: Any, client: DataPlaneClient, trainable_rows: Callable[..., KVBatchMeta], depth: int
-) -> None:
+def test_the_driver_trains_on_several_portions_in_one_call(toy_worker, client, trainable_rows, depth):
     workers = [toy_worker(0), toy_worker(1)]
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, read_ahead=depth) as policy:
         meta = trainable_rows([3, 5, 2, 2, 7, 1, 4, 4])

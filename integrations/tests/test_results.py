@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from dataplane_core import KVBatchMeta
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import ReplayTimeoutError, ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
@@ -17,7 +13,7 @@ from dataplane_integrations.trainer.groups import InProcessWorkerGroup, check_dp
 from dataplane_integrations.trainer.results import aggregate_training_results, theoretical_tflops
 
 
-def _result(dp: int, leader: bool, **more: Any) -> dict[str, Any]:
+def _result(dp, leader, **more):
     return {
         "global_loss": 0.5,
         "grad_norm": 1.5,
@@ -27,30 +23,30 @@ def _result(dp: int, leader: bool, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_twins_are_counted_once_in_the_order_of_the_data_parallel_ranks() -> None:
+def test_twins_are_counted_once_in_the_order_of_the_data_parallel_ranks():
     results = [_result(1, False), _result(1, True), _result(0, True), _result(0, False)]
     merged = aggregate_training_results(results, [1, 1, 0, 0])
     assert merged == {"loss": 0.5, "grad_norm": 1.5, "all_mb_metrics": {"kl": [0.25, 0.5, 1.25, 1.5]}}
 
 
-def test_further_keys_are_the_first_ranks() -> None:
+def test_further_keys_are_the_first_ranks():
     merged = aggregate_training_results([_result(0, True, global_tokens=7), _result(1, True, global_tokens=8)], [0, 1])
     assert merged["global_tokens"] == 7
 
 
 @pytest.mark.parametrize(("leaders", "found"), [([True, True], 2), ([False, False], 0)])
-def test_a_rank_must_have_one_leader(leaders: list[bool], found: int) -> None:
+def test_a_rank_must_have_one_leader(leaders, found):
     with pytest.raises(InvalidRequestError, match=f"rank 0 has {found} replica leaders among 2 workers"):
         aggregate_training_results([_result(0, leader) for leader in leaders], [0, 0])
 
 
-def test_a_result_without_a_loss_is_refused() -> None:
+def test_a_result_without_a_loss_is_refused():
     with pytest.raises(InvalidRequestError, match="Expected 'global_loss'"):
         aggregate_training_results([{"is_replica_leader": True}], [0])
 
 
 @pytest.mark.parametrize("dp_ranks", [[], [0, 2], [0, 0, 1], [1, 2]])
-def test_data_parallel_ranks_must_be_complete_and_even(dp_ranks: list[int]) -> None:
+def test_data_parallel_ranks_must_be_complete_and_even(dp_ranks):
     with pytest.raises(InvalidRequestError, match="worker group refused"):
         check_dp_ranks(len(dp_ranks), dp_ranks)
 
@@ -64,21 +60,19 @@ def test_data_parallel_ranks_must_be_complete_and_even(dp_ranks: list[int]) -> N
         (["NVIDIA H200", "a toaster"], None),
     ],
 )
-def test_peaks_add_up_over_known_devices(names: list[str], expected: float | None) -> None:
+def test_peaks_add_up_over_known_devices(names, expected):
     assert theoretical_tflops([{"gpu_name": name, "model_dtype": "torch.bfloat16"} for name in names]) == expected
 
 
-def test_a_flops_tracker_sees_the_lengths_of_every_shard(
-    toy_worker: Any, client: DataPlaneClient, write_rows: Callable[..., KVBatchMeta]
-) -> None:
+def test_a_flops_tracker_sees_the_lengths_of_every_shard(toy_worker, client, write_rows):
     class Tracker:
         total_flops = -1.0
 
-        def reset(self) -> None:
+        def reset(self):
             self.total_flops = 0.0
             self.shards: list[list[int]] = []
 
-        def track_batch(self, sequence_lengths: list[int]) -> None:
+        def track_batch(self, sequence_lengths):
             self.shards.append(sequence_lengths)
             self.total_flops += sum(sequence_lengths)
 
@@ -95,7 +89,7 @@ def test_a_flops_tracker_sees_the_lengths_of_every_shard(
     assert result["all_mb_metrics"]["rows"] == [2, 2]
 
 
-def test_errors_survive_pickling() -> None:
+def test_errors_survive_pickling():
     for cls in (WorkerFailedError, WorkerTimeoutError, ReplicaLeaderError, ReplayTimeoutError):
         read = pickle.loads(pickle.dumps(cls("a sentence.")))
         assert (type(read), str(read)) == (cls, "a sentence.")

@@ -18,11 +18,11 @@ from dataplane_core.errors import MissingDataError
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
 
 
-def _send(rank: int, make: Any) -> BatchedDataDict:
+def _send(rank, make):
     return broadcast_from_leader(make, group=dist.group.WORLD)
 
 
-def _odd_tensors() -> BatchedDataDict:
+def _odd_tensors():
     return BatchedDataDict(
         {
             "none": torch.zeros(4, 0),
@@ -36,14 +36,14 @@ def _odd_tensors() -> BatchedDataDict:
     )
 
 
-def _objects() -> BatchedDataDict:
+def _objects():
     objects = np.empty(2, dtype=object)
     objects[0] = {"pixels": torch.full((2, 3), 0.5, dtype=torch.bfloat16), "name": "a"}
     objects[1] = [torch.tensor(True), None, ("x", torch.arange(3, dtype=torch.int8))]
     return BatchedDataDict({"text": ["é", "ß"], "rows": [torch.ones(1), torch.zeros(2)], "objects": objects})
 
 
-def _planned() -> BatchedDataDict:
+def _planned():
     batch = SlicedDataDict({"input_ids": torch.zeros(4, 3)})
     batch.micro_batch_indices = [[[0, 3], [3, 4]]]
     batch.micro_batch_lengths = [[2, 3]]
@@ -64,17 +64,17 @@ BATCHES: dict[str, Callable[[], BatchedDataDict]] = {
 }
 
 
-def _described(batch: BatchedDataDict) -> Any:
+def _described(batch):
     """As bits: pickle does not carry every dtype."""
     flags = [(each.requires_grad, each.is_contiguous()) for each in batch.values() if isinstance(each, torch.Tensor)]
     return type(batch), _attributes(batch), _deep_bits(dict(batch)), flags
 
 
-def _attributes(batch: BatchedDataDict) -> dict[str, Any]:
+def _attributes(batch):
     return {name: value for name, value in vars(batch).items() if name != "data"}
 
 
-def _deep_bits(value: Any) -> Any:
+def _deep_bits(value):
     if isinstance(value, dict):
         return {key: _deep_bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
@@ -82,8 +82,8 @@ def _deep_bits(value: Any) -> Any:
     return bits(value.detach().resolve_conj() if isinstance(value, torch.Tensor) else value)
 
 
-def test_a_batch_arrives_bit_for_bit(ranks: Any) -> None:
-    def send(rank: int) -> dict[str, Any]:
+def test_a_batch_arrives_bit_for_bit(ranks):
+    def send(rank):
         return {name: _described(_send(rank, make)) for name, make in BATCHES.items()}
 
     for number, found in enumerate(ranks(3, send)):
@@ -95,8 +95,8 @@ def test_a_batch_arrives_bit_for_bit(ranks: Any) -> None:
                 assert set(flags) <= {(False, True)}, name
 
 
-def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
-    def make() -> BatchedDataDict:
+def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks):
+    def make():
         columns: dict[str, Any] = {}
         for most in (127, -1, 60_000, 1 << 20, 1 << 40):
             values = torch.arange(30_000).reshape(3, -1) % 100
@@ -105,7 +105,7 @@ def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
             columns[f"jagged {most}"] = torch.nested.as_nested_tensor(list(values.unbind()), layout=torch.jagged)
         return BatchedDataDict(columns)
 
-    def send(rank: int) -> tuple[list[Any], int]:
+    def send(rank):
         sizes, broadcast = [], dist.broadcast
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(
@@ -122,16 +122,16 @@ def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
     assert 2 * 30_000 * (1 + 1 + 2 + 4 + 8) <= leader[1] < 2 * 30_000 * (1 + 1 + 2 + 4 + 8) + 10_000
 
 
-def test_only_the_ranks_of_a_subgroup_take_part(ranks: Any) -> None:
-    def send(rank: int) -> list[int]:
+def test_only_the_ranks_of_a_subgroup_take_part(ranks):
+    def send(rank):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         return broadcast_from_leader(lambda: [rank] * 3, group=groups[rank // 2])
 
     assert ranks(4, send) == [[0] * 3, [0] * 3, [2] * 3, [2] * 3]
 
 
-def test_gloo_communicates_on_the_cpu(ranks: Any) -> None:
-    def device(rank: int) -> str:
+def test_gloo_communicates_on_the_cpu(ranks):
+    def device(rank):
         assert dist.group.WORLD is not None
         return str(group_device(dist.group.WORLD, preferred="cuda"))
 
@@ -141,11 +141,11 @@ def test_gloo_communicates_on_the_cpu(ranks: Any) -> None:
 class LocalError(Exception):
     """Cannot be read back from a pickle."""
 
-    def __init__(self, code: int, why: str) -> None:
+    def __init__(self, code, why):
         super().__init__(f"{why} ({code})")
 
 
-def _raise(error: Exception) -> BatchedDataDict:
+def _raise(error):
     raise error
 
 
@@ -179,7 +179,7 @@ FAILURES: dict[str, tuple[Callable[[], BatchedDataDict], str, str, str]] = {
 }
 
 
-def _failures(rank: int, produce: Any) -> tuple[str, str, str]:
+def _failures(rank, produce):
     try:
         broadcast_from_leader(produce, group=dist.group.WORLD)
     except Exception as error:
@@ -187,8 +187,8 @@ def _failures(rank: int, produce: Any) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(ranks: Any) -> None:
-    def send(rank: int) -> list[tuple[str, str, str]]:
+def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(ranks):
+    def send(rank):
         seen = []
         for produce, *_ in FAILURES.values():
             seen.append(_failures(rank, produce))
@@ -207,7 +207,7 @@ def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(r
             assert said in text, name
 
 
-def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> None:
+def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks):
     leader, sibling = ranks.outcomes(2, _failures, lambda: os._exit(1))
     assert isinstance(leader, (EOFError, ConnectionResetError))
     assert sibling[0] == "ReplicaLeaderError"

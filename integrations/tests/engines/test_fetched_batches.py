@@ -15,10 +15,8 @@ from bits import bits, random_bits
 from layouts import worker_of_rank
 from torch.distributed import distributed_c10d
 
-from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader
@@ -26,14 +24,14 @@ from dataplane_integrations.trainer.broadcast import broadcast_from_leader
 PAD_ID = 7
 
 
-def _rows(lengths: list[int], dtype: torch.dtype, *trailing: int) -> list[torch.Tensor]:
+def _rows(lengths, dtype, *trailing):
     """Bits of every kind; for int16 experts' numbers."""
     seeds = range(sum(lengths), sum(lengths) + len(lengths))
     rows = [random_bits(dtype, length, *trailing, seed=seed) for seed, length in zip(seeds, lengths, strict=True)]
     return [row % 2 for row in rows] if dtype is torch.int16 else rows
 
 
-def _columns(lengths: list[int]) -> dict[str, list[Any]]:
+def _columns(lengths):
     """Rows of every kind by field."""
     return {
         "input_ids": _rows(lengths, torch.int64),
@@ -52,7 +50,7 @@ def _columns(lengths: list[int]) -> dict[str, list[Any]]:
 PAD_VALUES = {"input_ids": PAD_ID, "token_mask": 0, "generation_logprobs": 0, "routed_experts": -1, "advantages": 0}
 
 
-def _worker(lengths: list[int], columns: Any = None) -> tuple[Any, Metrics, KVBatchMeta]:
+def _worker(lengths, columns=None):
     fields = {
         name: stack_or_nest(rows) if isinstance(rows[0], torch.Tensor) else np.array([*rows, None], dtype=object)[:-1]
         for name, rows in (_columns(lengths) if columns is None else columns).items()
@@ -62,7 +60,7 @@ def _worker(lengths: list[int], columns: Any = None) -> tuple[Any, Metrics, KVBa
     return worker, metrics, meta
 
 
-def _by_hand(lengths: list[int], layout: str, width: int) -> list[tuple[str, Any]]:
+def _by_hand(lengths, layout, width):
     """What a fetch should return, made row by row."""
     expected = []
     for name, rows in _columns(lengths).items():
@@ -82,8 +80,8 @@ def _by_hand(lengths: list[int], layout: str, width: int) -> list[tuple[str, Any
 @pytest.mark.parametrize(
     "lengths", [[3, 9, 1, 6], [0, 4, 0], [5], [4, 4], [0]], ids=["ragged", "empty rows", "one row", "equal", "nothing"]
 )
-def test_leader_and_siblings_get_the_bits_that_a_rank_reads_alone(ranks: Any, lengths: list[int]) -> None:
-    def fetch(rank: int) -> Any:
+def test_leader_and_siblings_get_the_bits_that_a_rank_reads_alone(ranks, lengths):
+    def fetch(rank):
         worker, _, meta = _worker(lengths)
         found = {}
         for layout in ("padded", "jagged"):
@@ -104,8 +102,8 @@ def test_leader_and_siblings_get_the_bits_that_a_rank_reads_alone(ranks: Any, le
         assert found == _by_hand(lengths, layout, width), (layout, pad, aligned)
 
 
-def test_all_ranks_pad_as_the_leader_says(ranks: Any) -> None:
-    def fetch(rank: int) -> Any:
+def test_all_ranks_pad_as_the_leader_says(ranks):
+    def fetch(rank):
         worker, _, meta = _worker([2, 1])
         if rank:
             worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID + 1)
@@ -116,12 +114,12 @@ def test_all_ranks_pad_as_the_leader_says(ranks: Any) -> None:
     assert leader == sibling == _by_hand([2, 1], "padded", 2)
 
 
-def _count_broadcasts() -> list[int]:
+def _count_broadcasts():
     """Sizes in bytes of what this process gives to broadcast from now on; the descriptor counts too."""
     sizes: list[int] = []
     broadcast = distributed_c10d.broadcast
 
-    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def count(tensor, *args, **kwargs):
         sizes.append(tensor.nbytes)
         return broadcast(tensor, *args, **kwargs)
 
@@ -130,16 +128,16 @@ def _count_broadcasts() -> list[int]:
 
 
 @pytest.fixture
-def fresh_ranks(ranks: Any) -> Any:
+def fresh_ranks(ranks):
     """Ranks whose `_count_broadcasts` does not outlive the test."""
     yield ranks
     ranks.close()
 
 
-def test_no_more_is_broadcast_than_was_read(fresh_ranks: Any) -> None:
+def test_no_more_is_broadcast_than_was_read(fresh_ranks):
     lengths = [16 + 37 * row % 500 for row in range(48)]
 
-    def fetch(rank: int) -> tuple[int, list[int], int]:
+    def fetch(rank):
         worker, metrics, meta = _worker(lengths)
         meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 1024
         sizes = _count_broadcasts()
@@ -153,16 +151,16 @@ def test_no_more_is_broadcast_than_was_read(fresh_ranks: Any) -> None:
     assert padded > 3 * read, "or this test proves nothing"
 
 
-def _resident_bytes(name: str) -> int:
+def _resident_bytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 @pytest.mark.parametrize("kind", ["one tensor", "tensors of objects"])
-def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_buckets(fresh_ranks: Any, kind: str) -> None:
+def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_buckets(fresh_ranks, kind):
     payload = 48 << 20
 
-    def send(rank: int) -> tuple[int, list[int], bool]:
+    def send(rank):
         count = 1 if kind == "one tensor" else 768
         rows = [torch.full((payload // count,), number % 251, dtype=torch.uint8) for number in range(count)]
         batch = BatchedDataDict({"column": rows[0].unsqueeze(0) if count == 1 else rows})
@@ -182,8 +180,8 @@ def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_buckets(fresh_ra
     assert more < payload / 2
 
 
-def test_offsets_that_columns_share_are_broadcast_once_and_stay_shared(ranks: Any) -> None:
-    def fetch(rank: int) -> Any:
+def test_offsets_that_columns_share_are_broadcast_once_and_stay_shared(ranks):
+    def fetch(rank):
         worker, _, meta = _worker([3, 1], columns={name: _rows([3, 1], torch.float32) for name in ("advantages", "b")})
         batch = worker._fetch(meta, layout="jagged")
         together = batch["advantages"] + batch["b"]  # torch combines only columns of the same offsets
@@ -192,8 +190,8 @@ def test_offsets_that_columns_share_are_broadcast_once_and_stay_shared(ranks: An
     assert ranks(2, fetch) == [((4,), True)] * 2
 
 
-def test_a_length_that_the_leader_refuses_fails_every_rank(ranks: Any) -> None:
-    def fetch(rank: int) -> Any:
+def test_a_length_that_the_leader_refuses_fails_every_rank(ranks):
+    def fetch(rank):
         worker, metrics, meta = _worker([3, 1])
         meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 2
         with pytest.raises((InvalidRequestError, ReplicaLeaderError), match="at least 3, the longest") as caught:
@@ -203,8 +201,8 @@ def test_a_length_that_the_leader_refuses_fails_every_rank(ranks: Any) -> None:
     assert ranks(2, fetch) == [(InvalidRequestError, None), (ReplicaLeaderError, None)]
 
 
-def test_a_pad_value_that_does_not_fit_fails_every_rank(ranks: Any) -> None:
-    def fetch(rank: int) -> Any:
+def test_a_pad_value_that_does_not_fit_fails_every_rank(ranks):
+    def fetch(rank):
         worker, _, meta = _worker([3, 1])
         worker.tokenizer.pad_token_id = 1 << 70
         with pytest.raises(InvalidRequestError, match=r"'input_ids' of torch\.int64 cannot be padded"):

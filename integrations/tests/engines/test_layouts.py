@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from tiny_megatron import PAD_MULTIPLE, TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import TinyWorker, batch_of, in_one_process
 
 from dataplane_core import connect, kv_first_write
-from dataplane_core.client import DataPlaneClient
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
 from dataplane_integrations.trainer.results import aggregate_training_results
 
@@ -46,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, int, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[DataPlaneClient]:
+def store():
     """The driver's client of a private Redis server."""
     options = {"namespace": "layouts"}
     config = {"backend": "redis_store", "options": options, "middleware": ["metrics"], "op_timeout_s": 60}
@@ -54,7 +52,7 @@ def store() -> Iterator[DataPlaneClient]:
         yield client
 
 
-def _run(rank: int, spread: Any, config: Any, shards_by_way: dict[str, Shards]) -> dict[str, Any]:
+def _run(rank, spread, config, shards_by_way):
     """What one rank does, padded and packed; returns what it saw."""
     kind, parallelism = (
         (TinyMegatronWorker, megatron_on_cpu(spread)) if isinstance(spread, dict) else (TinyWorker, nullcontext())
@@ -66,7 +64,7 @@ def _run(rank: int, spread: Any, config: Any, shards_by_way: dict[str, Shards]) 
         }
 
 
-def _train(ranks: Any, client: DataPlaneClient, layout: str, *ways: str) -> list[dict[str, Any]]:
+def _train(ranks, client, layout, *ways):
     dp_size, world, spread = LAYOUTS[layout]
     shards_by_way: dict[str, Shards] = {}
     for way in ways:
@@ -77,7 +75,7 @@ def _train(ranks: Any, client: DataPlaneClient, layout: str, *ways: str) -> list
     return seen
 
 
-def _stored(client: DataPlaneClient, partition_id: str) -> list[torch.Tensor]:
+def _stored(client, partition_id):
     return list(client.get_samples(IDS, partition_id, ["prev_logprobs"])["prev_logprobs"].unbind())
 
 
@@ -86,7 +84,7 @@ Learned = tuple[torch.Tensor, list[float], list[float]]
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Any, store: DataPlaneClient) -> dict[str, Learned]:
+def one_process(ranks, store):
     """What one process learns: of the small model by plain PyTorch, of Megatron's by a worker alone."""
     batch = batch_of(LENGTHS, seed=3)
     losses, norms = in_one_process(batch, STEPS)
@@ -111,8 +109,8 @@ def one_process(ranks: Any, store: DataPlaneClient) -> dict[str, Learned]:
     ],
 )
 def test_a_layout_trains_as_one_process_with_one_fetch_per_group_and_one_writer_per_key(
-    ranks: Any, store: DataPlaneClient, one_process: dict[str, Learned], layout: str
-) -> None:
+    ranks, store, one_process, layout
+):
     seen = _train(ranks, store, layout, *WAYS)
     logprobs, losses, norms = one_process[layout.split()[0]]
     assert len(set(logprobs.tolist())) > len(LENGTHS), "the model tells tokens apart"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dataplane_core import BatchedDataDict, KVBatchMeta, connect, kv_first_write, read_columns
+from dataplane_core import BatchedDataDict, connect, kv_first_write, read_columns
 from dataplane_core.errors import ConfigError
 from dataplane_integrations.trainer.mimo import (
     _find_rank_module,
@@ -30,12 +29,12 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def eight_ranks(ranks: Any) -> Callable[..., list[Any]]:
+def eight_ranks(ranks):
     """``eight_ranks(fn, *args)``: per rank what ``fn(rank, *args)`` returned."""
     return lambda fn, *args: ranks(WORLD, fn, *args, timeout_s=PATIENCE_S)
 
 
-def make_grids(layout: Layout, groups: Sequence[str] = ("pp", "dp")) -> dict[str, Any]:
+def make_grids(layout, groups=("pp", "dp")):
     """Collective: every rank creates the groups of all grids, in one order."""
     from megatron.core.hyper_comm_grid import HyperCommGrid
 
@@ -49,7 +48,7 @@ def make_grids(layout: Layout, groups: Sequence[str] = ("pp", "dp")) -> dict[str
     return grids
 
 
-def stand(rank: int, layout: Layout) -> dict[str, Any]:
+def stand(rank, layout):
     grids = make_grids(layout)
     grid, module = _find_rank_module(grids)
     assert (grid is None) == (module is None)
@@ -71,7 +70,7 @@ def stand(rank: int, layout: Layout) -> dict[str, Any]:
 APART: Layout = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 4)}
 
 
-def test_vision_dp4_beside_language_tp2_dp2(eight_ranks: Any) -> None:
+def test_vision_dp4_beside_language_tp2_dp2(eight_ranks):
     found = eight_ranks(stand, APART)
     assert [each["module"] for each in found] == ["vision"] * 4 + ["language"] * 4
     assert [each["info"] for each in found] == [
@@ -84,7 +83,7 @@ def test_vision_dp4_beside_language_tp2_dp2(eight_ranks: Any) -> None:
     assert [each["needs"]["language"] for each in found] == [False] * 4 + [True] * 4
 
 
-def test_language_tp2_pp2_and_ranks_outside_every_grid(eight_ranks: Any) -> None:
+def test_language_tp2_pp2_and_ranks_outside_every_grid(eight_ranks):
     found = eight_ranks(stand, {"language": ((2, 2, 1), 0), "vision": ((1, 2, 1), 4)})
     # first stage and last: tokens go into the one, labels into the other
     assert [each["info"] for each in found[:4]] == [(0, 1, True, "language")] * 4
@@ -102,7 +101,7 @@ def test_language_tp2_pp2_and_ranks_outside_every_grid(eight_ranks: Any) -> None
     assert [each["shared"] for each in found[6:]] == [{}, {}]
 
 
-def test_modules_that_share_ranks_have_each_their_own_parallelism(eight_ranks: Any) -> None:
+def test_modules_that_share_ranks_have_each_their_own_parallelism(eight_ranks):
     found = eight_ranks(stand, {"language": ((1, 4, 2), 0), "vision": ((1, 1, 8), 0)})
     for rank, each in enumerate(found):
         stage, language_rank = rank % 4, rank // 4
@@ -119,15 +118,15 @@ def test_modules_that_share_ranks_have_each_their_own_parallelism(eight_ranks: A
         }
 
 
-def test_inner_stages_of_the_language_model_can_need_data_too(eight_ranks: Any) -> None:
+def test_inner_stages_of_the_language_model_can_need_data_too(eight_ranks):
     found = eight_ranks(stand, {"vision": ((1, 2, 2), 0), "language": ((1, 4, 1), 4)})
     assert [each["info"][2] for each in found] == [True, False, True, False, True, False, False, True]
     assert [each["every stage"] for each in found[:4]] == [(each["info"], each["sampling"]) for each in found[:4]]
     assert [each["every stage"] for each in found[4:]] == [((0, 1, True, "language"), (0, 1, True))] * 4
 
 
-def test_groups_that_were_not_created_are_named_with_what_to_call(eight_ranks: Any) -> None:
-    def run(rank: int) -> tuple[Any, ...]:
+def test_groups_that_were_not_created_are_named_with_what_to_call(eight_ranks):
+    def run(rank):
         grids = make_grids(APART, groups=["pp"])
         messages = []
         for ask in (lambda: get_megatron_mimo_dp_info(None, grids), lambda: get_megatron_mimo_shared_dp_info(grids)):
@@ -142,8 +141,8 @@ def test_groups_that_were_not_created_are_named_with_what_to_call(eight_ranks: A
             assert "grid.create_pg(['dp'])" in message
 
 
-def test_a_grid_without_a_pipeline_has_one_stage(eight_ranks: Any) -> None:
-    def run(rank: int) -> tuple[Any, ...]:
+def test_a_grid_without_a_pipeline_has_one_stage(eight_ranks):
+    def run(rank):
         from megatron.core.hyper_comm_grid import HyperCommGrid
 
         grid = HyperCommGrid([2, 4], ["tp", "dp"], backend="gloo")
@@ -161,7 +160,7 @@ IMAGES = [1, 2, 1, 1, 0, 3, 2, 2]  # of each sample: 12 in all
 HIDDEN = 6
 
 
-def rollout() -> BatchedDataDict:
+def rollout():
     generator = torch.Generator().manual_seed(3)
     inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     grids = [
@@ -180,7 +179,7 @@ def rollout() -> BatchedDataDict:
     )
 
 
-def micro_batch(columns: BatchedDataDict) -> dict[str, Any]:
+def micro_batch(columns):
     """What a step of the model gets, of columns as the data plane gives them."""
     return {
         "input_ids": columns["input_ids"],
@@ -196,14 +195,14 @@ def micro_batch(columns: BatchedDataDict) -> dict[str, Any]:
     }
 
 
-def encode(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def encode(inputs):
     """The encoder: one embedding (4,) of each image."""
     weight = torch.linspace(-1, 1, HIDDEN * 4).view(HIDDEN, 4)
     counts = inputs["grid_thw"].prod(-1).tolist()
     return torch.stack([(part @ weight).tanh().sum(0) for part in inputs["hidden_states"].split(counts)])
 
 
-def read_out(batch: dict[str, Any], images: torch.Tensor) -> torch.Tensor:
+def read_out(batch, images):
     """The language model: one number per row, from its tokens, their positions, and its images' embeddings."""
     tokens = (batch["input_ids"] * (1 + batch["position_ids"].sum(0))).sum(1).float()
     seen = torch.stack([part.sum() for part in images.split(batch["images"].tolist())])
@@ -211,7 +210,7 @@ def read_out(batch: dict[str, Any], images: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
+def stored():
     """The rollout in a private Redis: the config to attach with, and the rows' meta."""
     config = {"backend": "redis_store", "options": {"namespace": f"mimo-{os.getpid()}"}, "op_timeout_s": 60}
     with connect(config) as client:
@@ -219,8 +218,8 @@ def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
         yield config, kv_first_write(rollout(), sample_ids=IDS, dp_client=client, partition_id="train")
 
 
-def test_vision_and_language_ranks_slice_one_micro_batch_that_they_fetched(eight_ranks: Any, stored: Any) -> None:
-    def run(rank: int, config: dict[str, Any], meta: KVBatchMeta) -> Any:
+def test_vision_and_language_ranks_slice_one_micro_batch_that_they_fetched(eight_ranks, stored):
+    def run(rank, config, meta):
         grids = make_grids(APART)
         dp_rank, dp_size, needs_data, module = get_megatron_mimo_dp_info(None, grids)
         assert needs_data
@@ -249,10 +248,10 @@ def test_vision_and_language_ranks_slice_one_micro_batch_that_they_fetched(eight
     torch.testing.assert_close(torch.cat([outcomes[5], outcomes[7]]), alone)
 
 
-def test_modules_that_share_ranks_slice_one_micro_batch_each_for_itself(eight_ranks: Any, stored: Any) -> None:
+def test_modules_that_share_ranks_slice_one_micro_batch_each_for_itself(eight_ranks, stored):
     layout: Layout = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 0)}
 
-    def run(rank: int, config: dict[str, Any], meta: KVBatchMeta) -> Any:
+    def run(rank, config, meta):
         grids = make_grids(layout)
         if not get_megatron_mimo_sampling_info(None, grids)[2]:
             return None

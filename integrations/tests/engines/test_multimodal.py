@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tiers import in_long
 from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane_core import KVBatchMeta, connect, kv_first_write, read_columns, shard_meta_for_dp
+from dataplane_core import connect, kv_first_write, read_columns, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
@@ -24,7 +23,7 @@ IMAGES = [[(2, 3)], [], [(1, 4), (2, 2)], [(3, 1)], [(2, 3)], [], [(1, 1), (1, 2
 CHANNELS, SIDE = 3, 2
 
 
-def rollout() -> BatchedDataDict:
+def rollout():
     generator = torch.Generator().manual_seed(5)
     inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     grids = [torch.tensor([(1, *image) for image in images], dtype=torch.int64).reshape(-1, 3) for images in IMAGES]
@@ -40,7 +39,7 @@ def rollout() -> BatchedDataDict:
 
 
 @pytest.fixture
-def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
+def stored():
     """The rollout in a private Redis: the config to attach with, and the rows' meta."""
     config = {"backend": "redis_store", "options": {"namespace": f"multimodal-{os.getpid()}"}, "op_timeout_s": 60}
     with connect(config) as client:
@@ -51,11 +50,11 @@ def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
         yield config, meta
 
 
-def _train(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards: list[KVBatchMeta]) -> Any:
+def _train(rank, shape, config, shards):
     """Trains on this rank's shard; per microbatch what its rows had, and how often this rank read from the store."""
 
     class Worker(FSDP2DataPlaneMixin):
-        def train(self, data: BatchedDataDict, loss_fn: Any, **options: Any) -> dict[str, Any]:
+        def train(self, data, loss_fn, **options):
             seen = []
             for microbatch in data.get_batch(0).make_microbatch_iterator_with_dynamic_shapes():
                 columns = microbatch.get_dict()
@@ -74,9 +73,7 @@ def _train(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shard
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)], ids=["1x1x2", "2x1x2"])
-def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(
-    ranks: Any, stored: Any, shape: tuple[int, int, int]
-) -> None:
+def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(ranks, stored, shape):
     config, meta = stored
     keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
     limits = {"max_tokens_per_microbatch": 16, "sequence_length_round": 2}
@@ -105,7 +102,7 @@ def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(
                 assert torch.equal(grid, grids[row])
 
 
-def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -> None:
+def test_a_worker_can_name_further_ragged_fields(toy_worker, client):
     class Worker(toy_worker):
         ragged_fields = frozenset({"audio_frames"})
 
@@ -144,9 +141,7 @@ STORES: list[Any] = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("config", STORES, ids=lambda config: str(config["backend"]))
 @pytest.mark.parametrize("text_first", [True, False], ids=["text first", "images first"])
-def test_samples_of_text_only_go_beside_those_with_images(
-    request: pytest.FixtureRequest, config: dict[str, Any], text_first: bool
-) -> None:
+def test_samples_of_text_only_go_beside_those_with_images(request, config, text_first):
     if config["backend"].startswith("tq_"):
         request.getfixturevalue("ray_address")
     went = rollout()

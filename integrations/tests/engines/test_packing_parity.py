@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from tiers import in_long
 from tiny_policy import batch_of
 
 from dataplane_core import connect, kv_first_write, shard_meta_for_dp
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
 from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching, SequencePacking
@@ -33,12 +30,12 @@ WAYS = {
 class Reader(DataPlaneWorkerMixin):
     """Fetches what a rank would."""
 
-    def _local_coords(self) -> dict[str, int]:
+    def _local_coords(self):
         return {"data_parallel": 0}
 
 
 @pytest.fixture(scope="module", params=["noop", *in_long("tq_simple")])
-def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+def plane(request):
     config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 30}
     if request.param == "tq_simple":
         request.getfixturevalue("local_ray")
@@ -47,19 +44,19 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
         yield client
 
 
-def _batch() -> BatchedDataDict:
+def _batch():
     generator = torch.Generator().manual_seed(11)
     lengths = torch.randint(1, tiny_policy.CONTEXT + 1, (ROWS,), generator=generator)
     lengths[0] = tiny_policy.CONTEXT
     return batch_of(lengths.tolist(), seed=12)
 
 
-def _in_memory(batching: Batching) -> list[BatchedDataDict]:
+def _in_memory(batching):
     sharded = _batch().shard_by_batch_size(SHARDS, GLOBAL_BATCH, **batching.shard_args("train"))
     return list(sharded[0] if batching.plans else sharded)
 
 
-def _over(plane: DataPlaneClient, batching: Batching) -> list[BatchedDataDict]:
+def _over(plane, batching):
     plane.register_partition("train", [], None, ["train"])
     batch = _batch()
     ids = [f"p{i // 4}_g{i % 4}" for i in range(ROWS)]
@@ -73,7 +70,7 @@ def _over(plane: DataPlaneClient, batching: Batching) -> list[BatchedDataDict]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane: DataPlaneClient, way: str) -> None:
+def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane, way):
     in_memory, over_plane = _in_memory(WAYS[way]), _over(plane, WAYS[way])
     assert len(over_plane) == SHARDS
     for here, there in zip(in_memory, over_plane, strict=True):
@@ -83,7 +80,7 @@ def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane: 
         assert (here.micro_batch_indices is None) == (way == "neither")
 
 
-def test_a_packed_plan_saves_tokens_and_stays_in_the_limit() -> None:
+def test_a_packed_plan_saves_tokens_and_stays_in_the_limit():
     for shard in _in_memory(WAYS["packing"]):
         assert shard.micro_batch_lengths is not None
         lengths = [length for chunk in shard.micro_batch_lengths for length in chunk]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from layouts import worker_of_rank
 
-from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
 from dataplane_core.errors import DataPlaneError, MissingDataError
 from dataplane_core.ledger import commands
-from dataplane_core.middleware import Metrics
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 from dataplane_integrations.trainer.worker import HELD_ROWS
@@ -25,21 +22,21 @@ SHAPES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
 
 
 class Worker(FSDP2DataPlaneMixin):
-    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+    def get_logprobs(self, data, micro_batch_size=None):
         return {"logprobs": -data["input_ids"].float()}
 
 
-def _prepared(shape: tuple[int, int, int]) -> tuple[Any, Metrics, KVBatchMeta]:
+def _prepared(shape):
     return worker_of_rank(shape, {"input_ids": torch.tensor([[1, 2], [3, 4]])}, [2, 2], Worker)
 
 
-def _calls(metrics: Metrics) -> dict[str, int]:
+def _calls(metrics):
     return {op: total["calls"] for op, total in metrics.snapshot()["operations"].items()}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, int, int]) -> None:
-    def run(rank: int) -> tuple[Any, ...]:
+def test_the_leader_alone_fetches_and_writes(ranks, shape):
+    def run(rank):
         worker, metrics, meta = _prepared(shape)
         fetched = worker._fetch(meta)["input_ids"].tolist()
         worker.get_logprobs_presharded(meta)
@@ -54,8 +51,8 @@ def test_the_leader_alone_fetches_and_writes(ranks: Any, shape: tuple[int, int, 
     assert sum(leads for leads, *_ in outcomes) == shape[0]
 
 
-def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_lost_ones(ranks: Any) -> None:
-    def run(rank: int) -> tuple[Any, ...]:
+def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_lost_ones(ranks):
+    def run(rank):
         worker, metrics, meta = _prepared((2, 1, 2))
         meta.extra_info[HELD_ROWS] = "first"
         found = [worker.hold_presharded(meta)]
@@ -73,8 +70,8 @@ def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_
         assert reads == int(leads)
 
 
-def test_independent_fetches_are_one_per_rank(ranks: Any) -> None:
-    def run(rank: int) -> int:
+def test_independent_fetches_are_one_per_rank(ranks):
+    def run(rank):
         worker, metrics, meta = _prepared((1, 2, 2))
         worker._fetch(meta, fetch_policy="independent")
         return _calls(metrics)["get_samples"]
@@ -82,12 +79,12 @@ def test_independent_fetches_are_one_per_rank(ranks: Any) -> None:
     assert ranks(4, run) == [1] * 4
 
 
-def test_every_rank_preprocesses_what_the_leader_read(ranks: Any) -> None:
-    def run(rank: int) -> tuple[Any, ...]:
+def test_every_rank_preprocesses_what_the_leader_read(ranks):
+    def run(rank):
         worker, metrics, meta = _prepared((1, 1, 2))
         runs = []
 
-        def preprocess(of: Any, batch: BatchedDataDict) -> BatchedDataDict:
+        def preprocess(of, batch):
             runs.append((of is worker, of._local_coords()["tensor_parallel"]))
             batch["doubled"] = batch["input_ids"] * 2
             batch.micro_batch_indices = [[[0, 2]]]
@@ -101,7 +98,7 @@ def test_every_rank_preprocesses_what_the_leader_read(ranks: Any) -> None:
     assert second == ([(True, 1)], [[2, 4], [6, 8]], [[[0, 2]]], 0)
 
 
-def _refusal(call: Callable[[], Any]) -> tuple[str, str]:
+def _refusal(call):
     try:
         return "", str(call()["input_ids"].tolist())
     except DataPlaneError as error:
@@ -122,8 +119,8 @@ def _refusal(call: Callable[[], Any]) -> tuple[str, str]:
     ],
     ids=["unequal plans", "a rank that cannot plan"],
 )
-def test_ranks_that_cannot_train_alike_all_refuse(ranks: Any, lengths: list[int], said: list[str]) -> None:
-    def run(rank: int) -> tuple[str, str]:
+def test_ranks_that_cannot_train_alike_all_refuse(ranks, lengths, said):
+    def run(rank):
         worker, _, meta = _prepared((2, 1, 1))
         worker.cfg = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 4}}
         mine = torch.tensor(lengths if rank else [1, 1])
@@ -142,10 +139,8 @@ def test_ranks_that_cannot_train_alike_all_refuse(ranks: Any, lengths: list[int]
         ([0, 1], ["", "InvalidRequestError", "", ""]),  # a rank too many
     ],
 )
-def test_a_group_whose_first_is_not_its_one_leader_is_refused_and_strands_nobody(
-    ranks: Any, leaders: list[int], kinds: list[str]
-) -> None:
-    def run(rank: int) -> tuple[str, str]:
+def test_a_group_whose_first_is_not_its_one_leader_is_refused_and_strands_nobody(ranks, leaders, kinds):
+    def run(rank):
         worker, _, meta = _prepared((1, 2, 2))
         worker._is_replica_leader = lambda: rank in leaders
         return _refusal(lambda: worker._fetch(meta))
@@ -156,21 +151,21 @@ def test_a_group_whose_first_is_not_its_one_leader_is_refused_and_strands_nobody
         assert ("to be the group's first" in said) if kind else (said == "[[1, 2], [3, 4]]")
 
 
-def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(ranks: Any) -> None:
-    def train(rank: int, depth: int) -> Any:
+def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(ranks):
+    def train(rank, depth):
         class Trainer(FSDP2DataPlaneMixin):
-            def __init__(self) -> None:
+            def __init__(self):
                 self.seen: list[Any] = []
 
-            def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None: ...
+            def begin_train_step(self, loss_fn, gbs=None, mbs=None): ...
 
-            def train_microbatch(self, data: BatchedDataDict) -> None:
+            def train_microbatch(self, data):
                 self.seen.append(data["input_ids"].tolist())
 
-            def finish_train_step(self) -> dict[str, Any]:
+            def finish_train_step(self):
                 return {}
 
-            def abort_train_step(self) -> None: ...
+            def abort_train_step(self): ...
 
         lengths = [1, 3, 2, 2, 4, 1, 2, 3]
         rows = stack_or_nest([torch.full((length,), row) for row, length in enumerate(lengths)])

@@ -39,14 +39,14 @@ LAYOUTS: dict[str, tuple[Any, list[list[int]]]] = {
 
 
 class MeshWorker(FSDP2DataPlaneMixin):
-    def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    def __init__(self, shape, names):
         self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _stand(layout: Any) -> tuple[Any, ...]:
+def _stand(layout):
     """What a worker of this layout says of its place."""
 
-    def members(of: Any) -> list[int]:
+    def members(of):
         return [dist.get_rank()] if of is None else dist.get_process_group_ranks(of)
 
     is_megatron = isinstance(layout, dict)
@@ -65,7 +65,7 @@ def _stand(layout: Any) -> tuple[Any, ...]:
         )
 
 
-def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any) -> None:
+def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks):
     described = ranks(4, lambda rank: {name: _stand(layout) for name, (layout, _) in LAYOUTS.items()}, timeout_s=150)
     for name, (layout, groups) in LAYOUTS.items():
         for rank, (coords, leads, group, across, multiple) in enumerate(seen[name] for seen in described):
@@ -96,9 +96,7 @@ def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any) 
         (8, 2, True, 16),
     ],
 )
-def test_a_multiple_divides_into_whole_parts_for_every_rank(
-    tensor: int, context: int, sequence_parallel: bool, expected: int
-) -> None:
+def test_a_multiple_divides_into_whole_parts_for_every_rank(tensor, context, sequence_parallel, expected):
     multiple = megatron_pad_multiple(
         tensor_parallel=tensor, context_parallel=context, sequence_parallel=sequence_parallel
     )
@@ -109,7 +107,7 @@ def test_a_multiple_divides_into_whole_parts_for_every_rank(
     assert not sequence_parallel or of_one_rank % tensor == 0
 
 
-def _lengths(rank: int) -> dict[str, Any]:
+def _lengths(rank):
     with megatron_on_cpu({"context": 2}):
         worker = MegatronDataPlaneMixin()
         meta = KVBatchMeta("train", "train", ["a_g0", "a_g1"], sequence_lengths=[3, 5])
@@ -133,7 +131,7 @@ def _lengths(rank: int) -> dict[str, Any]:
     return seen
 
 
-def _try_plan(worker: MegatronDataPlaneMixin, data: BatchedDataDict, meta: KVBatchMeta) -> str:
+def _try_plan(worker, data, meta):
     try:
         worker._attach_or_repack_pack_metadata(data, meta)
     except DataPlaneError as error:
@@ -141,7 +139,7 @@ def _try_plan(worker: MegatronDataPlaneMixin, data: BatchedDataDict, meta: KVBat
     return "taken"
 
 
-def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
+def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks):
     for seen in ranks(2, _lengths, timeout_s=150):
         assert seen["alone"] == 8
         assert seen["stamped"] == 12
@@ -155,7 +153,7 @@ def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
         assert seen["bins of sequences padded to 4"] == "taken"
 
 
-def _before_megatron_starts(rank: int) -> str:
+def _before_megatron_starts(rank):
     try:
         MegatronDataPlaneMixin()._local_coords()
     except DataPlaneError as error:
@@ -163,13 +161,13 @@ def _before_megatron_starts(rank: int) -> str:
     return "taken"
 
 
-def test_a_worker_before_megatron_is_initialized_says_so(ranks: Any) -> None:
+def test_a_worker_before_megatron_is_initialized_says_so(ranks):
     [said] = ranks(1, _before_megatron_starts, timeout_s=150)
     assert "initialize_model_parallel" in said
 
 
-def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks: Any) -> None:
-    def attach(rank: int) -> str:
+def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks):
+    def attach(rank):
         worker = MeshWorker((2, 2), ("dp", "tp"))
         missing = {"backend": "shm_store", "attach_wait_s": 0, "options": {"namespace": f"nowhere-{rank}"}}
         try:
@@ -181,16 +179,16 @@ def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks: Any) -> None:
     assert ranks(4, attach) == ["BackendUnavailableError", "attached", "attached", "attached"]
 
 
-def test_one_rank_alone_has_no_group(ranks: Any) -> None:
-    def groups(rank: int) -> list[Any]:
+def test_one_rank_alone_has_no_group(ranks):
+    def groups(rank):
         worker = MeshWorker((1, 1), ("dp", "tp"))
         return [worker._get_replica_group(), worker._get_data_parallel_group(), worker._local_coords()]
 
     assert ranks(1, groups) == [[None, None, {"data_parallel": 0, "tensor_parallel": 0}]]
 
 
-def test_a_mesh_that_does_not_say_who_shares_rows_is_refused(ranks: Any) -> None:
-    def refusals(rank: int) -> list[str]:
+def test_a_mesh_that_does_not_say_who_shares_rows_is_refused(ranks):
+    def refusals(rank):
         said = []
         for names in (None, ("dp", "ep")):
             try:
@@ -204,6 +202,6 @@ def test_a_mesh_that_does_not_say_who_shares_rows_is_refused(ranks: Any) -> None
     assert "'ep' of ('dp', 'ep')" in unknown
 
 
-def test_a_worker_without_a_mesh_says_what_it_lacks() -> None:
+def test_a_worker_without_a_mesh_says_what_it_lacks():
     with pytest.raises(DataPlaneError, match=r"has no DeviceMesh.*'device_mesh' or 'mesh'"):
         FSDP2DataPlaneMixin()._local_coords()

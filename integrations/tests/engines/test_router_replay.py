@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
 from tiny_policy import batch_of, loss_of
 from torch import Tensor
 
-from dataplane_core import KVBatchMeta, connect, kv_first_write
+from dataplane_core import connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError, UnsupportedOperationError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
@@ -47,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _recorded() -> Tensor:
+def _recorded():
     """(N, S, L, k) int16: any experts, but none for a row's last token, which generation does not run; 0 beyond."""
     generator = torch.Generator().manual_seed(6)
     scores = torch.rand(len(LENGTHS), max(LENGTHS), tiny_megatron.LAYERS, EXPERTS, generator=generator)
@@ -58,7 +56,7 @@ def _recorded() -> Tensor:
     return experts
 
 
-def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
+def _batch(recorded=None):
     experts = {} if recorded is None else {ROUTED_EXPERTS_FIELD: recorded}
     return BatchedDataDict({**batch_of(LENGTHS, seed=5), **experts})
 
@@ -70,7 +68,7 @@ def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
     scope="module",
     params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")],
 )
-def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+def plane(request):
     """The driver's client of each backend."""
     if request.param.startswith("tq_"):
         request.getfixturevalue("local_ray")
@@ -86,12 +84,12 @@ def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
 class Rollout(DataPlaneRolloutMixin):
     """Makes the first write of a rollout that must have recorded its routing."""
 
-    def write(self, batch: BatchedDataDict) -> KVBatchMeta:
+    def write(self, batch):
         options = {"partition_id": "train", "required_fields": [ROUTED_EXPERTS_FIELD]}
         return self._first_write(batch, sample_ids=IDS, **options).meta
 
 
-def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneClient, toy_worker: Any) -> None:
+def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane, toy_worker):
     workers = [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
     rollout = Rollout()
     rollout.setup_data_plane(plane)
@@ -118,7 +116,7 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
                 assert bool((experts[length:] == -1).all()), "padding names no expert"
 
 
-def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneClient) -> None:
+def test_rows_without_their_routing_are_refused_at_the_write(plane):
     rollout = Rollout()
     rollout.setup_data_plane(plane)
     plane.register_partition("train", [], None, ["train"])
@@ -127,7 +125,7 @@ def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneCli
     assert plane.list_samples("train").size == 0
 
 
-def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
+def test_rows_without_their_routing_are_refused_at_the_fetch(plane, toy_worker):
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
         policy.prepare_step()
         meta = kv_first_write(_batch(), sample_ids=IDS, dp_client=plane, partition_id="train")
@@ -141,12 +139,12 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneCli
 # --- turns without experts --------------------------------------------------------------------------------------------
 
 
-def _logs() -> list[list[dict[str, Any]]]:
+def _logs():
     answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
     return [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
 
 
-def test_turns_without_experts_are_left_to_the_router_or_refused_as_told() -> None:
+def test_turns_without_experts_are_left_to_the_router_or_refused_as_told():
     logs = _logs()
     fill_missing_routes(logs)
     filled = logs[0][0]["routed_experts"]
@@ -166,19 +164,19 @@ def test_turns_without_experts_are_left_to_the_router_or_refused_as_told() -> No
 SHORT = torch.arange(1, 17).view(2, 8, 1, 1)  # two rows of 8 tokens; the numbers name the tokens
 
 
-def _laid_out(lengths: list[int], **layout: Any) -> list[list[int]]:
+def _laid_out(lengths, **layout):
     column = lay_out_routed_experts(SHORT, lengths, **layout)
     assert column.shape[2:] == (1, 1)
     return column[..., 0, 0].tolist()
 
 
-def test_rows_side_by_side_name_no_expert_beyond_their_length() -> None:
+def test_rows_side_by_side_name_no_expert_beyond_their_length():
     assert _laid_out([3, 8]) == [[1, 2, 3, -1, -1, -1, -1, -1], [9, 10, 11, 12, 13, 14, 15, 16]]
     assert _laid_out([3, 8], context_rank=0, context_size=2) == [[1, 2, -1, -1], [9, 10, 15, 16]]
     assert _laid_out([3, 8], context_rank=1, context_size=2) == [[3, -1, -1, -1], [11, 12, 13, 14]]
 
 
-def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_itself() -> None:
+def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_itself():
     bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
     assert _laid_out([3, 6], cu_seqlens_padded=bounds) == [[1, 2, 3, -1, 9, 10, 11, 12, 13, 14, -1, -1]]
     halves = [_laid_out([3, 6], cu_seqlens_padded=bounds, context_rank=rank, context_size=2) for rank in range(2)]
@@ -194,13 +192,13 @@ def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_i
         ([3, 4], {"cu_seqlens_padded": [0, 3, 7], "context_size": 2}, "room for 3 tokens. Expected a multiple of 4"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(lengths: list[int], layout: dict[str, Any], reason: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused(lengths, layout, reason):
     with pytest.raises(InvalidRequestError, match=reason):
         lay_out_routed_experts(SHORT, lengths, **layout)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_ranks_hold_each_token_once(size: int) -> None:
+def test_context_parallel_ranks_hold_each_token_once(size):
     held = [context_parallel_tokens([0, 8, 24], rank, size) for rank in range(size)]
     assert sorted(torch.cat(held).tolist()) == list(range(24))
     assert {len(tokens) for tokens in held} == {24 // size}
@@ -212,7 +210,7 @@ def test_context_parallel_ranks_hold_each_token_once(size: int) -> None:
 class Stage(torch.nn.Module):
     """A pipeline stage of a model of two layers, of which the first has experts."""
 
-    def __init__(self, layer: int, experts: int | None = EXPERTS) -> None:
+    def __init__(self, layer, experts=EXPERTS):
         super().__init__()
         self.config = SimpleNamespace(
             num_layers=2,
@@ -229,7 +227,7 @@ class Stage(torch.nn.Module):
         self.layer.layer_number = layer
 
 
-def _said(call: Callable[[], Any]) -> str:
+def _said(call):
     try:
         call()
     except (InvalidRequestError, UnsupportedOperationError) as error:
@@ -237,7 +235,7 @@ def _said(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def _refusals(rank: int) -> dict[str, Any]:
+def _refusals(rank):
     known = torch.tensor([[0, 1], [2, 3], [1, 0], [-1, -1], [-1, -1]]).view(1, 5, 1, 2)
     gap, half = known.clone(), known.clone()
     gap[0, 1] = -1
@@ -262,12 +260,12 @@ def _refusals(rank: int) -> dict[str, Any]:
     }
 
 
-def _record_on(replay: RoutingReplay) -> None:
+def _record_on(replay):
     with replay.recording() as recorded:
         recorded.routed_experts(1)
 
 
-def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks: Any) -> None:
+def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks):
     [said] = ranks(1, _refusals, timeout_s=150)
     nothing = ("on a stage without experts", "a gap, left to the router", "the last token", "installed unchecked")
     assert [said.pop(name) for name in nothing] == ["nothing"] * 4
@@ -284,7 +282,7 @@ def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks
     assert not said
 
 
-def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong() -> None:
+def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong():
     sizes: dict[str, Any] = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
     rows = [torch.tensor([[0, 1], [3, 2]]).expand(length, 2, 2).short() for length in (3, 1)]
     column = stack_or_nest(rows)
@@ -308,9 +306,7 @@ def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wro
 
 
 @contextmanager
-def _alone(
-    layout: dict[str, Any], recorded: Tensor | None = None
-) -> Iterator[tuple[Any, DataPlaneClient, KVBatchMeta]]:
+def _alone(layout, recorded=None):
     """A worker, the client of a store of its own, and the rows in it."""
     with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
         worker = TinyMegatronWorker(layout)
@@ -318,7 +314,7 @@ def _alone(
         yield worker, client, _write(client, "train", recorded)
 
 
-def _read_wrong(rank: int) -> list[str]:
+def _read_wrong(rank):
     """What a worker says of rows that name an expert twice, when it reads them."""
     with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
         checks = []
@@ -327,20 +323,20 @@ def _read_wrong(rank: int) -> list[str]:
         return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
 
 
-def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
+def test_rows_are_checked_when_they_are_read(ranks):
     [(said, checks, installs)] = ranks(1, _read_wrong, timeout_s=150)
     assert "sample '" in said
     assert "token 0, layer 0 names an expert twice: [1, 1]" in said
     assert (checks, installs) == ("1", "0")
 
 
-def _begin_every_call(rank: int) -> list[tuple[str, bool]]:
+def _begin_every_call(rank):
     """Per method that a worker runs for its driver, whether routers still had the experts of the call before."""
     with _alone(LAYOUTS["one"]) as (worker, _, meta):
         seen: list[tuple[str, bool]] = []
 
-        def replace(name: str, result: Any) -> None:
-            def note(*_: Any, **__: Any) -> Any:
+        def replace(name, result):
+            def note(*_, **__):
                 seen.append((name, any(layer.target is not None for layer in worker.routing_replay._layers)))
                 worker.routing_replay.install(_recorded())
                 return result
@@ -362,7 +358,7 @@ def _begin_every_call(rank: int) -> list[tuple[str, bool]]:
         return seen
 
 
-def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(ranks: Any) -> None:
+def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(ranks):
     [seen] = ranks(1, _begin_every_call, timeout_s=150)
     assert len(seen) == 7
     assert [name for name, installed in seen if installed] == []
@@ -372,34 +368,34 @@ def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[DataPlaneClient]:
+def store():
     """The driver's client of a private Redis server, with the rows and their recorded experts in it."""
     options = {"namespace": "replay-model"}
     with connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}) as client:
         yield client
 
 
-def _write(client: DataPlaneClient, partition_id: str, recorded: Tensor | None) -> KVBatchMeta:
+def _write(client, partition_id, recorded):
     client.register_partition(partition_id, [], None, ["train"])
     meta = kv_first_write(_batch(recorded), sample_ids=IDS, dp_client=client, partition_id=partition_id)
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = WIDTH
     return meta
 
 
-def _routers(worker: TinyMegatronWorker) -> list[Any]:
+def _routers(worker):
     from megatron.core.transformer.moe.router import TopKRouter
 
     return [module for module in worker.model.modules() if isinstance(module, TopKRouter)]
 
 
-def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]:
+def _choices(worker, run):
     """Per forward what the routers of this stage handed on: (B, S, L, experts) bool, of all TP ranks' tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
     maps: dict[int, list[Tensor]] = {}
 
-    def keep(router: Any, _: Any, output: Any) -> None:
+    def keep(router, _, output):
         parts = [torch.empty_like(output[1]) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, output[1], group=group)
         maps.setdefault(router.layer_number, []).append(torch.cat(parts))
@@ -415,13 +411,13 @@ def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]
     ]
 
 
-def _route(rank: int, layout: dict[str, Any], config: Any, metas: dict[str, KVBatchMeta]) -> dict[str, Any]:
+def _route(rank, layout, config, metas):
     """Logprobs and a training step, padded and packed, by recorded experts; what was routed where."""
     with megatron_on_cpu(layout):
         return {way: _route_by(TinyMegatronWorker(layout, way == "packed"), config, metas[way]) for way in metas}
 
 
-def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dict[str, Any]:
+def _route_by(worker, config, meta):
     worker.setup_data_plane(config)
     meta.fields = list(_batch())
     own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
@@ -435,9 +431,7 @@ def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dic
     return {"own": own, "used": used, "installed": installed, "results": results}
 
 
-def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
-    ranks: Any, store: DataPlaneClient
-) -> None:
+def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(ranks, store):
     logprobs, losses, norms = {}, [], []
     for name, layout in LAYOUTS.items():
         metas = {way: _write(store, f"{name}-{way}", _recorded()) for way in ("padded", "packed")}
@@ -471,7 +465,7 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
 
 
-def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _record(rank, layout):
     """The experts that this rank recorded, and which tokens of a row they are for."""
     from megatron.core import parallel_state
 
@@ -483,9 +477,7 @@ def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return recorded.routed_experts(len(LENGTHS)), tiny_megatron.tokens_of_rank([0, WIDTH], place, size)
 
 
-def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_rank(
-    ranks: Any, store: DataPlaneClient
-) -> None:
+def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_rank(ranks, store):
     [(whole, _)] = ranks(1, _record, LAYOUTS["one"], timeout_s=150)
     for stage, (recorded, _) in enumerate(ranks(2, _record, LAYOUTS["PP2"], timeout_s=150)):
         assert torch.equal(recorded[:, :, stage], whole[:, :, stage])
@@ -494,7 +486,7 @@ def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_
         assert torch.equal(recorded, whole[:, places])
 
 
-def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+def _record_and_replay(rank, layout):
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
     seen: dict[str, Any] = {}
     with _alone(layout) as (worker, client, meta):
@@ -545,7 +537,7 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, store: DataPlaneClient) -> None:
+def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks, store):
     [seen] = ranks(1, _record_and_replay, LAYOUTS["one"], timeout_s=150)
     assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
     assert seen["dtype"] == "torch.int16"

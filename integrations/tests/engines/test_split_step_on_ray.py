@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dataplane_core import KVBatchMeta, kv_first_write
-from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations import DataPlanePolicy, DataPlaneWorkerMixin
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.ray import RayWorkerGroup
@@ -23,23 +19,23 @@ PATIENCE_S = 20.0
 class Worker(DataPlaneWorkerMixin):
     """Rank 0 raises in a portion; rank 1 is busy with it until ``released`` exists, as in a collective."""
 
-    def __init__(self, rank: int, released: Path) -> None:
+    def __init__(self, rank, released):
         self.rank, self.released = rank, released
         self.fails = False
         self.was_released: bool | None = None
         self.portions = 0
         self.rows_at_abort: int | None = None
 
-    def _local_coords(self) -> dict[str, int]:
+    def _local_coords(self):
         return {"data_parallel": self.rank}
 
-    def fail_from_now_on(self) -> None:
+    def fail_from_now_on(self):
         self.fails = True
 
-    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         self.portions = 0
 
-    def train_microbatch(self, data: BatchedDataDict) -> None:
+    def train_microbatch(self, data):
         if self.fails and self.rank == 0:
             raise RuntimeError("out of memory")
         if self.fails:
@@ -49,14 +45,14 @@ class Worker(DataPlaneWorkerMixin):
             self.was_released = self.released.exists()
         self.portions += 1
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def finish_train_step(self):
         raise AssertionError("the step has failed")
 
-    def abort_train_step(self) -> None:
+    def abort_train_step(self):
         self.portions = 0
         self.rows_at_abort = self._require_dp_client().list_samples("train").size
 
-    def report(self) -> dict[str, Any]:
+    def report(self):
         return {
             "open": self._split_step_open,
             "portions": self.portions,
@@ -66,16 +62,14 @@ class Worker(DataPlaneWorkerMixin):
 
 
 @pytest.fixture
-def actors(local_ray: Any, tmp_path: Path) -> Iterator[list[Any]]:
+def actors(local_ray, tmp_path):
     started = [local_ray.remote(Worker).options(num_cpus=0.5).remote(rank, tmp_path / "released") for rank in range(2)]
     yield started
     for actor in started:
         local_ray.kill(actor)
 
 
-def test_a_failed_portion_is_told_while_another_worker_is_still_busy_with_it(
-    local_ray: Any, actors: list[Any], tmp_path: Path, make_batch: Callable[..., BatchedDataDict]
-) -> None:
+def test_a_failed_portion_is_told_while_another_worker_is_still_busy_with_it(local_ray, actors, tmp_path, make_batch):
     config = {"backend": "redis_store", "options": {"namespace": "split-step"}, "op_timeout_s": 30}
     with DataPlanePolicy(RayWorkerGroup(actors), config, train_fields=FIELDS, timeout_s=120) as policy:
         policy.prepare_step()

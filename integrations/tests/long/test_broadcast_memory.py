@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader
 
 
-def _said(produce: Any) -> tuple[str, str]:
+def _said(produce):
     try:
         broadcast_from_leader(produce, group=dist.group.WORLD)
     except Exception as error:
@@ -21,8 +20,8 @@ def _said(produce: Any) -> tuple[str, str]:
     return "", ""
 
 
-def test_a_sibling_that_runs_out_of_memory_says_so_and_does_not_blame_the_leader(ranks: Any) -> None:
-    def run(rank: int) -> Any:
+def test_a_sibling_that_runs_out_of_memory_says_so_and_does_not_blame_the_leader(ranks):
+    def run(rank):
         if rank == 0:
             return _said(lambda: BatchedDataDict({"large": torch.ones(1 << 28, dtype=torch.uint8)}))
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

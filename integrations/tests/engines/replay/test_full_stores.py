@@ -6,16 +6,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.middleware import Middleware
-from dataplane_core.spec import PutRequest, hookimpl
+from dataplane_core.spec import hookimpl
 from dataplane_integrations.errors import CollectorFailedError
 from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
 from dataplane_testkit import backend_of
@@ -25,7 +23,7 @@ Held = Callable[[], list[str]]
 WAIT_S = 60.0
 
 
-def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
+def train_on_all(buffer, num_groups=2):
     """Trains to the end, on two groups per version; the prompts in the order of training."""
     prompts: list[int] = []
     while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
@@ -44,13 +42,13 @@ class ImpatientPuts(Middleware):
     """Puts may take 1 s; all else as long as a busy machine needs."""
 
     @hookimpl(wrapper=True)
-    def put_samples(self, request: PutRequest) -> Any:
+    def put_samples(self, request):
         request.deadline = min(request.deadline, time.monotonic() + 1.0)
         return (yield)
 
 
 @contextlib.contextmanager
-def impatient_client(backend: str, **options: Any) -> Iterator[DataPlaneClient]:
+def impatient_client(backend, **options):
     """A client with a partition, whose puts are impatient."""
     with connect({"backend": backend, "options": options, "middleware": [ImpatientPuts()]}) as client:
         client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
@@ -58,7 +56,7 @@ def impatient_client(backend: str, **options: Any) -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
-def small_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataPlaneClient]:
+def small_store(request, monkeypatch):
     """A store of little room that blocks or raises when it is full. Collectors soon look again whether there is any."""
     monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
     backend, on_full = request.param
@@ -73,9 +71,7 @@ def small_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     indirect=True,
 )
 @pytest.mark.parametrize("written_by", ["collector", "rollout"])
-def test_a_full_store_holds_rollouts_back_and_loses_nothing(
-    small_store: DataPlaneClient, answers: Any, write: Any, written_by: str
-) -> None:
+def test_a_full_store_holds_rollouts_back_and_loses_nothing(small_store, answers, write, written_by):
     buffer = ReplayBuffer(
         small_store,
         "replay",
@@ -85,7 +81,7 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
     )
     generated: list[str] = []
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         generated.extend(each.group for each in reservations)
         return answers(reservations) if written_by == "collector" else write(small_store, reservations)
 
@@ -107,12 +103,12 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(
 
 
 @pytest.fixture
-def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
+def stalling_store():
     """A Redis, and what makes it stop answering; it goes on with the end of the test."""
     with impatient_client("redis_store") as client:
         pid = backend_of(client)._server.pid
 
-        def stall() -> None:
+        def stall():
             client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
             os.kill(pid, signal.SIGSTOP)
 
@@ -121,14 +117,12 @@ def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
 
 
 @pytest.mark.parametrize("written_by", ["collector", "rollout"])
-def test_a_store_that_stops_answering_is_not_waited_for_without_end(
-    stalling_store: tuple[DataPlaneClient, Callable[[], None]], answers: Any, write: Any, written_by: str
-) -> None:
+def test_a_store_that_stops_answering_is_not_waited_for_without_end(stalling_store, answers, write, written_by):
     client, stall = stalling_store
     policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
     buffer = ReplayBuffer(client, "replay", policy, group_size=2)
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         stall()
         return answers(reservations) if written_by == "collector" else write(client, reservations)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 
-def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path: Path, python: Any) -> None:
+def test_a_save_killed_at_any_step_leaves_a_whole_one(tmp_path, python):
     program = Path(__file__).with_name("save_killed.py")
     ran = python.run(program, tmp_path)
     results = json.loads(ran.stdout)

@@ -29,7 +29,7 @@ from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_testkit import backend_of
 
 # modules beside this file, which other processes cannot import: functions of theirs travel by value
-_HELPERS = ("bits", "layouts", "tiny_megatron", "tiny_policy")
+_HELPERS = ("bits", "layouts", "tiny_megatron")
 sys.path.insert(0, os.path.dirname(__file__))
 
 

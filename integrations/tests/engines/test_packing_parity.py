@@ -1,15 +1,11 @@
 """Sequence packing, dynamic batching and neither: one assignment and one plan, whatever carries the rows."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-import tiny_policy
+import tiny_megatron
 import torch
 from bits import bits
 from tiers import in_long
-from tiny_policy import batch_of
+from tiny_megatron import batch_of
 
 from dataplane_core import connect, kv_first_write, shard_meta_for_dp
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS
@@ -35,19 +31,15 @@ class Reader(DataPlaneWorkerMixin):
 
 
 @pytest.fixture(scope="module", params=["noop", *in_long("tq_simple")])
-def plane(request):
-    config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 30}
-    if request.param == "tq_simple":
-        request.getfixturevalue("local_ray")
-        config["options"] = {"instance": "packing-parity"}
-    with connect(config) as client:
+def plane(request, config_of):
+    with connect(config_of(request.param)) as client:
         yield client
 
 
 def _batch():
     generator = torch.Generator().manual_seed(11)
-    lengths = torch.randint(1, tiny_policy.CONTEXT + 1, (ROWS,), generator=generator)
-    lengths[0] = tiny_policy.CONTEXT
+    lengths = torch.randint(1, tiny_megatron.CONTEXT + 1, (ROWS,), generator=generator)
+    lengths[0] = tiny_megatron.CONTEXT
     return batch_of(lengths.tolist(), seed=12)
 
 
@@ -61,7 +53,7 @@ def _over(plane, batching):
     batch = _batch()
     ids = [f"p{i // 4}_g{i % 4}" for i in range(ROWS)]
     meta = kv_first_write(batch, sample_ids=ids, dp_client=plane, partition_id="train")
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = tiny_policy.CONTEXT
+    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = tiny_megatron.CONTEXT
     meta.fields = list(batch)
     metas, _ = shard_meta_for_dp(meta, dp_world=SHARDS, batch_size=GLOBAL_BATCH, **batching.shard_args("train"))
     reader = Reader()
@@ -78,11 +70,7 @@ def test_shards_and_plans_over_the_plane_are_those_in_memory_to_the_byte(plane, 
         for key in PLAN_KEYS:
             assert getattr(there, key) == getattr(here, key)
         assert (here.micro_batch_indices is None) == (way == "neither")
-
-
-def test_a_packed_plan_saves_tokens_and_stays_in_the_limit():
-    for shard in _in_memory(WAYS["packing"]):
-        assert shard.micro_batch_lengths is not None
-        lengths = [length for chunk in shard.micro_batch_lengths for length in chunk]
-        assert max(lengths) <= 32
-        assert sum(lengths) < shard["input_ids"].numel()
+        if way == "packing":  # it saves tokens and stays in the limit
+            lengths = [length for chunk in here.micro_batch_lengths for length in chunk]
+            assert max(lengths) <= 32
+            assert sum(lengths) < here["input_ids"].numel()

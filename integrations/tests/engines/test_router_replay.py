@@ -12,14 +12,14 @@ import pytest
 import tiny_megatron
 import torch
 import torch.distributed as dist
+from layouts import told
 from tiers import in_long
-from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
-from tiny_policy import batch_of, loss_of
+from tiny_megatron import TinyMegatronWorker, batch_of, loss_of, megatron_on_cpu
 from torch import Tensor
 
 from dataplane_core import connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.errors import InvalidRequestError, MissingDataError, UnsupportedOperationError
+from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
@@ -64,20 +64,10 @@ def _batch(recorded=None):
 # --- the column -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    scope="module",
-    params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")],
-)
-def plane(request):
+@pytest.fixture(scope="module", params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")])
+def plane(request, config_of):
     """The driver's client of each backend."""
-    if request.param.startswith("tq_"):
-        request.getfixturevalue("local_ray")
-    options = {
-        "redis_store": {"namespace": "replay-column"},
-        "tq_simple": {"instance": "replay-column"},
-        "tq_mooncake": {"instance": "replay-column"},
-    }
-    with connect({"backend": request.param, "options": options.get(request.param, {}), "op_timeout_s": 60}) as client:
+    with connect(config_of(request.param)) as client:
         yield client
 
 
@@ -116,18 +106,14 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane, toy_worker)
                 assert bool((experts[length:] == -1).all()), "padding names no expert"
 
 
-def test_rows_without_their_routing_are_refused_at_the_write(plane):
+def test_rows_without_their_routing_are_refused_at_the_write_and_at_the_fetch(plane, toy_worker):
     rollout = Rollout()
     rollout.setup_data_plane(plane)
-    plane.register_partition("train", [], None, ["train"])
-    with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
-        rollout.write(_batch())
-    assert plane.list_samples("train").size == 0
-
-
-def test_rows_without_their_routing_are_refused_at_the_fetch(plane, toy_worker):
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
         policy.prepare_step()
+        with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
+            rollout.write(_batch())
+        assert plane.list_samples("train").size == 0
         meta = kv_first_write(_batch(), sample_ids=IDS, dp_client=plane, partition_id="train")
         with pytest.raises(WorkerFailedError) as caught:
             policy.get_logprobs_from_meta(meta)
@@ -139,21 +125,17 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(plane, toy_worker):
 # --- turns without experts --------------------------------------------------------------------------------------------
 
 
-def _logs():
-    answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
-    return [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
-
-
 def test_turns_without_experts_are_left_to_the_router_or_refused_as_told():
-    logs = _logs()
+    answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
+    logs = [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
+    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
+        fill_missing_routes(logs, missing="refuse")
     fill_missing_routes(logs)
     filled = logs[0][0]["routed_experts"]
     assert filled.dtype == torch.int16
     assert torch.equal(filled, torch.full((4, 3, 2), -1).short())
     assert bool((logs[0][1]["routed_experts"] == 1).all())
     assert "routed_experts" not in logs[1][0], "it has no tokens"
-    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
-        fill_missing_routes(_logs(), missing="refuse")
     bare = [[{"role": "user", "token_ids": torch.arange(4)}]]
     fill_missing_routes(bare, missing="refuse")
     assert "routed_experts" not in bare[0][0], "the first write says that nothing was recorded"
@@ -227,14 +209,6 @@ class Stage(torch.nn.Module):
         self.layer.layer_number = layer
 
 
-def _said(call):
-    try:
-        call()
-    except (InvalidRequestError, UnsupportedOperationError) as error:
-        return str(error)
-    return "nothing"
-
-
 def _refusals(rank):
     known = torch.tensor([[0, 1], [2, 3], [1, 0], [-1, -1], [-1, -1]]).view(1, 5, 1, 2)
     gap, half = known.clone(), known.clone()
@@ -245,41 +219,42 @@ def _refusals(rank):
     bare.install(known)
     bare.install(None)
     bare.remove()
-    return {
-        "on a stage without experts": _said(lambda: bare.check(known)),
-        "nothing to record": _said(lambda: _record_on(bare)),
-        "in a model without experts": _said(lambda: RoutingReplay(Stage(1, experts=None))),
-        "routers that cannot be set": _said(lambda: RoutingReplay(Stage(1))),
-        "half": _said(lambda: bare.check(half)),
-        "a gap, left to the router": _said(lambda: bare.check(gap, [4])),
-        "the last token": _said(lambda: strict.check(known, [4])),
-        "a gap": _said(lambda: strict.check(gap, [4])),
-        "a gap in jagged rows": _said(lambda: strict.check(jagged)),
-        "installed unchecked": _said(lambda: strict.install(half)),
-        "what to do": _said(lambda: RoutingReplay(Stage(2), missing="fill")),
+
+    def record():
+        with bare.recording() as recorded:
+            recorded.routed_experts(1)
+
+    calls = {
+        "on a stage without experts": lambda: bare.check(known),
+        "nothing to record": record,
+        "in a model without experts": lambda: RoutingReplay(Stage(1, experts=None)),
+        "routers that cannot be set": lambda: RoutingReplay(Stage(1)),
+        "half": lambda: bare.check(half),
+        "a gap, left to the router": lambda: bare.check(gap, [4]),
+        "the last token": lambda: strict.check(known, [4]),
+        "a gap": lambda: strict.check(gap, [4]),
+        "a gap in jagged rows": lambda: strict.check(jagged),
+        "installed unchecked": lambda: strict.install(half),
+        "what to do": lambda: RoutingReplay(Stage(2), missing="fill"),
     }
+    return {name: text for name, call in calls.items() if (text := told(call)[2])}
 
 
-def _record_on(replay):
-    with replay.recording() as recorded:
-        recorded.routed_experts(1)
+REFUSALS = {
+    "nothing to record": "on a pipeline stage that has such layers",
+    "in a model without experts": "no mixture-of-experts layers",
+    "routers that cannot be set": "no mixture-of-experts layers whose experts can be set",
+    "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
+    "a gap": "row 0, token 1, layer 0 names no expert: [-1, -1]",
+    "a gap in jagged rows": "row 1, token 1, layer 0 names no expert",
+    "what to do": "missing is 'fill'. Expected 'router' or 'refuse'",
+}
 
 
 def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks):
     [said] = ranks(1, _refusals, timeout_s=150)
-    nothing = ("on a stage without experts", "a gap, left to the router", "the last token", "installed unchecked")
-    assert [said.pop(name) for name in nothing] == ["nothing"] * 4
-    for name, part in {
-        "nothing to record": "on a pipeline stage that has such layers",
-        "in a model without experts": "no mixture-of-experts layers",
-        "routers that cannot be set": "no mixture-of-experts layers whose experts can be set",
-        "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
-        "a gap": "row 0, token 1, layer 0 names no expert: [-1, -1]",
-        "a gap in jagged rows": "row 1, token 1, layer 0 names no expert",
-        "what to do": "missing is 'fill'. Expected 'router' or 'refuse'",
-    }.items():
-        assert part in said.pop(name)
-    assert not said
+    assert said.keys() == REFUSALS.keys()
+    assert all(part in said[name] for name, part in REFUSALS.items())
 
 
 def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong():
@@ -314,52 +289,49 @@ def _alone(layout, recorded=None):
         yield worker, client, _write(client, "train", recorded)
 
 
-def _read_wrong(rank):
-    """What a worker says of rows that name an expert twice, when it reads them."""
-    with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
-        checks = []
-        check = worker.routing_replay.check
-        worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
-        return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
-
-
 def test_rows_are_checked_when_they_are_read(ranks):
-    [(said, checks, installs)] = ranks(1, _read_wrong, timeout_s=150)
+    def read_wrong(rank):
+        """Rows that name an expert twice."""
+        with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
+            check, checks = worker.routing_replay.check, []
+            worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
+            return told(lambda: worker.get_logprobs_presharded(meta))[2], len(checks), len(worker.installed)
+
+    [(said, checks, installs)] = ranks(1, read_wrong, timeout_s=150)
     assert "sample '" in said
     assert "token 0, layer 0 names an expert twice: [1, 1]" in said
-    assert (checks, installs) == ("1", "0")
-
-
-def _begin_every_call(rank):
-    """Per method that a worker runs for its driver, whether routers still had the experts of the call before."""
-    with _alone(LAYOUTS["one"]) as (worker, _, meta):
-        seen: list[tuple[str, bool]] = []
-
-        def replace(name, result):
-            def note(*_, **__):
-                seen.append((name, any(layer.target is not None for layer in worker.routing_replay._layers)))
-                worker.routing_replay.install(_recorded())
-                return result
-
-            setattr(worker, name, note)
-
-        logprobs = torch.zeros(len(LENGTHS), max(LENGTHS))
-        replace("get_logprobs", {"logprobs": logprobs})
-        replace("get_reference_policy_logprobs", {"reference_logprobs": logprobs})
-        for name in ("train", "begin_train_step", "train_microbatch", "finish_train_step"):
-            replace(name, {})
-        worker.get_logprobs_presharded(meta)
-        worker.get_reference_policy_logprobs_presharded(meta)
-        worker.train_presharded(meta, None)
-        worker.begin_train_step_presharded(None)
-        worker.train_microbatch_presharded(meta)
-        worker.train_microbatches_presharded([meta])
-        worker.finish_train_step_presharded()
-        return seen
+    assert (checks, installs) == (1, 0)
 
 
 def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(ranks):
-    [seen] = ranks(1, _begin_every_call, timeout_s=150)
+    def begin_every_call(rank):
+        """Per method that a worker runs, whether routers still had the experts of the call before."""
+        with _alone(LAYOUTS["one"]) as (worker, _, meta):
+            seen = []
+
+            def replace(name, result):
+                def note(*_, **__):
+                    seen.append((name, any(layer.target is not None for layer in worker.routing_replay._layers)))
+                    worker.routing_replay.install(_recorded())
+                    return result
+
+                setattr(worker, name, note)
+
+            logprobs = torch.zeros(len(LENGTHS), max(LENGTHS))
+            replace("get_logprobs", {"logprobs": logprobs})
+            replace("get_reference_policy_logprobs", {"reference_logprobs": logprobs})
+            for name in ("train", "begin_train_step", "train_microbatch", "finish_train_step"):
+                replace(name, {})
+            worker.get_logprobs_presharded(meta)
+            worker.get_reference_policy_logprobs_presharded(meta)
+            worker.train_presharded(meta, None)
+            worker.begin_train_step_presharded(None)
+            worker.train_microbatch_presharded(meta)
+            worker.train_microbatches_presharded([meta])
+            worker.finish_train_step_presharded()
+            return seen
+
+    [seen] = ranks(1, begin_every_call, timeout_s=150)
     assert len(seen) == 7
     assert [name for name, installed in seen if installed] == []
 
@@ -368,10 +340,9 @@ def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(
 
 
 @pytest.fixture(scope="module")
-def store():
+def store(config_of):
     """The driver's client of a private Redis server, with the rows and their recorded experts in it."""
-    options = {"namespace": "replay-model"}
-    with connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}) as client:
+    with connect(config_of("redis_store")) as client:
         yield client
 
 
@@ -488,12 +459,20 @@ def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_
 
 def _record_and_replay(rank, layout):
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
-    seen: dict[str, Any] = {}
+    seen = {}
     with _alone(layout) as (worker, client, meta):
         meta.fields = list(_batch())
         data = worker._fetch(meta)
+
+        def logprobs():
+            return worker.get_logprobs(data)["logprobs"]
+
+        def stored(meta, *fields):
+            found = client.get_samples(meta.sample_ids, "train", list(fields))
+            return [found.get(name).values() for name in fields]
+
         with worker.replay.recording() as recorded:
-            generated = worker.get_logprobs(data)
+            generated = logprobs()
         experts = recorded.routed_experts(len(LENGTHS))
         seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
 
@@ -501,43 +480,38 @@ def _record_and_replay(rank, layout):
         meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
         worker.get_logprobs_presharded(meta)
         inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
-        stored = client.get_samples(meta.sample_ids, "train", ["prev_logprobs"])["prev_logprobs"].values()
-        seen["replayed"] = (stored - generated["logprobs"][inside]).abs().max().item()
+        [replayed] = stored(meta, "prev_logprobs")
+        seen["replayed"] = (replayed - generated[inside]).abs().max().item()
 
         worker.replay.clear()
         with torch.no_grad():
             for name, parameter in worker.model.named_parameters():
                 if "router" in name:
                     parameter.neg_()  # chooses those that it chose last
-        drifted = worker.get_logprobs(data)
-        seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
+        drifted = logprobs()
+        seen["drifted"] = (drifted - generated).abs().max().item()
         right = worker.installed[-1]
         beyond = right.clone()
         beyond[0, 1, 0, 0] = EXPERTS
-        seen["refusals"] = [_said(lambda wrong=wrong: worker.replay.check(wrong)) for wrong in (right.float(), beyond)]
-        seen["refusals"].append(_said(lambda: worker.replay.install(right[:, :, :1])))
+        calls = [lambda wrong=wrong: worker.replay.check(wrong) for wrong in (right.float(), beyond)]
+        seen["refusals"] = [told(call)[2] for call in (*calls, lambda: worker.replay.install(right[:, :, :1]))]
         worker.replay.install(right[:, :4])
-        seen["refusals"].append(_said(lambda: worker.get_logprobs(data)))
+        seen["refusals"].append(told(logprobs)[2])
         worker.replay.clear()
-        again = worker.get_logprobs(data)
-        seen["cleared"] = torch.equal(again["logprobs"], drifted["logprobs"])
+        seen["cleared"] = torch.equal(logprobs(), drifted)
 
         worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed
-        bare = replace(meta, fields=list(LP_SEED_FIELDS))
-        worker.get_reference_policy_logprobs_presharded(bare)
-        fields = ["prev_logprobs", "reference_policy_logprobs"]
-        td = client.get_samples(meta.sample_ids, "train", fields)
-        policy, reference = (td.get(name).values() for name in fields)
+        worker.get_reference_policy_logprobs_presharded(replace(meta, fields=list(LP_SEED_FIELDS)))
+        policy, reference = stored(meta, "prev_logprobs", "reference_policy_logprobs")
         seen["policy"] = (policy - reference).abs().max().item()
-        seen["reference"] = torch.equal(reference, drifted["logprobs"][inside])
+        seen["reference"] = torch.equal(reference, drifted[inside])
         worker.replay.remove()
-        seen["removed"] = all(
-            module.router_replay is None for module in worker.model.modules() if hasattr(module, "router_replay")
-        )
+        routers = [each for each in worker.model.modules() if hasattr(each, "router_replay")]
+        seen["removed"] = all(router.router_replay is None for router in routers)
     return seen
 
 
-def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks, store):
+def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks):
     [seen] = ranks(1, _record_and_replay, LAYOUTS["one"], timeout_s=150)
     assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
     assert seen["dtype"] == "torch.int16"
@@ -547,8 +521,14 @@ def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks, store
     assert seen["policy"] > 1e-2
     assert seen["reference"], "the reference policy's routers choose for themselves"
     assert seen["removed"]
-    dtype, beyond, shape, tokens = seen["refusals"]
-    assert "dtype torch.float32. Expected signed integers" in dtype
-    assert "row 0, token 1, layer 0 names an expert of 4 or above" in beyond
-    assert "Expected (rows, tokens, 2 layers, 2 experts)" in shape
-    assert "sees 32 tokens, routed_experts holds 16" in tokens
+    for said, part in zip(
+        seen["refusals"],
+        (
+            "dtype torch.float32. Expected signed integers",
+            "row 0, token 1, layer 0 names an expert of 4 or above",
+            "Expected (rows, tokens, 2 layers, 2 experts)",
+            "sees 32 tokens, routed_experts holds 16",
+        ),
+        strict=True,
+    ):
+        assert part in said

@@ -1,9 +1,6 @@
 """The driver's side of a step, over the in-process store with workers that are plain objects."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
-Write = Callable[..., KVBatchMeta]
-
 BATCHING = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
 LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
 COLUMNS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
@@ -30,13 +25,16 @@ def workers(toy_worker):
 
 
 @pytest.fixture
-def policy(workers, client):
-    with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=BATCHING) as made:
-        yield made
+def make_policy(workers, client):
+    """``make_policy(**options)``: of the workers and the client."""
+    with ExitStack() as stack:
+        group = InProcessWorkerGroup(workers)
+        yield lambda **options: stack.enter_context(DataPlanePolicy(group, client, **options))
 
 
-def _is_cleared(client, meta):
-    return client.list_samples(meta.partition_id).size == 0
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(batching=BATCHING)
 
 
 def test_a_step_from_logprobs_to_training(policy, workers, write_rows, client):
@@ -66,13 +64,12 @@ def test_a_step_from_logprobs_to_training(policy, workers, write_rows, client):
     read = policy.read_from_dataplane(meta, ["prev_logprobs", "input_lengths"])
     assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 7, "as wide as the workers' forward"
     policy.finish_step(meta)
-    assert _is_cleared(client, meta)
+    assert client.list_samples("train").size == 0
 
 
-def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(toy_worker):
+def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(workers):
     config = {"backend": "redis_store", "options": {"namespace": "joined-metrics"}, "middleware": ["metrics"]}
-    group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
-    with DataPlanePolicy(group, config) as policy:
+    with DataPlanePolicy(InProcessWorkerGroup(workers), config) as policy:
         policy.client.register_partition("p", ["x"], None, ["t"])
         joined = policy.metrics(reset=True)
         assert joined["num_clients"] == 3
@@ -81,12 +78,9 @@ def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_join
 
 
 @pytest.mark.parametrize("middleware", [[Metrics()], []], ids=["with metrics", "without"])
-def test_workers_that_share_the_drivers_client_count_once(toy_worker, middleware):
-    group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
-    with (
-        connect({"backend": "noop", "middleware": middleware}) as client,
-        DataPlanePolicy(group, client) as sharing,
-    ):
+def test_workers_that_share_the_drivers_client_count_once(workers, middleware):
+    group = InProcessWorkerGroup(workers)
+    with connect({"backend": "noop", "middleware": middleware}) as client, DataPlanePolicy(group, client) as sharing:
         client.register_partition("p", ["x"], None, ["t"])
         joined = sharing.metrics()
     assert joined["num_clients"] == len(middleware)
@@ -94,18 +88,17 @@ def test_workers_that_share_the_drivers_client_count_once(toy_worker, middleware
     assert calls == ({"register_partition": 1} if middleware else {})
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pad_to_multiple", "stamped", "expected"),
-    [
-        ([5, 2], 1, None, 8),
-        ([5, 2], 8, None, 8),
-        ([5, 2], 16, None, 16),
-        ([5, 2], 6, None, 12),
-        ([5, 2], 1, 12, 12),
-        ([5, 2, 9, 1], 1, 8, 12),
-    ],
-    ids=["batching's round", "8", "16", "a multiple of both", "stamped once", "a stamp that rows outgrow"],
-)
+#: Lengths, the rows' own multiple, what was stamped before, and what is stamped then; batching rounds to 4.
+STAMPS = {
+    "batching's round": ([5, 2], 1, None, 8),
+    "the rows' own multiple": ([5, 2], 16, None, 16),
+    "a multiple of both": ([5, 2], 6, None, 12),
+    "stamped once": ([5, 2], 1, 12, 12),
+    "a stamp that rows outgrow": ([5, 2, 9, 1], 1, 8, 12),
+}
+
+
+@pytest.mark.parametrize(("lengths", "pad_to_multiple", "stamped", "expected"), STAMPS.values(), ids=STAMPS)
 def test_the_common_length_is_stamped(policy, write_rows, lengths, pad_to_multiple, stamped, expected):
     meta = write_rows(lengths, pad_to_multiple=pad_to_multiple)
     if stamped:
@@ -125,7 +118,7 @@ class Rollouts:
         self.make_batch = make_batch
         self.asked: list[list[str]] = []
         self.loses_again = 0
-        self.lose: Callable[..., None] | None = None
+        self.lose = None
 
     def __call__(self, meta, lost):
         self.asked.append(list(lost))
@@ -141,7 +134,6 @@ class Rollouts:
         ]
         if self.loses_again:
             self.loses_again -= 1
-            assert self.lose is not None
             self.lose(meta.partition_id, lost[0], "input_ids")
         return meta
 
@@ -154,10 +146,8 @@ def rollouts(client, make_batch, lose):
 
 
 @pytest.fixture
-def replacing(workers, client, rollouts):
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, batching=BATCHING, replace_lost=rollouts) as made:
-        yield made
+def replacing(make_policy, rollouts):
+    return make_policy(batching=BATCHING, replace_lost=rollouts)
 
 
 def test_lost_rows_are_produced_again_before_anything_is_computed(
@@ -216,48 +206,42 @@ def _without_lost_groups(meta, lost):
     ("num_rows", "gbs", "num_trained", "gbs_then"), [(8, 8, 6, 6), (8, 4, 4, 4), (12, 6, 8, 4), (8, None, 6, None)]
 )
 def test_global_batches_have_fewer_rows_when_rows_were_left_out(
-    workers, client, trainable_rows, lose, lost_in, num_rows, gbs, num_trained, gbs_then
+    make_policy, trainable_rows, lose, lost_in, num_rows, gbs, num_trained, gbs_then
 ):
-    group = InProcessWorkerGroup(workers)
-    batching = Batching(global_batch_size=gbs)
-    with DataPlanePolicy(group, client, batching=batching, replace_lost=_without_lost_groups) as policy:
-        meta = trainable_rows([3] * num_rows)
-        if lost_in == "logprobs":
-            lose("train", "p1_g0", "input_ids")
-        meta = policy.get_logprobs_from_meta(meta)
-        if lost_in == "training":
-            lose("train", "p1_g0", "input_ids")
-        result = policy.train_from_meta(meta, 1.0)
-        assert policy.num_lost == 1
+    policy = make_policy(batching=Batching(global_batch_size=gbs), replace_lost=_without_lost_groups)
+    meta = trainable_rows([3] * num_rows)
+    if lost_in == "logprobs":
+        lose("train", "p1_g0", "input_ids")
+    meta = policy.get_logprobs_from_meta(meta)
+    if lost_in == "training":
+        lose("train", "p1_g0", "input_ids")
+    result = policy.train_from_meta(meta, 1.0)
+    assert policy.num_lost == 1
     assert sum(result["all_mb_metrics"]["rows"]) == num_trained
     assert result["arguments"] == (False, gbs_then, None)
 
 
-def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(workers, client, trainable_rows):
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, replace_lost=_without_lost_groups) as policy:
-        with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
-            policy.train_from_meta(trainable_rows(LENGTHS), 1.0, gbs=6)
-        assert client.list_samples("train").size == 8
+def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(make_policy, client, trainable_rows):
+    with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
+        make_policy(replace_lost=_without_lost_groups).train_from_meta(trainable_rows(LENGTHS), 1.0, gbs=6)
+    assert client.list_samples("train").size == 8
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
-    workers, client, trainable_rows, rollouts, make_batch, depth
+    make_policy, workers, client, trainable_rows, rollouts, make_batch, depth
 ):
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, replace_lost=rollouts, read_ahead=depth) as policy:
-        meta = trainable_rows(LENGTHS)
-        portions = [meta.slice(0, 4), meta.slice(4, 8)]
-        workers[0].fail_in = "train"
-        with pytest.raises(WorkerFailedError, match="broke in train"):
-            policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
-        batch = make_batch(LENGTHS, first=100)
-        columns = {name: torch.zeros(8, 7) for name in COLUMNS}
-        kv_first_write({**batch, **columns}, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
-        policy.begin_train_step(1.0)
-        policy.train_microbatches_from_metas(portions)
-        policy.finish_train_step()
+    policy = make_policy(replace_lost=rollouts, read_ahead=depth)
+    meta = trainable_rows(LENGTHS)
+    portions = [meta.slice(0, 4), meta.slice(4, 8)]
+    workers[0].fail_in = "train"
+    with pytest.raises(WorkerFailedError, match="broke in train"):
+        policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
+    rows = {**make_batch(LENGTHS, first=100), **{name: torch.zeros(8, 7) for name in COLUMNS}}
+    kv_first_write(rows, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
+    policy.begin_train_step(1.0)
+    policy.train_microbatches_from_metas(portions)
+    policy.finish_train_step()
     seen = sorted(int(row[0]) for worker in workers for _, data in worker.seen for row in data["input_ids"])
     assert seen == list(range(100, 108))
 
@@ -267,7 +251,7 @@ def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(replacing, write_ro
     with pytest.raises(WorkerFailedError, match="advantages"):
         replacing.train_from_meta(meta, 1.0)
     assert not rollouts.asked
-    assert _is_cleared(client, meta)
+    assert client.list_samples("train").size == 0
 
 
 # --- calls as a trainer of NeMo RL makes them -------------------------------------------------------------------------
@@ -312,27 +296,14 @@ def test_a_call_says_which_fields_it_trains_on(policy, workers, write_rows):
         policy.train_from_meta(meta, 1.0)
 
 
-def test_sizes_of_batches_come_from_the_config_unless_the_call_says(workers, client, write_rows):
+def test_sizes_of_batches_come_from_the_config_unless_the_call_says(make_policy, workers, write_rows):
     batching = Batching.from_config({"train_global_batch_size": 4, "train_micro_batch_size": 2})
-    fields = ["input_ids", "input_lengths"]
-    with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=batching, train_fields=fields) as policy:
-        meta = write_rows(LENGTHS)
-        assert policy.train_from_meta(meta, 1.0)["arguments"] == (False, 4, 2)
-        assert policy.train_from_meta(meta, 1.0, eval_mode=True, gbs=8, mbs=1)["arguments"] == (True, 8, 1)
-        # rows of the first global batch come first on both ranks
-        assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
-
-
-def test_a_step_and_a_validation_have_their_tasks(policy, client):
-    assert policy.prepare_step(4, 2) == "train"
-    assert policy.prepare_val_partition(2) == "val"
-    ids = ["a_g0", "a_g1"]
-    for partition, tasks in (("train", ["prev_lp", "ref_lp", "train"]), ("val", ["val"])):
-        client.put_samples(ids, partition, {"x": torch.arange(2)})
-        for task in tasks:
-            assert client.claim_meta(partition, task, ["x"], 2, blocking=False).sample_ids == ids
-    policy.discard_samples(sample_ids=["a_g1"], partition_id="val")
-    assert client.list_samples("val").sample_ids == ["a_g0"]
+    policy = make_policy(batching=batching, train_fields=["input_ids", "input_lengths"])
+    meta = write_rows(LENGTHS)
+    assert policy.train_from_meta(meta, 1.0)["arguments"] == (False, 4, 2)
+    assert policy.train_from_meta(meta, 1.0, eval_mode=True, gbs=8, mbs=1)["arguments"] == (True, 8, 1)
+    # rows of the first global batch come first on both ranks
+    assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
 
 
 def test_the_driver_reads_at_the_width_of_the_workers(policy, write_rows):
@@ -351,12 +322,11 @@ def test_the_driver_writes_an_advantage_per_sample(policy, client, write_rows, s
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(workers, client, write_rows, told):
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, router_replay=True, reference_router_replay=told) as policy:
-        meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
-        policy.get_logprobs_from_meta(meta)
-        policy.get_reference_policy_logprobs_from_meta(meta)
+def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(make_policy, workers, write_rows, told):
+    policy = make_policy(router_replay=True, reference_router_replay=told)
+    meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
+    policy.get_logprobs_from_meta(meta)
+    policy.get_reference_policy_logprobs_from_meta(meta)
     reads = {what: "routed_experts" in data for worker in workers for what, data in worker.seen}
     assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told}
 
@@ -364,15 +334,12 @@ def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(worke
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train"])
 def test_rows_are_cleared_although_a_worker_raised_unless_they_are_to_stay(
-    workers, trainable_rows, client, call, clears
+    make_policy, workers, trainable_rows, client, call, clears
 ):
+    policy = make_policy(batching=BATCHING, clear_on_failure=clears)
     meta = trainable_rows(LENGTHS)
     workers[1].fail_in = call
-    group = InProcessWorkerGroup(workers)
-    with (
-        DataPlanePolicy(group, client, batching=BATCHING, clear_on_failure=clears) as policy,
-        pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught,
-    ):
+    with pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught:
         getattr(policy, f"{call}_from_meta")(meta, *([1.0] if call == "train" else []))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert client.list_samples("train").size == (0 if clears else len(LENGTHS))
@@ -387,9 +354,7 @@ def test_rows_without_lengths_are_refused(policy):
 
 
 @pytest.mark.parametrize("call", ["get_logprobs_from_meta", "train_from_meta"])
-@pytest.mark.parametrize(
-    "lengths", [[4, 17], [4, 1, 3]], ids=["a row over the limit", "rows that cannot be shared out"]
-)
+@pytest.mark.parametrize("lengths", [[4, 17], [4, 1, 3]], ids=["a row over the limit", "rows that cannot be shared"])
 def test_rows_stay_when_they_are_refused_before_a_worker_is_called(policy, workers, write_rows, client, call, lengths):
     meta = write_rows(lengths)
     with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
@@ -398,29 +363,34 @@ def test_rows_stay_when_they_are_refused_before_a_worker_is_called(policy, worke
     assert [worker.seen for worker in workers] == [[], []]
 
 
-def test_partitions_are_opened_afresh_and_emptied(policy, make_batch, client):
-    assert policy.prepare_step(num_samples=4, group_size=2) == "train"
-    assert policy.prepare_val_partition(partition_id="validation") == "validation"
-    for partition in ("train", "validation"):
-        client.put_samples(["a_g0", "a_g1"], partition, {"x": torch.arange(2)})
-    policy.discard_samples(["a_g0"])
-    assert client.list_samples("train").sample_ids == ["a_g1"]
-    policy.discard_samples(None, "validation")
-    policy.prepare_step(num_samples=4, group_size=2)
-    assert client.list_samples("train").sample_ids == ["a_g1"]
-    policy.prepare_step(keep_rows=False)
-    assert client.list_samples("train").size == 0
-    client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
-    policy.finish_step()
-    policy.prepare_step()
-    assert client.list_samples("train").size == 0
+def test_partitions_have_their_tasks_and_are_opened_afresh_and_emptied(policy, client):
+    def held(partition="train"):
+        return client.list_samples(partition).sample_ids
 
-
-def test_ids_without_a_partition_are_refused(policy):
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.discard_samples(["a"])
     with pytest.raises(InvalidTypeError, match="sample_ids must be a list"):
         policy.discard_samples("a", "train")
+    assert policy.prepare_step(num_samples=4, group_size=2) == "train"
+    assert policy.prepare_val_partition(2) == "val"
+    assert policy.prepare_val_partition(partition_id="validation") == "validation"
+    ids = ["a_g0", "a_g1"]
+    for partition, tasks in (("train", ["prev_lp", "ref_lp", "train"]), ("val", ["val"]), ("validation", [])):
+        client.put_samples(ids, partition, {"x": torch.arange(2)})
+        for task in tasks:
+            assert client.claim_meta(partition, task, ["x"], 2, blocking=False).sample_ids == ids
+    policy.discard_samples(["a_g0"])
+    policy.discard_samples(sample_ids=["a_g1"], partition_id="val")
+    assert (held(), held("val")) == (["a_g1"], ["a_g0"])
+    policy.discard_samples(None, "validation")
+    policy.prepare_step(num_samples=4, group_size=2)
+    assert held() == ["a_g1"]
+    policy.prepare_step(keep_rows=False)
+    assert held() == []
+    client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
+    policy.finish_step()
+    policy.prepare_step()
+    assert held() == []
 
 
 def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers):
@@ -431,31 +401,25 @@ def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers):
         DataPlanePolicy(Elsewhere(workers), {"backend": "noop"})
 
 
-def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers):
+def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers, client, write_rows):
     def refuse(cfg):
         raise RuntimeError("no route to the store")
 
+    group = InProcessWorkerGroup(workers)
     workers[1].setup_data_plane = refuse
     with pytest.raises(WorkerFailedError, match=r"policy worker 1 failed while attaching.*no route"):
-        DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+        DataPlanePolicy(group, {"backend": "noop"})
     del workers[1].setup_data_plane
-    DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"}).close()
-
-
-def test_a_policy_that_cannot_attach_leaves_workers_attached_to_that_of_another(policy, workers, write_rows):
-    with pytest.raises(WorkerFailedError, match="with another config"):
-        DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
-    policy.get_logprobs_from_meta(write_rows(LENGTHS))
-
-
-def test_close_is_idempotent_and_leaves_a_given_client_open(workers, client):
-    policy = DataPlanePolicy(InProcessWorkerGroup(workers), client)
-    policy.close()
-    policy.close()
-    client.register_partition("open", ["a"], None, [])
-    own = DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+    own = DataPlanePolicy(group, {"backend": "noop"})
     own.close()
     assert workers[0]._dp_client is None
+    policy = DataPlanePolicy(group, client)
+    with pytest.raises(WorkerFailedError, match="with another config"):
+        DataPlanePolicy(group, {"backend": "noop"})
+    policy.get_logprobs_from_meta(write_rows(LENGTHS))  # its workers stayed attached
+    policy.close()
+    policy.close()
+    client.register_partition("open", ["a"], None, [])  # a given client stays open
 
 
 # --- the split step ---------------------------------------------------------------------------------------------------
@@ -475,7 +439,7 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
         client.clear_samples(meta.sample_ids[4:5], "train")
     with pytest.raises(WorkerFailedError, match=error):
         policy.train_microbatch_from_meta(meta.slice(4, 8))
-    assert _is_cleared(client, meta)
+    assert client.list_samples("train").size == 0
     assert [worker.open for worker in workers] == [None, None]
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()

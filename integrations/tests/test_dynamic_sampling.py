@@ -1,7 +1,5 @@
 """Dynamic sampling: on tags alone, with exactly the unwanted rows cleared from the store."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -70,27 +68,23 @@ def test_survivors_accumulate_and_everything_else_is_cleared(client, generate):
     assert _gets(client) == 0
 
 
-def test_a_generation_without_losses_clears_nothing(client, generate):
+def test_collect_gives_up_after_the_last_generation_and_leaves_no_row_unless_fewer_are_allowed(client, generate):
     meta = DynamicSampling(client, num_groups=2, group_size=2).collect(lambda _: generate([GOOD, GOOD]))
-    assert meta.size == 4
-    assert _clears(client) == (0, 0)
-
-
-def test_collect_gives_up_after_the_last_generation_and_leaves_no_row(client, generate):
+    assert (meta.size, _clears(client)) == (4, (0, 0)), "nothing was lost"
+    client.clear_samples(meta.sample_ids, "train")
+    before = _clears(client)
     sampling = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2)
     with pytest.raises(SamplingExhaustedError, match=r"1 of 3 groups after 2 of at most 2 generations") as caught:
         sampling.collect(lambda n: generate([GOOD if n == 0 else SOLVED, HOPELESS]))
     assert sampling.counts.generations == 2
     assert (caught.value.counts.held, caught.value.counts.dropped) == (1, 3)
     assert client.list_samples("train").size == 0
-    assert _clears(client) == (3, 8)
-
-
-def test_fewer_groups_may_be_taken_at_the_limit(client, generate):
-    sampling = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2, allow_fewer=True)
-    meta = sampling.collect(lambda n: generate([GOOD if n == 0 else SOLVED]))
-    assert sampling.exhausted
-    assert meta.sample_ids == client.list_samples("train").sample_ids == ["r0p0_g0", "r0p0_g1"]
+    assert _clears(client) == (before[0] + 3, before[1] + 8)
+    fewer = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2, allow_fewer=True)
+    meta = fewer.collect(lambda n: generate([GOOD if n == 0 else SOLVED]))
+    assert fewer.exhausted
+    assert len(meta.sample_ids) == 2
+    assert client.list_samples("train").sample_ids == meta.sample_ids
     none = DynamicSampling(client, num_groups=1, group_size=2, max_generations=1, allow_fewer=True)
     with pytest.raises(SamplingExhaustedError, match="0 of 1 groups"):
         none.collect(lambda _: generate([SOLVED]))
@@ -154,14 +148,17 @@ def test_a_refused_generation_leaves_the_store_as_it_was(client, generate):
     assert not sampling.add(second)
 
 
-def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once(client, generate):
-    sampling = DynamicSampling(client, num_groups=1, group_size=2)
-    sampling.add(generate([GOOD]))
+def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once_in_the_order_of_groups(client, generate):
+    sampling = DynamicSampling(client, num_groups=2, group_size=2)
+    sampling.add(generate([GOOD, SOLVED, GOOD]).subset([5, 0, 3, 1, 4, 2]))  # members need not lie side by side
+    before = _clears(client)
     with pytest.raises(InvalidRequestError, match="the step is complete"):
         sampling.add(generate([GOOD]))
-    sampling.take()
+    client.clear_samples(["r1p0_g0", "r1p0_g1"], "train")
+    assert sampling.take().sample_ids == ["r0p2_g1", "r0p2_g0", "r0p0_g0", "r0p0_g1"]
     sampling.discard()
-    assert _clears(client) == (0, 0)
+    assert _clears(client)[0] == before[0] + 1, "only the test's own"
+    assert sorted(client.list_samples("train").sample_ids) == ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1"]
 
 
 def test_the_carry_of_the_kept_rows_accumulates_over_the_generations(client, generate):
@@ -193,14 +190,6 @@ def test_a_carry_that_does_not_fit_is_refused_before_anything_is_cleared(client,
     assert (sampling.counts.generations, sampling.carry.size) == (1, 2)
     sampling.discard()
     assert not sampling.carry
-
-
-def test_members_of_a_group_need_not_lie_side_by_side(client, generate):
-    meta = generate([GOOD, SOLVED, GOOD]).subset([5, 0, 3, 1, 4, 2])
-    sampling = DynamicSampling(client, num_groups=2, group_size=2)
-    sampling.add(meta)
-    assert sampling.take().sample_ids == ["r0p2_g1", "r0p2_g0", "r0p0_g0", "r0p0_g1"]
-    assert sorted(client.list_samples("train").sample_ids) == ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1"]
 
 
 def test_rules():

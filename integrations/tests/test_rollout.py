@@ -1,7 +1,5 @@
 """The rollout actor's first write: ids minted once, one put, a meta and a small carry for the driver."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -53,35 +51,23 @@ def test_everything_goes_out_in_one_put(rollout, client, make_batch):
     assert client.get_samples(ids, "train", ["input_ids"])["input_ids"].layout is torch.jagged
 
 
-def test_the_number_of_ids_must_match(rollout, make_batch):
-    with pytest.raises(InvalidRequestError, match="must match batch size"):
-        rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0"], partition_id="train")
-
-
 def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(rollout, client, make_batch):
     prompts = torch.tensor([[1, 2], [3, 0]])
-    receipt = rollout._first_write(
-        make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry={"prompts": prompts}
-    )
+    carry = {"prompts": prompts}
+    receipt = rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry=carry)
     assert receipt.carry == {"input_lengths": [3, 1], "prompts": prompts}
     assert "prompts" not in (receipt.meta.fields or [])
-    with pytest.raises(InvalidRequestError, match=r"the carry has 1 rows. Expected 2"):
-        rollout._first_write(
-            make_batch([3, 1]),
-            sample_ids=["b_g0", "b_g1"],
-            partition_id="train",
-            carry_fields=(),
-            carry={"prompts": prompts[:1]},
-        )
+    for options, error, named in (
+        (
+            {"carry_fields": (), "carry": {"prompts": prompts[:1]}},
+            InvalidRequestError,
+            "the carry has 1 rows. Expected 2",
+        ),
+        ({"sample_ids": ["b_g0"]}, InvalidRequestError, "must match batch size"),
+        ({"carry_fields": ["input_ids"]}, InvalidTypeError, r"'input_ids' has shape \(2, 3\). Expected \(N,\)"),
+        ({"carry_fields": ["rewards"]}, InvalidRequestError, "'rewards' is not in the batch"),
+    ):
+        arguments = {"sample_ids": ["b_g0", "b_g1"], "partition_id": "train", **options}
+        with pytest.raises(error, match=named):
+            rollout._first_write(make_batch([3, 1]), **arguments)
     assert client.list_samples("train").sample_ids == ["a_g0", "a_g1"]
-
-
-def test_the_carry_stays_small(rollout, make_batch):
-    with pytest.raises(InvalidTypeError, match=r"'input_ids' has shape \(2, 3\). Expected \(N,\)"):
-        rollout._first_write(
-            make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry_fields=["input_ids"]
-        )
-    with pytest.raises(InvalidRequestError, match="'rewards' is not in the batch"):
-        rollout._first_write(
-            make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry_fields=["rewards"]
-        )

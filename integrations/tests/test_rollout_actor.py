@@ -1,7 +1,5 @@
 """The rollout actor: one call from prompts to written rows, with message logs made into columns."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +39,10 @@ def test_turns_are_joined_to_columns_and_only_what_was_generated_is_trained_on()
     assert columns["turn_lengths"] == [[2, 1, 1, 1], [1, 2, 1, 1]]
     assert columns["response_token_lengths"].tolist() == [1, 2]
     assert "token_mask" not in LOGS[0][0], "the logs themselves are not changed"
+    with pytest.raises(InvalidRequestError, match="0 message logs"):
+        flatten_message_logs([], [])
+    with pytest.raises(InvalidRequestError, match="a turn of sample 1 lacks 'token_ids'"):
+        flatten_message_logs([LOGS[0], [{"role": "user", "content": "hi"}]], [2, 0])
 
 
 def test_further_tensors_of_turns_go_along_per_token_or_per_image():
@@ -64,28 +66,13 @@ def test_further_tensors_of_turns_go_along_per_token_or_per_image():
         flatten_message_logs(logs, [1, 3])
 
 
-def test_logs_without_a_sample_or_a_turns_tokens_are_refused():
-    with pytest.raises(InvalidRequestError, match="0 message logs"):
-        flatten_message_logs([], [])
-    with pytest.raises(InvalidRequestError, match="a turn of sample 1 lacks 'token_ids'"):
-        flatten_message_logs([LOGS[0], [{"role": "user", "content": "hi"}]], [2, 0])
-
-
 class Engine:
     def __init__(self):
-        self.calls: list[str] = []
-
-    def clear_logger_metrics(self):
-        self.calls.append("clear")
-
-    def snapshot_step_metrics(self):
-        self.calls.append("snapshot")
-
-    def finish_generation(self):
-        self.calls.append("finish")
-
-    def get_logger_metrics(self):
-        return {"calls": list(self.calls)}
+        self.calls = []
+        self.clear_logger_metrics = lambda: self.calls.append("clear")
+        self.snapshot_step_metrics = lambda: self.calls.append("snapshot")
+        self.finish_generation = lambda: self.calls.append("finish")
+        self.get_logger_metrics = lambda: {"calls": list(self.calls)}
 
 
 class Rollouts(SyncRolloutActor):
@@ -144,7 +131,7 @@ def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(rollouts, c
     assert client.get_data(meta, ["sample_mask"])["sample_mask"].tolist() == [1.0, 1.0]
 
 
-def test_while_it_generates_the_client_says_so(rollouts, client):
+def test_while_it_generates_the_client_says_so_and_a_later_round_has_what_it_asks_for(rollouts, client):
     generate = rollouts.run_rollout
 
     def told():
@@ -155,10 +142,6 @@ def test_while_it_generates_the_client_says_so(rollouts, client):
         return generate(*arguments)
 
     rollouts.run_rollout = run_rollout
-    rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)
-
-
-def test_a_later_round_has_new_ids_and_only_the_carry_that_was_asked_for(rollouts):
     first = rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)[0]
     meta, carry, metrics, engine = rollouts.rollout_to_tq(
         PROMPTS,

@@ -1,7 +1,5 @@
 """Workers that are Ray actors: called together, waited for with a deadline, failures told by their cause."""
 
-from __future__ import annotations
-
 import os
 import time
 from types import SimpleNamespace
@@ -61,18 +59,17 @@ def _fail(group, *how, timeout_s=30.0):
     return caught.value
 
 
-def test_every_worker_gets_its_own_arguments_and_results_keep_the_order(group):
+def test_every_worker_gets_its_own_arguments_and_calls_run_at_the_same_time(group, tmp_path):
     assert group.call("echo", [(1,), (2,), (3,)], {"scale": 10}, timeout_s=30, doing="echoing") == [10, 20, 30]
     assert group.dp_ranks == [0, 1, 2]
     assert not group.in_process
-
-
-def test_calls_run_at_the_same_time(group, tmp_path):
     calls = [(tmp_path, name, 3) for name in "abc"]
     assert group.call("meet", calls, timeout_s=240, doing="meeting") == [True] * 3
+    with pytest.raises(InvalidRequestError, match="2 actors with the names"):
+        RayWorkerGroup([object(), object()], names=["a", "a"])
 
 
-def test_the_first_failure_ends_the_wait_and_is_the_cause(group, monkeypatch):
+def test_the_first_failure_ends_the_wait_and_a_leaders_own_error_is_told_before_its_siblings(group, monkeypatch):
     monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 0.1)
     error = _fail(group, "hang", "leader", "hang")
     assert str(error).startswith("policy worker 1 failed while training: MissingDataError: [tq_simple] 'a_g0' lacks")
@@ -80,12 +77,8 @@ def test_the_first_failure_ends_the_wait_and_is_the_cause(group, monkeypatch):
     assert error.worker == "policy worker 1"
     assert not error.died
     assert "in fail" in error.details
-
-
-def test_a_leaders_own_error_is_told_rather_than_its_siblings(group, monkeypatch):
     monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 60.0)
-    error = _fail(group, "sibling", "peer", "leader")
-    assert error.worker == "policy worker 2"
+    assert _fail(group, "sibling", "peer", "leader").worker == "policy worker 2"
 
 
 def test_after_a_failure_the_others_have_the_grace_together(group, local_ray, monkeypatch):
@@ -125,8 +118,3 @@ def test_workers_that_do_not_answer_are_named(group):
     with pytest.raises(WorkerTimeoutError, match="no answer from policy worker 1 within 5 s while sleeping") as caught:
         group.call("sleep", [(0.0,), (60.0,), (0.0,)], timeout_s=5, doing="sleeping")
     assert isinstance(caught.value, TimeoutError)
-
-
-def test_names_must_be_one_for_each(group):
-    with pytest.raises(InvalidRequestError, match="2 actors with the names"):
-        RayWorkerGroup([object(), object()], names=["a", "a"])

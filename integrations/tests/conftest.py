@@ -1,7 +1,5 @@
 """Process groups for the tests: real ranks over gloo, in processes that are reused from test to test."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import sys
@@ -217,6 +215,7 @@ class ToyWorker(DataPlaneWorkerMixin):
 
     def abort_train_step(self) -> None:
         self.open = None
+        self.rows_at_abort = self._require_dp_client().list_samples("train").size
 
 
 @pytest.fixture

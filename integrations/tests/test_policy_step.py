@@ -441,6 +441,7 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
         policy.train_microbatch_from_meta(meta.slice(4, 8))
     assert client.list_samples("train").size == 0
     assert [worker.open for worker in workers] == [None, None]
+    assert [worker.rows_at_abort for worker in workers] == [0, 0], "cleared before a worker is waited for"
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
 

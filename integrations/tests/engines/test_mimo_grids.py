@@ -1,19 +1,14 @@
-"""Module-local data parallelism over real grids: 8 gloo ranks, several layouts, one micro-batch through a store."""
-
-import os
+"""Module-local data parallelism over real grids: 8 gloo ranks, several layouts. What they cut: test_mimo_slicing.py."""
 
 import pytest
-import torch
 from layouts import told
 
-from dataplane_core import BatchedDataDict, connect, kv_first_write, read_columns
 from dataplane_integrations.trainer.mimo import (
     _find_rank_module,
     _needs_data_for_module,
     get_megatron_mimo_dp_info,
     get_megatron_mimo_sampling_info,
     get_megatron_mimo_shared_dp_info,
-    slice_batch_for_megatron_mimo,
 )
 
 WORLD = 8
@@ -62,7 +57,6 @@ def stand(rank, layout):
 
 #: Module name -> sizes of tp, pp and dp, and its first rank.
 APART = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 4)}
-SHARED = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 0)}
 
 
 def test_vision_dp4_beside_language_tp2_dp2(eight_ranks):
@@ -137,71 +131,3 @@ def test_groups_that_were_not_created_are_named_with_what_to_call_and_no_pipelin
             assert kind == "ConfigError"
             assert f"the grid of module '{module}' has no process group 'dp'" in text
             assert "grid.create_pg(['dp'])" in text
-
-
-# --- one global micro-batch through the data plane --------------------------------------------------------------------
-
-IDS = [f"q{row}_g0" for row in range(8)]
-LENGTHS = [5, 3, 7, 2, 6, 6, 4, 1]
-IMAGES = [1, 2, 1, 1, 0, 3, 2, 2]  # of each sample: 12 in all
-
-
-def rollout():
-    generator = torch.Generator().manual_seed(3)
-    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    grids = [
-        torch.tensor([[1, 2 + (row + image) % 3, 2] for image in range(count)], dtype=torch.int64).view(-1, 3)
-        for row, count in enumerate(IMAGES)
-    ]
-    patches = [torch.randn(int(grid.prod(-1).sum()), 6, generator=generator) for grid in grids]
-    return BatchedDataDict(
-        input_ids=torch.randint(1, 50, inside.shape, generator=generator) * inside,
-        input_lengths=torch.tensor(LENGTHS),
-        mrope_positions=torch.randint(0, 9, (*inside.shape, 3), generator=generator) * inside[..., None],
-        pixel_values=torch.nested.as_nested_tensor(patches, layout=torch.jagged),
-        image_grid_thw=torch.nested.as_nested_tensor(grids, layout=torch.jagged),
-    )
-
-
-def micro_batch(columns):
-    """What a step of the model gets, of columns as the data plane gives them."""
-    vision = {"hidden_states": columns["pixel_values"].values(), "grid_thw": columns["image_grid_thw"].values()}
-    return {
-        "input_ids": columns["input_ids"],
-        "position_ids": columns["mrope_positions"].permute(2, 0, 1),
-        "modality_inputs": {"vision": vision},
-    }
-
-
-@pytest.mark.parametrize("layout", [APART, SHARED], ids=["apart", "shared ranks"])
-def test_ranks_slice_one_micro_batch_that_they_fetched_into_the_parts_of_each_module(eight_ranks, layout):
-    is_shared = layout is SHARED
-
-    def run(rank, config, meta):
-        grids = make_grids(layout)
-        dp_rank, dp_size, needs_data, _ = get_megatron_mimo_dp_info(None, grids)
-        if not needs_data:
-            return None
-        with connect(config, bootstrap=False) as client:
-            batch = micro_batch(read_columns(client, meta))
-        shared = get_megatron_mimo_shared_dp_info(grids)
-        mine = slice_batch_for_megatron_mimo(batch, *([shared] if is_shared else [dp_rank, dp_size]))
-        inputs = mine["modality_inputs"]["vision"]
-        return mine["input_ids"], mine["position_ids"], inputs["grid_thw"], inputs["hidden_states"]
-
-    config = {"backend": "redis_store", "options": {"namespace": f"mimo-{os.getpid()}"}, "op_timeout_s": 60}
-    with connect(config) as client:
-        client.register_partition("train", ["input_ids", "input_lengths"], len(IDS), ["train"])
-        meta = kv_first_write(rollout(), sample_ids=IDS, dp_client=client, partition_id="train")
-        outcomes = eight_ranks(run, config, meta)
-    whole = micro_batch(rollout())
-    first = 0 if is_shared else 4  # of the ranks of the language model
-    for twins in ((0, 2), (1, 3)):  # its data-parallel ranks, by tensor-parallel rank
-        ids, positions = ([outcomes[first + rank][column] for rank in twins] for column in (0, 1))
-        assert torch.equal(torch.cat(ids), whole["input_ids"])
-        assert torch.equal(torch.cat(positions, dim=1), whole["position_ids"])
-    vision = whole["modality_inputs"]["vision"]
-    for column, name in ((2, "grid_thw"), (3, "hidden_states")):
-        assert torch.equal(torch.cat([outcomes[rank][column] for rank in range(4)]), vision[name])
-    if is_shared:
-        assert outcomes[4:] == [None] * 4, "ranks outside the grids load nothing"

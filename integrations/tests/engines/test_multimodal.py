@@ -1,16 +1,13 @@
-"""Pixel values and image grids: from the rollout's first write through shards to workers, and back as they went."""
+"""Pixel values and image grids: from the rollout's first write through shards, and back as they went."""
 
 import pytest
 import torch
 from bits import bits
 from tiers import in_long
-from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import connect, kv_first_write, read_columns, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 IDS = [f"q{row // 2}_g{row % 2}" for row in range(8)]
 LENGTHS = [6, 3, 8, 5, 7, 2, 4, 4]
@@ -33,59 +30,6 @@ def rollout():
         image_grid_thw=stack_or_nest(grids),
         captions=[[f"caption {row}"] * len(images) for row, images in enumerate(IMAGES)],
     )
-
-
-def train(rank, config, shards):
-    """Trains on this rank's shard; per microbatch what its rows had, and how often this rank read from the store."""
-
-    class Worker(FSDP2DataPlaneMixin):
-        def train(self, data, loss_fn, **options):
-            seen = []
-            for microbatch in data.get_batch(0).make_microbatch_iterator_with_dynamic_shapes():
-                columns = microbatch.get_dict()
-                unbound = {name: list(columns[name].unbind()) for name in ("pixel_values", "image_grid_thw")}
-                seen.append({**columns, **unbound})
-            return {"seen": seen}
-
-    metrics = Metrics()
-    with connect({**config, "middleware": [metrics]}, bootstrap=False) as client:
-        worker = Worker()
-        worker.mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-        worker.setup_data_plane(client)
-        result = worker.train_presharded(shards[worker._local_coords()["data_parallel"]], None)
-        reads = metrics.snapshot()["operations"].get("get_samples", {"calls": 0})["calls"]
-    return result["is_replica_leader"], reads, result["seen"]
-
-
-def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(ranks, config_of):
-    limits = {"max_tokens_per_microbatch": 16, "sequence_length_round": 2}
-    with connect(config_of("redis_store")) as client:
-        # the extras are not declared: they ride along
-        client.register_partition("train", ["input_ids", "input_lengths", "token_mask"], len(IDS), ["train"])
-        meta = kv_first_write(rollout(), sample_ids=IDS, dp_client=client, partition_id="train")
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
-        shards, order = shard_meta_for_dp(meta, dp_world=2, dynamic_batching_args={**KEYS, **limits})
-        assert order is not None, "the shards take the rows in another order"
-        outcomes = ranks(4, train, client.config.model_dump(), shards, timeout_s=120.0)
-
-    went = rollout()
-    pixels, grids = went["pixel_values"].unbind(), went["image_grid_thw"].unbind()
-    for rank, (leads, reads, seen) in enumerate(outcomes):
-        assert (leads, reads) == (rank % 2 == 0, int(rank % 2 == 0))
-        rows = [IDS.index(sample_id) for sample_id in shards[rank // 2].sample_ids]
-        assert sum(len(microbatch["input_lengths"]) for microbatch in seen) == len(rows)
-        assert len(seen) > 1, "there are microbatches to cut"
-        for microbatch in seen:
-            # tokens are cut to the microbatch's own length; the extras are whole
-            width = -(-int(microbatch["input_lengths"].max()) // 2) * 2
-            assert microbatch["token_mask"].shape[1] == width
-            mine, rows = rows[: len(microbatch["input_ids"])], rows[len(microbatch["input_ids"]) :]
-            assert torch.equal(microbatch["input_ids"], went["input_ids"][mine][:, :width])
-            assert list(microbatch["captions"]) == [went["captions"][row] for row in mine]
-            for row, pixel, grid in zip(mine, microbatch["pixel_values"], microbatch["image_grid_thw"], strict=True):
-                assert pixel.dtype is torch.bfloat16
-                assert torch.equal(pixel, pixels[row])
-                assert torch.equal(grid, grids[row])
 
 
 def test_a_worker_can_name_further_ragged_fields(toy_worker, client):

@@ -215,7 +215,6 @@ class ToyWorker(DataPlaneWorkerMixin):
 
     def abort_train_step(self) -> None:
         self.open = None
-        self.rows_at_abort = self._require_dp_client().list_samples("train").size
 
 
 @pytest.fixture

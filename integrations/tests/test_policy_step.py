@@ -1,6 +1,7 @@
 """The driver's side of a step, over the in-process store with workers that are plain objects."""
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -430,6 +431,14 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
     request, workers, trainable_rows, client, of, error
 ):
     policy = request.getfixturevalue(of)
+    held_at_abort = []
+
+    def abort(worker):
+        held_at_abort.append(client.list_samples("train").size)
+        worker.open = None
+
+    for worker in workers:
+        worker.abort_train_step = partial(abort, worker)
     meta = trainable_rows(LENGTHS)
     policy.begin_train_step(1.0)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
@@ -441,7 +450,7 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
         policy.train_microbatch_from_meta(meta.slice(4, 8))
     assert client.list_samples("train").size == 0
     assert [worker.open for worker in workers] == [None, None]
-    assert [worker.rows_at_abort for worker in workers] == [0, 0], "cleared before a worker is waited for"
+    assert held_at_abort == [0, 0], "cleared before a worker is waited for"
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
 

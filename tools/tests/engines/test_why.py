@@ -131,13 +131,13 @@ CLOSES = "client.close()\ntime.sleep(1000)"
 #: For what is a fault only after five times the patience.
 IMPATIENT = {"patience_s": 0.3}
 
-#: What the process beside the trainer does, how the run differs, the cause, and texts of the verdict. It names this
-#: process unless another one is named.
+#: What the process beside the trainer does, how the run differs, the cause, and texts of the verdict, which names
+#: this process.
 INCIDENTS = {
     "stopped": (rollout(2), {"stops": 2}, "stopped", ["(rollout) is stopped"]),
     "filter": (
         rollout(7),
-        {**IMPATIENT, "trainer": FILTERS, "named": ""},
+        {**IMPATIENT, "trainer": FILTERS},
         *("filter", ["7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6."]),
     ),
     "group": (
@@ -146,11 +146,6 @@ INCIDENTS = {
         *("group", ["'q17' has 3 of 4. 'q17_g3' was never put. It is made by ", "(rollout) in generate for "]),
     ),
     "evicted": (PUTS_AND_CLEARS, IMPATIENT, "evicted", ["were cleared by ", "before they were given to it"]),
-    "name": (
-        rollout(4),
-        {**IMPATIENT, "tasks": ["trainer", "trainr"], "named": "trainer"},
-        *("name", ["claims for 'trainer'. Is that a typing error?"]),
-    ),
     "short": (
         *(rollout(10, then=CLOSES), {"num_samples": 12}),
         *("short", ["10 of 12 samples came, and no more will.", "closed its client"]),
@@ -164,17 +159,23 @@ INCIDENTS = {
 
 @pytest.mark.parametrize(("program", "more", "cause", "texts"), INCIDENTS.values(), ids=INCIDENTS)
 def test_an_incident_is_told_with_its_cause_and_its_process(start_run, program, more, cause, texts):
-    run, tasks = start_run(patience_s=more.get("patience_s", 2.0)), more.get("tasks", ["trainer"])
-    run.client.register_partition("step", ["x", "reward"], more.get("num_samples"), tasks, more.get("group_size"))
-    processes = {
-        "trainer": run.start("trainer", more.get("trainer", TRAINER)),
-        "rollout": run.start("rollout", program),
-    }
+    run, sizes = start_run(patience_s=more.get("patience_s", 2.0)), (more.get("num_samples"), more.get("group_size"))
+    run.client.register_partition("step", ["x", "reward"], sizes[0], ["trainer"], sizes[1])
+    run.start("trainer", more.get("trainer", TRAINER))
+    producer = run.start("rollout", program)
     if "stops" in more:
-        run.is_announced(processes["rollout"], "put_samples", more["stops"])
-        processes["rollout"].send_signal(signal.SIGSTOP)
-    named = more.get("named", "rollout")
-    run.names(cause, *[f"process {processes[named].pid} on "] if named else [], *texts, task=tasks[-1])
+        run.is_announced(producer, "put_samples", more["stops"])
+        producer.send_signal(signal.SIGSTOP)
+    named = [] if cause == "filter" else [f"process {producer.pid} on "]
+    run.names(cause, *named, *texts)
+
+
+def test_a_task_whose_name_is_misspelt(start_run):
+    run = start_run(**IMPATIENT)
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
+    claimer = run.start("trainer", TRAINER)
+    run.client.put_samples([f"s{place}" for place in range(4)], "step", {"x": [1.0] * 4, "reward": [1.0] * 4})
+    run.names("name", "claims for 'trainer'. Is that a typing error?", f"process {claimer.pid} on ", task="trainr")
 
 
 def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(start_run):

@@ -6,8 +6,8 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_testkit._timing import STARTS_S, eventually
+from dataplane_tools import _inspect
 
 
 @pytest.fixture
@@ -81,46 +82,31 @@ def test_a_durable_folder_that_holds_no_store_is_refused_and_nothing_is_made(
     assert os.listdir(tmp_path) == ["config.json"]
 
 
-def test_json_has_the_same_with_rates(client, config, capsys):
-    stop = threading.Event()
+def test_json_has_the_same_with_rates_and_looking_changes_nothing(client, config, capsys, monkeypatch):
+    now = [0.0]
 
-    def write():
-        number = 0
-        while not stop.is_set():
-            client.put_samples([f"n{number}"], "other", {"x": torch.ones(1)})
-            client.claim_meta("other", "train", ["x"], 1)
-            number += 1
+    def write_meanwhile(seconds):
+        client.put_samples([f"n{number}" for number in range(8)], "other", {"x": torch.ones(8)})
+        client.claim_meta("other", "train", ["x"], 4)
+        now[0] += seconds
 
-    client.register_partition("other", ["x"], None, ["train"])
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for interval_s in (0.5, 2.0, 8.0):
-            assert main(["inspect", config, "--json", "--interval", str(interval_s)]) == 0
-            report = json.loads(capsys.readouterr().out)
-            other, step = report["partitions"]
-            if other["written_per_s"] > 0 and other["tasks"]["train"]["consumed_per_s"] > 0:
-                break  # else the writer stood still meanwhile
-    finally:
-        stop.set()
-        writer.join()
-    assert other["written_per_s"] > 0
-    assert other["tasks"]["train"]["consumed_per_s"] > 0
-    assert (step["written_per_s"], step["tasks"]["train"]["consumed_per_s"]) == (0.0, 0.0)
-    assert step["tasks"]["train"]["leased"] == 2
-    told = {"kind": "tensor", "dtype": "int64", "cells": "int64 cells of shape (L,)", "rows": 6}
-    assert step["fields"]["tokens"] == told
-    assert report["held_bytes"] == other["held_bytes"] + step["held_bytes"]
-
-
-def test_it_changes_nothing(client, config, capsys):
     def seen():
         found = client.describe("step-1")
         tasks = {name: replace(task, oldest_lease=None) for name, task in found.tasks.items()}
         return replace(found, oldest_s=None, tasks=tasks)
 
     before = seen()
-    main(["inspect", config, "step-1", "--interval", "0.01"])
+    client.register_partition("other", ["x"], None, ["train"])
+    monkeypatch.setattr(_inspect, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=write_meanwhile))
+    assert main(["inspect", config, "--json", "--interval", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    other, step = report["partitions"]
+    assert (other["written_per_s"], other["tasks"]["train"]["consumed_per_s"]) == (4.0, 2.0)
+    assert (step["written_per_s"], step["tasks"]["train"]["consumed_per_s"]) == (0.0, 0.0)
+    assert step["tasks"]["train"]["leased"] == 2
+    told = {"kind": "tensor", "dtype": "int64", "cells": "int64 cells of shape (L,)", "rows": 6}
+    assert step["fields"]["tokens"] == told
+    assert report["held_bytes"] == other["held_bytes"] + step["held_bytes"]
     assert seen() == before
 
 

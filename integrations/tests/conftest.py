@@ -1,7 +1,5 @@
 """Process groups for the tests: real ranks over gloo, in processes that are reused from test to test."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import sys
@@ -29,7 +27,7 @@ from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_testkit import backend_of
 
 # modules beside this file, which other processes cannot import: functions of theirs travel by value
-_HELPERS = ("bits", "layouts", "tiny_megatron", "tiny_policy")
+_HELPERS = ("bits", "layouts", "tiny_megatron")
 sys.path.insert(0, os.path.dirname(__file__))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_policy import loss_of
+from tiny_megatron import loss_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, shard_meta_for_dp
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.batch import BatchedDataDict
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.trainer.batching import Batching
@@ -25,8 +25,35 @@ STEPS = 3
 Shards = tuple[list[KVBatchMeta], list[list[KVBatchMeta]]]
 
 
+class TokenWorker(FSDP2DataPlaneMixin):
+    """Without a model: its logprobs are the tokens below 0, and it keeps the tokens of its portions."""
+
+    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
+        return {"logprobs": -data["input_ids"].float()}
+
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        self.seen: list[Any] = []
+
+    def train_microbatch(self, data: BatchedDataDict) -> None:
+        self.seen.append(data["input_ids"].tolist())
+
+    def finish_train_step(self) -> dict[str, Any]:
+        return {}
+
+    def abort_train_step(self) -> None: ...
+
+
+def told(call: Callable[[], Any]) -> tuple[str, str, str]:
+    """What a call raised: its class, that of its cause, and both their texts. Empty if it raised nothing."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, type(error.__cause__).__name__, f"{error}\n{error.__cause__}"
+    return "", "", ""
+
+
 def worker_of_rank(
-    shape: tuple[int, int, int], columns: dict[str, Any], lengths: list[int], kind: type = FSDP2DataPlaneMixin
+    shape: tuple[int, int, int], columns: dict[str, Any], lengths: list[int]
 ) -> tuple[Any, Metrics, KVBatchMeta]:
     """A worker whose process has a store of its own with the same rows as the others': what counts is who asks it."""
     metrics = Metrics()
@@ -34,7 +61,7 @@ def worker_of_rank(
     client.register_partition("train", list(columns), None, [])
     meta = client.put_samples([f"p{row}_g0" for row in range(len(lengths))], "train", columns)
     meta.sequence_lengths = lengths
-    worker = kind()
+    worker = TokenWorker()
     worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     worker.setup_data_plane(client)
     return worker, metrics, meta
@@ -126,10 +153,7 @@ def try_split_step(
     seen: dict[str, Any] = {"refusals": []}
 
     def refused(call: Callable[..., Any], *args: Any) -> None:
-        try:
-            call(*args)
-        except InvalidRequestError as error:
-            seen["refusals"].append(str(error))
+        seen["refusals"].append(told(lambda: call(*args))[::2])
 
     refused(worker.train_microbatch_presharded, portions[0])
     refused(worker.finish_train_step_presharded)
@@ -163,7 +187,8 @@ def try_split_step(
 
 def check_split_step(seen: dict[str, Any]) -> None:
     """Asserts what `try_split_step` found on one rank."""
-    assert [text.split(" refused: ")[0] for text in seen["refusals"]] == [
+    assert {kind for kind, _ in seen["refusals"]} == {"InvalidRequestError"}
+    assert [text.split(" refused: ")[0] for _, text in seen["refusals"]] == [
         "train_microbatch_presharded",
         "finish_train_step_presharded",
         "begin_train_step_presharded",

@@ -1,7 +1,5 @@
 """Settings for dynamic batching and packing, read from a policy's config."""
 
-from __future__ import annotations
-
 import pytest
 
 from dataplane_core.errors import ConfigError
@@ -10,7 +8,7 @@ from dataplane_integrations.trainer.batching import Batching, DynamicBatching, S
 KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 
 
-def test_dynamic_batching_is_read_with_a_limit_for_each_stage() -> None:
+def test_dynamic_batching_is_read_with_a_limit_for_each_stage():
     section = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 128, "sequence_length_round": 8}
     batching = Batching.from_config({"dynamic_batching": section, "lr": 1e-4})
     train = {**KEYS, "max_tokens_per_microbatch": 64, "sequence_length_round": 8}
@@ -20,16 +18,15 @@ def test_dynamic_batching_is_read_with_a_limit_for_each_stage() -> None:
     assert batching.length_round == 8
 
 
-def test_packing_pads_to_the_configs_multiple_unless_told_otherwise() -> None:
+def test_packing_pads_to_the_configs_multiple_unless_told_otherwise():
     cfg = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}, "make_sequence_length_divisible_by": 16}
     batching = Batching.from_config(cfg)
-    assert batching.packing == SequencePacking(
-        train_mb_tokens=64, algorithm="modified_first_fit_decreasing", sequence_length_pad_multiple=16
-    )
+    name = "modified_first_fit_decreasing"
+    assert batching.packing == SequencePacking(train_mb_tokens=64, algorithm=name, sequence_length_pad_multiple=16)
     assert batching.pad_multiple == 16
     assert batching.shard_args("logprob")["sequence_packing_args"] == {
         **KEYS,
-        "algorithm": "modified_first_fit_decreasing",
+        "algorithm": name,
         "max_tokens_per_microbatch": 64,
         "sequence_length_pad_multiple": 16,
         "microbatch_order": "packer",
@@ -37,29 +34,31 @@ def test_packing_pads_to_the_configs_multiple_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("cfg", [{}, {"dynamic_batching": None}, {"sequence_packing": {"enabled": False}}])
-def test_what_is_not_enabled_is_off(cfg: dict[str, object]) -> None:
-    batching = Batching.from_config(cfg)
+def test_what_is_not_enabled_is_off_and_sizes_of_training_batches_are_read(cfg):
+    batching = Batching.from_config({**cfg, "train_global_batch_size": 512, "train_micro_batch_size": 4})
     assert not batching.plans
     assert batching.shard_args("train") == {"dynamic_batching_args": None, "sequence_packing_args": None}
-
-
-def test_both_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="both on"):
-        Batching(dynamic=DynamicBatching(train_mb_tokens=4), packing=SequencePacking(train_mb_tokens=4))
-
-
-@pytest.mark.parametrize("limit", [{}, {"train_mb_tokens": None}, {"train_mb_tokens": 0}])
-def test_a_missing_limit_is_named(limit: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="'dynamic_batching' is enabled without 'train_mb_tokens'"):
-        Batching.from_config({"dynamic_batching": {"enabled": True, **limit}})
-
-
-def test_a_pad_multiple_below_1_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pad_multiple is 0"):
-        Batching(pad_multiple=0)
-
-
-def test_sizes_of_training_batches_are_read() -> None:
-    batching = Batching.from_config({"train_global_batch_size": 512, "train_micro_batch_size": 4})
     assert (batching.global_batch_size, batching.micro_batch_size) == (512, 4)
-    assert Batching.from_config({}).global_batch_size is None
+    assert Batching.from_config(cfg).global_batch_size is None
+
+
+def _enabled(**limit):
+    return lambda: Batching.from_config({"dynamic_batching": {"enabled": True, **limit}})
+
+
+TWO = {"dynamic": DynamicBatching(train_mb_tokens=4), "packing": SequencePacking(train_mb_tokens=4)}
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Batching(**TWO), "both on"),
+        (lambda: Batching(pad_multiple=0), "pad_multiple is 0"),
+        (_enabled(), "'dynamic_batching' is enabled without 'train_mb_tokens'"),
+        (_enabled(train_mb_tokens=None), "without 'train_mb_tokens'"),
+        (_enabled(train_mb_tokens=0), "without 'train_mb_tokens'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, named):
+    with pytest.raises(ConfigError, match=named):
+        make()

@@ -99,7 +99,7 @@ Worker.abort_train_step_presharded(self)
 
 
 @pytest.mark.parametrize("call", CALLS.split("\n")[1:-1])
-def test_the_call_is_accepted(call: str) -> None:
+def test_the_call_is_accepted(call):
     parsed = ast.parse(call, mode="eval").body
     assert isinstance(parsed, ast.Call)
     called = eval(compile(ast.Expression(parsed.func), "the call", "eval"), dict(KNOWN))

@@ -1,16 +1,12 @@
 """Dynamic sampling: on tags alone, with exactly the unwanted rows cleared from the store."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from dataplane_core import KVBatchMeta
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_integrations.errors import SamplingExhaustedError
 from dataplane_integrations.rollout import DynamicSampling, RolloutReceipt, all_match, mint_sample_ids, tag_varies
@@ -20,12 +16,12 @@ Generate = Callable[[Sequence[list[float]]], KVBatchMeta]
 
 
 @pytest.fixture
-def generate(client: DataPlaneClient) -> Generate:
+def generate(client):
     """Writes a generation of groups with the given rewards, under new ids."""
     client.register_partition("train", ["input_ids"], None, ["train"])
     numbers = itertools.count()
 
-    def write(rewards: Sequence[list[float]]) -> KVBatchMeta:
+    def write(rewards):
         generation = next(numbers)
         ids = mint_sample_ids([f"r{generation}p{i}" for i in range(len(rewards))], 2)
         lengths = list(range(1, len(ids) + 1))
@@ -37,18 +33,18 @@ def generate(client: DataPlaneClient) -> Generate:
     return write
 
 
-def _clears(client: Any) -> tuple[int, int]:
+def _clears(client):
     """Calls, and rows named."""
     total = client.metrics.snapshot()["operations"].get("clear_samples", {})
     return total.get("calls", 0), total.get("n_keys", 0)
 
 
-def _gets(client: Any) -> int:
+def _gets(client):
     calls: int = client.metrics.snapshot()["operations"].get("get_samples", {}).get("calls", 0)
     return calls
 
 
-def test_survivors_accumulate_and_everything_else_is_cleared(client: DataPlaneClient, generate: Generate) -> None:
+def test_survivors_accumulate_and_everything_else_is_cleared(client, generate):
     plan = [[GOOD, SOLVED, GOOD], [HOPELESS, SOLVED, HOPELESS], [SOLVED, GOOD, GOOD]]
     sampling = DynamicSampling(client, num_groups=3, group_size=2)
 
@@ -72,39 +68,31 @@ def test_survivors_accumulate_and_everything_else_is_cleared(client: DataPlaneCl
     assert _gets(client) == 0
 
 
-def test_a_generation_without_losses_clears_nothing(client: DataPlaneClient, generate: Generate) -> None:
+def test_collect_gives_up_after_the_last_generation_and_leaves_no_row_unless_fewer_are_allowed(client, generate):
     meta = DynamicSampling(client, num_groups=2, group_size=2).collect(lambda _: generate([GOOD, GOOD]))
-    assert meta.size == 4
-    assert _clears(client) == (0, 0)
-
-
-def test_collect_gives_up_after_the_last_generation_and_leaves_no_row(
-    client: DataPlaneClient, generate: Generate
-) -> None:
+    assert (meta.size, _clears(client)) == (4, (0, 0)), "nothing was lost"
+    client.clear_samples(meta.sample_ids, "train")
+    before = _clears(client)
     sampling = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2)
     with pytest.raises(SamplingExhaustedError, match=r"1 of 3 groups after 2 of at most 2 generations") as caught:
         sampling.collect(lambda n: generate([GOOD if n == 0 else SOLVED, HOPELESS]))
     assert sampling.counts.generations == 2
     assert (caught.value.counts.held, caught.value.counts.dropped) == (1, 3)
     assert client.list_samples("train").size == 0
-    assert _clears(client) == (3, 8)
-
-
-def test_fewer_groups_may_be_taken_at_the_limit(client: DataPlaneClient, generate: Generate) -> None:
-    sampling = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2, allow_fewer=True)
-    meta = sampling.collect(lambda n: generate([GOOD if n == 0 else SOLVED]))
-    assert sampling.exhausted
-    assert meta.sample_ids == client.list_samples("train").sample_ids == ["r0p0_g0", "r0p0_g1"]
+    assert _clears(client) == (before[0] + 3, before[1] + 8)
+    fewer = DynamicSampling(client, num_groups=3, group_size=2, max_generations=2, allow_fewer=True)
+    meta = fewer.collect(lambda n: generate([GOOD if n == 0 else SOLVED]))
+    assert fewer.exhausted
+    assert len(meta.sample_ids) == 2
+    assert client.list_samples("train").sample_ids == meta.sample_ids
     none = DynamicSampling(client, num_groups=1, group_size=2, max_generations=1, allow_fewer=True)
     with pytest.raises(SamplingExhaustedError, match="0 of 1 groups"):
         none.collect(lambda _: generate([SOLVED]))
 
 
 @pytest.mark.parametrize("breaks_in", ["generate", "tags"])
-def test_any_error_on_the_way_clears_the_rows_of_the_step(
-    client: DataPlaneClient, generate: Generate, breaks_in: str
-) -> None:
-    def broken(number: int) -> KVBatchMeta:
+def test_any_error_on_the_way_clears_the_rows_of_the_step(client, generate, breaks_in):
+    def broken(number):
         meta = generate([GOOD, GOOD])
         if number == 1 and breaks_in == "generate":
             client.clear_samples(meta.sample_ids, "train")
@@ -119,9 +107,7 @@ def test_any_error_on_the_way_clears_the_rows_of_the_step(
 
 
 @pytest.mark.parametrize("then", ["add", "take", "discard"])
-def test_rows_that_could_not_be_cleared_are_cleared_with_the_next_call(
-    client: DataPlaneClient, generate: Generate, no_clears: Any, then: str
-) -> None:
+def test_rows_that_could_not_be_cleared_are_cleared_with_the_next_call(client, generate, no_clears, then):
     sampling = DynamicSampling(client, num_groups=2, group_size=2, max_generations=2, allow_fewer=True)
     sampling.add(generate([SOLVED]))
     with no_clears(), pytest.raises(BackendUnavailableError):
@@ -134,7 +120,7 @@ def test_rows_that_could_not_be_cleared_are_cleared_with_the_next_call(
     assert client.list_samples("train").sample_ids == kept
 
 
-def test_a_refused_generation_leaves_the_store_as_it_was(client: DataPlaneClient, generate: Generate) -> None:
+def test_a_refused_generation_leaves_the_store_as_it_was(client, generate):
     sampling = DynamicSampling(client, num_groups=9, group_size=2)
     first = generate([GOOD, SOLVED])
     sampling.add(first)
@@ -162,24 +148,23 @@ def test_a_refused_generation_leaves_the_store_as_it_was(client: DataPlaneClient
     assert not sampling.add(second)
 
 
-def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once(
-    client: DataPlaneClient, generate: Generate
-) -> None:
-    sampling = DynamicSampling(client, num_groups=1, group_size=2)
-    sampling.add(generate([GOOD]))
+def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once_in_the_order_of_groups(client, generate):
+    sampling = DynamicSampling(client, num_groups=2, group_size=2)
+    sampling.add(generate([GOOD, SOLVED, GOOD]).subset([5, 0, 3, 1, 4, 2]))  # members need not lie side by side
+    before = _clears(client)
     with pytest.raises(InvalidRequestError, match="the step is complete"):
         sampling.add(generate([GOOD]))
-    sampling.take()
+    client.clear_samples(["r1p0_g0", "r1p0_g1"], "train")
+    assert sampling.take().sample_ids == ["r0p2_g1", "r0p2_g0", "r0p0_g0", "r0p0_g1"]
     sampling.discard()
-    assert _clears(client) == (0, 0)
+    assert _clears(client)[0] == before[0] + 1, "only the test's own"
+    assert sorted(client.list_samples("train").sample_ids) == ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1"]
 
 
-def test_the_carry_of_the_kept_rows_accumulates_over_the_generations(
-    client: DataPlaneClient, generate: Generate
-) -> None:
+def test_the_carry_of_the_kept_rows_accumulates_over_the_generations(client, generate):
     plan = [[GOOD, SOLVED], [HOPELESS], [SOLVED, GOOD, GOOD]]
 
-    def with_carry(number: int) -> RolloutReceipt:
+    def with_carry(number):
         meta = generate(plan[number])
         rewards = torch.tensor([value for group in plan[number] for value in group])
         prompts = torch.full((meta.size, number + 1), number + 1)  # as wide as the generation's longest prompt
@@ -194,9 +179,7 @@ def test_the_carry_of_the_kept_rows_accumulates_over_the_generations(
     assert sampling.carry["turns"] == [[f"turn of {sample_id}"] for sample_id in meta.sample_ids]
 
 
-def test_a_carry_that_does_not_fit_is_refused_before_anything_is_cleared(
-    client: DataPlaneClient, generate: Generate
-) -> None:
+def test_a_carry_that_does_not_fit_is_refused_before_anything_is_cleared(client, generate):
     sampling = DynamicSampling(client, num_groups=3, group_size=2)
     sampling.add(RolloutReceipt(meta=generate([GOOD]), carry={"total_reward": torch.ones(2)}))
     with pytest.raises(InvalidRequestError, match=r"the carry has 3 rows. Expected 4"):
@@ -209,15 +192,7 @@ def test_a_carry_that_does_not_fit_is_refused_before_anything_is_cleared(
     assert not sampling.carry
 
 
-def test_members_of_a_group_need_not_lie_side_by_side(client: DataPlaneClient, generate: Generate) -> None:
-    meta = generate([GOOD, SOLVED, GOOD]).subset([5, 0, 3, 1, 4, 2])
-    sampling = DynamicSampling(client, num_groups=2, group_size=2)
-    sampling.add(meta)
-    assert sampling.take().sample_ids == ["r0p2_g1", "r0p2_g0", "r0p0_g0", "r0p0_g1"]
-    assert sorted(client.list_samples("train").sample_ids) == ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1"]
-
-
-def test_rules() -> None:
+def test_rules():
     varies = tag_varies("score", tolerance=0.1)
     assert not varies([{"score": 0.5}, {"score": 0.55}])
     assert varies([{"score": 0.5}, {"score": 0.65}])
@@ -227,6 +202,6 @@ def test_rules() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_groups", "group_size", "max_generations"])
-def test_numbers_below_one_are_refused(client: DataPlaneClient, name: str) -> None:
+def test_numbers_below_one_are_refused(client, name):
     with pytest.raises(InvalidRequestError, match=f"{name} is 0"):
         DynamicSampling(client, **{"num_groups": 1, "group_size": 1, name: 0})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.rollout import FoundRollouts, missing_groups
 
 
-def test_a_prompt_is_missing_until_all_its_generations_are_committed(client: DataPlaneClient) -> None:
+def test_a_prompt_is_missing_until_all_its_generations_are_committed(client):
     uids = ["p2", "p0", "p1"]
     assert missing_groups(client, "step-7", uids, 2) == uids
     client.register_partition("step-7", ["x"], None, ["train"], grpo_group_size=2)
@@ -25,7 +22,7 @@ def test_a_prompt_is_missing_until_all_its_generations_are_committed(client: Dat
         missing_groups(client, "step-7", ["p0", "p0"], 2)
 
 
-def test_the_share_is_that_of_all_starts(tmp_path: Path) -> None:
+def test_the_share_is_that_of_all_starts(tmp_path):
     path = tmp_path / "found.jsonl"
     assert str(FoundRollouts(path)) == "no step was interrupted"
     FoundRollouts(path).add(step=1, wanted=2400, found=2100)

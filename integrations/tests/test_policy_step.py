@@ -1,16 +1,12 @@
 """The driver's side of a step, over the in-process store with workers that are plain objects."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError, LostSamplesError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
@@ -19,31 +15,30 @@ from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.trainer.batching import Batching, DynamicBatching
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
-Write = Callable[..., KVBatchMeta]
-
 BATCHING = Batching(dynamic=DynamicBatching(train_mb_tokens=16, sequence_length_round=4))
 LENGTHS = [4, 1, 3, 2, 6, 5, 2, 7]
 COLUMNS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
 
 
 @pytest.fixture
-def workers(toy_worker: Any) -> list[Any]:
+def workers(toy_worker):
     return [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
 
 
 @pytest.fixture
-def policy(workers: list[Any], client: DataPlaneClient) -> Iterator[DataPlanePolicy]:
-    with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=BATCHING) as made:
-        yield made
+def make_policy(workers, client):
+    """``make_policy(**options)``: of the workers and the client."""
+    with ExitStack() as stack:
+        group = InProcessWorkerGroup(workers)
+        yield lambda **options: stack.enter_context(DataPlanePolicy(group, client, **options))
 
 
-def _is_cleared(client: DataPlaneClient, meta: KVBatchMeta) -> bool:
-    return client.list_samples(meta.partition_id).size == 0
+@pytest.fixture
+def policy(make_policy):
+    return make_policy(batching=BATCHING)
 
 
-def test_a_step_from_logprobs_to_training(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write, client: DataPlaneClient
-) -> None:
+def test_a_step_from_logprobs_to_training(policy, workers, write_rows, client):
     meta = write_rows(LENGTHS)
     meta = policy.write_to_dataplane(meta, {"advantages": torch.ones(8, 7)})
     meta = policy.get_logprobs_from_meta(meta)
@@ -70,13 +65,12 @@ def test_a_step_from_logprobs_to_training(
     read = policy.read_from_dataplane(meta, ["prev_logprobs", "input_lengths"])
     assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 7, "as wide as the workers' forward"
     policy.finish_step(meta)
-    assert _is_cleared(client, meta)
+    assert client.list_samples("train").size == 0
 
 
-def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(toy_worker: Any) -> None:
+def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(workers):
     config = {"backend": "redis_store", "options": {"namespace": "joined-metrics"}, "middleware": ["metrics"]}
-    group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
-    with DataPlanePolicy(group, config) as policy:
+    with DataPlanePolicy(InProcessWorkerGroup(workers), config) as policy:
         policy.client.register_partition("p", ["x"], None, ["t"])
         joined = policy.metrics(reset=True)
         assert joined["num_clients"] == 3
@@ -85,12 +79,9 @@ def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_join
 
 
 @pytest.mark.parametrize("middleware", [[Metrics()], []], ids=["with metrics", "without"])
-def test_workers_that_share_the_drivers_client_count_once(toy_worker: Any, middleware: list[Any]) -> None:
-    group = InProcessWorkerGroup([toy_worker(dp_rank=0), toy_worker(dp_rank=1)])
-    with (
-        connect({"backend": "noop", "middleware": middleware}) as client,
-        DataPlanePolicy(group, client) as sharing,
-    ):
+def test_workers_that_share_the_drivers_client_count_once(workers, middleware):
+    group = InProcessWorkerGroup(workers)
+    with connect({"backend": "noop", "middleware": middleware}) as client, DataPlanePolicy(group, client) as sharing:
         client.register_partition("p", ["x"], None, ["t"])
         joined = sharing.metrics()
     assert joined["num_clients"] == len(middleware)
@@ -98,26 +89,18 @@ def test_workers_that_share_the_drivers_client_count_once(toy_worker: Any, middl
     assert calls == ({"register_partition": 1} if middleware else {})
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pad_to_multiple", "stamped", "expected"),
-    [
-        ([5, 2], 1, None, 8),
-        ([5, 2], 8, None, 8),
-        ([5, 2], 16, None, 16),
-        ([5, 2], 6, None, 12),
-        ([5, 2], 1, 12, 12),
-        ([5, 2, 9, 1], 1, 8, 12),
-    ],
-    ids=["batching's round", "8", "16", "a multiple of both", "stamped once", "a stamp that rows outgrow"],
-)
-def test_the_common_length_is_stamped(
-    policy: DataPlanePolicy,
-    write_rows: Write,
-    lengths: list[int],
-    pad_to_multiple: int,
-    stamped: int | None,
-    expected: int,
-) -> None:
+#: Lengths, the rows' own multiple, what was stamped before, and what is stamped then; batching rounds to 4.
+STAMPS = {
+    "batching's round": ([5, 2], 1, None, 8),
+    "the rows' own multiple": ([5, 2], 16, None, 16),
+    "a multiple of both": ([5, 2], 6, None, 12),
+    "stamped once": ([5, 2], 1, 12, 12),
+    "a stamp that rows outgrow": ([5, 2, 9, 1], 1, 8, 12),
+}
+
+
+@pytest.mark.parametrize(("lengths", "pad_to_multiple", "stamped", "expected"), STAMPS.values(), ids=STAMPS)
+def test_the_common_length_is_stamped(policy, write_rows, lengths, pad_to_multiple, stamped, expected):
     meta = write_rows(lengths, pad_to_multiple=pad_to_multiple)
     if stamped:
         meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = stamped
@@ -131,14 +114,14 @@ def test_the_common_length_is_stamped(
 class Rollouts:
     """Replaces lost rows by rows of 9 tokens, and keeps what it was asked for."""
 
-    def __init__(self, client: DataPlaneClient, make_batch: Any) -> None:
+    def __init__(self, client, make_batch):
         self.client = client
         self.make_batch = make_batch
         self.asked: list[list[str]] = []
         self.loses_again = 0
-        self.lose: Callable[..., None] | None = None
+        self.lose = None
 
-    def __call__(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+    def __call__(self, meta, lost):
         self.asked.append(list(lost))
         self.client.clear_samples(list(lost), meta.partition_id)
         batch = self.make_batch([9] * len(lost), first=100)
@@ -152,28 +135,25 @@ class Rollouts:
         ]
         if self.loses_again:
             self.loses_again -= 1
-            assert self.lose is not None
             self.lose(meta.partition_id, lost[0], "input_ids")
         return meta
 
 
 @pytest.fixture
-def rollouts(client: DataPlaneClient, make_batch: Any, lose: Any) -> Rollouts:
+def rollouts(client, make_batch, lose):
     made = Rollouts(client, make_batch)
     made.lose = lose
     return made
 
 
 @pytest.fixture
-def replacing(workers: list[Any], client: DataPlaneClient, rollouts: Rollouts) -> Iterator[DataPlanePolicy]:
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, batching=BATCHING, replace_lost=rollouts) as made:
-        yield made
+def replacing(make_policy, rollouts):
+    return make_policy(batching=BATCHING, replace_lost=rollouts)
 
 
 def test_lost_rows_are_produced_again_before_anything_is_computed(
-    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, rollouts: Rollouts, lose: Any, client: Any
-) -> None:
+    replacing, workers, trainable_rows, rollouts, lose, client
+):
     meta = trainable_rows(LENGTHS)
     lose("train", "p0_g1", "input_ids")
     lose("train", "p3_g1", "token_mask")
@@ -194,8 +174,8 @@ def test_lost_rows_are_produced_again_before_anything_is_computed(
 
 
 def test_rows_that_are_lost_again_and_again_end_the_call_with_their_names(
-    replacing: DataPlanePolicy, workers: list[Any], write_rows: Write, rollouts: Rollouts, lose: Any, client: Any
-) -> None:
+    replacing, workers, write_rows, rollouts, lose, client
+):
     meta = write_rows(LENGTHS)
     lose("train", "p0_g1", "input_ids")
     rollouts.loses_again = 100
@@ -206,9 +186,7 @@ def test_rows_that_are_lost_again_and_again_end_the_call_with_their_names(
     assert client.list_samples("train").size == 8
 
 
-def test_portions_of_a_step_are_replaced_too(
-    replacing: DataPlanePolicy, workers: list[Any], trainable_rows: Write, rollouts: Rollouts, lose: Any
-) -> None:
+def test_portions_of_a_step_are_replaced_too(replacing, workers, trainable_rows, rollouts, lose):
     meta = trainable_rows(LENGTHS)
     replacing.begin_train_step(1.0)
     for portion in (meta.slice(0, 4), meta.slice(4, 8)):
@@ -219,7 +197,7 @@ def test_portions_of_a_step_are_replaced_too(
     assert [data.size for worker in workers for _, data in worker.seen] == [2] * 4
 
 
-def _without_lost_groups(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
+def _without_lost_groups(meta, lost):
     groups = {sample_id[:2] for sample_id in lost}
     return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if sample_id[:2] not in groups])
 
@@ -229,70 +207,52 @@ def _without_lost_groups(meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
     ("num_rows", "gbs", "num_trained", "gbs_then"), [(8, 8, 6, 6), (8, 4, 4, 4), (12, 6, 8, 4), (8, None, 6, None)]
 )
 def test_global_batches_have_fewer_rows_when_rows_were_left_out(
-    workers: list[Any],
-    client: DataPlaneClient,
-    trainable_rows: Write,
-    lose: Any,
-    lost_in: str,
-    num_rows: int,
-    gbs: int | None,
-    num_trained: int,
-    gbs_then: int | None,
-) -> None:
-    group = InProcessWorkerGroup(workers)
-    batching = Batching(global_batch_size=gbs)
-    with DataPlanePolicy(group, client, batching=batching, replace_lost=_without_lost_groups) as policy:
-        meta = trainable_rows([3] * num_rows)
-        if lost_in == "logprobs":
-            lose("train", "p1_g0", "input_ids")
-        meta = policy.get_logprobs_from_meta(meta)
-        if lost_in == "training":
-            lose("train", "p1_g0", "input_ids")
-        result = policy.train_from_meta(meta, 1.0)
-        assert policy.num_lost == 1
+    make_policy, trainable_rows, lose, lost_in, num_rows, gbs, num_trained, gbs_then
+):
+    policy = make_policy(batching=Batching(global_batch_size=gbs), replace_lost=_without_lost_groups)
+    meta = trainable_rows([3] * num_rows)
+    if lost_in == "logprobs":
+        lose("train", "p1_g0", "input_ids")
+    meta = policy.get_logprobs_from_meta(meta)
+    if lost_in == "training":
+        lose("train", "p1_g0", "input_ids")
+    result = policy.train_from_meta(meta, 1.0)
+    assert policy.num_lost == 1
     assert sum(result["all_mb_metrics"]["rows"]) == num_trained
     assert result["arguments"] == (False, gbs_then, None)
 
 
-def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(
-    workers: list[Any], client: DataPlaneClient, trainable_rows: Write
-) -> None:
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, replace_lost=_without_lost_groups) as policy:
-        with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
-            policy.train_from_meta(trainable_rows(LENGTHS), 1.0, gbs=6)
-        assert client.list_samples("train").size == 8
+def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(make_policy, client, trainable_rows):
+    with pytest.raises(InvalidRequestError, match="not a multiple of batch_size 6"):
+        make_policy(replace_lost=_without_lost_groups).train_from_meta(trainable_rows(LENGTHS), 1.0, gbs=6)
+    assert client.list_samples("train").size == 8
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
-    workers: list[Any], client: DataPlaneClient, trainable_rows: Write, rollouts: Rollouts, make_batch: Any, depth: int
-) -> None:
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, replace_lost=rollouts, read_ahead=depth) as policy:
-        meta = trainable_rows(LENGTHS)
-        portions = [meta.slice(0, 4), meta.slice(4, 8)]
-        workers[0].fail_in = "train"
-        with pytest.raises(WorkerFailedError, match="broke in train"):
-            policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
-        batch = make_batch(LENGTHS, first=100)
-        columns = {name: torch.zeros(8, 7) for name in COLUMNS}
-        kv_first_write({**batch, **columns}, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
-        policy.begin_train_step(1.0)
-        policy.train_microbatches_from_metas(portions)
-        policy.finish_train_step()
+    make_policy, workers, client, trainable_rows, rollouts, make_batch, depth
+):
+    policy = make_policy(replace_lost=rollouts, read_ahead=depth)
+    meta = trainable_rows(LENGTHS)
+    portions = [meta.slice(0, 4), meta.slice(4, 8)]
+    workers[0].fail_in = "train"
+    with pytest.raises(WorkerFailedError, match="broke in train"):
+        policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
+    rows = {**make_batch(LENGTHS, first=100), **{name: torch.zeros(8, 7) for name in COLUMNS}}
+    kv_first_write(rows, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
+    policy.begin_train_step(1.0)
+    policy.train_microbatches_from_metas(portions)
+    policy.finish_train_step()
     seen = sorted(int(row[0]) for worker in workers for _, data in worker.seen for row in data["input_ids"])
     assert seen == list(range(100, 108))
 
 
-def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(
-    replacing: DataPlanePolicy, write_rows: Write, rollouts: Rollouts, client: DataPlaneClient
-) -> None:
+def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(replacing, write_rows, rollouts, client):
     meta = write_rows(LENGTHS)
     with pytest.raises(WorkerFailedError, match="advantages"):
         replacing.train_from_meta(meta, 1.0)
     assert not rollouts.asked
-    assert _is_cleared(client, meta)
+    assert client.list_samples("train").size == 0
 
 
 # --- calls as a trainer of NeMo RL makes them -------------------------------------------------------------------------
@@ -301,20 +261,18 @@ def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(
 class Timer:
     """Notes what was measured, and whether a worker ran meanwhile."""
 
-    def __init__(self, workers: list[Any]) -> None:
+    def __init__(self, workers):
         self.workers = workers
         self.measured: dict[str, int] = {}
 
     @contextmanager
-    def time(self, label: str) -> Iterator[None]:
+    def time(self, label):
         before = sum(len(worker.seen) for worker in self.workers)
         yield
         self.measured[label] = sum(len(worker.seen) for worker in self.workers) - before
 
 
-def test_a_timer_measures_the_phases_of_each_call(
-    policy: DataPlanePolicy, workers: list[Any], trainable_rows: Write
-) -> None:
+def test_a_timer_measures_the_phases_of_each_call(policy, workers, trainable_rows):
     meta = trainable_rows(LENGTHS)
     timer = Timer(workers)
     policy.get_logprobs_from_meta(meta, timer=timer)
@@ -331,7 +289,7 @@ def test_a_timer_measures_the_phases_of_each_call(
     assert portions.measured == {"policy_training/shard_meta": 0, "policy_training/workers": 2}
 
 
-def test_a_call_says_which_fields_it_trains_on(policy: DataPlanePolicy, workers: list[Any], write_rows: Write) -> None:
+def test_a_call_says_which_fields_it_trains_on(policy, workers, write_rows):
     meta = write_rows(LENGTHS)
     policy.train_from_meta(meta, 1.0, train_fields=("input_ids", "input_lengths"))
     assert [set(data) for worker in workers for _, data in worker.seen] == [{"input_ids", "input_lengths"}] * 2
@@ -339,32 +297,17 @@ def test_a_call_says_which_fields_it_trains_on(policy: DataPlanePolicy, workers:
         policy.train_from_meta(meta, 1.0)
 
 
-def test_sizes_of_batches_come_from_the_config_unless_the_call_says(
-    workers: list[Any], client: DataPlaneClient, write_rows: Write
-) -> None:
+def test_sizes_of_batches_come_from_the_config_unless_the_call_says(make_policy, workers, write_rows):
     batching = Batching.from_config({"train_global_batch_size": 4, "train_micro_batch_size": 2})
-    fields = ["input_ids", "input_lengths"]
-    with DataPlanePolicy(InProcessWorkerGroup(workers), client, batching=batching, train_fields=fields) as policy:
-        meta = write_rows(LENGTHS)
-        assert policy.train_from_meta(meta, 1.0)["arguments"] == (False, 4, 2)
-        assert policy.train_from_meta(meta, 1.0, eval_mode=True, gbs=8, mbs=1)["arguments"] == (True, 8, 1)
-        # rows of the first global batch come first on both ranks
-        assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
+    policy = make_policy(batching=batching, train_fields=["input_ids", "input_lengths"])
+    meta = write_rows(LENGTHS)
+    assert policy.train_from_meta(meta, 1.0)["arguments"] == (False, 4, 2)
+    assert policy.train_from_meta(meta, 1.0, eval_mode=True, gbs=8, mbs=1)["arguments"] == (True, 8, 1)
+    # rows of the first global batch come first on both ranks
+    assert [data["input_lengths"].tolist() for _, data in workers[0].seen] == [[4, 1, 6, 5], [4, 1, 3, 2]]
 
 
-def test_a_step_and_a_validation_have_their_tasks(policy: DataPlanePolicy, client: DataPlaneClient) -> None:
-    assert policy.prepare_step(4, 2) == "train"
-    assert policy.prepare_val_partition(2) == "val"
-    ids = ["a_g0", "a_g1"]
-    for partition, tasks in (("train", ["prev_lp", "ref_lp", "train"]), ("val", ["val"])):
-        client.put_samples(ids, partition, {"x": torch.arange(2)})
-        for task in tasks:
-            assert client.claim_meta(partition, task, ["x"], 2, blocking=False).sample_ids == ids
-    policy.discard_samples(sample_ids=["a_g1"], partition_id="val")
-    assert client.list_samples("val").sample_ids == ["a_g0"]
-
-
-def test_the_driver_reads_at_the_width_of_the_workers(policy: DataPlanePolicy, write_rows: Write) -> None:
+def test_the_driver_reads_at_the_width_of_the_workers(policy, write_rows):
     meta = write_rows([5, 2], pad_to_multiple=6)
     assert policy.read_from_dataplane(meta, select_fields=["token_mask"])["token_mask"].shape == (2, 12)
     assert meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 12
@@ -373,23 +316,18 @@ def test_the_driver_reads_at_the_width_of_the_workers(policy: DataPlanePolicy, w
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 1)])
-def test_the_driver_writes_an_advantage_per_sample(
-    policy: DataPlanePolicy, client: DataPlaneClient, write_rows: Write, shape: tuple[int, ...]
-) -> None:
+def test_the_driver_writes_an_advantage_per_sample(policy, client, write_rows, shape):
     meta = write_rows(LENGTHS)
     policy.write_to_dataplane(meta, fields={"advantages": torch.ones(shape)})
     assert client.get_samples(meta.sample_ids, "train", ["advantages"])["advantages"].shape == shape
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
-    workers: list[Any], client: DataPlaneClient, write_rows: Write, told: bool
-) -> None:
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, client, router_replay=True, reference_router_replay=told) as policy:
-        meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
-        policy.get_logprobs_from_meta(meta)
-        policy.get_reference_policy_logprobs_from_meta(meta)
+def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(make_policy, workers, write_rows, told):
+    policy = make_policy(router_replay=True, reference_router_replay=told)
+    meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
+    policy.get_logprobs_from_meta(meta)
+    policy.get_reference_policy_logprobs_from_meta(meta)
     reads = {what: "routed_experts" in data for worker in workers for what, data in worker.seen}
     assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told}
 
@@ -397,21 +335,18 @@ def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("call", ["get_logprobs", "get_reference_policy_logprobs", "train"])
 def test_rows_are_cleared_although_a_worker_raised_unless_they_are_to_stay(
-    workers: list[Any], trainable_rows: Write, client: DataPlaneClient, call: str, clears: bool
-) -> None:
+    make_policy, workers, trainable_rows, client, call, clears
+):
+    policy = make_policy(batching=BATCHING, clear_on_failure=clears)
     meta = trainable_rows(LENGTHS)
     workers[1].fail_in = call
-    group = InProcessWorkerGroup(workers)
-    with (
-        DataPlanePolicy(group, client, batching=BATCHING, clear_on_failure=clears) as policy,
-        pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught,
-    ):
+    with pytest.raises(WorkerFailedError, match="policy worker 1 failed while.*ing.*broke in " + call) as caught:
         getattr(policy, f"{call}_from_meta")(meta, *([1.0] if call == "train" else []))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert client.list_samples("train").size == (0 if clears else len(LENGTHS))
 
 
-def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
+def test_rows_without_lengths_are_refused(policy):
     policy.prepare_step()
     with pytest.raises(InvalidRequestError, match="2 rows without sequence_lengths"):
         policy.get_logprobs_from_meta(KVBatchMeta("train", None, ["a_g0", "a_g1"]))
@@ -420,17 +355,8 @@ def test_rows_without_lengths_are_refused(policy: DataPlanePolicy) -> None:
 
 
 @pytest.mark.parametrize("call", ["get_logprobs_from_meta", "train_from_meta"])
-@pytest.mark.parametrize(
-    "lengths", [[4, 17], [4, 1, 3]], ids=["a row over the limit", "rows that cannot be shared out"]
-)
-def test_rows_stay_when_they_are_refused_before_a_worker_is_called(
-    policy: DataPlanePolicy,
-    workers: list[Any],
-    write_rows: Write,
-    client: DataPlaneClient,
-    call: str,
-    lengths: list[int],
-) -> None:
+@pytest.mark.parametrize("lengths", [[4, 17], [4, 1, 3]], ids=["a row over the limit", "rows that cannot be shared"])
+def test_rows_stay_when_they_are_refused_before_a_worker_is_called(policy, workers, write_rows, client, call, lengths):
     meta = write_rows(lengths)
     with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
         getattr(policy, call)(meta, *([1.0] if call == "train_from_meta" else []))
@@ -438,34 +364,37 @@ def test_rows_stay_when_they_are_refused_before_a_worker_is_called(
     assert [worker.seen for worker in workers] == [[], []]
 
 
-def test_partitions_are_opened_afresh_and_emptied(
-    policy: DataPlanePolicy, make_batch: Any, client: DataPlaneClient
-) -> None:
-    assert policy.prepare_step(num_samples=4, group_size=2) == "train"
-    assert policy.prepare_val_partition(partition_id="validation") == "validation"
-    for partition in ("train", "validation"):
-        client.put_samples(["a_g0", "a_g1"], partition, {"x": torch.arange(2)})
-    policy.discard_samples(["a_g0"])
-    assert client.list_samples("train").sample_ids == ["a_g1"]
-    policy.discard_samples(None, "validation")
-    policy.prepare_step(num_samples=4, group_size=2)
-    assert client.list_samples("train").sample_ids == ["a_g1"]
-    policy.prepare_step(keep_rows=False)
-    assert client.list_samples("train").size == 0
-    client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
-    policy.finish_step()
-    policy.prepare_step()
-    assert client.list_samples("train").size == 0
+def test_partitions_have_their_tasks_and_are_opened_afresh_and_emptied(policy, client):
+    def held(partition="train"):
+        return client.list_samples(partition).sample_ids
 
-
-def test_ids_without_a_partition_are_refused(policy: DataPlanePolicy) -> None:
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.discard_samples(["a"])
     with pytest.raises(InvalidTypeError, match="sample_ids must be a list"):
         policy.discard_samples("a", "train")
+    assert policy.prepare_step(num_samples=4, group_size=2) == "train"
+    assert policy.prepare_val_partition(2) == "val"
+    assert policy.prepare_val_partition(partition_id="validation") == "validation"
+    ids = ["a_g0", "a_g1"]
+    for partition, tasks in (("train", ["prev_lp", "ref_lp", "train"]), ("val", ["val"]), ("validation", [])):
+        client.put_samples(ids, partition, {"x": torch.arange(2)})
+        for task in tasks:
+            assert client.claim_meta(partition, task, ["x"], 2, blocking=False).sample_ids == ids
+    policy.discard_samples(["a_g0"])
+    policy.discard_samples(sample_ids=["a_g1"], partition_id="val")
+    assert (held(), held("val")) == (["a_g1"], ["a_g0"])
+    policy.discard_samples(None, "validation")
+    policy.prepare_step(num_samples=4, group_size=2)
+    assert held() == ["a_g1"]
+    policy.prepare_step(keep_rows=False)
+    assert held() == []
+    client.put_samples(["b_g0"], "train", {"x": torch.arange(1)})
+    policy.finish_step()
+    policy.prepare_step()
+    assert held() == []
 
 
-def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: list[Any]) -> None:
+def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers):
     class Elsewhere(InProcessWorkerGroup):
         in_process = False
 
@@ -473,33 +402,25 @@ def test_workers_in_other_processes_need_a_backend_that_reaches_them(workers: li
         DataPlanePolicy(Elsewhere(workers), {"backend": "noop"})
 
 
-def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers: list[Any]) -> None:
-    def refuse(cfg: Any) -> None:
+def test_a_worker_that_cannot_attach_leaves_nothing_behind(workers, client, write_rows):
+    def refuse(cfg):
         raise RuntimeError("no route to the store")
 
+    group = InProcessWorkerGroup(workers)
     workers[1].setup_data_plane = refuse
     with pytest.raises(WorkerFailedError, match=r"policy worker 1 failed while attaching.*no route"):
-        DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+        DataPlanePolicy(group, {"backend": "noop"})
     del workers[1].setup_data_plane
-    DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"}).close()
-
-
-def test_a_policy_that_cannot_attach_leaves_workers_attached_to_that_of_another(
-    policy: DataPlanePolicy, workers: list[Any], write_rows: Write
-) -> None:
-    with pytest.raises(WorkerFailedError, match="with another config"):
-        DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
-    policy.get_logprobs_from_meta(write_rows(LENGTHS))
-
-
-def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], client: DataPlaneClient) -> None:
-    policy = DataPlanePolicy(InProcessWorkerGroup(workers), client)
-    policy.close()
-    policy.close()
-    client.register_partition("open", ["a"], None, [])
-    own = DataPlanePolicy(InProcessWorkerGroup(workers), {"backend": "noop"})
+    own = DataPlanePolicy(group, {"backend": "noop"})
     own.close()
     assert workers[0]._dp_client is None
+    policy = DataPlanePolicy(group, client)
+    with pytest.raises(WorkerFailedError, match="with another config"):
+        DataPlanePolicy(group, {"backend": "noop"})
+    policy.get_logprobs_from_meta(write_rows(LENGTHS))  # its workers stayed attached
+    policy.close()
+    policy.close()
+    client.register_partition("open", ["a"], None, [])  # a given client stays open
 
 
 # --- the split step ---------------------------------------------------------------------------------------------------
@@ -507,14 +428,17 @@ def test_close_is_idempotent_and_leaves_a_given_client_open(workers: list[Any], 
 
 @pytest.mark.parametrize(("of", "error"), [("policy", "broke in train_microbatch"), ("replacing", "p2_g0")])
 def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
-    request: pytest.FixtureRequest,
-    workers: list[Any],
-    trainable_rows: Write,
-    client: DataPlaneClient,
-    of: str,
-    error: str,
-) -> None:
+    request, workers, trainable_rows, client, of, error
+):
     policy = request.getfixturevalue(of)
+    held_at_abort = []
+
+    def abort(worker):
+        held_at_abort.append(client.list_samples("train").size)
+        worker.open = None
+
+    for worker in workers:
+        worker.abort_train_step = partial(abort, worker)
     meta = trainable_rows(LENGTHS)
     policy.begin_train_step(1.0)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
@@ -524,15 +448,14 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
         client.clear_samples(meta.sample_ids[4:5], "train")
     with pytest.raises(WorkerFailedError, match=error):
         policy.train_microbatch_from_meta(meta.slice(4, 8))
-    assert _is_cleared(client, meta)
+    assert client.list_samples("train").size == 0
     assert [worker.open for worker in workers] == [None, None]
+    assert held_at_abort == [0, 0], "cleared before a worker is waited for"
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
 
 
-def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
-    policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
-) -> None:
+def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(policy, trainable_rows, client):
     meta = trainable_rows([*LENGTHS, 17, 1])
     policy.begin_train_step(0.25)
     policy.train_microbatch_from_meta(meta.slice(0, 4))
@@ -545,9 +468,7 @@ def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(
     assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
 
 
-def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted(
-    policy: DataPlanePolicy, trainable_rows: Write, client: DataPlaneClient
-) -> None:
+def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted(policy, trainable_rows, client):
     meta = trainable_rows(LENGTHS)
     policy.abort_train_step()  # nothing to abort
     for ends in (policy.abort_train_step, policy.finish_train_step):
@@ -564,10 +485,8 @@ def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted
     assert result["loss"].tolist() == [1.0]
 
 
-def test_a_step_that_one_worker_could_not_begin_is_open_on_none(
-    policy: DataPlanePolicy, workers: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+def test_a_step_that_one_worker_could_not_begin_is_open_on_none(policy, workers, monkeypatch):
+    def refuse(*_, **__):
         raise RuntimeError("no memory for gradients")
 
     monkeypatch.setattr(workers[1], "begin_train_step", refuse)
@@ -578,18 +497,14 @@ def test_a_step_that_one_worker_could_not_begin_is_open_on_none(
     assert policy.finish_train_step()["loss"].tolist() == [0.5]
 
 
-def test_a_worker_that_cannot_train_in_portions_says_so(
-    toy_worker: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_train_in_portions_says_so(toy_worker, client, monkeypatch):
     monkeypatch.delattr(toy_worker, "train_microbatch")
     policy = DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), client)
     with pytest.raises(WorkerFailedError, match="it lacks train_microbatch"):
         policy.begin_train_step(1.0)
 
 
-def test_columns_of_images_are_read_and_what_is_left_out_is_said_once(
-    policy: DataPlanePolicy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_of_images_are_read_and_what_is_left_out_is_said_once(policy, caplog):
     meta = KVBatchMeta("train", None, ["a"], fields=["input_ids", "pixel_values", "routed_experts", "text"])
     for _ in range(2):
         assert policy._fields(meta, "train") == [*DP_TRAIN_FIELDS, "pixel_values"]

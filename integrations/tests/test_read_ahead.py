@@ -1,20 +1,13 @@
 """Portions are read ahead of their turn: the same bits, errors at their own portion, and nothing left running."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from bits import bits
 
-from dataplane_core import KVBatchMeta
-from dataplane_core.batch import BatchedDataDict
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_integrations.ahead import read_ahead
 from dataplane_integrations.errors import WorkerFailedError
@@ -25,64 +18,58 @@ WAIT_S = 30.0
 DEPTHS = [0, 1, 2, 9]
 
 
-def _readers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+@pytest.fixture(autouse=True)
+def no_reader_is_left():
+    yield
+    assert [each.name for each in threading.enumerate() if each.name.startswith("read-ahead")] == []
 
 
 # --- the mechanism ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_results_come_in_order_and_no_more_than_the_depth_run_ahead(depth: int) -> None:
-    done: list[int] = []
+def test_results_and_an_error_come_in_order_and_no_more_than_the_depth_run_ahead(depth):
+    done = []
 
-    def read(number: int) -> int:
+    def read(number):
         done.append(number)
+        if number == 5:
+            raise MissingDataError("gone")
         return number
 
     taken = []
-    for take in read_ahead((functools.partial(read, number) for number in range(7)), depth):
-        taken.append(take())
-        assert len(done) <= len(taken) + depth
-    assert taken == done == list(range(7))
-    assert _readers() == []
+    with contextlib.closing(read_ahead((functools.partial(read, number) for number in range(7)), depth)) as takes:
+        for take in takes:
+            if len(taken) == 5:
+                with pytest.raises(MissingDataError):
+                    take()
+                break
+            taken.append(take())
+            assert len(done) <= len(taken) + depth
+    assert taken == list(range(5))
+    assert done == list(range(len(done)))
 
 
-def test_the_next_read_runs_while_the_caller_computes() -> None:
+def test_the_next_read_runs_while_the_caller_computes():
     begun = [threading.Event() for _ in range(3)]
     for number, take in enumerate(read_ahead([event.set for event in begun], 1)):
         take()
         assert all(event.wait(WAIT_S) for event in begun[: number + 2])
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_an_error_comes_at_its_own_turn(depth: int) -> None:
-    def read(number: int) -> int:
-        if number == 2:
-            raise MissingDataError("gone")
-        return number
-
-    with contextlib.closing(read_ahead([functools.partial(read, number) for number in range(4)], depth)) as takes:
-        assert [next(takes)(), next(takes)()] == [0, 1]
-        third = next(takes)
-        with pytest.raises(MissingDataError):
-            third()
-    assert _readers() == []
-
-
-def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(monkeypatch):
     read_now, may_end = threading.Event(), threading.Event()
     done, discarded, cancelled = [], [], []
     cancel = Future.cancel
 
-    def read(number: int) -> int:
+    def read(number):
         if number == 2:
             read_now.set()
             assert may_end.wait(WAIT_S)
         done.append(number)
         return number
 
-    def cancel_noted(future: Any) -> bool:
+    def cancel_noted(future):
         cancelled.append(cancel(future))
         if len(cancelled) == 2:  # all that had not begun
             may_end.set()
@@ -95,15 +82,14 @@ def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(mo
     takes.close()
     assert done == [0, 1, 2]
     assert discarded == [1, 2]
-    assert _readers() == []
 
 
-def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    discarded: list[str] = []
+def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch):
+    discarded = []
     takes = read_ahead([lambda: "rows"], 1, discarded.append)
     take = next(takes)
 
-    def interrupt(future: Any) -> None:
+    def interrupt(future):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Future, "result", interrupt)
@@ -114,11 +100,11 @@ def test_a_result_whose_wait_was_interrupted_is_discarded(monkeypatch: pytest.Mo
     assert discarded == ["rows"]
 
 
-# --- a worker that walks portions -------------------------------------------------------------------------------------
+# --- a worker that walks portions, and the driver ---------------------------------------------------------------------
 
 
 @pytest.fixture
-def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
+def portions(write_rows):
     """Three portions of two rows."""
     meta = write_rows([3, 5, 2, 2, 7, 1])
     meta.fields = ["input_ids", "generation_logprobs", "sample_mask"]
@@ -126,8 +112,8 @@ def portions(write_rows: Callable[..., KVBatchMeta]) -> list[KVBatchMeta]:
 
 
 @pytest.fixture
-def make_worker(toy_worker: Any, client: DataPlaneClient) -> Callable[[], Any]:
-    def make() -> Any:
+def make_worker(toy_worker, client):
+    def make():
         worker = toy_worker()
         worker.setup_data_plane(client)
         worker.begin_train_step_presharded(1.0)
@@ -137,10 +123,8 @@ def make_worker(toy_worker: Any, client: DataPlaneClient) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_portions_are_trained_on_as_if_each_were_a_call(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], depth: int
-) -> None:
-    one_by_one, at_once = make_worker(), make_worker()
+def test_portions_are_trained_on_as_if_each_were_a_call_up_to_one_that_is_missing(make_worker, portions, client, depth):
+    one_by_one, at_once, worker = make_worker(), make_worker(), make_worker()
     for portion in portions:
         one_by_one.train_microbatch_presharded(portion)
     at_once.train_microbatches_presharded(portions, read_ahead=depth)
@@ -148,21 +132,24 @@ def test_portions_are_trained_on_as_if_each_were_a_call(
     assert found == expected
     assert len(found) == 3
     assert at_once.finish_train_step_presharded()["all_mb_metrics"] == {"rows": [2, 2, 2]}
+    client.clear_samples(portions[2].sample_ids[:1], "train")
+    with pytest.raises(MissingDataError, match=portions[2].sample_ids[0]):
+        worker.train_microbatches_presharded(portions, read_ahead=depth)
+    assert len(worker.seen) == 2
+    worker.abort_train_step_presharded()
 
 
-def test_a_portion_is_read_while_the_one_before_it_is_trained_on(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], client: Any
-) -> None:
+def test_a_portion_is_read_while_the_one_before_it_is_trained_on(make_worker, portions, client):
     worker = make_worker()
     done = threading.Semaphore(0)
     get_samples, train = client.get_samples, worker.train_microbatch
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         rows = get_samples(*args)
         done.release()
         return rows
 
-    def train_after_the_next_read(data: BatchedDataDict) -> None:
+    def train_after_the_next_read(data):
         reads = 2 if not worker.seen else 1  # the first portion's own, and the next one's
         if len(worker.seen) < 2:
             assert all(done.acquire(timeout=WAIT_S) for _ in range(reads))
@@ -175,44 +162,7 @@ def test_a_portion_is_read_while_the_one_before_it_is_trained_on(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_portion_that_is_missing_fails_after_those_before_it(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], client: DataPlaneClient, depth: int
-) -> None:
-    client.clear_samples(portions[2].sample_ids[:1], "train")
-    worker = make_worker()
-    with pytest.raises(MissingDataError, match=portions[2].sample_ids[0]):
-        worker.train_microbatches_presharded(portions, read_ahead=depth)
-    assert len(worker.seen) == 2
-    assert _readers() == []
-    worker.abort_train_step_presharded()
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_portion_that_cannot_be_trained_on_leaves_nothing_running(
-    make_worker: Callable[[], Any], portions: list[KVBatchMeta], depth: int
-) -> None:
-    worker = make_worker()
-    worker.fail_in = "train_microbatch"
-    with pytest.raises(RuntimeError, match="broke in train_microbatch"):
-        worker.train_microbatches_presharded(portions, read_ahead=depth)
-    assert _readers() == []
-
-
-def test_a_depth_that_makes_no_sense_is_refused(make_worker: Callable[[], Any], client: DataPlaneClient) -> None:
-    with pytest.raises(InvalidRequestError, match="read_ahead is -1"):
-        make_worker().train_microbatches_presharded([], read_ahead=-1)
-    with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
-        # 1.5 is of a wrong type on purpose
-        DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)
-
-
-# --- the driver -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_the_driver_trains_on_several_portions_in_one_call(
-    toy_worker: Any, client: DataPlaneClient, trainable_rows: Callable[..., KVBatchMeta], depth: int
-) -> None:
+def test_the_driver_trains_on_several_portions_in_one_call(toy_worker, client, trainable_rows, depth):
     workers = [toy_worker(0), toy_worker(1)]
     with DataPlanePolicy(InProcessWorkerGroup(workers), client, read_ahead=depth) as policy:
         meta = trainable_rows([3, 5, 2, 2, 7, 1, 4, 4])
@@ -228,3 +178,10 @@ def test_the_driver_trains_on_several_portions_in_one_call(
             policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 8)])
         assert client.list_samples("train").size == 0
         assert [worker.open for worker in workers] == [None, None]
+
+
+def test_a_depth_that_makes_no_sense_is_refused(make_worker, client):
+    with pytest.raises(InvalidRequestError, match="read_ahead is -1"):
+        make_worker().train_microbatches_presharded([], read_ahead=-1)
+    with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
+        DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)

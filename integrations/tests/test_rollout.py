@@ -1,28 +1,24 @@
 """The rollout actor's first write: ids minted once, one put, a meta and a small carry for the driver."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import pytest
 import torch
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_integrations.rollout import DataPlaneRolloutMixin, mint_sample_ids
 
 
 @pytest.fixture
-def rollout(client: DataPlaneClient) -> DataPlaneRolloutMixin:
+def rollout(client):
     actor = DataPlaneRolloutMixin()
     actor.setup_data_plane(client)
     client.register_partition("train", list(DP_TRAIN_FIELDS), None, ["train"])
     return actor
 
 
-def test_ids_put_a_prompts_generations_side_by_side() -> None:
+def test_ids_put_a_prompts_generations_side_by_side():
     assert mint_sample_ids(["s1_p0", "s1_p1"], 2) == ["s1_p0_g0", "s1_p0_g1", "s1_p1_g0", "s1_p1_g1"]
     assert mint_sample_ids([], 4) == []
 
@@ -31,14 +27,12 @@ def test_ids_put_a_prompts_generations_side_by_side() -> None:
     ("uids", "group_size", "message"),
     [(["a", "b", "a"], 2, "uids repeat: 'a'"), (["a", ""], 2, "a uid is empty"), (["a"], 0, "group_size is 0")],
 )
-def test_ids_that_would_collide_are_refused(uids: list[str], group_size: int, message: str) -> None:
+def test_ids_that_would_collide_are_refused(uids, group_size, message):
     with pytest.raises(InvalidRequestError, match=message):
         mint_sample_ids(uids, group_size)
 
 
-def test_everything_goes_out_in_one_put(
-    rollout: DataPlaneRolloutMixin, client: DataPlaneClient, make_batch: Any
-) -> None:
+def test_everything_goes_out_in_one_put(rollout, client, make_batch):
     batch = make_batch([3, 1])
     batch["text"] = ["a", "b"]
     ids = mint_sample_ids(["p0"], 2)
@@ -57,37 +51,23 @@ def test_everything_goes_out_in_one_put(
     assert client.get_samples(ids, "train", ["input_ids"])["input_ids"].layout is torch.jagged
 
 
-def test_the_number_of_ids_must_match(rollout: DataPlaneRolloutMixin, make_batch: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="must match batch size"):
-        rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0"], partition_id="train")
-
-
-def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(
-    rollout: DataPlaneRolloutMixin, client: DataPlaneClient, make_batch: Any
-) -> None:
+def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(rollout, client, make_batch):
     prompts = torch.tensor([[1, 2], [3, 0]])
-    receipt = rollout._first_write(
-        make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry={"prompts": prompts}
-    )
+    carry = {"prompts": prompts}
+    receipt = rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry=carry)
     assert receipt.carry == {"input_lengths": [3, 1], "prompts": prompts}
     assert "prompts" not in (receipt.meta.fields or [])
-    with pytest.raises(InvalidRequestError, match=r"the carry has 1 rows. Expected 2"):
-        rollout._first_write(
-            make_batch([3, 1]),
-            sample_ids=["b_g0", "b_g1"],
-            partition_id="train",
-            carry_fields=(),
-            carry={"prompts": prompts[:1]},
-        )
+    for options, error, named in (
+        (
+            {"carry_fields": (), "carry": {"prompts": prompts[:1]}},
+            InvalidRequestError,
+            "the carry has 1 rows. Expected 2",
+        ),
+        ({"sample_ids": ["b_g0"]}, InvalidRequestError, "must match batch size"),
+        ({"carry_fields": ["input_ids"]}, InvalidTypeError, r"'input_ids' has shape \(2, 3\). Expected \(N,\)"),
+        ({"carry_fields": ["rewards"]}, InvalidRequestError, "'rewards' is not in the batch"),
+    ):
+        arguments = {"sample_ids": ["b_g0", "b_g1"], "partition_id": "train", **options}
+        with pytest.raises(error, match=named):
+            rollout._first_write(make_batch([3, 1]), **arguments)
     assert client.list_samples("train").sample_ids == ["a_g0", "a_g1"]
-
-
-def test_the_carry_stays_small(rollout: DataPlaneRolloutMixin, make_batch: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"'input_ids' has shape \(2, 3\). Expected \(N,\)"):
-        rollout._first_write(
-            make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry_fields=["input_ids"]
-        )
-    with pytest.raises(InvalidRequestError, match="'rewards' is not in the batch"):
-        rollout._first_write(
-            make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry_fields=["rewards"]
-        )

@@ -1,23 +1,19 @@
 """The rollout actor: one call from prompts to written rows, with message logs made into columns."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from dataplane_core import BatchedDataDict
 from dataplane_core.batch import read_columns, rebuild_message_logs
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, InvalidRequestError
 from dataplane_core.ledger import group_of
 from dataplane_integrations.rollout import SyncRolloutActor, flatten_message_logs
 from dataplane_testkit._timing import STARTS_S, eventually
 
 
-def turn(role: str, *tokens: int, **more: Any) -> dict[str, Any]:
+def turn(role, *tokens, **more):
     made = {"role": role, "content": f"{role} {tokens}", "token_ids": torch.tensor(tokens)}
     if "logprobs" in more:
         made["generation_logprobs"] = torch.tensor(more.pop("logprobs"))
@@ -31,7 +27,7 @@ LOGS = [
 ]
 
 
-def test_turns_are_joined_to_columns_and_only_what_was_generated_is_trained_on() -> None:
+def test_turns_are_joined_to_columns_and_only_what_was_generated_is_trained_on():
     columns, prompts = flatten_message_logs(LOGS, torch.tensor([2, 4]), pad_token_id=99)
     assert columns["input_ids"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
     assert columns["input_lengths"].tolist() == [5, 5]
@@ -43,9 +39,13 @@ def test_turns_are_joined_to_columns_and_only_what_was_generated_is_trained_on()
     assert columns["turn_lengths"] == [[2, 1, 1, 1], [1, 2, 1, 1]]
     assert columns["response_token_lengths"].tolist() == [1, 2]
     assert "token_mask" not in LOGS[0][0], "the logs themselves are not changed"
+    with pytest.raises(InvalidRequestError, match="0 message logs"):
+        flatten_message_logs([], [])
+    with pytest.raises(InvalidRequestError, match="a turn of sample 1 lacks 'token_ids'"):
+        flatten_message_logs([LOGS[0], [{"role": "user", "content": "hi"}]], [2, 0])
 
 
-def test_further_tensors_of_turns_go_along_per_token_or_per_image() -> None:
+def test_further_tensors_of_turns_go_along_per_token_or_per_image():
     experts = torch.ones(1, 2, 3, dtype=torch.int8)
     images = torch.rand(4, 6)
     logs = [
@@ -66,32 +66,17 @@ def test_further_tensors_of_turns_go_along_per_token_or_per_image() -> None:
         flatten_message_logs(logs, [1, 3])
 
 
-def test_logs_without_a_sample_or_a_turns_tokens_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="0 message logs"):
-        flatten_message_logs([], [])
-    with pytest.raises(InvalidRequestError, match="a turn of sample 1 lacks 'token_ids'"):
-        flatten_message_logs([LOGS[0], [{"role": "user", "content": "hi"}]], [2, 0])
-
-
 class Engine:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def clear_logger_metrics(self) -> None:
-        self.calls.append("clear")
-
-    def snapshot_step_metrics(self) -> None:
-        self.calls.append("snapshot")
-
-    def finish_generation(self) -> None:
-        self.calls.append("finish")
-
-    def get_logger_metrics(self) -> dict[str, Any]:
-        return {"calls": list(self.calls)}
+    def __init__(self):
+        self.calls = []
+        self.clear_logger_metrics = lambda: self.calls.append("clear")
+        self.snapshot_step_metrics = lambda: self.calls.append("snapshot")
+        self.finish_generation = lambda: self.calls.append("finish")
+        self.get_logger_metrics = lambda: {"calls": list(self.calls)}
 
 
 class Rollouts(SyncRolloutActor):
-    def run_rollout(self, input_batch: BatchedDataDict, task_to_env: Any) -> Any:
+    def run_rollout(self, input_batch, task_to_env):
         made = {
             "message_log": LOGS,
             "length": torch.tensor([2, 4]),
@@ -104,7 +89,7 @@ class Rollouts(SyncRolloutActor):
 
 
 @pytest.fixture
-def rollouts(client: DataPlaneClient) -> Rollouts:
+def rollouts(client):
     client.register_partition("train", ["input_ids"], None, ["train"], grpo_group_size=2)
     config = {"policy": {"make_sequence_length_divisible_by": 8}}
     tokenizer = SimpleNamespace(pad_token_id=99)
@@ -120,9 +105,7 @@ def rollouts(client: DataPlaneClient) -> Rollouts:
 PROMPTS = BatchedDataDict(idx=[0, 0])
 
 
-def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(
-    rollouts: Rollouts, client: DataPlaneClient
-) -> None:
+def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(rollouts, client):
     meta, carry, metrics, engine = rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)
     assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == 1
     assert len({group_of(sample_id) for sample_id in meta.sample_ids}) == 1
@@ -148,21 +131,17 @@ def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(
     assert client.get_data(meta, ["sample_mask"])["sample_mask"].tolist() == [1.0, 1.0]
 
 
-def test_while_it_generates_the_client_says_so(rollouts: Rollouts, client: DataPlaneClient) -> None:
+def test_while_it_generates_the_client_says_so_and_a_later_round_has_what_it_asks_for(rollouts, client):
     generate = rollouts.run_rollout
 
-    def told() -> list[str]:
+    def told():
         return [phase.name for each in client.list_clients() for phase in each.phases]
 
-    def run_rollout(*arguments: Any) -> Any:
+    def run_rollout(*arguments):
         eventually(lambda: told() == ["generate"], STARTS_S, "a phase that is announced")
         return generate(*arguments)
 
     rollouts.run_rollout = run_rollout
-    rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)
-
-
-def test_a_later_round_has_new_ids_and_only_the_carry_that_was_asked_for(rollouts: Rollouts) -> None:
     first = rollouts.rollout_to_tq(PROMPTS, partition_id="train", group_size=2)[0]
     meta, carry, metrics, engine = rollouts.rollout_to_tq(
         PROMPTS,
@@ -181,9 +160,7 @@ def test_a_later_round_has_new_ids_and_only_the_carry_that_was_asked_for(rollout
 
 
 @pytest.mark.parametrize("lacks", ["message_log", "length", "total_reward", "loss_multiplier", "truncated"])
-def test_a_rollout_that_lacks_a_column_is_refused_and_the_engine_still_frees_its_memory(
-    rollouts: Rollouts, client: DataPlaneClient, lacks: str
-) -> None:
+def test_a_rollout_that_lacks_a_column_is_refused_and_the_engine_still_frees_its_memory(rollouts, client, lacks):
     made, metrics = rollouts.run_rollout(PROMPTS, {})
     del made[lacks]
     rollouts.run_rollout = lambda *_: (made, metrics)
@@ -193,7 +170,7 @@ def test_a_rollout_that_lacks_a_column_is_refused_and_the_engine_still_frees_its
     assert client.list_samples("train").size == 0
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_written(rollouts: Rollouts, client: DataPlaneClient) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_written(rollouts, client):
     for options, said in [
         ({"group_size": 3}, "2 rows of prompts in groups of 3 made 2 rows"),
         ({"group_size": 2, "carry_keys": ["nothing"]}, r"carry_keys \['nothing'\] are not there. Found: total_reward"),

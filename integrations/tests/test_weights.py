@@ -68,17 +68,25 @@ def test_small_values_that_are_no_tensors_are_carried_and_others_refused_by_name
         publish_weights(client, 0, {**weights_of(0), "layer._extra_state": io.BytesIO()})
 
 
-def test_readers_wait_for_a_newer_version_each_for_its_own(client):
+def test_readers_wait_each_for_a_version_that_it_has_not_had(client):
     readers = [WeightReader(client, f"r{number}") for number in range(3)]
-    publish_weights(client, 0, weights_of(0))
+    publish_weights(client, 1, weights_of(1))
     for reader in readers:
-        assert_is_version(reader.wait(timeout_s=60.0), 0)
+        assert_is_version(reader.wait(timeout_s=60.0), 1)
+    waiting = [Background(lambda reader=reader: reader.wait(timeout_s=60.0)) for reader in readers]
+    publish_weights(client, 2, weights_of(2))
+    for each in waiting:
+        assert_is_version(each.result(STARTS_S), 2)
+    open_weights(client)  # as a run does that begins again
+    publish_weights(client, 3, weights_of(3))
+    assert_is_version(readers[0].wait(timeout_s=60.0), 3)
     with pytest.raises(OperationTimeoutError):  # or ClaimTimeoutError, which is one
         readers[0].wait(timeout_s=0.1)
-    waiting = [Background(lambda reader=reader: reader.wait(timeout_s=60.0)) for reader in readers]
-    publish_weights(client, 1, weights_of(1))
-    for each in waiting:
-        assert_is_version(each.result(STARTS_S), 1)
+    assert_is_version(WeightReader(client, "r0").wait(timeout_s=60.0), 3)  # one that is started again
+    waiting = Background(lambda: readers[0].wait(timeout_s=60.0))
+    client.clear_samples(None, WEIGHTS)
+    with pytest.raises(UnknownPartitionError):
+        waiting.result(STARTS_S)
 
 
 def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
@@ -86,78 +94,41 @@ def test_a_reader_may_be_first_and_outlives_a_trainer_that_begins_again():
         reader = WeightReader(client, "early")
         with pytest.raises(UnknownPartitionError):
             reader.newest()
-        waiting = Background(lambda: reader.wait(timeout_s=60.0))
-        eventually(client.list_partitions, within_s=STARTS_S, what="the reader's registration")
-        open_weights(client)
-        publish_weights(client, 0, weights_of(0))
-        assert_is_version(waiting.result(STARTS_S), 0)
-        for version in (3, 1, 1):  # also at an older version, or at the same
+        for version in (0, 3, 1, 1):  # also at an older version, or at the same
             waiting = Background(lambda: reader.wait(timeout_s=60.0))
+            eventually(client.list_partitions, within_s=STARTS_S, what="the reader's registration")
             open_weights(client)
             publish_weights(client, version, weights_of(version))
             assert_is_version(waiting.result(STARTS_S), version)
 
 
-def test_a_version_of_a_run_that_begins_again_is_given_once(client):
-    reader = WeightReader(client, "r")
-    publish_weights(client, 1, weights_of(1))
-    reader.wait(timeout_s=60.0)
-    open_weights(client)
-    publish_weights(client, 2, weights_of(2))
-    assert_is_version(reader.wait(timeout_s=60.0), 2)
-    with pytest.raises(OperationTimeoutError):
-        reader.wait(timeout_s=0.1)
+def without_bias(**more):
+    weights = weights_of(7)
+    del weights["head/bias"]
+    return {**weights, **more}
 
 
-def test_a_reader_that_is_started_again_takes_what_is_there(client):
-    publish_weights(client, 0, weights_of(0))
-    WeightReader(client, "r").wait(timeout_s=60.0)
-    assert_is_version(WeightReader(client, "r").wait(timeout_s=60.0), 0)
-
-
-def test_a_dropped_partition_ends_the_wait(client):
-    reader = WeightReader(client, "r")
-    publish_weights(client, 0, weights_of(0))
-    reader.wait(timeout_s=60.0)
-    waiting = Background(lambda: reader.wait(timeout_s=60.0))
-    client.clear_samples(None, WEIGHTS)
-    with pytest.raises(UnknownPartitionError):
-        waiting.result(STARTS_S)
-
-
-@pytest.mark.parametrize(("version", "weights", "keep"), [(-1, weights_of(0), 2), (0, weights_of(0), 1), (0, {}, 2)])
-def test_what_is_refused(version, weights, keep):
+@pytest.mark.parametrize(
+    ("version", "weights", "options", "error", "named"),
+    [
+        (-1, weights_of(0), {}, InvalidRequestError, "refused"),
+        (7, weights_of(7), {"keep": 1}, InvalidRequestError, "refused"),
+        (7, {}, {}, InvalidRequestError, "refused"),
+        (5, weights_of(9), {}, InvalidRequestError, "version 6 is published"),
+        (7, {"weight_version": torch.ones(1)}, {}, InvalidRequestError, "is named 'weight_version'"),
+        (7, without_bias(other=torch.ones(1)), {}, SchemaMismatchError, "lack 'head/bias' and add 'other'"),
+        (7, without_bias(**{"head/bias": torch.zeros(2, 4, 1)}), {}, SchemaMismatchError, "head/bias"),
+    ],
+)
+def test_what_is_refused_leaves_the_versions_as_they_are(version, weights, options, error, named):
     with connect({"backend": "noop"}) as client:
         with pytest.raises(UnknownPartitionError):
-            publish_weights(client, 0, weights_of(0))
+            publish_weights(client, 5, weights_of(5))
         open_weights(client)
-        with pytest.raises(InvalidRequestError, match="refused"):
-            publish_weights(client, version, weights, keep=keep)
-        assert client.list_sample_ids(WEIGHTS) == []
-
-
-def test_versions_that_do_not_follow_are_refused():
-    with connect({"backend": "noop"}) as client:
-        open_weights(client)
-        publish_weights(client, 5, weights_of(5))
-        publish_weights(client, 6, weights_of(6))
-        with pytest.raises(InvalidRequestError, match="version 6 is published"):
-            publish_weights(client, 5, weights_of(9))
+        for each in (5, 6):
+            publish_weights(client, each, weights_of(each))
+        with pytest.raises(error, match=named):
+            publish_weights(client, version, weights, **options)
+        assert client.list_sample_ids(WEIGHTS) == ["v5", "v6"]
         assert client.get_samples(["v5"], WEIGHTS, None)["norm.num_batches_tracked"].tolist() == [5]
-        client.clear_samples(["v6"], WEIGHTS)
-        with pytest.raises(InvalidRequestError, match="is named 'weight_version'"):
-            publish_weights(client, 6, {"weight_version": torch.ones(1)})
-        fewer = weights_of(6)
-        fewer["other"] = fewer.pop("head/bias")
-        with pytest.raises(SchemaMismatchError, match="the weights lack 'head/bias' and add 'other'"):
-            publish_weights(client, 6, fewer)
-        assert client.list_sample_ids(WEIGHTS) == ["v5"]
-
-
-def test_another_shape_is_refused_and_the_versions_stay():
-    with connect({"backend": "noop"}) as client:
-        open_weights(client)
-        publish_weights(client, 0, weights_of(0))
-        with pytest.raises(SchemaMismatchError, match=r"head/bias"):
-            publish_weights(client, 1, {**weights_of(1), "head/bias": torch.zeros(2, 4, 1)})
-        assert_is_version(WeightReader(client, "r").newest(), 0)
+        assert_is_version(WeightReader(client, "r").newest(), 6)

@@ -1,19 +1,14 @@
 """What a worker fetches, padded to the length that the driver stamped, what it writes, and how it attaches."""
 
-from __future__ import annotations
-
 from collections import UserDict
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     BackendUnavailableError,
     ClientClosedError,
@@ -24,23 +19,25 @@ from dataplane_core.errors import (
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations import DataPlaneWorkerMixin
 
-Write = Callable[..., KVBatchMeta]
+
+def _rows(client, meta, field):
+    return [row.tolist() for row in client.get_samples(meta.sample_ids, "train", [field])[field].unbind()]
 
 
-def test_rows_come_in_the_order_of_the_meta(worker: Any, write_rows: Write) -> None:
+def test_rows_come_in_the_order_of_the_meta(worker, write_rows):
     meta = write_rows([3, 1, 4, 2])
     fetched = worker._fetch(meta.subset([2, 0]))
     assert fetched["input_ids"].tolist() == [[3, 3, 3, 3], [1, 1, 1, 0]]
     assert fetched["input_lengths"].tolist() == [4, 3]
 
 
-def test_a_recorded_pad_multiple_is_honoured(worker: Any, write_rows: Write) -> None:
+def test_a_recorded_pad_multiple_is_honoured(worker, write_rows):
     meta = write_rows([3, 1], pad_to_multiple=4)
     assert worker._fetch(meta, dp_aligned_seq_len=False)["input_ids"].shape == (2, 4)
 
 
-def test_preprocess_sees_worker_and_batch_and_its_result_is_returned(worker: Any, write_rows: Write) -> None:
-    def keep_ids(of: Any, batch: BatchedDataDict) -> BatchedDataDict:
+def test_preprocess_sees_worker_and_batch_and_its_result_is_returned(worker, write_rows):
+    def keep_ids(of, batch):
         return BatchedDataDict({"input_ids": batch["input_ids"], "of": [of] * batch.size})
 
     fetched = worker._fetch(write_rows([2, 1]), preprocess=keep_ids)
@@ -48,23 +45,22 @@ def test_preprocess_sees_worker_and_batch_and_its_result_is_returned(worker: Any
     assert fetched["of"] == [worker, worker]
 
 
-def test_a_broadcast_without_a_replica_group_is_refused(worker: Any, write_rows: Write) -> None:
-    with pytest.raises(InvalidRequestError, match="'leader_broadcast', and ToyWorker has no replica group"):
-        worker._fetch(write_rows([2, 1]), fetch_policy="leader_broadcast")
-
-
-@pytest.mark.parametrize("policy", ["auto", "independent"])
-def test_a_rank_without_siblings_reads_under_every_other_policy(worker: Any, write_rows: Write, policy: str) -> None:
-    assert worker._fetch(write_rows([2, 1]), fetch_policy=policy).size == 2
-
-
-def test_an_unknown_fetch_policy_is_refused(worker: Any, write_rows: Write) -> None:
-    with pytest.raises(InvalidRequestError, match="fetch_policy is 'leader'"):
-        worker._fetch(write_rows([2, 1]), fetch_policy="leader")
+@pytest.mark.parametrize(
+    ("policy", "refused"),
+    [
+        ("auto", None),
+        ("independent", None),
+        ("leader_broadcast", "'leader_broadcast', and ToyWorker has no replica group"),
+        ("leader", "fetch_policy is 'leader'"),
+    ],
+)
+def test_a_rank_without_siblings_reads_under_every_policy_but_a_broadcast(worker, write_rows, policy, refused):
+    with pytest.raises(InvalidRequestError, match=refused) if refused else nullcontext():
+        assert worker._fetch(write_rows([2, 1]), fetch_policy=policy).size == 2
 
 
 @pytest.mark.parametrize("length", [2, -1, "8", 8.0])
-def test_a_stamped_length_that_is_none_is_refused(worker: Any, write_rows: Write, length: Any) -> None:
+def test_a_stamped_length_that_is_none_is_refused(worker, write_rows, length):
     meta = write_rows([3, 1])
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = length
     with pytest.raises(InvalidRequestError, match="at least 3, the longest of these 2 rows"):
@@ -76,19 +72,20 @@ def test_a_stamped_length_that_is_none_is_refused(worker: Any, write_rows: Write
 DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 6, "logprob_mb_tokens": 12}}
 
 
-def test_the_drivers_plan_is_trusted(worker: Any, write_rows: Write) -> None:
-    worker.cfg = DYNAMIC
+def test_the_drivers_plan_is_trusted_and_without_plan_and_settings_rows_stay_as_they_are(worker, write_rows):
     meta = write_rows([3, 1])
+    data, same = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta)
+    assert (same, data.micro_batch_indices) == (meta, None)
+    worker.cfg = DYNAMIC
     meta.extra_info["micro_batch_indices"] = [[[0, 1], [1, 2]]]
     meta.extra_info["micro_batch_lengths"] = [[3, 1]]
     data, same = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta)
     assert same is meta
-    assert data.micro_batch_indices == [[[0, 1], [1, 2]]]
-    assert data.micro_batch_lengths == [[3, 1]]
+    assert (data.micro_batch_indices, data.micro_batch_lengths) == ([[[0, 1], [1, 2]]], [[3, 1]])
     assert data.elem_counts_per_gb is None
 
 
-def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(worker: Any, write_rows: Write) -> None:
+def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(worker, write_rows, client):
     worker.cfg = DYNAMIC
     meta = write_rows([4, 1, 3, 2, 2])
     data, sorted_meta = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "train")
@@ -98,47 +95,34 @@ def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(work
     assert data.micro_batch_indices == [[[0, 3], [3, 4], [4, 5]]]
     logprob_data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "logprob")
     assert logprob_data.micro_batch_indices == [[[0, 4], [4, 5]]]
+    assert worker.get_logprobs_presharded(meta) is None
+    expected = [[-1.0] * 4, [-2.0], [-3.0] * 3, [-4.0] * 2, [-5.0] * 2]
+    assert _rows(client, meta, "prev_logprobs") == expected, "those of sorted rows go to their own ids"
 
 
-def test_a_plan_that_is_made_here_has_the_global_batches(worker: Any, write_rows: Write) -> None:
+def test_a_plan_that_is_made_here_has_the_global_batches(worker, write_rows):
     worker.cfg = {"sequence_packing": {"enabled": True, "train_mb_tokens": 8}}
     meta = write_rows([1, 4, 3, 1, 2, 4, 1, 3])
-    data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "train", 4)
-    assert len(data.micro_batch_indices) == 2
-    data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "train", 8)
-    assert len(data.micro_batch_indices) == 1
-
-
-def test_logprobs_of_sorted_rows_go_to_their_own_ids(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
-    worker.cfg = DYNAMIC
-    meta = write_rows([4, 1, 3, 2, 2])
-    assert worker.get_logprobs_presharded(meta) is None
-    rows = client.get_samples(meta.sample_ids, "train", ["prev_logprobs"])["prev_logprobs"].unbind()
-    assert [row.tolist() for row in rows] == [[-1.0] * 4, [-2.0], [-3.0] * 3, [-4.0] * 2, [-5.0] * 2]
-
-
-def test_without_plan_and_settings_rows_stay_as_they_are(worker: Any, write_rows: Write) -> None:
-    meta = write_rows([2, 1])
-    data, same = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta)
-    assert same is meta
-    assert data.micro_batch_indices is None
+    for size, count in ((4, 2), (8, 1)):
+        data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "train", size)
+        assert len(data.micro_batch_indices) == count
 
 
 # --- write-back ------------------------------------------------------------------------------------------------------
 
 
-def _rows(client: DataPlaneClient, meta: KVBatchMeta, field: str) -> list[Any]:
-    return [row.tolist() for row in client.get_samples(meta.sample_ids, "train", [field])[field].unbind()]
-
-
-def test_sequence_parallel_padding_is_trimmed(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
+def test_only_columns_of_tokens_are_cut_to_their_rows(worker, write_rows, client):
     meta = write_rows([3, 1])
     padded = torch.arange(16.0).reshape(2, 8)  # the forward rounded 3 up to 8
-    worker._write_back(meta, {"prev_logprobs": padded})
+    embedding = torch.arange(8.0).reshape(2, 4)
+    worker._write_back(meta, {"prev_logprobs": padded, "embedding": embedding, "advantages": torch.ones(2, 3)})
+    worker._write_back(meta, {"values": torch.ones(2, 3)}, token_aligned_fields=["values"])
     assert _rows(client, meta, "prev_logprobs") == [[0.0, 1.0, 2.0], [8.0]]
+    assert _rows(client, meta, "embedding") == embedding.tolist()
+    assert _rows(client, meta, "advantages") == _rows(client, meta, "values") == [[1.0] * 3, [1.0]]
 
 
-def test_a_row_that_repeats_is_written_once(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
+def test_a_row_that_repeats_is_written_once(worker, write_rows, client):
     meta = write_rows([3, 1])
     again = meta.subset([1, 0, 1])
     worker._write_back(again, {"prev_logprobs": torch.tensor([[5.0, 0, 0], [1, 2, 3], [5, 0, 0]])})
@@ -149,21 +133,7 @@ def test_a_row_that_repeats_is_written_once(worker: Any, write_rows: Write, clie
         worker._write_back(again, {"values": torch.zeros(4)})
 
 
-def test_an_embedding_is_not_cut(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
-    meta = write_rows([3, 1])
-    embedding = torch.arange(8.0).reshape(2, 4)
-    worker._write_back(meta, {"embedding": embedding, "advantages": torch.ones(2, 3)})
-    assert _rows(client, meta, "embedding") == embedding.tolist()
-    assert _rows(client, meta, "advantages") == [[1.0] * 3, [1.0]]
-
-
-def test_a_call_may_declare_other_fields(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
-    meta = write_rows([3, 1])
-    worker._write_back(meta, {"values": torch.ones(2, 3)}, token_aligned_fields=["values"])
-    assert _rows(client, meta, "values") == [[1.0] * 3, [1.0]]
-
-
-def test_only_the_leader_writes(toy_worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
+def test_only_the_leader_writes(toy_worker, write_rows, client):
     meta = write_rows([3, 1])
     follower = toy_worker(tp_rank=1)
     follower.setup_data_plane(client)
@@ -173,7 +143,7 @@ def test_only_the_leader_writes(toy_worker: Any, write_rows: Write, client: Data
     assert client.metrics.snapshot()["operations"]["put_samples"]["calls"] == before
 
 
-def test_a_result_may_be_any_mapping_and_carry_a_graph(worker: Any, write_rows: Write, client: DataPlaneClient) -> None:
+def test_a_result_may_be_any_mapping_and_carry_a_graph(worker, write_rows, client):
     meta = write_rows([2, 1])
     result = UserDict({"logprobs": torch.ones(2, 2, requires_grad=True) * 2})
     worker._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
@@ -190,79 +160,49 @@ def test_a_result_may_be_any_mapping_and_carry_a_graph(worker: Any, write_rows: 
         ({"logprobs": torch.tensor(1.0)}, InvalidRequestError, r"shape \(\). Expected a batch size of 2"),
     ],
 )
-def test_a_wrong_result_is_refused(
-    worker: Any, write_rows: Write, result: Any, error: type[Exception], message: str
-) -> None:
+def test_a_wrong_result_is_refused(worker, write_rows, result, error, message):
+    meta = write_rows([2, 1])
     with pytest.raises(error, match=message):
-        worker._write_back_result_field(write_rows([2, 1]), result, result_key="logprobs", tq_field="prev_logprobs")
-
-
-def test_token_aligned_fields_without_lengths_are_refused(worker: Any, write_rows: Write) -> None:
-    meta = replace(write_rows([2, 1]), sequence_lengths=None)
+        worker._write_back_result_field(meta, result, result_key="logprobs", tq_field="prev_logprobs")
     with pytest.raises(InvalidRequestError, match=r"prev_logprobs.*sequence_lengths"):
-        worker._write_back(meta, {"prev_logprobs": torch.ones(2, 2)})
-
-
-def test_a_training_result_that_is_no_mapping_is_refused(worker: Any, write_rows: Write) -> None:
+        worker._write_back(replace(meta, sequence_lengths=None), {"prev_logprobs": torch.ones(2, 2)})
     worker.train = lambda *args, **kwargs: None
     with pytest.raises(InvalidTypeError, match="ToyWorker returned NoneType from a training step"):
-        worker.train_presharded(write_rows([2, 1]), 1.0)
+        worker.train_presharded(meta, 1.0)
 
 
 # --- attaching -------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_was_not_attached_says_what_to_call(toy_worker: Any) -> None:
+def test_a_worker_attaches_to_one_store_and_closing_leaves_a_shared_client_open(toy_worker, client):
+    worker = toy_worker()
     with pytest.raises(ClientClosedError, match=r"ToyWorker is not attached.*setup_data_plane"):
-        toy_worker()._require_dp_client()
-
-
-def test_attaching_twice_to_the_same_does_nothing(toy_worker: Any, client: DataPlaneClient) -> None:
-    worker = toy_worker()
-    worker.setup_data_plane(client)
-    worker.setup_data_plane(client)
+        worker._require_dp_client()
+    with pytest.raises(BackendUnavailableError, match="nothing to attach to"):  # it never starts a backend
+        worker.setup_data_plane({"backend": "noop", "op_timeout_s": 3})
+    for _ in range(2):
+        worker.setup_data_plane(client)
     assert worker._require_dp_client() is client
-
-
-def test_attaching_to_something_else_is_refused(toy_worker: Any, client: DataPlaneClient) -> None:
-    worker = toy_worker()
-    worker.setup_data_plane(client)
     with pytest.raises(InvalidRequestError, match="attached to backend 'noop' with another config"):
         worker.setup_data_plane({"backend": "noop", "op_timeout_s": 3})
-
-
-def test_attaching_never_starts_a_backend(toy_worker: Any) -> None:
-    with pytest.raises(BackendUnavailableError, match="nothing to attach to"):
-        toy_worker().setup_data_plane({"backend": "noop"})
-
-
-def test_closing_a_worker_leaves_a_shared_client_open(toy_worker: Any, client: DataPlaneClient) -> None:
-    worker = toy_worker()
-    worker.setup_data_plane(client)
-    worker.close_data_plane()
-    worker.close_data_plane()
+    for _ in range(2):
+        worker.close_data_plane()
     client.register_partition("still_open", ["a"], None, [])
     with pytest.raises(ClientClosedError):
         worker._require_dp_client()
     worker.setup_data_plane(client)
 
 
-def test_coordinates_have_no_default() -> None:
+def test_coordinates_have_no_default():
     with pytest.raises(DataPlaneError, match=r"does not say where it stands.*_local_coords\(\)"):
         DataPlaneWorkerMixin()._is_replica_leader()
 
 
-@pytest.mark.parametrize(
-    ("coords", "leads"),
-    [
-        ({"data_parallel": 3}, True),
-        ({"data_parallel": 1, "tensor_parallel": 0, "context_parallel": 0, "pipeline_parallel": 0}, True),
-        ({"data_parallel": 0, "tensor_parallel": 1}, False),
-        ({"data_parallel": 0, "context_parallel": 1}, False),
-        ({"data_parallel": 0, "pipeline_parallel": 2}, False),
-    ],
-)
-def test_the_leader_is_0_on_every_replicated_axis(toy_worker: Any, coords: dict[str, int], leads: bool) -> None:
+AXES = ["tensor_parallel", "context_parallel", "pipeline_parallel"]
+
+
+@pytest.mark.parametrize("coords", [{}, dict.fromkeys(AXES, 0), *({axis: 1} for axis in AXES)])
+def test_the_leader_is_0_on_every_replicated_axis(toy_worker, coords):
     worker = toy_worker()
-    worker.coords = coords
-    assert worker._is_replica_leader() is leads
+    worker.coords = {"data_parallel": 3, **coords}
+    assert worker._is_replica_leader() is (not any(coords.values()))

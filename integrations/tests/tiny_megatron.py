@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tiny_policy import CONTEXT, HEADS, VOCAB, WIDTH, microbatches
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -30,12 +29,45 @@ from dataplane_core.batch import BatchedDataDict
 from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin
 from dataplane_integrations.trainer.router_replay import RoutingReplay, context_parallel_tokens, lay_out_routed_experts
 
+VOCAB, WIDTH, HEADS, CONTEXT = 16, 16, 4, 16
 LAYERS = 2
 LEARNING_RATE = 0.1
 PAD_MULTIPLE = 4
 
 #: How the model is spread, in `initialize_model_parallel`'s and `TransformerConfig`'s words.
 Layout = dict[str, Any]
+
+
+def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
+    """Rows of these many random tokens with random advantages, right-padded with 0."""
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    generator = torch.Generator().manual_seed(seed)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(1, VOCAB, inside.shape, generator=generator) * inside,
+            "input_lengths": torch.tensor(lengths),
+            "token_mask": inside.float(),
+            "sample_mask": torch.ones(len(lengths)),
+            "advantages": torch.randn(inside.shape, generator=generator).where(inside, 0.0),
+        }
+    )
+
+
+def loss_of(logprobs_ns: Tensor, data: BatchedDataDict, global_tokens: float) -> Tensor:
+    """A microbatch's part of the mean over all tokens of the step."""
+    mask_ns = data["token_mask"] * data["sample_mask"].unsqueeze(1)
+    ratio_ns = (logprobs_ns - data["prev_logprobs"]).exp()
+    loss: Tensor = -(ratio_ns * data["advantages"] * mask_ns).sum() / global_tokens
+    return loss
+
+
+def microbatches(data: BatchedDataDict, size: int | None = None) -> Iterator[BatchedDataDict]:
+    """By the plan where there is one; else of ``size`` rows."""
+    if data.micro_batch_indices is None:
+        yield from data.make_microbatch_iterator(size or data.size)
+        return
+    for index in range(len(data.micro_batch_indices)):
+        yield from data.get_batch(index).make_microbatch_iterator_with_dynamic_shapes()
 
 
 class _CpuForCuda(TorchFunctionMode):

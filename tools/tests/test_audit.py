@@ -37,24 +37,28 @@ def recorded_run(folder, *others, tasks=("trainer",), group_size=None, num_sampl
         yield (client, *beside) if others else client
 
 
-def put(client, names, version=0, shift=0.0):
-    """Puts groups of two samples."""
+def put(client, names, version=0, shift=0.0, reward=True):
+    """Puts groups of two samples, with their reward or without."""
     ids = [f"{name}_g{member}" for name in names for member in range(2)]
     columns = {
         "x": torch.arange(3.0).repeat(len(ids), 1) + torch.arange(len(ids))[:, None] + version,
         "reward": torch.arange(float(len(ids))) + shift,
         "text": [f"an answer to {name}" for name in ids],
     }
+    if not reward:
+        del columns["reward"]
     client.put_samples(ids, "train", columns, tags=[{"weight_version": version}] * len(ids))
     return ids
 
 
-def step_on(client, number, count, loss=0.5):
+def step_on(client, number, count, loss=0.5, clears=True):
     meta = client.claim_meta("train", "trainer", ["x", "reward"], count, lease_s=600.0)
     client.get_data(meta)
     client.ack(meta)
     client.mark_step(number, loss=loss)
-    client.clear_samples(meta.sample_ids, "train")
+    if clears:
+        client.clear_samples(meta.sample_ids, "train")
+    return meta
 
 
 def train(folder, groups, first_step=1, shift=0.0, **options):
@@ -118,15 +122,49 @@ def finds(tmp_path, look):
 
 
 def test_a_healthy_run(tmp_path, look, finds):
-    train(tmp_path, [q(0, 1), q(2, 3), q(4, 5)])
+    """Rollouts and rewards come from clients of their own."""
+    with recorded_run(tmp_path, "rollout", "reward", tasks=["reward", "trainer"], group_size=2) as clients:
+        trainer, rollout, reward = clients
+        for number, names in enumerate([q(0, 1), q(2, 3), q(4, 5)], 1):
+            ids = put(rollout, names, version=max(0, number - 2), reward=False)
+            meta = reward.claim_meta("train", "reward", ["x"], len(ids), lease_s=600.0)
+            reward.put_samples(meta.sample_ids, "train", {"reward": torch.ones(len(ids))})
+            reward.ack(meta)
+            step_on(trainer, number, len(ids))
     found = finds({}, steps=[4, 4, 4], untrained=[])
     assert (found["lacks"], found["failures"], found["num_steps"], found["tasks"]) == ([], [], 3, ["trainer"])
-    assert found["latency"]["trainer"]["samples"] == 12
+    assert {name: each["samples"] for name, each in found["latency"].items()} == {"reward": 12, "trainer": 12}
     assert [each["weight_versions"] for each in found["steps"]] == [[0, 0], [0, 0], [1, 1]]
     assert [each["values"] for each in found["steps"]] == [{"loss": 0.5}] * 3
+    assert sorted(each["role"] for each in found["clients"]) == ["reward", "rollout", "trainer"]
     (writer,) = found["steps"][0]["writers"]
-    assert writer.startswith("trainer (process ")
+    assert writer.startswith("rollout (process ")
+    cells = look(tmp_path, "--step", 1, "--json")[1]["steps"][0]["rows"][0]["cells"]
+    assert (cells["x"]["writer"].split()[0], cells["reward"]["writer"].split()[0]) == ("rollout", "reward")
+    assert cells["reward"]["value"] == "1"
     assert look(tmp_path)[1].splitlines()[-1] == "Nothing wrong was found."
+
+
+def test_what_is_no_fault(tmp_path, finds):
+    """The same samples again without a resume, also given back and acked twice; what is evaluated; and weights."""
+    with recorded_run(tmp_path) as client:
+        client.register_partition("eval", ["x", "reward"], None, ["eval"])
+        client.register_partition("weights", ["w"], None, [])
+        for number, names in enumerate([q(0), q(1), q(0), q(1)], 1):
+            put(client, names)
+            evaluated = ["a", "b"]
+            client.put_samples(evaluated, "eval", {"x": torch.ones(2, 3)})
+            client.put_samples(evaluated, "eval", {"reward": torch.full((2,), float(number))})
+            client.claim_meta("eval", "eval", ["x", "reward"], 2)
+            client.clear_samples(evaluated, "eval")
+            tags = [{"weight_version": number, "weight_anchor": number}]  # as `publish_weights` writes them
+            client.put_samples([f"v{number}"], "weights", {"w": torch.ones(1, 3)}, tags=tags)
+            client.get_samples([f"v{number}"], "weights", ["w"])
+            client.nack(client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0))
+            client.ack(step_on(client, number, 2, clears=False))
+            client.clear_samples(None, "train")
+            client.register_partition("train", FIELDS, None, ["trainer"])
+    finds({}, steps=[4] * 4, untrained=[])
 
 
 def test_which_clients_were_closed(tmp_path, look):
@@ -176,19 +214,21 @@ def test_which_steps_are_shown_and_the_samples_of_one(tmp_path, look):
     with recorded_run(tmp_path) as client:
         for number in range(3, 43):
             client.mark_step(number)
-    lines = look(tmp_path)[1].splitlines()
-    assert [line.split()[0] for line in lines[2:13]] == [*map(str, range(1, 11)), "..."]
-    assert [line.split()[0] for line in lines[13:43]] == [*map(str, range(13, 43))]
+    lines = [line.split()[0] for line in look(tmp_path)[1].splitlines()[2:43]]
+    assert lines == [*map(str, range(1, 11)), "...", *map(str, range(13, 43))]
     lines = look(tmp_path, "--steps", "12:13")[1].splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["12", "13"]
     assert len(look(tmp_path, "--steps", "41:", "--json")[1]["steps"]) == 2
     assert look(tmp_path, "--steps", "x")[0] == 2
     status, text = look(tmp_path, "--step", 2)
     assert status == 0
-    assert "step 2: 2 samples, loss 0.5" in text
-    assert "q1_g0 of 'train', put by trainer (process " in text
-    assert "    weight_version: 0\n    x: " in text
-    assert "    reward: 1\n" in text
+    for said in (
+        "step 2: 2 samples, loss 0.5",
+        "q1_g0 of 'train', put by trainer (process ",
+        "    weight_version: 0\n    x: ",
+        "    reward: 1\n",
+    ):
+        assert said in text
     assert "q0_g0" not in text
     status, text = look(tmp_path, "--step", 99)
     assert status == 2
@@ -376,44 +416,6 @@ def test_a_sample_that_was_given_again_to_a_task(tmp_path, look):
     ]
 
 
-def test_a_further_pass_without_a_resume_is_no_fault(tmp_path, finds):
-    """Also with the same ids, and for samples that are evaluated after each step."""
-    with recorded_run(tmp_path) as client:
-        client.register_partition("eval", ["x", "reward"], None, ["eval"])
-        for number, names in enumerate([q(0), q(1), q(0), q(1)], 1):
-            put(client, names)
-            evaluated = ["a", "b"]
-            client.put_samples(evaluated, "eval", {"x": torch.ones(2, 3)})
-            client.put_samples(evaluated, "eval", {"reward": torch.full((2,), float(number))})
-            client.claim_meta("eval", "eval", ["x", "reward"], 2)
-            client.clear_samples(evaluated, "eval")
-            step_on(client, number, 2)
-    finds({})
-
-
-def test_samples_given_back_and_given_again_are_trained_on_once(tmp_path, finds):
-    with recorded_run(tmp_path, group_size=2) as client:
-        put(client, q(0))
-        client.nack(client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0))
-        meta = client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0)
-        client.ack(meta)
-        client.ack(meta)
-        client.mark_step(1)
-    finds({}, steps=[2])
-
-
-def test_weights_are_no_samples(tmp_path, finds):
-    """As `publish_weights` writes them, and a `WeightReader` reads them."""
-    with recorded_run(tmp_path, group_size=2) as client:
-        client.register_partition("weights", ["w"], None, [])
-        for number in (1, 2):
-            tags = [{"weight_version": number, "weight_anchor": number}]
-            client.put_samples([f"v{number}"], "weights", {"w": torch.ones(1, 3)}, tags=tags)
-            client.get_samples([f"v{number}"], "weights", ["w"])
-            step_on(client, number, len(put(client, q(number))))
-    finds({}, steps=[2, 2], untrained=[])
-
-
 # --- batches without marks, reads without tasks -----------------------------------------------------------------------
 
 
@@ -439,55 +441,48 @@ def test_without_tasks_a_step_is_of_what_was_read(tmp_path, finds):
     finds({}, steps=[2, 2], untrained=[("end of the partition", 2)])
 
 
-def test_without_tasks_a_driver_that_reads_at_the_end_does_not_train_in_place_of_its_workers(tmp_path, finds):
+@pytest.mark.parametrize("reader", ["worker", "driver"])
+def test_without_tasks_a_step_is_of_its_trainer_and_not_of_who_reads_beside_it(tmp_path, finds, reader):
+    """Workers train for a driver that reads at the end; a driver that trains is no reward process."""
     with recorded_run(tmp_path, "worker", tasks=(), role="driver") as (driver, worker):
         for step in (1, 2, 3):
             driver.register_partition("train", FIELDS, None, [])
             ids = put(driver, q(2 * step, 2 * step + 1))
             worker.get_samples(ids, "train", ["x"])
-            if step == 3:
+            if reader == "driver":
+                driver.get_samples(ids[:2], "train", ["x"])
+            elif step == 3:
                 driver.get_samples(ids, "train", ["text"])
             driver.mark_step(step)
-            driver.clear_samples(None, "train")
-    finds({}, steps=[4, 4, 4], untrained=[])
-
-
-def test_without_tasks_only_what_the_trainer_read_is_of_a_step(tmp_path, finds):
-    with recorded_run(tmp_path, "reward", tasks=()) as (trainer, reward):
-        ids = put(trainer, q(0, 1))
-        reward.get_samples(ids, "train", ["x"])
-        trainer.get_samples(ids[:2], "train", ["x"])
-        trainer.mark_step(1)
-        trainer.clear_samples(ids, "train")
-    finds({}, steps=[2], untrained=[("cleared without a read", 2)])
+            driver.clear_samples(None if reader == "worker" else ids, "train")
+    if reader == "worker":
+        finds({}, steps=[4, 4, 4], untrained=[])
+    else:
+        finds({}, steps=[2, 2, 2], untrained=[("cleared without a read", 6)])
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_byte_of_the_rows(tmp_path, look):
-    train(tmp_path, [q(0, 1), q(2, 3)])
-    (path,) = tmp_path.glob("*.rows")
-    data = bytearray(path.read_bytes())
-    data[data.rindex(b"an answer to q3") + 3] ^= 1
-    path.write_bytes(data)
-    status, found = look(tmp_path, "--json")
-    assert status == 1
-    (wrong,) = found["wrong"]
-    assert (wrong["kind"], wrong["sample"], wrong["column"], wrong["step"]) == ("damaged", "q3_g1", "text", "step 2")
-    for options in ((), ("--step", 1)):
-        assert "the rows of 'q3_g1' are damaged: column 'text', put by trainer (process" in look(tmp_path, *options)[1]
-
-
-def test_rows_that_are_damaged_beyond_reading(tmp_path, look):
-    train(tmp_path, [q(0), q(1)])
-    (path,) = tmp_path.glob("*.rows")
-    data = bytearray(path.read_bytes())
-    data[8:20] = bytes(12)
-    path.write_bytes(data)
-    found = look(tmp_path, "--json")[1]
-    damaged = [("q0_g0", "", "step 1"), ("q0_g1", "", "step 1")]
-    assert [(each["sample"], each["column"], each["step"]) for each in found["wrong"]] == damaged
+def test_rows_that_are_damaged(tmp_path, look):
+    folder = tmp_path / "recording"
+    train(folder, [q(0, 1), q(2, 3)])
+    rows = next(folder.glob("*.rows")).name
+    for place, damaged in (
+        (lambda data: data.rindex(b"an answer to q3") + 3, [("q3_g1", "text", "step 2")]),
+        (lambda data: 8, [(f"q{n}_g{member}", "", "step 1") for n in range(2) for member in range(2)]),  # of the frame
+    ):
+        copy = shutil.copytree(folder, tmp_path / f"copy-{len(damaged)}")
+        data = bytearray((copy / rows).read_bytes())
+        start = place(data)
+        data[start : start + 12] = bytes(each ^ 1 for each in data[start : start + 12])
+        (copy / rows).write_bytes(data)
+        status, found = look(copy, "--json")
+        assert (status, {each["kind"] for each in found["wrong"]}) == (1, {"damaged"})
+        assert [(each["sample"], each["column"], each["step"]) for each in found["wrong"]] == damaged
+        said = f"the rows of '{damaged[0][0]}' are damaged: "
+        for options in ((), ("--step", 1)):
+            assert said in look(copy, *options)[1]
 
 
 def test_recordings_that_cannot_be_read(tmp_path, look):
@@ -527,21 +522,18 @@ def test_a_writer_that_was_killed(tmp_path, finds):
     finds({}, steps=[2, 2], lacks="is cut off, as a killed process leaves it")
 
 
-def test_resumes_are_not_judged_where_lines_were_lost(tmp_path, finds):
-    train(tmp_path, [q(0, 1), q(2, 3)])
-    train(tmp_path, [q(7, 8), q(9, 10)], first_step=3)
-    finds({"skipped": ()})
-    rewritten(tmp_path, lambda lines: [*lines, {**lines[-1], "op": "lost", "lines": 3, "ids": []}])
-    finds({}, lacks="could not write 3 lines: a full disk")
-
-
-def test_what_was_deleted_is_not_judged(tmp_path, finds, monkeypatch):
+@pytest.mark.parametrize("deleted", [False, True], ids=["lines were lost", "segments were deleted"])
+def test_resumes_are_not_judged_where_something_is_missing(tmp_path, finds, monkeypatch, deleted):
     monkeypatch.setattr(recorder_module, "_LEAST_SEGMENT_BYTES", 1 << 12)
     train(tmp_path, [q(*range(20)), q(*range(20, 40))])
     train(tmp_path, [q(45), q(46)], first_step=3)
     finds({"skipped": ()})
-    train(tmp_path, [q(number) for number in range(60, 80)], first_step=5, max_bytes=str(1 << 14))
-    finds({}, lacks="were deleted to keep max_bytes")
+    if deleted:
+        train(tmp_path, [q(number) for number in range(60, 80)], first_step=5, max_bytes=str(1 << 14))
+        finds({}, lacks="were deleted to keep max_bytes")
+    else:
+        rewritten(tmp_path, lambda lines: [*lines, {**lines[-1], "op": "lost", "lines": 3, "ids": []}])
+        finds({}, lacks="could not write 3 lines: a full disk")
 
 
 # --- clocks that differ -----------------------------------------------------------------------------------------------
@@ -678,20 +670,16 @@ def test_two_runs_whose_cells_have_the_same_bytes_and_another_type(tmp_path, com
     assert found["values"][0] != found["values"][1]
 
 
-def test_two_runs_whose_steps_are_of_different_samples(tmp_path, compare):
+def test_two_runs_whose_steps_are_of_different_samples_or_of_ids_of_their_own(tmp_path, look):
     train(tmp_path / "a", [q(0), q(1, 2), q(3)])
     train(tmp_path / "b", [q(0), q(1, 9), q(3)])
-    status, found = compare("--json")
+    train(tmp_path / "c", [["c0"], ["c1", "c2"], ["c3"]])
+    status, found = look(tmp_path / "a", tmp_path / "b", "--json")
     assert status == 1
     (only,) = found["found"]
     assert (only["step"], only["kind"], only["samples"]) == ("step 2", "samples", ["q2_g0", "q9_g0"])
-
-
-def test_two_runs_with_ids_of_their_own_are_compared_by_place(tmp_path, compare):
-    train(tmp_path / "a", [["a1", "a2"], ["a3"]])
-    train(tmp_path / "b", [["b1", "b2"], ["b3"]])
-    (found,) = compare("--json")[1]["found"]
-    assert (found["step"], found["column"], found["counts"]) == ("step 1", "text", {"text": 4})
+    (found,) = look(tmp_path / "a", tmp_path / "c", "--json")[1]["found"]  # compared by place
+    assert (found["step"], found["column"], found["counts"]) == ("step 1", "text", {"text": 2})
 
 
 def test_a_run_that_begins_at_a_later_step(tmp_path, look):
@@ -710,26 +698,18 @@ def test_a_run_that_begins_at_a_later_step(tmp_path, look):
     assert (status, [(each["step"], each["column"]) for each in found["found"]]) == (1, [("step 40", "x")])
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "first_step", "said"),
-    [
-        ([q(0)], [q(9)], 7, "step 1 is in the first recording only"),
-        ([q(0)], [q(0), q(1)], 1, "step 2 is in the second recording only"),
-    ],
-    ids=["no step in common", "one ended earlier"],
-)
-def test_a_step_that_one_of_two_runs_lacks(tmp_path, look, compare, one, other, first_step, said):
-    train(tmp_path / "a", one)
-    train(tmp_path / "b", other, first_step=first_step)
-    status, text = compare()
-    assert status == 1
-    assert said in text
-    swapped = {"first": "second", "second": "first"}
-    which = said.split()[-3]
-    assert said.replace(which, swapped[which]) in look(tmp_path / "b", tmp_path / "a")[1]
-
-
-def test_what_two_recordings_lack_is_said(tmp_path, compare):
+def test_what_one_of_two_recordings_lacks_is_said(tmp_path, look):
     train(tmp_path / "a", [q(0)])
-    train(tmp_path / "b", [q(0)], payload="none")
-    assert "The second recording: No digests were recorded by trainer" in compare()[1]
+    train(tmp_path / "later", [q(9)], first_step=7)
+    train(tmp_path / "longer", [q(0), q(1)])
+    train(tmp_path / "bare", [q(0)], payload="none")
+    for pair, said in (
+        (("a", "later"), "step 1 is in the first recording only"),
+        (("later", "a"), "step 1 is in the second recording only"),
+        (("a", "longer"), "step 2 is in the second recording only"),
+        (("longer", "a"), "step 2 is in the first recording only"),
+        (("a", "bare"), "The second recording: No digests were recorded by trainer"),
+    ):
+        status, text = look(*(tmp_path / each for each in pair))
+        assert status == (0 if "bare" in pair else 1)
+        assert said in text

@@ -189,13 +189,22 @@ def test_columns_tags_and_what_was_left_out(written, tmp_path):
     assert (last["sample_id"], last["reward"]) == ("d", 0.75)
 
 
-def test_where_fields_and_partial(written, tmp_path):
+def test_where_fields_and_partial_which_take_nothing_from_a_task(written, tmp_path):
+    written.claim_meta("p", "train", ["tokens"], 2, lease_s=60.0)
+
+    def seen():
+        found = written.describe("p")
+        counts = [(task.num_ready, task.num_leased, task.num_consumed) for task in found.tasks.values()]
+        return found.info, counts, found.num_samples
+
+    before = seen()
     export_partition(written, "p", tmp_path / "a", where="reward >= 0.5 or weight_version == 7", fields=["tokens"])
     # the tag reward is "good", and goes before the field
     assert ids_in(tmp_path / "a") == ["a"]
     assert set(rows(tmp_path / "a")[0]) == {"sample_id", "tags", "tokens", "weight_version", "reward", "kind"}
     export_partition(written, "p", tmp_path / "b", partial=True)
     assert [row["reward"] for row in rows(tmp_path / "b")] == [0.0, 0.25, 0.5, 0.75, None]
+    assert seen() == before
     for options, said in [
         ({"fields": ["rewrad"]}, "no field 'rewrad'. It has: 'tokens', 'reward'"),
         ({"where": "rewrad > 1"}, "rewrad"),
@@ -209,51 +218,26 @@ def test_where_fields_and_partial(written, tmp_path):
         export_partition(written, "q", tmp_path / "c")
 
 
-def test_it_takes_nothing_from_a_task(written, tmp_path):
-    written.claim_meta("p", "train", ["tokens"], 2, lease_s=60.0)
-
-    def seen():
-        found = written.describe("p")
-        counts = [(task.num_ready, task.num_leased, task.num_consumed) for task in found.tasks.values()]
-        return found.info, counts, found.num_samples
-
-    before = seen()
-    export_partition(written, "p", tmp_path / "out")
-    assert seen() == before
-
-
-def test_names_of_columns_that_are_taken(client, other, tmp_path):
+def test_names_of_columns_that_are_taken_and_bytes_where_the_first_rows_have_none(client, other, tmp_path, monkeypatch):
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
     client.register_partition("p", ["sample_id", "tags", "sample_id_"], None, [])
-    columns = {"sample_id": torch.ones(1), "tags": NonTensorStack(None), "sample_id_": ["x"]}
-    client.put_samples(["a"], "p", columns, tags=[{"tags": 1, "sample_id": 2, "messages": 3}])
+    columns = {"sample_id": torch.ones(2), "tags": NonTensorStack(None, None), "sample_id_": ["x", "y"]}
+    client.put_samples(["a", "b"], "p", columns, tags=[{"tags": 1, "sample_id": 2, "messages": 3}, {}])
+    client.put_samples(["c", "d"], "p", {**columns, "image": NonTensorStack(b"\x89PNG", b"")})
     before, after = copied(client, other, tmp_path / "out")
     assert after == before
     assert rows(tmp_path / "out")[0]["sample_id"] == "a"
-
-
-def test_bytes_stay_bytes_where_the_first_rows_have_none(client, other, tmp_path, monkeypatch):
-    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
-    client.register_partition("p", ["x"], None, [])
-    client.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
-    client.put_samples(["c", "d"], "p", {"x": torch.ones(2), "image": NonTensorStack(b"\x89PNG", b"")})
-    before, after = copied(client, other, tmp_path / "out")
-    assert after == before
     schemas = [parquet.read_schema(path) for path in (tmp_path / "out").glob("*.parquet")]
     assert {schema.field("image").type for schema in schemas} == {pa.large_binary()}
 
 
-def test_rows_that_are_cleared_meanwhile_are_left_out(written, tmp_path, before):
+def test_rows_that_are_cleared_meanwhile_are_left_out_also_by_an_export_that_starts_over(written, tmp_path, before):
+    export_partition(written, "p", tmp_path / "out", fields=["tokens"])
     before(written, "list_fields", 1, lambda: written.clear_samples(["b"], "p"))
-    assert export_partition(written, "p", tmp_path / "out", fields=["tokens"]).num_gone == 1
-    assert ids_in(tmp_path / "out") == ["a", "c", "d", "e"]
-
-
-def test_an_export_that_starts_over_has_no_former_columns(written, tmp_path):
-    export_partition(written, "p", tmp_path / "out")
     changed(tmp_path / "out" / ".export.json", closed=False)
     (tmp_path / "out" / "columns.parquet").write_bytes(b"former")
-    assert export_partition(written, "p", tmp_path / "out").num_rows == 4
-    assert len(rows(tmp_path / "out")) == 4
+    assert export_partition(written, "p", tmp_path / "out", fields=["tokens"]).num_gone == 1
+    assert ids_in(tmp_path / "out") == ["a", "c", "d", "e"]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -396,10 +380,18 @@ def test_contents_in_parts_and_numbers_that_json_lacks(client, tmp_path):
 def test_folders_that_have_something_else(written, tmp_path):
     out = tmp_path / "out"
     export_partition(written, "p", out)
-    with pytest.raises(InvalidRequestError, match="export of 'p' already, and it is complete"):
-        export_partition(written, "p", out)
-    with pytest.raises(InvalidRequestError, match="already, and it has another what"):
-        export_partition(written, "p", out, fields=["tokens"])
+    for options, said in (({}, "of 'p' already, and it is complete"), ({"fields": ["tokens"]}, "it has another what")):
+        with pytest.raises(InvalidRequestError, match=said):
+            export_partition(written, "p", out, **options)
+    changed(out / ".export.json", closed=False)  # an unfinished export of other rows is kept
+    for keeps in (partial(export_partition, where="weight_version > 8"), follow_partition):
+        with pytest.raises(InvalidRequestError, match="another what"):
+            keeps(written, "p", out)
+    written.register_partition("q", ["x"], None, [])
+    with pytest.raises(InvalidRequestError, match="another partition_id"):
+        export_partition(written, "q", out)
+    assert len(rows(out)) == 4
+    assert export_partition(written, "p", out).num_rows == 4
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "part-00000.parquet").touch()
     with pytest.raises(InvalidRequestError, match=r"and no \.export\.json"):
@@ -600,15 +592,11 @@ def test_a_shard_that_cannot_be_written_ends_quietly(written, tmp_path, monkeypa
     assert follow(written, tmp_path / "out") == 4
 
 
-def test_a_follower_that_is_refused_leaves_no_export(client, tmp_path):
+def test_follow_waits_for_the_fields_of_its_condition_and_leaves_no_export_if_it_is_refused(client, tmp_path):
     client.register_partition("p", [], None, [])
-    put(client, "a")
+    put(client, "a", "b")
     with pytest.raises(InvalidRequestError, match="registered without fields"):
         follow(client, tmp_path / "out")
-    assert follow(client, tmp_path / "out", fields=["x"]) == 1
-
-
-def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
     client.register_partition("p", ["x", "reward"], None, [])
     put(client, "a", "b")
     assert follow(client, tmp_path / "out", fields=["x"], where="reward > 0") == 0
@@ -618,29 +606,22 @@ def test_follow_waits_for_the_fields_of_its_condition(client, tmp_path):
     assert follow(client, tmp_path / "later", fields=["x"], where="later > 0") == 0
 
 
-def test_an_id_that_is_put_again_is_followed_again(client, tmp_path):
+def test_an_id_that_is_put_again_is_followed_again_and_none_twice_after_a_kill(client, tmp_path, before):
+    def killed():
+        raise KeyboardInterrupt
+
     client.register_partition("p", ["x"], None, [])
+    before(client, "ack", 1, killed)
     for number in range(3):
         put(client, "a", f"b{number}", x=torch.full((2,), number))
+        if number == 0:  # what it wrote has no ack
+            with pytest.raises(KeyboardInterrupt):
+                follow(client, tmp_path / "out")
         assert follow(client, tmp_path / "out") == 2 * (number + 1)
         client.clear_samples(["a"], "p")
     assert [(row["sample_id"], row["x"]) for row in rows(tmp_path / "out")] == [
         (sample_id, number) for number in range(3) for sample_id in ("a", f"b{number}")
     ]
-
-
-def test_rows_that_a_kill_left_without_an_ack_are_not_written_twice(client, tmp_path, before):
-    def killed():
-        raise KeyboardInterrupt
-
-    client.register_partition("p", ["x"], None, [])
-    put(client, "a", "b")
-    before(client, "ack", 1, killed)
-    with pytest.raises(KeyboardInterrupt):
-        follow(client, tmp_path / "out")
-    put(client, "c")
-    assert follow(client, tmp_path / "out") == 3
-    assert ids_in(tmp_path / "out") == ["a", "b", "c"]
 
 
 def test_rows_that_came_one_by_one_are_one_row_group(client, tmp_path, monkeypatch):
@@ -663,23 +644,17 @@ def test_rows_that_came_one_by_one_are_one_row_group(client, tmp_path, monkeypat
     assert rows(tmp_path / "more") == rows(tmp_path / "all") == rows(tmp_path / "out")
 
 
-def test_follow_says_how_many_were_left(client, tmp_path):
+def test_each_folder_gets_all_rows_of_whole_groups(client, tmp_path):
     client.register_partition("p", ["x"], None, [], 2)
-    put(client, "q0_g0", "q0_g1", "q1_g0")
-    done = follow_partition(client, "p", tmp_path / "out", idle_s=0.0)
-    assert (done.num_rows, done.num_left) == (2, 1)
-    assert export_partition(client, "p", tmp_path / "all").num_rows == 3
-
-
-def test_each_folder_gets_all_rows(client, tmp_path):
-    client.register_partition("p", ["x"], None, [])
     for folder in ("one", "two"):
         assert follow(client, tmp_path / folder) == 0
-    put(client, "a", "b")
+    put(client, "q0_g0", "q0_g1", "q1_g0")
     assert [follow(client, tmp_path / folder) for folder in ("one", "two", "one")] == [2, 2, 2]
     assert len(client.describe("p").tasks) == 2
-    assert follow(client, tmp_path / "named", task="mine") == 2
+    done = follow_partition(client, "p", tmp_path / "named", task="mine", idle_s=0.0)
+    assert (done.num_rows, done.num_left) == (2, 1)
     assert follow(client, tmp_path / "named") == 2  # with the task that it had
+    assert export_partition(client, "p", tmp_path / "all").num_rows == 3
     with pytest.raises(InvalidRequestError, match="another what"):
         follow(client, tmp_path / "named", task="other")
     for _ in range(2):
@@ -696,19 +671,6 @@ def test_the_task_of_a_trainer_is_refused(client, tmp_path):
     assert client.describe("p").info.followers == ("copy",)
     assert client.claim_meta("p", "trainer", ["x"], 2).size == 2
     assert follow(client, tmp_path / "out", task="copy") == 2
-
-
-def test_an_unfinished_export_of_other_rows_is_kept(written, tmp_path):
-    export_partition(written, "p", tmp_path / "out")
-    changed(tmp_path / "out" / ".export.json", closed=False)
-    for keeps in (partial(export_partition, where="weight_version > 8"), follow_partition):
-        with pytest.raises(InvalidRequestError, match="another what"):
-            keeps(written, "p", tmp_path / "out")
-    written.register_partition("q", ["x"], None, [])
-    with pytest.raises(InvalidRequestError, match="another partition_id"):
-        export_partition(written, "q", tmp_path / "out")
-    assert len(rows(tmp_path / "out")) == 4
-    assert export_partition(written, "p", tmp_path / "out").num_rows == 4
 
 
 def test_without_pyarrow_it_says_what_to_install(monkeypatch):

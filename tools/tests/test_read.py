@@ -82,10 +82,9 @@ def characters(tmp_path, monkeypatch):
 # --- which samples ----------------------------------------------------------------------------------------------------
 
 
-def test_samples_as_text(client, config, characters, capsys):
+def test_samples_as_text_and_a_group_that_shows_its_prompt_once(client, config, characters, capsys):
     read(config, "step-1", "--tokenizer", characters, "--where", "weight_version<=7")
-    out = capsys.readouterr().out
-    assert out == (
+    assert capsys.readouterr().out == (
         "step-1: 2 of 4 samples\n"
         "\n"
         "q0_g0\n"
@@ -103,23 +102,11 @@ def test_samples_as_text(client, config, characters, capsys):
         "  pixels: float32 cells of shape (L, 3, 14, 14)\n"
         "  lacks: later\n"
     )
-
-
-def test_a_group_shows_its_prompt_once(client, config, characters, capsys):
     read(config, "--group", "q1", "--tokenizer", characters, "--fields", "input_ids,token_mask,reward")
     assert capsys.readouterr().out == (
-        "step-1: 2 of 4 samples\n"
-        "\n"
-        "  prompt: 7+1=\n"
-        "\n"
-        "q1_g0\n"
-        "  reward nan  weight_version 8  6 tokens (prompt 4, answer 2)\n"
-        "  answer: 8.\n"
-        "\n"
-        "q1_g1\n"
-        "  weight_version 9  6 tokens (prompt 4, answer 2)\n"
-        "  answer: 9.\n"
-        "  lacks: reward\n"
+        "step-1: 2 of 4 samples\n\n  prompt: 7+1=\n\n"
+        "q1_g0\n  reward nan  weight_version 8  6 tokens (prompt 4, answer 2)\n  answer: 8.\n\n"
+        "q1_g1\n  weight_version 9  6 tokens (prompt 4, answer 2)\n  answer: 9.\n  lacks: reward\n"
     )
 
 
@@ -213,17 +200,16 @@ def test_a_name_that_is_not_there_is_refused(local, asked, said):
 
 
 def test_fields_partitions_and_limits_are_checked(client, config, nowhere):
-    with pytest.raises(InvalidRequestError, match="has no field 'rewrad'"):
-        read(config, "step-1", "--fields", "reward,rewrad")
-    with pytest.raises(InvalidRequestError, match="--limit 0"):
-        read(config, "--limit", "0")
-    with pytest.raises(UnknownPartitionError):
-        read(config, "step-2")
     client.register_partition("step-2", ["x"], None, [])
-    with pytest.raises(InvalidRequestError, match="There are 2: 'step-1', 'step-2'"):
-        read(config)
-    with pytest.raises(BackendUnavailableError):
-        read(nowhere, "step-1")
+    for words, error, named in (
+        ([config, "step-1", "--fields", "reward,rewrad"], InvalidRequestError, "has no field 'rewrad'"),
+        ([config, "step-1", "--limit", "0"], InvalidRequestError, "--limit 0"),
+        ([config, "step-3"], UnknownPartitionError, "step-3"),
+        ([config], InvalidRequestError, "There are 2: 'step-1', 'step-2'"),
+        ([nowhere, "step-1"], BackendUnavailableError, "shm_store"),
+    ):
+        with pytest.raises(error, match=named):
+            read(*words)
 
 
 def test_an_empty_partition_and_one_sample(client, config, capsys):
@@ -256,39 +242,26 @@ def test_only_what_is_shown_is_read(local, monkeypatch):
     assert sample.shapes == {"pixels": "float32 of shape (5, 3, 14, 14)"}
 
 
-def test_what_is_cleared_meanwhile_is_left_out(client, config, capsys, monkeypatch):
+def test_what_is_cleared_or_lost_meanwhile_is_left_out(client, local, config, capsys, monkeypatch):
     get = type(client).get_samples
 
-    def clear_first(self, ids, *args, **options):
-        client.clear_samples(["q0_g1"], "step-1")
-        return get(self, ids, *args, **options)
+    def gone_first(self, ids, partition_id, fields, **options):
+        if self is local and "q0_g0" in ids:
+            raise LostSamplesError.for_payload("get_samples", partition_id, [("q0_g0", fields)])
+        client.clear_samples(cleared, "step-1")
+        return get(self, ids, partition_id, fields, **options)
 
-    monkeypatch.setattr(type(client), "get_samples", clear_first)
+    cleared = ["q0_g1"]
+    monkeypatch.setattr(type(client), "get_samples", gone_first)
     read(config, "step-1", "--json")
     out, err = capsys.readouterr()
     assert [each["sample_id"] for each in json.loads(out)["samples"]] == ["q0_g0", "q1_g0", "q1_g1"]
     assert err == "dataplane: 1 more were cleared meanwhile, or their payload is lost\n"
-
-    def clear_all(self, ids, *args, **options):
-        client.clear_samples(None, "step-1")
-        return get(self, ids, *args, **options)
-
-    monkeypatch.setattr(type(client), "get_samples", clear_all)
-    with pytest.raises(UnknownPartitionError):
-        read(config, "step-1")
-
-
-def test_what_is_lost_is_left_out(local, monkeypatch):
-    get = local.get_samples
-
-    def lose(ids, partition_id, fields, **options):
-        if "q0_g0" in ids:
-            raise LostSamplesError.for_payload("get_samples", partition_id, [("q0_g0", fields)])
-        return get(ids, partition_id, fields, **options)
-
-    monkeypatch.setattr(local, "get_samples", lose)
     rows = Rows(local, "step-1")
     assert [sample.sample_id for sample in rows.read(rows.find())] == IDS[1:]
+    cleared = None
+    with pytest.raises(UnknownPartitionError):
+        read(config, "step-1")
 
 
 def test_a_running_task_gets_every_sample(client, config, capsys):
@@ -399,8 +372,8 @@ def test_prompt_and_answer_are_apart(cells, expected):
 
 
 def test_the_length_may_be_a_tag():
-    assert parts({"input_ids": row("ask...")}, {"input_lengths": 3}) == [("text", "ask")]
-    assert parts({"input_ids": row("ask...")}, {"input_lengths": 99}) == [("text", "ask...")]
+    for length, text in ((3, "ask"), (99, "ask...")):
+        assert parts({"input_ids": row("ask...")}, {"input_lengths": length}) == [("text", text)]
 
 
 def test_a_message_log_is_shown_turn_by_turn_with_its_tool_calls():

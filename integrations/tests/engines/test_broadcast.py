@@ -1,28 +1,49 @@
-"""The leader's batch arrives on its siblings bit for bit, whatever its columns are, and so does its failure."""
+"""The leader's batch arrives on its siblings bit for bit, in small buckets, and so does its failure."""
 
-from __future__ import annotations
-
+import contextlib
+import ctypes
 import os
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from bits import bits, random_bits
+from layouts import told, worker_of_rank
+from torch.distributed import distributed_c10d
 
-from dataplane_core.batch import BatchedDataDict, SlicedDataDict
+from dataplane_core.batch import BatchedDataDict, SlicedDataDict, stack_or_nest
 from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import MissingDataError
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
 
 
-def _send(rank: int, make: Any) -> BatchedDataDict:
+def send(make):
     return broadcast_from_leader(make, group=dist.group.WORLD)
 
 
-def _odd_tensors() -> BatchedDataDict:
+@contextlib.contextmanager
+def sizes_of_broadcasts():
+    """Sizes in bytes of what this process gives to broadcast; the descriptor counts too."""
+    sizes, broadcast = [], distributed_c10d.broadcast
+
+    def count(tensor, *args, **kwargs):
+        sizes.append(tensor.nbytes)
+        return broadcast(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (dist, distributed_c10d):
+            patched.setattr(module, "broadcast", count)
+        yield sizes
+
+
+# --- any batch --------------------------------------------------------------------------------------------------------
+
+
+def _odd_tensors():
     return BatchedDataDict(
         {
             "none": torch.zeros(4, 0),
@@ -36,14 +57,14 @@ def _odd_tensors() -> BatchedDataDict:
     )
 
 
-def _objects() -> BatchedDataDict:
+def _objects():
     objects = np.empty(2, dtype=object)
     objects[0] = {"pixels": torch.full((2, 3), 0.5, dtype=torch.bfloat16), "name": "a"}
     objects[1] = [torch.tensor(True), None, ("x", torch.arange(3, dtype=torch.int8))]
     return BatchedDataDict({"text": ["é", "ß"], "rows": [torch.ones(1), torch.zeros(2)], "objects": objects})
 
 
-def _planned() -> BatchedDataDict:
+def _planned():
     batch = SlicedDataDict({"input_ids": torch.zeros(4, 3)})
     batch.micro_batch_indices = [[[0, 3], [3, 4]]]
     batch.micro_batch_lengths = [[2, 3]]
@@ -51,8 +72,7 @@ def _planned() -> BatchedDataDict:
     return batch
 
 
-#: Ragged and object columns as a fetch has them are in `test_fetched_batches.py`.
-BATCHES: dict[str, Callable[[], BatchedDataDict]] = {
+BATCHES = {
     "every dtype": lambda: BatchedDataDict(
         {str(each): random_bits(each, 3, 5) for each in sorted(ALL_DTYPES, key=str)}
     ),
@@ -64,17 +84,13 @@ BATCHES: dict[str, Callable[[], BatchedDataDict]] = {
 }
 
 
-def _described(batch: BatchedDataDict) -> Any:
+def _described(batch):
     """As bits: pickle does not carry every dtype."""
-    flags = [(each.requires_grad, each.is_contiguous()) for each in batch.values() if isinstance(each, torch.Tensor)]
-    return type(batch), _attributes(batch), _deep_bits(dict(batch)), flags
+    attributes = {name: value for name, value in vars(batch).items() if name != "data"}
+    return type(batch), attributes, _deep_bits(dict(batch))
 
 
-def _attributes(batch: BatchedDataDict) -> dict[str, Any]:
-    return {name: value for name, value in vars(batch).items() if name != "data"}
-
-
-def _deep_bits(value: Any) -> Any:
+def _deep_bits(value):
     if isinstance(value, dict):
         return {key: _deep_bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
@@ -82,22 +98,23 @@ def _deep_bits(value: Any) -> Any:
     return bits(value.detach().resolve_conj() if isinstance(value, torch.Tensor) else value)
 
 
-def test_a_batch_arrives_bit_for_bit(ranks: Any) -> None:
-    def send(rank: int) -> dict[str, Any]:
-        return {name: _described(_send(rank, make)) for name, make in BATCHES.items()}
-
-    for number, found in enumerate(ranks(3, send)):
+def test_a_batch_arrives_bit_for_bit(ranks):
+    def run(rank):
+        found = {}
         for name, make in BATCHES.items():
-            kind, attributes, values, flags = found[name]
-            sent = make()
-            assert (kind, attributes, values) == (type(sent), _attributes(sent), _deep_bits(dict(sent))), name
-            if number:  # the leader keeps its own
-                assert set(flags) <= {(False, True)}, name
+            batch = send(make)
+            tensors = [each for each in batch.values() if isinstance(each, torch.Tensor)]
+            plain = all(each.is_contiguous() and not each.requires_grad for each in tensors)
+            found[name] = _described(batch), plain or rank == 0  # the leader keeps its own
+        return found
+
+    expected = {name: (_described(make()), True) for name, make in BATCHES.items()}
+    assert ranks(3, run) == [expected] * 3
 
 
-def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
-    def make() -> BatchedDataDict:
-        columns: dict[str, Any] = {}
+def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks):
+    def make():
+        columns = {}
         for most in (127, -1, 60_000, 1 << 20, 1 << 40):
             values = torch.arange(30_000).reshape(3, -1) % 100
             values[1, 2] = most
@@ -105,110 +122,239 @@ def test_integers_are_sent_narrow_and_arrive_as_they_were(ranks: Any) -> None:
             columns[f"jagged {most}"] = torch.nested.as_nested_tensor(list(values.unbind()), layout=torch.jagged)
         return BatchedDataDict(columns)
 
-    def send(rank: int) -> tuple[list[Any], int]:
-        sizes, broadcast = [], dist.broadcast
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(
-                dist, "broadcast", lambda message, **to: (sizes.append(len(message)), broadcast(message, **to))
-            )
-            batch = broadcast_from_leader(make, group=dist.group.WORLD)
-        dtypes = {column.dtype for column in batch.values()}
-        return [row.tolist() for column in batch.values() for row in column.unbind()] + [*map(str, dtypes)], sum(sizes)
+    def run(rank):
+        with sizes_of_broadcasts() as sizes:
+            batch = send(make)
+        return [(str(each.dtype), [row.tolist() for row in each.unbind()]) for each in batch.values()], sum(sizes)
 
-    leader, sibling = ranks(2, send)
-    expected = [row.tolist() for column in make().values() for row in column.unbind()]
+    leader, sibling = ranks(2, run)
     assert leader == sibling
-    assert leader[0] == [*expected, "torch.int64"]
-    assert 2 * 30_000 * (1 + 1 + 2 + 4 + 8) <= leader[1] < 2 * 30_000 * (1 + 1 + 2 + 4 + 8) + 10_000
+    assert leader[0] == [("torch.int64", [row.tolist() for row in column.unbind()]) for column in make().values()]
+    narrow = 2 * 30_000 * (1 + 1 + 2 + 4 + 8)
+    assert narrow <= leader[1] < narrow + 10_000
 
 
-def test_only_the_ranks_of_a_subgroup_take_part(ranks: Any) -> None:
-    def send(rank: int) -> list[int]:
+def test_only_the_ranks_of_a_subgroup_take_part_and_gloo_communicates_on_the_cpu(ranks):
+    def run(rank):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        return broadcast_from_leader(lambda: [rank] * 3, group=groups[rank // 2])
+        found = broadcast_from_leader(lambda: [rank] * 3, group=groups[rank // 2])
+        return found, str(group_device(dist.group.WORLD, preferred="cuda"))
 
-    assert ranks(4, send) == [[0] * 3, [0] * 3, [2] * 3, [2] * 3]
-
-
-def test_gloo_communicates_on_the_cpu(ranks: Any) -> None:
-    def device(rank: int) -> str:
-        assert dist.group.WORLD is not None
-        return str(group_device(dist.group.WORLD, preferred="cuda"))
-
-    assert ranks(1, device) == ["cpu"]
+    assert ranks(4, run) == [([2 * (rank // 2)] * 3, "cpu") for rank in range(4)]
 
 
 class LocalError(Exception):
     """Cannot be read back from a pickle."""
 
-    def __init__(self, code: int, why: str) -> None:
+    def __init__(self, code, why):
         super().__init__(f"{why} ({code})")
 
 
-def _raise(error: Exception) -> BatchedDataDict:
+def _raise(error):
     raise error
 
 
+def _bad(column):
+    return lambda: BatchedDataDict({"bad": column})
+
+
+_MISSING = MissingDataError("'a_g0' lacks 'advantages'.", backend="noop", partition_id="train")
 #: What the leader does, what it raises, the cause that its siblings raise, and what both say.
-FAILURES: dict[str, tuple[Callable[[], BatchedDataDict], str, str, str]] = {
-    "it cannot read": (
-        lambda: _raise(MissingDataError("'a_g0' lacks 'advantages'.", backend="noop", partition_id="train")),
-        "MissingDataError",
-        "MissingDataError",
-        "'a_g0' lacks 'advantages'",
-    ),
+FAILURES = {
+    "it cannot read": (lambda: _raise(_MISSING), "MissingDataError", "MissingDataError", "'a_g0' lacks 'advantages'"),
     "an error that cannot be pickled": (
         lambda: _raise(LocalError(3, "the socket is gone")),
-        "LocalError",
-        "DataPlaneError",
-        "the socket is gone (3)",
+        *("LocalError", "DataPlaneError", "the socket is gone (3)"),
     ),
-    "a column that cannot be pickled": (lambda: BatchedDataDict({"bad": [lambda: None]}), "", "", "pickle"),
-    "a tensor without bytes": (
-        lambda: BatchedDataDict({"bad": torch.zeros(3, device="meta")}),
-        "InvalidTypeError",
-        "InvalidTypeError",
-        "layout",
-    ),
-    "a sparse tensor": (
-        lambda: BatchedDataDict({"bad": torch.eye(3).to_sparse()}),
-        "InvalidTypeError",
-        "InvalidTypeError",
-        "layout",
-    ),
+    "a column that cannot be pickled": (_bad([lambda: None]), "", "", "pickle"),
+    "a tensor without bytes": (_bad(torch.zeros(3, device="meta")), "InvalidTypeError", "InvalidTypeError", "layout"),
+    "a sparse tensor": (_bad(torch.eye(3).to_sparse()), "InvalidTypeError", "InvalidTypeError", "layout"),
 }
 
 
-def _failures(rank: int, produce: Any) -> tuple[str, str, str]:
-    try:
-        broadcast_from_leader(produce, group=dist.group.WORLD)
-    except Exception as error:
-        return type(error).__name__, type(error.__cause__).__name__, f"{error}\n{error.__cause__}"
-    return "", "", ""
-
-
-def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(ranks: Any) -> None:
-    def send(rank: int) -> list[tuple[str, str, str]]:
+def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(ranks):
+    def run(rank):
         seen = []
         for produce, *_ in FAILURES.values():
-            seen.append(_failures(rank, produce))
-            assert broadcast_from_leader(lambda: BatchedDataDict({"a": [1, 2]}), group=dist.group.WORLD).size == 2
+            seen.append(told(lambda produce=produce: send(produce)))
+            assert send(_bad([1, 2])).size == 2
         return seen
 
-    leader, *siblings = ranks(3, send)
+    leader, *siblings = ranks(3, run)
     for number, (name, (_, error, cause, said)) in enumerate(FAILURES.items()):
         assert leader[number][0] == error or not error, name
         assert said in leader[number][2], name
-        for sibling in siblings:
-            kind, cause_found, text = sibling[number]
+        for kind, cause_found, text in (sibling[number] for sibling in siblings):
             assert kind == "ReplicaLeaderError", name
             assert cause_found == cause or not cause, name
             assert "rank 0" in text, name
             assert said in text, name
 
 
-def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks: Any) -> None:
-    leader, sibling = ranks.outcomes(2, _failures, lambda: os._exit(1))
+def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks):
+    leader, sibling = ranks.outcomes(2, lambda _: told(lambda: send(lambda: os._exit(1))))
     assert isinstance(leader, (EOFError, ConnectionResetError))
     assert sibling[0] == "ReplicaLeaderError"
     assert "its replica group broke" in sibling[2]
+
+
+# --- what a worker fetched --------------------------------------------------------------------------------------------
+
+PAD_ID = 7
+
+
+def _rows(lengths, dtype, *trailing):
+    """Bits of every kind; for int16 experts' numbers."""
+    seeds = range(sum(lengths), sum(lengths) + len(lengths))
+    rows = [random_bits(dtype, length, *trailing, seed=seed) for seed, length in zip(seeds, lengths, strict=True)]
+    return [row % 2 for row in rows] if dtype is torch.int16 else rows
+
+
+def _columns(lengths):
+    """Rows of every kind by field."""
+    return {
+        "input_ids": _rows(lengths, torch.int64),
+        "token_mask": _rows(lengths, torch.bool),
+        "generation_logprobs": _rows(lengths, torch.bfloat16),
+        "routed_experts": _rows(lengths, torch.int16, 2, 3),
+        "advantages": _rows(lengths, torch.float32),
+        "sample_mask": _rows([1] * len(lengths), torch.float64),
+        "pixel_values": _rows([3 * (row % 3) for row in range(len(lengths))], torch.float16, 4),
+        "same_shape": _rows([20] * len(lengths), torch.float8_e4m3fn),
+        "note": [{"answer": f"é{row}", "box": torch.arange(row)} for row in range(len(lengths))],
+    }
+
+
+#: The field's value where a padded column has no token; the others are not padded.
+PAD_VALUES = {"input_ids": PAD_ID, "token_mask": 0, "generation_logprobs": 0, "routed_experts": -1, "advantages": 0}
+
+
+def _worker(lengths, columns=None):
+    fields = {
+        name: stack_or_nest(rows) if isinstance(rows[0], torch.Tensor) else np.array([*rows, None], dtype=object)[:-1]
+        for name, rows in (_columns(lengths) if columns is None else columns).items()
+    }
+    worker, metrics, meta = worker_of_rank((1, 1, 2), fields, lengths)
+    worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID)
+    return worker, metrics, meta
+
+
+def _by_hand(lengths, layout, width):
+    """What a fetch should return, made row by row."""
+    expected = []
+    for name, rows in _columns(lengths).items():
+        if name == "note":
+            expected.append((name, ("objects", [bits(row) for row in rows])))
+            continue
+        column = stack_or_nest(rows)
+        if layout == "padded" and name in PAD_VALUES:
+            value = PAD_VALUES[name]
+            column = torch.full((len(rows), width, *rows[0].shape[1:]), value, dtype=rows[0].dtype)
+            for row, cells in zip(column, rows, strict=True):
+                row[: len(cells)] = cells
+        expected.append((name, bits(column)))
+    return expected
+
+
+LENGTHS = {"ragged": [3, 9, 1, 6], "empty rows": [0, 4, 0], "one row": [5], "equal": [4, 4], "nothing": [0]}
+
+
+def test_leader_and_siblings_get_the_bits_that_a_rank_reads_alone(ranks):
+    def fetch(rank):
+        found = {}
+        for name, lengths in LENGTHS.items():
+            worker, _, meta = _worker(lengths)
+            for layout in ("padded", "jagged"):
+                for pad, aligned in ((0, True), (16, True), (16, False)):
+                    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = pad
+                    options = {"layout": layout, "dp_aligned_seq_len": aligned}
+                    batch = worker._fetch(meta, **options)
+                    alone = worker._fetch(meta, fetch_policy="independent", **options)
+                    assert bits(batch) == bits(alone), (name, layout, pad, aligned)
+                    assert vars(batch).keys() == vars(alone).keys() == vars(BatchedDataDict()).keys()
+                    found[name, layout, pad, aligned] = bits(batch)
+        return found
+
+    leader, sibling = ranks(2, fetch)
+    assert leader == sibling
+    for (name, layout, pad, aligned), found in leader.items():
+        width = max(*LENGTHS[name], pad if aligned else 0)
+        assert found == _by_hand(LENGTHS[name], layout, width), (name, layout, pad, aligned)
+
+
+def test_all_ranks_pad_as_the_leader_says_or_all_fail(ranks):
+    def fetch(rank):
+        worker, metrics, meta = _worker([2, 1])
+        if rank:
+            worker.tokenizer = SimpleNamespace(pad_token_id=PAD_ID + 1)
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 64
+        batch = bits(worker._fetch(meta))
+        metrics.snapshot(reset=True)
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 1
+        too_short = told(lambda: worker._fetch(meta)), "get_samples" in metrics.snapshot()["operations"]
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 2
+        worker.tokenizer.pad_token_id = 1 << 70
+        return batch, too_short, told(lambda: worker._fetch(meta))
+
+    outcomes = ranks(2, fetch)
+    for number, (batch, ((kind, _, said), was_read), (of_pad_value, _, why)) in enumerate(outcomes):
+        assert batch == _by_hand([2, 1], "padded", 2)
+        assert (kind, was_read) == (["InvalidRequestError", "ReplicaLeaderError"][number], False)
+        assert "at least 2, the longest" in said
+        assert of_pad_value == "InvalidRequestError"
+        assert "'input_ids' of torch.int64 cannot be padded" in why
+
+
+def test_no_more_is_broadcast_than_was_read(ranks):
+    lengths = [16 + 37 * row % 500 for row in range(48)]
+
+    def fetch(rank):
+        worker, metrics, meta = _worker(lengths)
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 1024
+        with sizes_of_broadcasts() as sizes:
+            batch = worker._fetch(meta)
+        padded = sum(column.nbytes for name, column in batch.items() if name in PAD_VALUES)
+        return metrics.snapshot()["operations"].get("get_samples", {}).get("n_bytes", 0), sizes, padded
+
+    (read, sizes, padded), (_, received, _) = ranks(2, fetch)
+    assert sizes == received, "every rank takes part in every broadcast"
+    assert sum(sizes) <= 1.05 * read
+    assert padded > 3 * read, "or this test proves nothing"
+
+
+def _resident_bytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.parametrize("count", [1, 768], ids=["one tensor", "tensors of objects"])
+def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_buckets(ranks, count):
+    payload = 48 << 20
+
+    def run(rank):
+        rows = [torch.full((payload // count,), number % 251, dtype=torch.uint8) for number in range(count)]
+        batch = BatchedDataDict({"column": rows[0].unsqueeze(0) if count == 1 else rows})
+        send(_bad([1]))  # to warm up
+        with sizes_of_broadcasts() as sizes:
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+            before = _resident_bytes("VmRSS")
+            received = send(lambda: batch)
+        right = all(torch.equal(row, sent) for row, sent in zip(received["column"], rows, strict=True))
+        return _resident_bytes("VmHWM") - before, sizes, right
+
+    (more, sizes, _), (_, _, right) = ranks(2, run)
+    assert right
+    assert payload <= sum(sizes) <= 1.01 * payload
+    assert max(sizes) <= 4 << 20
+    assert more < payload / 2
+
+
+def test_offsets_that_columns_share_are_broadcast_once_and_stay_shared(ranks):
+    def fetch(rank):
+        worker, _, meta = _worker([3, 1], columns={name: _rows([3, 1], torch.float32) for name in ("advantages", "b")})
+        batch = worker._fetch(meta, layout="jagged")
+        together = batch["advantages"] + batch["b"]  # torch combines only columns of the same offsets
+        return together.values().shape, batch["advantages"].offsets() is batch["b"].offsets()
+
+    assert ranks(2, fetch) == [((4,), True)] * 2

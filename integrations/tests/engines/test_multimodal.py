@@ -1,30 +1,23 @@
-"""Pixel values and image grids: from the rollout's first write through shards to workers, and back as they went."""
-
-from __future__ import annotations
-
-import os
-from collections.abc import Iterator
-from typing import Any
+"""Pixel values and image grids: from the rollout's first write through shards, and back as they went."""
 
 import pytest
 import torch
+from bits import bits
 from tiers import in_long
-from torch.distributed.device_mesh import init_device_mesh
 
-from dataplane_core import KVBatchMeta, connect, kv_first_write, read_columns, shard_meta_for_dp
+from dataplane_core import connect, kv_first_write, read_columns, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.middleware import Metrics
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 
 IDS = [f"q{row // 2}_g{row % 2}" for row in range(8)]
 LENGTHS = [6, 3, 8, 5, 7, 2, 4, 4]
 #: Per sample the (height, width) in patches of its images; two samples have text only.
 IMAGES = [[(2, 3)], [], [(1, 4), (2, 2)], [(3, 1)], [(2, 3)], [], [(1, 1), (1, 2), (2, 2)], [(2, 4)]]
 CHANNELS, SIDE = 3, 2
+KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 
 
-def rollout() -> BatchedDataDict:
+def rollout():
     generator = torch.Generator().manual_seed(5)
     inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     grids = [torch.tensor([(1, *image) for image in images], dtype=torch.int64).reshape(-1, 3) for images in IMAGES]
@@ -39,73 +32,7 @@ def rollout() -> BatchedDataDict:
     )
 
 
-@pytest.fixture
-def stored() -> Iterator[tuple[dict[str, Any], KVBatchMeta]]:
-    """The rollout in a private Redis: the config to attach with, and the rows' meta."""
-    config = {"backend": "redis_store", "options": {"namespace": f"multimodal-{os.getpid()}"}, "op_timeout_s": 60}
-    with connect(config) as client:
-        # the extras are not declared: they ride along
-        client.register_partition("train", ["input_ids", "input_lengths", "token_mask"], len(IDS), ["train"])
-        meta = kv_first_write(rollout(), sample_ids=IDS, dp_client=client, partition_id="train")
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
-        yield config, meta
-
-
-def _train(rank: int, shape: tuple[int, int, int], config: dict[str, Any], shards: list[KVBatchMeta]) -> Any:
-    """Trains on this rank's shard; per microbatch what its rows had, and how often this rank read from the store."""
-
-    class Worker(FSDP2DataPlaneMixin):
-        def train(self, data: BatchedDataDict, loss_fn: Any, **options: Any) -> dict[str, Any]:
-            seen = []
-            for microbatch in data.get_batch(0).make_microbatch_iterator_with_dynamic_shapes():
-                columns = microbatch.get_dict()
-                unbound = {name: list(columns[name].unbind()) for name in ("pixel_values", "image_grid_thw")}
-                seen.append({**columns, **unbound})
-            return {"seen": seen}
-
-    metrics = Metrics()
-    with connect({**config, "middleware": [metrics]}, bootstrap=False) as client:
-        worker = Worker()
-        worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
-        worker.setup_data_plane(client)
-        result = worker.train_presharded(shards[worker._local_coords()["data_parallel"]], None)
-        reads = metrics.snapshot()["operations"].get("get_samples", {"calls": 0})["calls"]
-    return result["is_replica_leader"], reads, result["seen"]
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)], ids=["1x1x2", "2x1x2"])
-def test_extras_reach_every_rank_as_they_went_with_one_fetch_per_group(
-    ranks: Any, stored: Any, shape: tuple[int, int, int]
-) -> None:
-    config, meta = stored
-    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
-    limits = {"max_tokens_per_microbatch": 16, "sequence_length_round": 2}
-    shards, order = shard_meta_for_dp(meta, dp_world=shape[0], dynamic_batching_args={**limits, **keys})
-    assert order is not None, "the shards take the rows in another order"
-
-    outcomes = ranks(shape[0] * shape[2], _train, shape, config, shards, timeout_s=120.0)
-
-    went = rollout()
-    pixels, grids = went["pixel_values"].unbind(), went["image_grid_thw"].unbind()
-    for rank, (leads, reads, seen) in enumerate(outcomes):
-        assert (leads, reads) == ((rank % shape[2] == 0), int(rank % shape[2] == 0))
-        rows = [IDS.index(sample_id) for sample_id in shards[rank // shape[2]].sample_ids]
-        assert sum(len(microbatch["input_lengths"]) for microbatch in seen) == len(rows)
-        assert len(seen) > 1, "there are microbatches to cut"
-        for microbatch in seen:
-            # tokens are cut to the microbatch's own length; the extras are whole
-            width = -(-int(microbatch["input_lengths"].max()) // 2) * 2
-            assert microbatch["input_ids"].shape[1] == microbatch["token_mask"].shape[1] == width
-            mine, rows = rows[: len(microbatch["input_ids"])], rows[len(microbatch["input_ids"]) :]
-            assert torch.equal(microbatch["input_ids"], went["input_ids"][mine][:, :width])
-            assert list(microbatch["captions"]) == [went["captions"][row] for row in mine]
-            for row, pixel, grid in zip(mine, microbatch["pixel_values"], microbatch["image_grid_thw"], strict=True):
-                assert pixel.dtype is torch.bfloat16
-                assert torch.equal(pixel, pixels[row])
-                assert torch.equal(grid, grids[row])
-
-
-def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -> None:
+def test_a_worker_can_name_further_ragged_fields(toy_worker, client):
     class Worker(toy_worker):
         ragged_fields = frozenset({"audio_frames"})
 
@@ -126,69 +53,34 @@ def test_a_worker_can_name_further_ragged_fields(toy_worker: Any, client: Any) -
         assert fetched["audio_frames"].is_nested == is_ragged
 
 
-STORES: list[Any] = [
-    {"backend": "noop"},
-    {"backend": "shm_store", "options": {"capacity_bytes": 64 << 20}},
-    {"backend": "redis_store"},
-    *in_long(
-        {"backend": "tq_simple", "op_timeout_s": 120.0},
-        {
-            "backend": "tq_mooncake",
-            "options": {"segment_size_bytes": 64 << 20, "local_buffer_size_bytes": 16 << 20, "master_start_s": 85},
-            "op_timeout_s": 120.0,
-        },
-    ),
-]
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("config", STORES, ids=lambda config: str(config["backend"]))
+@pytest.mark.parametrize("backend", ["noop", "shm_store", "redis_store", *in_long("tq_simple", "tq_mooncake")])
 @pytest.mark.parametrize("text_first", [True, False], ids=["text first", "images first"])
-def test_samples_of_text_only_go_beside_those_with_images(
-    request: pytest.FixtureRequest, config: dict[str, Any], text_first: bool
-) -> None:
-    if config["backend"].startswith("tq_"):
-        request.getfixturevalue("ray_address")
+def test_samples_of_text_only_go_beside_those_with_images(config_of, backend, text_first):
     went = rollout()
     texts, images = [1, 5], [0, 2, 3, 4, 6, 7]
-    pixels = [row if len(row) else None for row in went["pixel_values"].unbind()]
-    grids = [row if len(row) else None for row in went["image_grid_thw"].unbind()]
-    with connect(config) as client:
-        client.register_partition("train", ["input_ids", "input_lengths"], None, ["train"])
+    media = ("pixel_values", "image_grid_thw")
+    names = ["input_ids", "input_lengths", *media]
+    with connect(config_of(backend)) as client:
+        client.register_partition("train", names[:2], None, ["train"])
         for rows in (texts, images) if text_first else (images, texts):
-            media = {
-                "pixel_values": stack_or_nest([pixels[row] for row in rows]),  # of text only: empty lists
-                "image_grid_thw": stack_or_nest([grids[row] for row in rows]),
-            }
-            batch = {"input_ids": went["input_ids"][rows], "input_lengths": went["input_lengths"][rows], **media}
-            kv_first_write(
-                batch,
-                sample_ids=[IDS[row] for row in rows],
-                dp_client=client,
-                partition_id="train",
-                tags=[{"input_lengths": LENGTHS[row]} for row in rows],
-            )
-        claimed = client.claim_meta(
-            "train", "train", ["input_ids", "input_lengths", "pixel_values", "image_grid_thw"], len(IDS)
-        )
-        packing = {
-            "algorithm": "modified_first_fit_decreasing",
-            "input_key": "input_ids",
-            "input_lengths_key": "input_lengths",
-            "max_tokens_per_microbatch": 10,
-            "sequence_length_pad_multiple": 1,
-        }
+            batch = {name: went[name][rows] for name in names[:2]}
+            for name in media:
+                cells = [went[name].unbind()[row] for row in rows]
+                batch[name] = stack_or_nest([cell if len(cell) else None for cell in cells])  # of text: empty lists
+            ids, tags = [IDS[row] for row in rows], [{"input_lengths": LENGTHS[row]} for row in rows]
+            kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="train", tags=tags)
+        claimed = client.claim_meta("train", "train", names, len(IDS))
+        limits = {"max_tokens_per_microbatch": 10, "sequence_length_pad_multiple": 1}
+        packing = {"algorithm": "modified_first_fit_decreasing", **KEYS, **limits}
         shards, _ = shard_meta_for_dp(claimed, dp_world=2, sequence_packing_args=packing)
-        parts = [read_columns(client, shard) for shard in shards]
+        joined = BatchedDataDict.from_batches([read_columns(client, shard) for shard in shards])
         alone = read_columns(client, claimed.subset([claimed.sample_ids.index(IDS[row]) for row in texts]))
-    joined = BatchedDataDict.from_batches(parts)
     order = [IDS.index(sample_id) for shard in shards for sample_id in shard.sample_ids]
     assert sorted(order) == list(range(len(IDS)))
-    for name in ("pixel_values", "image_grid_thw"):
-        for row, found in zip(order, joined[name].unbind(), strict=True):
-            expected = went[name].unbind()[row]
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            assert torch.equal(found, expected)
+    for name in media:
+        cells = went[name].unbind()
+        assert [bits(found) for found in joined[name].unbind()] == [bits(cells[row]) for row in order]
         assert [(each.dtype, each.shape) for each in alone[name].unbind()] == [
             (went[name].dtype, (0, *went[name].shape[2:]))
         ] * len(texts)

@@ -1,9 +1,6 @@
 """A run's actors on Ray: placed or refused with the numbers, started together, ended alone."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import pytest
 
@@ -17,22 +14,22 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 class Rank:
     """One rank."""
 
-    def __init__(self, rank: int, fail: bool = False, hang: bool = False) -> None:
+    def __init__(self, rank, fail=False, hang=False):
         if fail:
             raise ValueError(f"rank {rank} has no weights")
         if hang:
             time.sleep(600)
         self.rank = rank
 
-    def where(self, scale: int = 1) -> int:
+    def where(self, scale=1):
         return self.rank * scale
 
 
-def _requests(count: int, **options: Any) -> list[ActorRequest]:
+def _requests(count, **options):
     return [ActorRequest(name=f"worker {i}", cls=Rank, args=(i,), **options) for i in range(count)]
 
 
-def test_several_actors_share_a_cpu_and_form_a_worker_group() -> None:
+def test_several_actors_share_a_cpu_and_form_a_worker_group():
     with start_actors(_requests(4, num_cpus=0.25), timeout_s=60) as group:
         workers = group.workers(["worker 3", "worker 1"], dp_ranks=[0, 0])
         assert workers.call("where", [(), ()], {"scale": 10}, timeout_s=30, doing="asking") == [30, 10]
@@ -44,7 +41,7 @@ def test_several_actors_share_a_cpu_and_form_a_worker_group() -> None:
     check_placement(_requests(8, num_cpus=1))  # waits until Ray has noticed that they have ended
 
 
-def test_too_few_cpus_are_said_with_numbers() -> None:
+def test_too_few_cpus_are_said_with_numbers():
     with pytest.raises(
         PlacementError, match=r"3 actors cannot be placed: they ask for 9\.5 logical CPUs, the cluster has 8, .* free"
     ) as caught:
@@ -53,36 +50,32 @@ def test_too_few_cpus_are_said_with_numbers() -> None:
     assert "num_cpus=" in caught.value.hint
 
 
-def test_cpus_that_others_hold_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requests", "nodes", "message"),
+    [
+        (_requests(4, num_gpus=1), None, "ask for 4 GPUs, the cluster has 0"),
+        # two nodes of 4: the sum would do; a second node takes longer to start than all these tests
+        (_requests(1, num_cpus=6), [{"CPU": 4.0}, {"CPU": 4.0}], "'worker 0' cannot be placed: it asks for 6 CPUs"),
+        (_requests(3, num_cpus=3), None, r"ask for 9 logical CPUs, the cluster has 8, 2 of them free"),
+    ],
+)
+def test_what_the_cluster_lacks_is_said_and_what_others_hold_counts(monkeypatch, requests, nodes, message):
     monkeypatch.setattr("dataplane_integrations.ray.actors._SETTLE_S", 0.0)  # nothing has ended
-    with (
-        start_actors(_requests(2, num_cpus=3)),
-        pytest.raises(PlacementError, match=r"ask for 2\.5 logical CPUs, the cluster has 8, 2 of them free"),
-    ):
-        check_placement([ActorRequest(name="rollout", cls=Rank, num_cpus=2.5)])
+    with start_actors(_requests(2, num_cpus=3)):
+        if nodes:
+            monkeypatch.setattr("dataplane_integrations.ray.actors._nodes", lambda: nodes)
+        with pytest.raises(PlacementError, match=message):
+            check_placement(requests)
 
 
-def test_gpus_that_the_cluster_lacks_are_said() -> None:
-    with pytest.raises(PlacementError, match="ask for 4 GPUs, the cluster has 0"):
-        check_placement(_requests(4, num_gpus=1))
-
-
-def test_an_actor_larger_than_every_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # two nodes of 4: the sum would do; a second node takes longer to start than all these tests
-    monkeypatch.setattr("dataplane_integrations.ray.actors._nodes", lambda: [{"CPU": 4.0}, {"CPU": 4.0}])
-    requests = [ActorRequest(name="small", cls=Rank), ActorRequest(name="large", cls=Rank, num_cpus=6)]
-    with pytest.raises(PlacementError, match="'large' cannot be placed: it asks for 6 CPUs, the largest of 2 nodes"):
-        check_placement(requests)
-
-
-def test_a_constructor_that_raises_ends_the_others() -> None:
+def test_a_constructor_that_raises_ends_the_others():
     broken = ActorRequest(name="worker 4", cls=Rank, args=(4,), kwargs={"fail": True})
     with pytest.raises(WorkerFailedError, match=r"worker 4.*rank 4 has no weights"):
         start_actors([*_requests(2), broken], timeout_s=60)
     check_placement(_requests(8, num_cpus=1))
 
 
-def test_actors_that_do_not_come_up_are_named_with_the_clusters_state() -> None:
+def test_actors_that_do_not_come_up_are_named_with_the_clusters_state():
     with pytest.raises(PlacementError, match=r"no answer from worker 0.*The cluster has 8 logical CPUs"):
         start_actors(_requests(1, kwargs={"hang": True}), timeout_s=0.01)
 
@@ -95,6 +88,6 @@ def test_actors_that_do_not_come_up_are_named_with_the_clusters_state() -> None:
         ([ActorRequest(name="a", cls=Rank, num_cpus=-1)], "'a' asks for -1"),
     ],
 )
-def test_requests_that_make_no_sense_are_refused(requests: list[ActorRequest], message: str) -> None:
+def test_requests_that_make_no_sense_are_refused(requests, message):
     with pytest.raises(InvalidRequestError, match=message):
         check_placement(requests)

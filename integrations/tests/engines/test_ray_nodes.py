@@ -1,14 +1,11 @@
 """Nodes without the backend: said with the pip command, or given the package by Ray's runtime_env."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ GOOD = "from dataplane_noop import NoopBackend as Elsewhere\n"
 ENTRY_POINT = "[dataplane.backends]\nelsewhere = elsewhere_backend:Elsewhere\n"
 
 
-def _wheel(folder: Path, source: str, version: str = "1.2") -> Path:
+def _wheel(folder, source, version="1.2"):
     """A distribution with a backend, as a wheel."""
     info = f"dataplane_elsewhere-{version}.dist-info"
     files = {
@@ -40,26 +37,21 @@ def _wheel(folder: Path, source: str, version: str = "1.2") -> Path:
     return path
 
 
-def _unpack(wheel: Path, folder: Path) -> str:
+def _unpack(wheel, folder):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return str(folder)
 
 
-def _installed(folder: Path, source: str, version: str = "1.2") -> dict[str, Any]:
-    """A runtime_env in which the backend is installed."""
-    return {"env_vars": {"PYTHONPATH": _unpack(_wheel(folder, source, version), folder / "installed")}}
-
-
 @pytest.fixture
-def wheel(local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheel(local_ray, tmp_path, monkeypatch):
     """A backend that this process has and the nodes of the running Ray have not."""
     made = _wheel(tmp_path, GOOD)
     monkeypatch.syspath_prepend(_unpack(made, tmp_path / "installed_here"))
     return made
 
 
-def test_a_backend_that_the_nodes_have_is_reported_with_its_version(local_ray: Any) -> None:
+def test_a_backend_that_the_nodes_have_is_reported_with_its_version(local_ray):
     [report] = require_backend_on_nodes("tq_simple", timeout_s=150)
     assert report.problem is None
     assert report.command is None
@@ -67,7 +59,7 @@ def test_a_backend_that_the_nodes_have_is_reported_with_its_version(local_ray: A
     assert report.address == local_ray.nodes()[0]["NodeManagerAddress"]
 
 
-def test_a_node_without_the_package_says_so_with_the_command(wheel: Path) -> None:
+def test_a_node_without_the_package_says_so_with_the_command(wheel):
     with pytest.raises(PlacementError, match="cannot run on 1 of 1 nodes") as caught:
         require_backend_on_nodes("elsewhere", timeout_s=150)
     message = str(caught.value)
@@ -89,7 +81,7 @@ print(require_backend_on_nodes("elsewhere", timeout_s=150)[0].version)
 """
 
 
-def test_a_node_without_the_package_gets_it(local_ray: Any, wheel: Path, tmp_path: Path) -> None:
+def test_a_node_without_the_package_gets_it(local_ray, wheel, tmp_path):
     script = tmp_path / "driver" / "main.py"
     script.parent.mkdir()
     script.write_text(DRIVER)
@@ -99,30 +91,27 @@ def test_a_node_without_the_package_gets_it(local_ray: Any, wheel: Path, tmp_pat
     assert (done.returncode, done.stdout) == (0, "1.2\n"), done.stderr
 
 
-def test_an_import_that_fails_on_the_node_keeps_its_cause(wheel: Path, tmp_path: Path) -> None:
-    env = _installed(tmp_path / "broken", "raise ImportError('libibverbs.so.1: cannot open shared object file')\n")
-    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=150)
-    assert report.problem is not None
-    assert "ImportError: libibverbs.so.1: cannot open" in report.problem
-
-
-def test_another_version_on_the_node_is_a_problem(wheel: Path, tmp_path: Path) -> None:
-    env = _installed(tmp_path / "old", GOOD, version="1.1")
-    [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=150)
-    assert report.problem == "it has dataplane-elsewhere 1.1, this process 1.2."
-
-
-def test_an_environment_that_cannot_be_made_is_told(wheel: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "version", "problem"),
+    [
+        ("raise ImportError('libibverbs.so.1: cannot open')\n", "1.2", "ImportError: libibverbs.so.1: cannot open"),
+        (GOOD, "1.1", "it has dataplane-elsewhere 1.1, this process 1.2."),
+        (None, "", "RuntimeEnvSetupError"),
+    ],
+    ids=["an import that fails", "another version", "an environment that cannot be made"],
+)
+def test_what_is_wrong_on_a_node_is_told(wheel, tmp_path, source, version, problem):
     env = {"py_modules": ["gcs://_ray_pkg_0123456789abcdef.zip"]}
+    if source:
+        env = {"env_vars": {"PYTHONPATH": _unpack(_wheel(tmp_path / "there", source, version), tmp_path / "installed")}}
     [report] = check_backend_on_nodes("elsewhere", runtime_env=env, timeout_s=150)
-    assert report.problem is not None
-    assert "RuntimeEnvSetupError" in report.problem
+    assert problem in (report.problem or "")
 
 
-def test_a_node_that_does_not_answer_is_told(local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_answer_is_told(local_ray, tmp_path, monkeypatch):
     may_answer = str(tmp_path / "may answer")
 
-    def answers_late(*_: Any) -> None:
+    def answers_late(*_):
         while not os.path.exists(may_answer):
             time.sleep(0.05)
 
@@ -132,7 +121,7 @@ def test_a_node_that_does_not_answer_is_told(local_ray: Any, tmp_path: Path, mon
     assert report.problem == "it did not answer within 0 s."
 
 
-def test_the_runtime_env_names_this_processs_version_or_what_is_given(wheel: Path) -> None:
+def test_the_runtime_env_names_this_processs_version_or_what_is_given(wheel):
     assert backend_runtime_env("elsewhere", env_vars={"A": "b"}) == {
         "pip": ["dataplane-elsewhere==1.2"],
         "env_vars": {"A": "b"},

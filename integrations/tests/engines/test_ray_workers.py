@@ -1,13 +1,8 @@
 """Workers that are Ray actors: called together, waited for with a deadline, failures told by their cause."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,13 +16,13 @@ GROUP_MODULE = "dataplane_integrations.ray.worker_group"
 class Actor:
     """One rank."""
 
-    def echo(self, value: int, scale: int = 1) -> int:
+    def echo(self, value, scale=1):
         return value * scale
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         time.sleep(seconds)
 
-    def meet(self, folder: Path, name: str, count: int) -> bool:
+    def meet(self, folder, name, count):
         """Whether so many of these calls run at the same time. Each waits for the others."""
         (folder / name).touch()
         give_up = time.monotonic() + 60
@@ -35,7 +30,7 @@ class Actor:
             time.sleep(0.02)
         return len(list(folder.iterdir())) == count
 
-    def fail(self, how: str) -> None:
+    def fail(self, how):
         if how == "leader":
             raise MissingDataError("'a_g0' lacks 'advantages'.", backend="tq_simple")
         if how == "sibling":
@@ -48,7 +43,7 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def group(local_ray: Any) -> Iterator[RayWorkerGroup]:
+def group(local_ray):
     actors = [
         local_ray.remote(Actor).options(num_cpus=0.1, max_concurrency=8, max_restarts=-1).remote() for _ in range(3)
     ]
@@ -58,26 +53,23 @@ def group(local_ray: Any) -> Iterator[RayWorkerGroup]:
         local_ray.kill(actor)
 
 
-def _fail(group: RayWorkerGroup, *how: str, timeout_s: float = 30.0) -> WorkerFailedError:
+def _fail(group, *how, timeout_s=30.0):
     with pytest.raises(WorkerFailedError) as caught:
         group.call("fail", [(each,) for each in how], timeout_s=timeout_s, doing="training")
     return caught.value
 
 
-def test_every_worker_gets_its_own_arguments_and_results_keep_the_order(group: RayWorkerGroup) -> None:
+def test_every_worker_gets_its_own_arguments_and_calls_run_at_the_same_time(group, tmp_path):
     assert group.call("echo", [(1,), (2,), (3,)], {"scale": 10}, timeout_s=30, doing="echoing") == [10, 20, 30]
     assert group.dp_ranks == [0, 1, 2]
     assert not group.in_process
-
-
-def test_calls_run_at_the_same_time(group: RayWorkerGroup, tmp_path: Path) -> None:
     calls = [(tmp_path, name, 3) for name in "abc"]
     assert group.call("meet", calls, timeout_s=240, doing="meeting") == [True] * 3
+    with pytest.raises(InvalidRequestError, match="2 actors with the names"):
+        RayWorkerGroup([object(), object()], names=["a", "a"])
 
 
-def test_the_first_failure_ends_the_wait_and_is_the_cause(
-    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_failure_ends_the_wait_and_a_leaders_own_error_is_told_before_its_siblings(group, monkeypatch):
     monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 0.1)
     error = _fail(group, "hang", "leader", "hang")
     assert str(error).startswith("policy worker 1 failed while training: MissingDataError: [tq_simple] 'a_g0' lacks")
@@ -85,22 +77,14 @@ def test_the_first_failure_ends_the_wait_and_is_the_cause(
     assert error.worker == "policy worker 1"
     assert not error.died
     assert "in fail" in error.details
-
-
-def test_a_leaders_own_error_is_told_rather_than_its_siblings(
-    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 60.0)
-    error = _fail(group, "sibling", "peer", "leader")
-    assert error.worker == "policy worker 2"
+    assert _fail(group, "sibling", "peer", "leader").worker == "policy worker 2"
 
 
-def test_after_a_failure_the_others_have_the_grace_together(
-    group: RayWorkerGroup, local_ray: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_the_others_have_the_grace_together(group, local_ray, monkeypatch):
     now = [0.0]
 
-    def an_answer_every_2_s(pending: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+    def an_answer_every_2_s(pending, *, num_returns, timeout):
         now[0] += min(timeout, 2.0)
         return (pending[:1], pending[1:]) if timeout >= 2.0 else ([], pending)
 
@@ -114,7 +98,7 @@ def test_after_a_failure_the_others_have_the_grace_together(
     assert now == [5.0], "the failure came after 2 s"
 
 
-def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_explains_the_errors_of_its_peers(group, monkeypatch):
     monkeypatch.setattr(f"{GROUP_MODULE}._CAUSE_GRACE_S", 60.0)  # Ray may take seconds to see a death
     error = _fail(group, "peer", "die", "sibling", timeout_s=90.0)
     assert error.worker == "policy worker 1"
@@ -130,12 +114,7 @@ def test_a_death_explains_the_errors_of_its_peers(group: RayWorkerGroup, monkeyp
             time.sleep(0.1)
 
 
-def test_workers_that_do_not_answer_are_named(group: RayWorkerGroup) -> None:
+def test_workers_that_do_not_answer_are_named(group):
     with pytest.raises(WorkerTimeoutError, match="no answer from policy worker 1 within 5 s while sleeping") as caught:
         group.call("sleep", [(0.0,), (60.0,), (0.0,)], timeout_s=5, doing="sleeping")
     assert isinstance(caught.value, TimeoutError)
-
-
-def test_names_must_be_one_for_each(group: RayWorkerGroup) -> None:
-    with pytest.raises(InvalidRequestError, match="2 actors with the names"):
-        RayWorkerGroup([object(), object()], names=["a", "a"])

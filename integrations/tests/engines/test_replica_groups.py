@@ -1,19 +1,18 @@
 """Coordinates, replica groups and pad multiples, from a DeviceMesh and from `megatron.core.parallel_state`."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import told
 from tiny_megatron import megatron_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import KVBatchMeta, connect, shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
-from dataplane_core.errors import DataPlaneError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE
 from dataplane_integrations.trainer.batching import Batching, SequencePacking
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
@@ -39,14 +38,14 @@ LAYOUTS: dict[str, tuple[Any, list[list[int]]]] = {
 
 
 class MeshWorker(FSDP2DataPlaneMixin):
-    def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    def __init__(self, shape, names):
         self.device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _stand(layout: Any) -> tuple[Any, ...]:
+def _stand(layout):
     """What a worker of this layout says of its place."""
 
-    def members(of: Any) -> list[int]:
+    def members(of):
         return [dist.get_rank()] if of is None else dist.get_process_group_ranks(of)
 
     is_megatron = isinstance(layout, dict)
@@ -65,7 +64,7 @@ def _stand(layout: Any) -> tuple[Any, ...]:
         )
 
 
-def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any) -> None:
+def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks):
     described = ranks(4, lambda rank: {name: _stand(layout) for name, (layout, _) in LAYOUTS.items()}, timeout_s=150)
     for name, (layout, groups) in LAYOUTS.items():
         for rank, (coords, leads, group, across, multiple) in enumerate(seen[name] for seen in described):
@@ -83,127 +82,77 @@ def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks: Any) 
                 )
 
 
-@pytest.mark.parametrize(
-    ("tensor", "context", "sequence_parallel", "expected"),
-    [
-        (1, 1, True, 1),
-        (4, 1, False, 1),
-        (4, 1, True, 4),
-        (1, 2, True, 4),
-        (8, 2, False, 4),
-        (2, 2, True, 4),
-        (3, 2, True, 12),
-        (8, 2, True, 16),
-    ],
-)
-def test_a_multiple_divides_into_whole_parts_for_every_rank(
-    tensor: int, context: int, sequence_parallel: bool, expected: int
-) -> None:
-    multiple = megatron_pad_multiple(
-        tensor_parallel=tensor, context_parallel=context, sequence_parallel=sequence_parallel
-    )
-    assert multiple == expected
-    of_one_rank = multiple // context
-    assert multiple % context == 0
-    assert context == 1 or of_one_rank % 2 == 0
-    assert not sequence_parallel or of_one_rank % tensor == 0
+#: (tensor parallel, context parallel, sequence parallel) -> multiple.
+MULTIPLES = {(1, 1, True): 1, (4, 1, False): 1, (4, 1, True): 4, (1, 2, True): 4}
+MULTIPLES |= {(8, 2, False): 4, (2, 2, True): 4, (3, 2, True): 12, (8, 2, True): 16}
 
 
-def _lengths(rank: int) -> dict[str, Any]:
-    with megatron_on_cpu({"context": 2}):
-        worker = MegatronDataPlaneMixin()
-        meta = KVBatchMeta("train", "train", ["a_g0", "a_g1"], sequence_lengths=[3, 5])
-        seen: dict[str, Any] = {"alone": worker._forward_pad_seqlen(meta)}
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 10
-        seen["stamped"] = worker._forward_pad_seqlen(meta)
-        meta.extra_info |= {GLOBAL_FORWARD_PAD_SEQLEN: 13, PAD_TO_MULTIPLE: 6}
-        seen["beside the meta's own multiple"] = worker._forward_pad_seqlen(meta)
+@pytest.mark.parametrize(("layout", "expected"), MULTIPLES.items())
+def test_a_multiple_divides_into_whole_parts_for_every_rank(layout, expected):
+    names = ("tensor_parallel", "context_parallel", "sequence_parallel")
+    assert megatron_pad_multiple(**dict(zip(names, layout, strict=True))) == expected
+
+
+#: What is stamped on rows of 3 and 5 tokens, and how long a forward is where their multiple is 4.
+STAMPS = [({}, 8), ({GLOBAL_FORWARD_PAD_SEQLEN: 10}, 12), ({GLOBAL_FORWARD_PAD_SEQLEN: 13, PAD_TO_MULTIPLE: 6}, 24)]
+REFUSED_PLANS = {
+    "of 6 tokens": ["a microbatch of 6 tokens. Expected multiples of 4", "Batching(pad_multiple=4"],
+    "of sequences padded to 2": ["a microbatch of 4 tokens for sequences that take 8", "with 4 as dynamic batching's"],
+}
+
+
+def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks):
+    def run(rank):
         data = BatchedDataDict({"input_ids": torch.zeros(2, 12, dtype=torch.long)})
-        for length in (6, 8):
-            meta.extra_info |= {"micro_batch_indices": [[[0, 2]]], "micro_batch_lengths": [[length]]}
-            seen[f"plan of {length}"] = _try_plan(worker, data, meta)
-        # rows of 2 tokens in bins of 4: every one needs a multiple of 4 for itself
-        for pad_multiple in (2, 4):
-            packing = SequencePacking(train_mb_tokens=4, sequence_length_pad_multiple=pad_multiple)
-            meta = KVBatchMeta("train", "train", list("abcd"), sequence_lengths=[2, 2, 2, 2])
-            [shard], _ = shard_meta_for_dp(
-                meta, dp_world=1, batch_size=2, **Batching(packing=packing).shard_args("train")
-            )
-            seen[f"bins of sequences padded to {pad_multiple}"] = _try_plan(worker, data, shard)
-    return seen
+        said = {}
+        with megatron_on_cpu({"context": 2}):
+            worker = MegatronDataPlaneMixin()
+
+            def try_plan(name, meta):
+                said[name] = told(lambda: worker._attach_or_repack_pack_metadata(data, meta))[2]
+
+            meta = KVBatchMeta("train", "train", ["a_g0", "a_g1"], sequence_lengths=[3, 5])
+            lengths = [worker._forward_pad_seqlen(replace(meta, extra_info=dict(stamp))) for stamp, _ in STAMPS]
+            for length in (6, 8):
+                plan = {"micro_batch_indices": [[[0, 2]]], "micro_batch_lengths": [[length]]}
+                try_plan(f"of {length} tokens", replace(meta, extra_info=plan))
+            # rows of 2 tokens in bins of 4: every one needs a multiple of 4 for itself
+            rows = KVBatchMeta("train", "train", list("abcd"), sequence_lengths=[2, 2, 2, 2])
+            for multiple in (2, 4):
+                packing = SequencePacking(train_mb_tokens=4, sequence_length_pad_multiple=multiple)
+                arguments = Batching(packing=packing).shard_args("train")
+                [shard], _ = shard_meta_for_dp(rows, dp_world=1, batch_size=2, **arguments)
+                try_plan(f"of sequences padded to {multiple}", shard)
+        return lengths, said
+
+    for lengths, said in ranks(2, run, timeout_s=150):
+        assert lengths == [expected for _, expected in STAMPS]
+        assert {name for name, text in said.items() if text} == REFUSED_PLANS.keys()
+        assert all(part in said[name] for name, parts in REFUSED_PLANS.items() for part in parts)
 
 
-def _try_plan(worker: MegatronDataPlaneMixin, data: BatchedDataDict, meta: KVBatchMeta) -> str:
-    try:
-        worker._attach_or_repack_pack_metadata(data, meta)
-    except DataPlaneError as error:
-        return str(error)
-    return "taken"
-
-
-def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks: Any) -> None:
-    for seen in ranks(2, _lengths, timeout_s=150):
-        assert seen["alone"] == 8
-        assert seen["stamped"] == 12
-        assert seen["beside the meta's own multiple"] == 24
-        assert "a microbatch of 6 tokens. Expected multiples of 4" in seen["plan of 6"]
-        assert "Batching(pad_multiple=4" in seen["plan of 6"]
-        assert seen["plan of 8"] == "taken"
-        refused = seen["bins of sequences padded to 2"]
-        assert "a microbatch of 4 tokens for sequences that take 8, each padded to a multiple" in refused
-        assert "with 4 as dynamic batching's sequence_length_round or packing's" in refused
-        assert seen["bins of sequences padded to 4"] == "taken"
-
-
-def _before_megatron_starts(rank: int) -> str:
-    try:
-        MegatronDataPlaneMixin()._local_coords()
-    except DataPlaneError as error:
-        return str(error)
-    return "taken"
-
-
-def test_a_worker_before_megatron_is_initialized_says_so(ranks: Any) -> None:
-    [said] = ranks(1, _before_megatron_starts, timeout_s=150)
-    assert "initialize_model_parallel" in said
-
-
-def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks: Any) -> None:
-    def attach(rank: int) -> str:
+def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks):
+    def attach(rank):
         worker = MeshWorker((2, 2), ("dp", "tp"))
         missing = {"backend": "shm_store", "attach_wait_s": 0, "options": {"namespace": f"nowhere-{rank}"}}
-        try:
-            worker.setup_data_plane(missing if rank == 0 else connect({"backend": "noop"}))
-        except DataPlaneError as error:
-            return type(error).__name__
-        return "attached"
+        return told(lambda: worker.setup_data_plane(missing if rank == 0 else connect({"backend": "noop"})))[0]
 
-    assert ranks(4, attach) == ["BackendUnavailableError", "attached", "attached", "attached"]
+    assert ranks(4, attach) == ["BackendUnavailableError", "", "", ""]
 
 
-def test_one_rank_alone_has_no_group(ranks: Any) -> None:
-    def groups(rank: int) -> list[Any]:
-        worker = MeshWorker((1, 1), ("dp", "tp"))
-        return [worker._get_replica_group(), worker._get_data_parallel_group(), worker._local_coords()]
+def test_one_rank_alone_has_no_group_and_one_that_does_not_know_where_it_stands_is_refused(ranks):
+    def run(rank):
+        alone = MeshWorker((1, 1), ("dp", "tp"))
+        asked = [lambda names=names: MeshWorker((1, 1), names)._local_coords() for names in (None, ("dp", "ep"))]
+        asked += [FSDP2DataPlaneMixin()._local_coords, MegatronDataPlaneMixin()._local_coords]
+        groups = alone._get_replica_group(), alone._get_data_parallel_group(), alone._local_coords()
+        return groups, [told(call)[2] for call in asked]
 
-    assert ranks(1, groups) == [[None, None, {"data_parallel": 0, "tensor_parallel": 0}]]
-
-
-def test_a_mesh_that_does_not_say_who_shares_rows_is_refused(ranks: Any) -> None:
-    def refusals(rank: int) -> list[str]:
-        said = []
-        for names in (None, ("dp", "ep")):
-            try:
-                MeshWorker((1, 1), names)._local_coords()
-            except DataPlaneError as error:
-                said.append(str(error))
-        return said
-
-    [[unnamed, unknown]] = ranks(1, refusals)
-    assert "its dims have no names" in unnamed
-    assert "'ep' of ('dp', 'ep')" in unknown
-
-
-def test_a_worker_without_a_mesh_says_what_it_lacks() -> None:
-    with pytest.raises(DataPlaneError, match=r"has no DeviceMesh.*'device_mesh' or 'mesh'"):
-        FSDP2DataPlaneMixin()._local_coords()
+    [(groups, said)] = ranks(1, run, timeout_s=150)
+    assert groups == (None, None, {"data_parallel": 0, "tensor_parallel": 0})
+    for text, part in zip(
+        said,
+        ("dims have no names", "'ep' of ('dp', 'ep')", "'device_mesh' or 'mesh'", "initialize_model_parallel"),
+        strict=True,
+    ):
+        assert part in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,15 +12,14 @@ import pytest
 import tiny_megatron
 import torch
 import torch.distributed as dist
+from layouts import told
 from tiers import in_long
-from tiny_megatron import TinyMegatronWorker, megatron_on_cpu
-from tiny_policy import batch_of, loss_of
+from tiny_megatron import TinyMegatronWorker, batch_of, loss_of, megatron_on_cpu
 from torch import Tensor
 
-from dataplane_core import KVBatchMeta, connect, kv_first_write
+from dataplane_core import connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError, MissingDataError, UnsupportedOperationError
+from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
@@ -47,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _recorded() -> Tensor:
+def _recorded():
     """(N, S, L, k) int16: any experts, but none for a row's last token, which generation does not run; 0 beyond."""
     generator = torch.Generator().manual_seed(6)
     scores = torch.rand(len(LENGTHS), max(LENGTHS), tiny_megatron.LAYERS, EXPERTS, generator=generator)
@@ -58,7 +56,7 @@ def _recorded() -> Tensor:
     return experts
 
 
-def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
+def _batch(recorded=None):
     experts = {} if recorded is None else {ROUTED_EXPERTS_FIELD: recorded}
     return BatchedDataDict({**batch_of(LENGTHS, seed=5), **experts})
 
@@ -66,32 +64,22 @@ def _batch(recorded: Tensor | None = None) -> BatchedDataDict:
 # --- the column -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    scope="module",
-    params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")],
-)
-def plane(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+@pytest.fixture(scope="module", params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")])
+def plane(request, config_of):
     """The driver's client of each backend."""
-    if request.param.startswith("tq_"):
-        request.getfixturevalue("local_ray")
-    options = {
-        "redis_store": {"namespace": "replay-column"},
-        "tq_simple": {"instance": "replay-column"},
-        "tq_mooncake": {"instance": "replay-column"},
-    }
-    with connect({"backend": request.param, "options": options.get(request.param, {}), "op_timeout_s": 60}) as client:
+    with connect(config_of(request.param)) as client:
         yield client
 
 
 class Rollout(DataPlaneRolloutMixin):
     """Makes the first write of a rollout that must have recorded its routing."""
 
-    def write(self, batch: BatchedDataDict) -> KVBatchMeta:
+    def write(self, batch):
         options = {"partition_id": "train", "required_fields": [ROUTED_EXPERTS_FIELD]}
         return self._first_write(batch, sample_ids=IDS, **options).meta
 
 
-def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneClient, toy_worker: Any) -> None:
+def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane, toy_worker):
     workers = [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
     rollout = Rollout()
     rollout.setup_data_plane(plane)
@@ -118,18 +106,14 @@ def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane: DataPlaneCl
                 assert bool((experts[length:] == -1).all()), "padding names no expert"
 
 
-def test_rows_without_their_routing_are_refused_at_the_write(plane: DataPlaneClient) -> None:
+def test_rows_without_their_routing_are_refused_at_the_write_and_at_the_fetch(plane, toy_worker):
     rollout = Rollout()
     rollout.setup_data_plane(plane)
-    plane.register_partition("train", [], None, ["train"])
-    with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
-        rollout.write(_batch())
-    assert plane.list_samples("train").size == 0
-
-
-def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneClient, toy_worker: Any) -> None:
     with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
         policy.prepare_step()
+        with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
+            rollout.write(_batch())
+        assert plane.list_samples("train").size == 0
         meta = kv_first_write(_batch(), sample_ids=IDS, dp_client=plane, partition_id="train")
         with pytest.raises(WorkerFailedError) as caught:
             policy.get_logprobs_from_meta(meta)
@@ -141,21 +125,17 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(plane: DataPlaneCli
 # --- turns without experts --------------------------------------------------------------------------------------------
 
 
-def _logs() -> list[list[dict[str, Any]]]:
+def test_turns_without_experts_are_left_to_the_router_or_refused_as_told():
     answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
-    return [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
-
-
-def test_turns_without_experts_are_left_to_the_router_or_refused_as_told() -> None:
-    logs = _logs()
+    logs = [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
+    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
+        fill_missing_routes(logs, missing="refuse")
     fill_missing_routes(logs)
     filled = logs[0][0]["routed_experts"]
     assert filled.dtype == torch.int16
     assert torch.equal(filled, torch.full((4, 3, 2), -1).short())
     assert bool((logs[0][1]["routed_experts"] == 1).all())
     assert "routed_experts" not in logs[1][0], "it has no tokens"
-    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
-        fill_missing_routes(_logs(), missing="refuse")
     bare = [[{"role": "user", "token_ids": torch.arange(4)}]]
     fill_missing_routes(bare, missing="refuse")
     assert "routed_experts" not in bare[0][0], "the first write says that nothing was recorded"
@@ -166,19 +146,19 @@ def test_turns_without_experts_are_left_to_the_router_or_refused_as_told() -> No
 SHORT = torch.arange(1, 17).view(2, 8, 1, 1)  # two rows of 8 tokens; the numbers name the tokens
 
 
-def _laid_out(lengths: list[int], **layout: Any) -> list[list[int]]:
+def _laid_out(lengths, **layout):
     column = lay_out_routed_experts(SHORT, lengths, **layout)
     assert column.shape[2:] == (1, 1)
     return column[..., 0, 0].tolist()
 
 
-def test_rows_side_by_side_name_no_expert_beyond_their_length() -> None:
+def test_rows_side_by_side_name_no_expert_beyond_their_length():
     assert _laid_out([3, 8]) == [[1, 2, 3, -1, -1, -1, -1, -1], [9, 10, 11, 12, 13, 14, 15, 16]]
     assert _laid_out([3, 8], context_rank=0, context_size=2) == [[1, 2, -1, -1], [9, 10, 15, 16]]
     assert _laid_out([3, 8], context_rank=1, context_size=2) == [[3, -1, -1, -1], [11, 12, 13, 14]]
 
 
-def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_itself() -> None:
+def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_itself():
     bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
     assert _laid_out([3, 6], cu_seqlens_padded=bounds) == [[1, 2, 3, -1, 9, 10, 11, 12, 13, 14, -1, -1]]
     halves = [_laid_out([3, 6], cu_seqlens_padded=bounds, context_rank=rank, context_size=2) for rank in range(2)]
@@ -194,13 +174,13 @@ def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_i
         ([3, 4], {"cu_seqlens_padded": [0, 3, 7], "context_size": 2}, "room for 3 tokens. Expected a multiple of 4"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(lengths: list[int], layout: dict[str, Any], reason: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused(lengths, layout, reason):
     with pytest.raises(InvalidRequestError, match=reason):
         lay_out_routed_experts(SHORT, lengths, **layout)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_ranks_hold_each_token_once(size: int) -> None:
+def test_context_parallel_ranks_hold_each_token_once(size):
     held = [context_parallel_tokens([0, 8, 24], rank, size) for rank in range(size)]
     assert sorted(torch.cat(held).tolist()) == list(range(24))
     assert {len(tokens) for tokens in held} == {24 // size}
@@ -212,7 +192,7 @@ def test_context_parallel_ranks_hold_each_token_once(size: int) -> None:
 class Stage(torch.nn.Module):
     """A pipeline stage of a model of two layers, of which the first has experts."""
 
-    def __init__(self, layer: int, experts: int | None = EXPERTS) -> None:
+    def __init__(self, layer, experts=EXPERTS):
         super().__init__()
         self.config = SimpleNamespace(
             num_layers=2,
@@ -229,15 +209,7 @@ class Stage(torch.nn.Module):
         self.layer.layer_number = layer
 
 
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (InvalidRequestError, UnsupportedOperationError) as error:
-        return str(error)
-    return "nothing"
-
-
-def _refusals(rank: int) -> dict[str, Any]:
+def _refusals(rank):
     known = torch.tensor([[0, 1], [2, 3], [1, 0], [-1, -1], [-1, -1]]).view(1, 5, 1, 2)
     gap, half = known.clone(), known.clone()
     gap[0, 1] = -1
@@ -247,44 +219,45 @@ def _refusals(rank: int) -> dict[str, Any]:
     bare.install(known)
     bare.install(None)
     bare.remove()
-    return {
-        "on a stage without experts": _said(lambda: bare.check(known)),
-        "nothing to record": _said(lambda: _record_on(bare)),
-        "in a model without experts": _said(lambda: RoutingReplay(Stage(1, experts=None))),
-        "routers that cannot be set": _said(lambda: RoutingReplay(Stage(1))),
-        "half": _said(lambda: bare.check(half)),
-        "a gap, left to the router": _said(lambda: bare.check(gap, [4])),
-        "the last token": _said(lambda: strict.check(known, [4])),
-        "a gap": _said(lambda: strict.check(gap, [4])),
-        "a gap in jagged rows": _said(lambda: strict.check(jagged)),
-        "installed unchecked": _said(lambda: strict.install(half)),
-        "what to do": _said(lambda: RoutingReplay(Stage(2), missing="fill")),
+
+    def record():
+        with bare.recording() as recorded:
+            recorded.routed_experts(1)
+
+    calls = {
+        "on a stage without experts": lambda: bare.check(known),
+        "nothing to record": record,
+        "in a model without experts": lambda: RoutingReplay(Stage(1, experts=None)),
+        "routers that cannot be set": lambda: RoutingReplay(Stage(1)),
+        "half": lambda: bare.check(half),
+        "a gap, left to the router": lambda: bare.check(gap, [4]),
+        "the last token": lambda: strict.check(known, [4]),
+        "a gap": lambda: strict.check(gap, [4]),
+        "a gap in jagged rows": lambda: strict.check(jagged),
+        "installed unchecked": lambda: strict.install(half),
+        "what to do": lambda: RoutingReplay(Stage(2), missing="fill"),
     }
+    return {name: text for name, call in calls.items() if (text := told(call)[2])}
 
 
-def _record_on(replay: RoutingReplay) -> None:
-    with replay.recording() as recorded:
-        recorded.routed_experts(1)
+REFUSALS = {
+    "nothing to record": "on a pipeline stage that has such layers",
+    "in a model without experts": "no mixture-of-experts layers",
+    "routers that cannot be set": "no mixture-of-experts layers whose experts can be set",
+    "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
+    "a gap": "row 0, token 1, layer 0 names no expert: [-1, -1]",
+    "a gap in jagged rows": "row 1, token 1, layer 0 names no expert",
+    "what to do": "missing is 'fill'. Expected 'router' or 'refuse'",
+}
 
 
-def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks: Any) -> None:
+def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks):
     [said] = ranks(1, _refusals, timeout_s=150)
-    nothing = ("on a stage without experts", "a gap, left to the router", "the last token", "installed unchecked")
-    assert [said.pop(name) for name in nothing] == ["nothing"] * 4
-    for name, part in {
-        "nothing to record": "on a pipeline stage that has such layers",
-        "in a model without experts": "no mixture-of-experts layers",
-        "routers that cannot be set": "no mixture-of-experts layers whose experts can be set",
-        "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
-        "a gap": "row 0, token 1, layer 0 names no expert: [-1, -1]",
-        "a gap in jagged rows": "row 1, token 1, layer 0 names no expert",
-        "what to do": "missing is 'fill'. Expected 'router' or 'refuse'",
-    }.items():
-        assert part in said.pop(name)
-    assert not said
+    assert said.keys() == REFUSALS.keys()
+    assert all(part in said[name] for name, part in REFUSALS.items())
 
 
-def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong() -> None:
+def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong():
     sizes: dict[str, Any] = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
     rows = [torch.tensor([[0, 1], [3, 2]]).expand(length, 2, 2).short() for length in (3, 1)]
     column = stack_or_nest(rows)
@@ -308,9 +281,7 @@ def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wro
 
 
 @contextmanager
-def _alone(
-    layout: dict[str, Any], recorded: Tensor | None = None
-) -> Iterator[tuple[Any, DataPlaneClient, KVBatchMeta]]:
+def _alone(layout, recorded=None):
     """A worker, the client of a store of its own, and the rows in it."""
     with megatron_on_cpu(layout), connect({"backend": "noop"}) as client:
         worker = TinyMegatronWorker(layout)
@@ -318,52 +289,49 @@ def _alone(
         yield worker, client, _write(client, "train", recorded)
 
 
-def _read_wrong(rank: int) -> list[str]:
-    """What a worker says of rows that name an expert twice, when it reads them."""
-    with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
-        checks = []
-        check = worker.routing_replay.check
-        worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
-        return [_said(lambda: worker.get_logprobs_presharded(meta)), str(len(checks)), str(len(worker.installed))]
+def test_rows_are_checked_when_they_are_read(ranks):
+    def read_wrong(rank):
+        """Rows that name an expert twice."""
+        with _alone(LAYOUTS["one"], torch.ones_like(_recorded())) as (worker, _, meta):
+            check, checks = worker.routing_replay.check, []
+            worker.routing_replay.check = lambda *args: (checks.append(1), check(*args))[1]
+            return told(lambda: worker.get_logprobs_presharded(meta))[2], len(checks), len(worker.installed)
 
-
-def test_rows_are_checked_when_they_are_read(ranks: Any) -> None:
-    [(said, checks, installs)] = ranks(1, _read_wrong, timeout_s=150)
+    [(said, checks, installs)] = ranks(1, read_wrong, timeout_s=150)
     assert "sample '" in said
     assert "token 0, layer 0 names an expert twice: [1, 1]" in said
-    assert (checks, installs) == ("1", "0")
+    assert (checks, installs) == (1, 0)
 
 
-def _begin_every_call(rank: int) -> list[tuple[str, bool]]:
-    """Per method that a worker runs for its driver, whether routers still had the experts of the call before."""
-    with _alone(LAYOUTS["one"]) as (worker, _, meta):
-        seen: list[tuple[str, bool]] = []
+def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(ranks):
+    def begin_every_call(rank):
+        """Per method that a worker runs, whether routers still had the experts of the call before."""
+        with _alone(LAYOUTS["one"]) as (worker, _, meta):
+            seen = []
 
-        def replace(name: str, result: Any) -> None:
-            def note(*_: Any, **__: Any) -> Any:
-                seen.append((name, any(layer.target is not None for layer in worker.routing_replay._layers)))
-                worker.routing_replay.install(_recorded())
-                return result
+            def replace(name, result):
+                def note(*_, **__):
+                    seen.append((name, any(layer.target is not None for layer in worker.routing_replay._layers)))
+                    worker.routing_replay.install(_recorded())
+                    return result
 
-            setattr(worker, name, note)
+                setattr(worker, name, note)
 
-        logprobs = torch.zeros(len(LENGTHS), max(LENGTHS))
-        replace("get_logprobs", {"logprobs": logprobs})
-        replace("get_reference_policy_logprobs", {"reference_logprobs": logprobs})
-        for name in ("train", "begin_train_step", "train_microbatch", "finish_train_step"):
-            replace(name, {})
-        worker.get_logprobs_presharded(meta)
-        worker.get_reference_policy_logprobs_presharded(meta)
-        worker.train_presharded(meta, None)
-        worker.begin_train_step_presharded(None)
-        worker.train_microbatch_presharded(meta)
-        worker.train_microbatches_presharded([meta])
-        worker.finish_train_step_presharded()
-        return seen
+            logprobs = torch.zeros(len(LENGTHS), max(LENGTHS))
+            replace("get_logprobs", {"logprobs": logprobs})
+            replace("get_reference_policy_logprobs", {"reference_logprobs": logprobs})
+            for name in ("train", "begin_train_step", "train_microbatch", "finish_train_step"):
+                replace(name, {})
+            worker.get_logprobs_presharded(meta)
+            worker.get_reference_policy_logprobs_presharded(meta)
+            worker.train_presharded(meta, None)
+            worker.begin_train_step_presharded(None)
+            worker.train_microbatch_presharded(meta)
+            worker.train_microbatches_presharded([meta])
+            worker.finish_train_step_presharded()
+            return seen
 
-
-def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(ranks: Any) -> None:
-    [seen] = ranks(1, _begin_every_call, timeout_s=150)
+    [seen] = ranks(1, begin_every_call, timeout_s=150)
     assert len(seen) == 7
     assert [name for name, installed in seen if installed] == []
 
@@ -372,34 +340,33 @@ def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[DataPlaneClient]:
+def store(config_of):
     """The driver's client of a private Redis server, with the rows and their recorded experts in it."""
-    options = {"namespace": "replay-model"}
-    with connect({"backend": "redis_store", "options": options, "op_timeout_s": 60}) as client:
+    with connect(config_of("redis_store")) as client:
         yield client
 
 
-def _write(client: DataPlaneClient, partition_id: str, recorded: Tensor | None) -> KVBatchMeta:
+def _write(client, partition_id, recorded):
     client.register_partition(partition_id, [], None, ["train"])
     meta = kv_first_write(_batch(recorded), sample_ids=IDS, dp_client=client, partition_id=partition_id)
     meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = WIDTH
     return meta
 
 
-def _routers(worker: TinyMegatronWorker) -> list[Any]:
+def _routers(worker):
     from megatron.core.transformer.moe.router import TopKRouter
 
     return [module for module in worker.model.modules() if isinstance(module, TopKRouter)]
 
 
-def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]:
+def _choices(worker, run):
     """Per forward what the routers of this stage handed on: (B, S, L, experts) bool, of all TP ranks' tokens."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
     maps: dict[int, list[Tensor]] = {}
 
-    def keep(router: Any, _: Any, output: Any) -> None:
+    def keep(router, _, output):
         parts = [torch.empty_like(output[1]) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, output[1], group=group)
         maps.setdefault(router.layer_number, []).append(torch.cat(parts))
@@ -415,13 +382,13 @@ def _choices(worker: TinyMegatronWorker, run: Callable[[], Any]) -> list[Tensor]
     ]
 
 
-def _route(rank: int, layout: dict[str, Any], config: Any, metas: dict[str, KVBatchMeta]) -> dict[str, Any]:
+def _route(rank, layout, config, metas):
     """Logprobs and a training step, padded and packed, by recorded experts; what was routed where."""
     with megatron_on_cpu(layout):
         return {way: _route_by(TinyMegatronWorker(layout, way == "packed"), config, metas[way]) for way in metas}
 
 
-def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dict[str, Any]:
+def _route_by(worker, config, meta):
     worker.setup_data_plane(config)
     meta.fields = list(_batch())
     own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
@@ -435,9 +402,7 @@ def _route_by(worker: TinyMegatronWorker, config: Any, meta: KVBatchMeta) -> dic
     return {"own": own, "used": used, "installed": installed, "results": results}
 
 
-def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
-    ranks: Any, store: DataPlaneClient
-) -> None:
+def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(ranks, store):
     logprobs, losses, norms = {}, [], []
     for name, layout in LAYOUTS.items():
         metas = {way: _write(store, f"{name}-{way}", _recorded()) for way in ("padded", "packed")}
@@ -471,7 +436,7 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
 
 
-def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _record(rank, layout):
     """The experts that this rank recorded, and which tokens of a row they are for."""
     from megatron.core import parallel_state
 
@@ -483,9 +448,7 @@ def _record(rank: int, layout: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return recorded.routed_experts(len(LENGTHS)), tiny_megatron.tokens_of_rank([0, WIDTH], place, size)
 
 
-def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_rank(
-    ranks: Any, store: DataPlaneClient
-) -> None:
+def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_rank(ranks, store):
     [(whole, _)] = ranks(1, _record, LAYOUTS["one"], timeout_s=150)
     for stage, (recorded, _) in enumerate(ranks(2, _record, LAYOUTS["PP2"], timeout_s=150)):
         assert torch.equal(recorded[:, :, stage], whole[:, :, stage])
@@ -494,14 +457,22 @@ def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_
         assert torch.equal(recorded, whole[:, places])
 
 
-def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
+def _record_and_replay(rank, layout):
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
-    seen: dict[str, Any] = {}
+    seen = {}
     with _alone(layout) as (worker, client, meta):
         meta.fields = list(_batch())
         data = worker._fetch(meta)
+
+        def logprobs():
+            return worker.get_logprobs(data)["logprobs"]
+
+        def stored(meta, *fields):
+            found = client.get_samples(meta.sample_ids, "train", list(fields))
+            return [found.get(name).values() for name in fields]
+
         with worker.replay.recording() as recorded:
-            generated = worker.get_logprobs(data)
+            generated = logprobs()
         experts = recorded.routed_experts(len(LENGTHS))
         seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
 
@@ -509,43 +480,38 @@ def _record_and_replay(rank: int, layout: dict[str, Any]) -> dict[str, Any]:
         meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
         worker.get_logprobs_presharded(meta)
         inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
-        stored = client.get_samples(meta.sample_ids, "train", ["prev_logprobs"])["prev_logprobs"].values()
-        seen["replayed"] = (stored - generated["logprobs"][inside]).abs().max().item()
+        [replayed] = stored(meta, "prev_logprobs")
+        seen["replayed"] = (replayed - generated[inside]).abs().max().item()
 
         worker.replay.clear()
         with torch.no_grad():
             for name, parameter in worker.model.named_parameters():
                 if "router" in name:
                     parameter.neg_()  # chooses those that it chose last
-        drifted = worker.get_logprobs(data)
-        seen["drifted"] = (drifted["logprobs"] - generated["logprobs"]).abs().max().item()
+        drifted = logprobs()
+        seen["drifted"] = (drifted - generated).abs().max().item()
         right = worker.installed[-1]
         beyond = right.clone()
         beyond[0, 1, 0, 0] = EXPERTS
-        seen["refusals"] = [_said(lambda wrong=wrong: worker.replay.check(wrong)) for wrong in (right.float(), beyond)]
-        seen["refusals"].append(_said(lambda: worker.replay.install(right[:, :, :1])))
+        calls = [lambda wrong=wrong: worker.replay.check(wrong) for wrong in (right.float(), beyond)]
+        seen["refusals"] = [told(call)[2] for call in (*calls, lambda: worker.replay.install(right[:, :, :1]))]
         worker.replay.install(right[:, :4])
-        seen["refusals"].append(_said(lambda: worker.get_logprobs(data)))
+        seen["refusals"].append(told(logprobs)[2])
         worker.replay.clear()
-        again = worker.get_logprobs(data)
-        seen["cleared"] = torch.equal(again["logprobs"], drifted["logprobs"])
+        seen["cleared"] = torch.equal(logprobs(), drifted)
 
         worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed
-        bare = replace(meta, fields=list(LP_SEED_FIELDS))
-        worker.get_reference_policy_logprobs_presharded(bare)
-        fields = ["prev_logprobs", "reference_policy_logprobs"]
-        td = client.get_samples(meta.sample_ids, "train", fields)
-        policy, reference = (td.get(name).values() for name in fields)
+        worker.get_reference_policy_logprobs_presharded(replace(meta, fields=list(LP_SEED_FIELDS)))
+        policy, reference = stored(meta, "prev_logprobs", "reference_policy_logprobs")
         seen["policy"] = (policy - reference).abs().max().item()
-        seen["reference"] = torch.equal(reference, drifted["logprobs"][inside])
+        seen["reference"] = torch.equal(reference, drifted[inside])
         worker.replay.remove()
-        seen["removed"] = all(
-            module.router_replay is None for module in worker.model.modules() if hasattr(module, "router_replay")
-        )
+        routers = [each for each in worker.model.modules() if hasattr(each, "router_replay")]
+        seen["removed"] = all(router.router_replay is None for router in routers)
     return seen
 
 
-def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, store: DataPlaneClient) -> None:
+def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks):
     [seen] = ranks(1, _record_and_replay, LAYOUTS["one"], timeout_s=150)
     assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
     assert seen["dtype"] == "torch.int16"
@@ -555,8 +521,14 @@ def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks: Any, 
     assert seen["policy"] > 1e-2
     assert seen["reference"], "the reference policy's routers choose for themselves"
     assert seen["removed"]
-    dtype, beyond, shape, tokens = seen["refusals"]
-    assert "dtype torch.float32. Expected signed integers" in dtype
-    assert "row 0, token 1, layer 0 names an expert of 4 or above" in beyond
-    assert "Expected (rows, tokens, 2 layers, 2 experts)" in shape
-    assert "sees 32 tokens, routed_experts holds 16" in tokens
+    for said, part in zip(
+        seen["refusals"],
+        (
+            "dtype torch.float32. Expected signed integers",
+            "row 0, token 1, layer 0 names an expert of 4 or above",
+            "Expected (rows, tokens, 2 layers, 2 experts)",
+            "sees 32 tokens, routed_experts holds 16",
+        ),
+        strict=True,
+    ):
+        assert part in said

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from base64 import b64decode
 from itertools import count
 from pathlib import Path
 
@@ -132,7 +131,3 @@ class Browser:
             text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
             self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
             self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def picture(self, path):
-        """Writes what the page shows as a PNG."""
-        Path(path).write_bytes(b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

@@ -107,28 +107,7 @@ def test_stages_samples_and_the_text_of_the_chosen_one_and_that_no_task_loses_an
     assert store.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)
 
 
-def test_sorting_by_keys_and_by_a_click(store, config):
-    fill(store)
-
-    async def check(screen):
-        await screen.shows(*REWARDS)
-        await screen.press("s", "s")  # version, reward
-        await screen.shows("q0_g1", "q1_g1", "q0_g0", "q1_g0")
-        assert screen.lines()[0] == ["id", "version", "reward", "▴"]
-        assert screen.table.chosen == "q0_g1"  # the first of the new order
-        await screen.press("r")
-        await screen.shows("q1_g0", "q0_g0", "q1_g1", "q0_g1")
-        await screen.press("s", "r")
-        await screen.shows(*REWARDS)
-        await screen.pilot.click(Samples, offset=(9, 0))  # version
-        await screen.until(lambda: "▴" in screen.lines()[0], "an order")
-        await screen.pilot.click(Samples, offset=(9, 0))
-        await screen.shows(*reversed(REWARDS))
-
-    browse(config, check)
-
-
-def test_filters_and_those_that_are_refused(store, config):
+def test_sorting_filters_and_a_group_alone(store, config):
     fill(store)
 
     async def enter(screen, condition):
@@ -152,21 +131,24 @@ def test_filters_and_those_that_are_refused(store, config):
         await enter(screen, "")
         await screen.shows(*REWARDS)
         assert "colour" not in screen.text("#state")
+        await screen.press("home", "s", "s")  # version, reward
+        await screen.shows("q0_g1", "q1_g1", "q0_g0", "q1_g0")
+        assert screen.lines()[0] == ["id", "version", "reward", "▴"]
+        assert screen.table.chosen == "q0_g1"  # the first of the new order
+        await screen.press("r")
+        await screen.shows("q1_g0", "q0_g0", "q1_g1", "q0_g1")
+        await screen.press("s", "r")
+        await screen.shows(*REWARDS)
+        await screen.pilot.click(Samples, offset=(9, 0))  # version
+        await screen.until(lambda: "▴" in screen.lines()[0], "an order")
+        await screen.pilot.click(Samples, offset=(9, 0))
+        await screen.shows(*reversed(REWARDS))
+        await screen.press("home", "g")
+        await screen.shows("q1_g1", "q1_g0")
+        await screen.press("g")
+        await screen.shows(*reversed(REWARDS))
 
     browse(config, check, wish=Wish(where=parse_where("reward == 1")))
-
-
-def test_a_group_alone(store, config):
-    fill(store)
-
-    async def check(screen):
-        await screen.shows(*REWARDS)
-        await screen.press("down", "down", "g")
-        await screen.shows("q1_g0", "q1_g1")
-        await screen.press("g")
-        await screen.shows(*REWARDS)
-
-    browse(config, check)
 
 
 def test_new_rows_new_columns_and_rows_that_are_cleared(store, config):
@@ -312,10 +294,11 @@ def terminal(python, *words):
         os.close(inside)
 
 
-def test_the_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python):
+@pytest.mark.parametrize(("words", "text"), [(["browse", "--sort", "reward"], "q1_g1"), (["top"], "written")])
+def test_a_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python, words, text):
     fill(store)
-    with terminal(python, "browse", config, "--sort", "reward") as (outside, read_until, process, is_restored):
-        assert "q1_g1" in read_until("q1_g1")
+    with terminal(python, words[0], config, *words[1:]) as (outside, read_until, process, is_restored):
+        assert text in read_until(text)
         assert not is_restored()
         os.write(outside, b"q")
         assert process.wait() == 0

@@ -105,17 +105,8 @@ def test_all_processes_on_one_page(config, python):
             page.stdout.close()
 
 
-def test_a_backend_whose_clients_do_not_announce_themselves(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: noop}")
-    with connect({"backend": "noop"}) as client:
-        client._capabilities -= {"clients"}
-        monkeypatch.setattr("dataplane_tools._metrics.attach", lambda path: client)
-        assert main(["metrics", str(path)]) == 1
-    assert "does not declare 'clients'" in capsys.readouterr().err
-
-
-def test_a_port_that_cannot_be_had_is_an_error(tmp_path, capsys):
+def test_what_is_an_error(tmp_path, capsys, monkeypatch):
+    """A port that cannot be had, and a backend whose clients do not announce themselves."""
     path = tmp_path / "config.yaml"
     path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
     with connect(str(path)), socket.socket() as taken:
@@ -124,6 +115,11 @@ def test_a_port_that_cannot_be_had_is_an_error(tmp_path, capsys):
         for port in (taken.getsockname()[1], 99999):
             assert main(["metrics", str(path), "--port", str(port)]) == 1
             assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    with connect({"backend": "noop"}) as client:
+        client._capabilities -= {"clients"}
+        monkeypatch.setattr("dataplane_tools._metrics.attach", lambda path: client)
+        assert main(["metrics", str(path)]) == 1
+    assert "does not declare 'clients'" in capsys.readouterr().err
 
 
 def test_clients_of_one_process_are_one_line_each_metric():
@@ -184,23 +180,21 @@ def endpoint_of(answer, **told):
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        [b"what is this\r\n\r\n"],
-        [OK, b"Content-Length: 999\r\n\r\ndataplane_x 1"],
-        [OK, b"Content-Length: 11\r\n\r\n{not metrics"],
-        [],
-        [b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\ndataplane_x 1\n"],
-        [OK, b"\r\n", *[b"dataplane_x 1\n" * 100_000] * 12],
-        [
-            b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/metrics\r\n",
-            OK.partition(b"\n")[2],
-            b"\r\ndataplane_x 1\n",
-        ],
+NONSENSE = {
+    "no HTTP": [b"what is this\r\n\r\n"],
+    "cut short": [OK, b"Content-Length: 999\r\n\r\ndataplane_x 1"],
+    "other text": [OK, b"Content-Length: 11\r\n\r\n{not metrics"],
+    "nothing": [],
+    "HTML": [OK.replace(b"text/plain", b"text/html"), b"\r\ndataplane_x 1\n"],
+    "more than 16 MB": [OK, b"\r\n", *[b"dataplane_x 1\n" * 100_000] * 12],
+    "another address": [
+        OK.replace(b"200 OK", b"302 Found"),
+        b"Location: http://127.0.0.1:1/metrics\r\n\r\ndataplane_x 1\n",
     ],
-    ids=["no HTTP", "cut short", "other text", "nothing", "HTML", "more than 16 MB", "another address"],
-)
+}
+
+
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
 def test_an_endpoint_that_answers_nonsense_is_left_out(answer):
     found = endpoint_of(answer)
     (up,) = found["dataplane_process_up"].samples

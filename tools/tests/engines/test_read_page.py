@@ -1,8 +1,6 @@
 """The page of `dataplane read --html` in a real Chromium: what it shows, and that nothing in its data is obeyed."""
 
-import argparse
 import json
-import shutil
 import tempfile
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from chromium import PROGRAM, Browser
 
 from dataplane_core import connect
-from dataplane_tools import commands
+from dataplane_core.cli import main
 
 # `make test` installs Chromium where it may
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium: apt-get install chromium")
@@ -24,16 +22,8 @@ EVIL = (
 
 @pytest.fixture(scope="module")
 def browser():
-    folder = tempfile.mkdtemp()
-    try:
-        with Browser(folder) as browser:
-            yield browser
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def tags(number):
-    return {"seed": 2**62 + number, "time": 1_732_665_123 + number, "text": f"tag {number}"}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Browser(folder) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +40,19 @@ def page(tmp_path_factory):
             "input_ids": rows,
             "token_mask": [[False, False, True, True]] * 2000,
             "info": [{"evil": EVIL[:-1]}] * 2000,
+            "advantages": [[0.0, 0.0, float(number % 3 - 1), 0.5] for number in range(2000)],
         }
-        columns["advantages"] = [[0.0, 0.0, float(number % 3 - 1), 0.5] for number in range(2000)]
-        client.put_samples(ids, "train", columns, tags=[tags(number) for number in range(2000)])
+        tags = [{"seed": 2**62 + n, "time": 1_732_665_123 + n, "text": f"tag {n}"} for n in range(2000)]
+        client.put_samples(ids, "train", columns, tags=tags)
         client.put_samples(ids[:-1], "train", {"reward": torch.arange(1999) % 7 / 4})
         client.save(folder / "save")
         (folder / "words_of_ids.py").write_text(
             f"WORDS = {words!r}\ndef decode(ids):\n    return ''.join(WORDS[each] for each in ids)\n"
         )
         patch.syspath_prepend(str(folder))
-        parser = argparse.ArgumentParser()
-        run = commands.read(parser)
         path = str(folder / "page.html")
         tokenizer = ["--tokenizer", "words_of_ids:decode"]
-        assert run(parser.parse_args([str(folder / "save"), "train", "--html", path, *tokenizer])) == 0
+        assert main(["read", str(folder / "save"), "train", "--html", path, *tokenizer]) == 0
     return path
 
 
@@ -115,31 +104,27 @@ def test_what_a_model_wrote_is_never_obeyed(opened):
     assert opened.run("performance.getEntriesByType('resource').length") == 0
 
 
-def test_columns_sort_both_ways_with_what_lacks_them_last(opened):
+def test_columns_sort_both_ways_with_what_lacks_them_last_and_search_looks_everywhere(opened):
+    def row(which):
+        return f"document.getElementById('space').{which}.firstChild.textContent"
+
     opened.click("#head [data-name=reward]")
     assert first_ids(opened) == ["q0_g0", "q1_g3", "q3_g2"]  # each seventh
     opened.click("#head [data-name=reward]")
     assert first_ids(opened, 2) == ["q1_g2", "q3_g1"]
     opened.run("document.getElementById('table').scrollTop = 1e9")
-    opened.wait("document.getElementById('space').lastChild.firstChild.textContent === 'q499_g3'")
+    opened.wait(f"{row('lastChild')} === 'q499_g3'")
     opened.click("#head [data-name=id]")
     opened.run("document.getElementById('table').scrollTop = 0")
-    opened.wait("document.getElementById('space').firstChild.firstChild.textContent === 'q0_g0'")
+    opened.wait(f"{row('firstChild')} === 'q0_g0'")
     assert first_ids(opened, 5) == ["q0_g0", "q0_g1", "q0_g2", "q0_g3", "q1_g0"]  # q1 before q10
-
-
-def test_search_looks_into_ids_values_and_texts(opened):
-    opened.press("/")
-    for letters in ("q49_", "TWO THREE", "window.HACKED", "no such text"):
+    for letters, count in {"q49_": 4, "TWO THREE": 500, "window.HACKED": 1, "no such text": 0}.items():
+        opened.press("/")
         opened.run("document.getElementById('search').select()")
         opened.send("Input.insertText", text=letters)
         opened.press("Enter")
-        found = texts(opened, "#count")[0]
-        assert found == {"q49_": "4 of 2000", "TWO THREE": "500 of 2000", "window.HACKED": "1 of 2000"}.get(
-            letters, "0 of 2000"
-        )
-        opened.press("/")
-    opened.press("Escape")
+        assert texts(opened, "#count") == [f"{count} of 2000"]
+    opened.press("/", "Escape")
     assert texts(opened, "#count") == ["2000 of 2000"]
 
 

@@ -1,6 +1,5 @@
-"""`export --follow` that is killed, stopped or not alone; the commands; `audit` of a run of several processes."""
+"""`export --follow` that is killed, stopped or not alone, and the commands."""
 
-import json
 import signal
 import time
 
@@ -134,62 +133,3 @@ def test_the_commands_export_and_import(store, config, tmp_path, capsys):
     before = signal.getsignal(signal.SIGINT)
     assert main(["export", config, "p", more, "--follow", "--idle", "0"]) == 0
     assert signal.getsignal(signal.SIGINT) is before
-
-
-ROLLOUT = """
-for place in range({first}, {last}):
-    ids = [f"q{{place}}_g{{member}}" for member in range(2)]
-    client.put_samples(ids, "train", {{"x": [[1.0, 2.0], [3.0]]}}, tags=[{{"weight_version": place // 4}}] * 2)
-"""
-
-REWARD = """
-while True:
-    meta = client.claim_meta("train", "reward", ["x"], 2, timeout_s=600.0, lease_s=600.0)
-    if not meta.size:
-        break
-    rows = client.get_data(meta)
-    client.put_samples(meta.sample_ids, "train", {"reward": [1.0] * meta.size})
-    client.ack(meta)
-"""
-
-
-def test_an_audit_of_a_run_of_several_processes(tmp_path, capsys, python):
-    """Two rollouts and a reward process, all on one store; the trainer marks the steps."""
-
-    def look(*words):
-        assert main(["audit", str(recording), *words, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    recording = tmp_path / "recording"
-    config = {
-        "backend": "shm_store",
-        "options": {"capacity_bytes": "50MB", "namespace": "audit"},
-        "middleware": [{"recorder": {"folder": str(recording)}}],
-    }
-    begin = "from dataplane_core import connect\nclient = connect({!r} | {{'role': {!r}}}, bootstrap=False)\n"
-    with connect(config | {"role": "trainer"}) as client:
-        client.register_partition("train", ["x", "reward"], 32, ["reward", "trainer"], 2)
-        others = [
-            python.start("-c", begin.format(config, role) + code + "\nclient.close()")
-            for role, code in (
-                ("rollout", ROLLOUT.format(first=0, last=8)),
-                ("rollout", ROLLOUT.format(first=8, last=16)),
-                ("reward", REWARD),
-            )
-        ]
-        for number in range(1, 5):
-            meta = client.claim_meta("train", "trainer", ["x", "reward"], 8, timeout_s=300.0, lease_s=600.0)
-            client.get_data(meta)
-            client.ack(meta)
-            client.mark_step(number)
-        assert [process.wait(timeout=300) for process in others] == [0, 0, 0]
-        client.clear_samples(None, "train")
-    found = look()
-    assert (found["wrong"], found["untrained"], found["tasks"]) == ([], [], ["trainer"])
-    assert [each["samples"] for each in found["steps"]] == [8] * 4
-    assert sorted(each["role"] for each in found["clients"]) == ["reward", "rollout", "rollout", "trainer"]
-    assert {name.split()[0] for each in found["steps"] for name in each["writers"]} == {"rollout"}
-    assert {name: each["samples"] for name, each in found["latency"].items()} == {"reward": 32, "trainer": 32}
-    cells = look("--step", "1")["steps"][0]["rows"][0]["cells"]
-    assert (cells["x"]["writer"].split()[0], cells["reward"]["writer"].split()[0]) == ("rollout", "reward")
-    assert cells["reward"]["value"] == "1"

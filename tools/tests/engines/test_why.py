@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -57,6 +58,13 @@ class Run:
         assert process.stdout.readline() == "ready\n"
         return process
 
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.send_signal(signal.SIGCONT)
+            process.wait()
+            process.stdout.close()
+
     def is_announced(self, process, operation, num_samples=0, waits=False):
         """Waits until the store knows what a process has done."""
 
@@ -87,32 +95,103 @@ class Run:
         return self.client.why("step", task)[0]
 
 
-OPTIONS = {"shm_store": "{capacity_bytes: 50MB}", "redis_store": "{}"}
-
-
 @pytest.fixture
-def run(tmp_path, python, request):
-    backend, options, patience_s = getattr(request, "param", ("shm_store", OPTIONS["shm_store"], 2.0))
-    path = tmp_path / "config.yaml"
-    path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: {patience_s}, options: {options}}}")
-    with connect(load_config(str(path)).model_copy(update={"role": "driver"})) as client:
-        found = Run(python, str(path), client)
-        yield found
-        for process in found.processes:
-            process.kill()
-            process.send_signal(signal.SIGCONT)
-            process.wait()
-            process.stdout.close()
+def start_run(tmp_path, python):
+    """``start_run(backend, patience_s, capacity)``: a store of its own."""
+    with ExitStack() as stack:
+
+        def start(backend="shm_store", patience_s=2.0, capacity="50MB"):
+            path = tmp_path / "config.yaml"
+            options = f"{{capacity_bytes: {capacity}}}" if backend == "shm_store" else "{}"
+            path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: {patience_s}, options: {options}}}")
+            client = stack.enter_context(connect(load_config(str(path)).model_copy(update={"role": "driver"})))
+            run = Run(python, str(path), client)
+            stack.callback(run.end)
+            return run
+
+        yield start
 
 
-both = pytest.mark.parametrize("run", [(*each, 2.0) for each in OPTIONS.items()], ids=OPTIONS, indirect=True)
-little = pytest.mark.parametrize("run", [("shm_store", "{capacity_bytes: 100kB}", 2.0)], indirect=True)
+both = pytest.mark.parametrize("backend", ["shm_store", "redis_store"])
+
+PUTS_A_GROUP = """
+with client.phase("generate", partition_id="step", groups=["q17"]):
+    client.put_samples([f"q17_g{place}" for place in range(3)], "step", {"x": [1.0] * 3, "reward": [1.0] * 3})
+    time.sleep(1000)
+"""
+PUTS_AND_CLEARS = """
+for place in range(100_000):
+    client.put_samples([f"s{place}"], "step", {"x": [1.0], "reward": [1.0]})
+    client.clear_samples([f"s{place}"], "step")
+    time.sleep(0.05)
+"""
+FILTERS = TRAINER.replace("4, ", "4, tag_filter={'weight_version': ('>=', 7)}, ")
+HANGS = 'with client.phase("generate"):\n    time.sleep(1000)'
+CLOSES = "client.close()\ntime.sleep(1000)"
 #: For what is a fault only after five times the patience.
-impatient = pytest.mark.parametrize("run", [("shm_store", OPTIONS["shm_store"], 0.3)], indirect=True, ids=["shm_store"])
+IMPATIENT = {"patience_s": 0.3}
+
+#: What the process beside the trainer does, how the run differs, the cause, and texts of the verdict, which names
+#: this process.
+INCIDENTS = {
+    "stopped": (rollout(2), {"stops": 2}, "stopped", ["(rollout) is stopped"]),
+    "filter": (
+        rollout(7),
+        {**IMPATIENT, "trainer": FILTERS},
+        *("filter", ["7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6."]),
+    ),
+    "group": (
+        PUTS_A_GROUP,
+        {**IMPATIENT, "group_size": 4},
+        *("group", ["'q17' has 3 of 4. 'q17_g3' was never put. It is made by ", "(rollout) in generate for "]),
+    ),
+    "evicted": (PUTS_AND_CLEARS, IMPATIENT, "evicted", ["were cleared by ", "before they were given to it"]),
+    "short": (
+        *(rollout(10, then=CLOSES), {"num_samples": 12}),
+        *("short", ["10 of 12 samples came, and no more will.", "closed its client"]),
+    ),
+    "silent": (
+        *(rollout(3, then=HANGS), IMPATIENT),
+        *("silent", ["It is alive, but silent in generate for ", "it last put samples "]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "more", "cause", "texts"), INCIDENTS.values(), ids=INCIDENTS)
+def test_an_incident_is_told_with_its_cause_and_its_process(start_run, program, more, cause, texts):
+    run, sizes = start_run(patience_s=more.get("patience_s", 2.0)), (more.get("num_samples"), more.get("group_size"))
+    run.client.register_partition("step", ["x", "reward"], sizes[0], ["trainer"], sizes[1])
+    run.start("trainer", more.get("trainer", TRAINER))
+    producer = run.start("rollout", program)
+    if "stops" in more:
+        run.is_announced(producer, "put_samples", more["stops"])
+        producer.send_signal(signal.SIGSTOP)
+    named = [] if cause == "filter" else [f"process {producer.pid} on "]
+    run.names(cause, *named, *texts)
+
+
+def test_a_task_whose_name_is_misspelt(start_run):
+    run = start_run(**IMPATIENT)
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
+    claimer = run.start("trainer", TRAINER)
+    run.client.put_samples([f"s{place}" for place in range(4)], "step", {"x": [1.0] * 4, "reward": [1.0] * 4})
+    run.names("name", "claims for 'trainer'. Is that a typing error?", f"process {claimer.pid} on ", task="trainr")
+
+
+def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(start_run):
+    run = start_run()
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
+    run.start("rollout", rollout(4))
+    holder = run.start("trainer-0", TRAINER.replace("client.ack(meta)", "time.sleep(1000)"))
+    run.is_announced(holder, "claim_meta", 4)
+    run.start("trainer-1", TRAINER)
+    holder.send_signal(signal.SIGSTOP)
+    run.names("leased", "4 samples are leased, 's0' to ", f"process {holder.pid} on ", "(trainer-0) is stopped")
 
 
 @both
-def test_a_producer_that_was_killed(run, capsys):
+def test_a_producer_that_was_killed(start_run, backend, capsys):
+    run = start_run(backend)
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     trainer = run.start("trainer", TRAINER)
     producer = run.start("rollout", rollout(6))
@@ -128,54 +207,8 @@ def test_a_producer_that_was_killed(run, capsys):
     assert f"process {producer.pid} on " in said
 
 
-def test_a_producer_that_is_stopped(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    run.start("trainer", TRAINER)
-    producer = run.start("rollout", rollout(2))
-    run.is_announced(producer, "put_samples", 2)
-    producer.send_signal(signal.SIGSTOP)
-    run.names("stopped", f"process {producer.pid} on ", "(rollout) is stopped")
-
-
-@impatient
-def test_a_filter_that_nothing_passes(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    run.start("trainer", TRAINER.replace("4, ", "4, tag_filter={'weight_version': ('>=', 7)}, "))
-    run.start("rollout", rollout(7))
-    run.names("filter", "7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6.")
-
-
-@impatient
-def test_a_group_that_is_short_of_a_sample(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"], 4)
-    run.start("trainer", TRAINER)
-    code = "client.put_samples([f'q17_g{place}' for place in range(3)], 'step', {'x': [1.0] * 3, 'reward': [1.0] * 3})"
-    producer = run.start("rollout", f"{code}\ntime.sleep(1000)")
-    run.names("group", "'q17' has 3 of 4. 'q17_g3' was never put.", f"process {producer.pid} on ")
-
-
-@impatient
-def test_a_group_whose_maker_says_so(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"], 4)
-    run.start("trainer", TRAINER)
-    code = """
-with client.phase("generate", partition_id="step", groups=["q17"]):
-    client.put_samples([f"q17_g{place}" for place in range(3)], "step", {"x": [1.0] * 3, "reward": [1.0] * 3})
-    time.sleep(1000)
-"""
-    maker = run.start("collector-2", code)
-    other = run.start("collector-1", code.replace("q17", "q18").replace("range(3)", "range(4)").replace("* 3", "* 4"))
-    run.is_announced(other, "put_samples", 4)
-    name = f"process {maker.pid} on "
-    verdict = run.names("group", "'q17_g3' was never put. It is made by ", name, "(collector-2) in generate for ")
-    assert verdict.culprit.startswith(name)
-    maker.kill()
-    verdict = run.names("group", "Its maker ended: ", name, "(collector-2) is gone; ", ", in generate.")
-    assert verdict.culprit.startswith(name)
-
-
-@little
-def test_a_store_that_is_full_of_what_a_task_has_not_consumed(run):
+def test_a_store_that_is_full_of_what_a_task_has_not_consumed(start_run):
+    run = start_run(capacity="100kB")
     for name, task in (("step", "trainer"), ("eval", "judge")):
         run.client.register_partition(name, ["x", "reward"], None, [task])
     judge = run.start("judge", TRAINER.replace('"step", "trainer"', '"eval", "judge"'))
@@ -191,41 +224,9 @@ def test_a_store_that_is_full_of_what_a_task_has_not_consumed(run):
     )
 
 
-@impatient
-def test_samples_that_are_cleared_as_too_old(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    trainer = run.start("trainer", TRAINER)
-    code = """
-for place in range(1000):
-    client.put_samples([f"s{place}"], "step", {"x": [1.0], "reward": [1.0]})
-    client.clear_samples([f"s{place}"], "step")
-    time.sleep(0.05)
-"""
-    evicting = run.start("buffer", code)
-    run.is_announced(trainer, "claim_meta", waits=True)
-    run.names("evicted", f"were cleared by process {evicting.pid} on ", "before they were given to it")
-
-
-def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    run.start("rollout", rollout(4))
-    holder = run.start("trainer-0", TRAINER.replace("client.ack(meta)", "time.sleep(1000)"))
-    run.is_announced(holder, "claim_meta", 4)
-    run.start("trainer-1", TRAINER)
-    holder.send_signal(signal.SIGSTOP)
-    run.names("leased", "4 samples are leased, 's0' to ", f"process {holder.pid} on ", "(trainer-0) is stopped")
-
-
-@impatient
-def test_a_task_whose_name_is_misspelt(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
-    claimer = run.start("trainer", TRAINER)
-    run.client.put_samples([f"s{place}" for place in range(4)], "step", {"x": [1.0] * 4, "reward": [1.0] * 4})
-    run.names("name", "claims for 'trainer'. Is that a typing error?", f"process {claimer.pid} on ", task="trainr")
-
-
 @both
-def test_a_reward_process_that_died(run):
+def test_a_reward_process_that_died(start_run, backend):
+    run = start_run(backend)
     run.client.register_partition("step", ["x", "reward"], None, ["trainer", "reward"])
     reward = run.start("reward", REWARD)
     run.start("trainer", TRAINER)
@@ -241,32 +242,8 @@ def test_a_reward_process_that_died(run):
     assert (found.backlog, found.num_ready) == (14, 14)
 
 
-def test_a_collector_that_ended_before_all_had_come(run):
-    run.client.register_partition("step", ["x", "reward"], 12, ["trainer"])
-    run.start("trainer", TRAINER)
-    producer = run.start("collector", rollout(10, then="client.close()\ntime.sleep(1000)"))
-    run.names("short", "10 of 12 samples came, and no more will.", f"process {producer.pid} on ", "closed its client")
-
-
-@impatient
-def test_a_producer_that_hangs(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    run.start("trainer", TRAINER)
-    producer = run.start("rollout", rollout(3))
-    run.names("silent", f"process {producer.pid} on ", "It is alive, but last put samples ")
-
-
-@impatient
-def test_a_producer_that_hangs_in_a_phase(run):
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    run.start("trainer", TRAINER)
-    producer = run.start("rollout", rollout(3, then='with client.phase("generate"):\n    time.sleep(1000)'))
-    run.names(
-        "silent", f"process {producer.pid} on ", "It is alive, but silent in generate for ", "it last put samples "
-    )
-
-
-def test_a_run_that_is_merely_slow_is_never_called_starved(run):
+def test_a_run_that_is_merely_slow_is_never_called_starved(start_run):
+    run = start_run()
     run.client.register_partition("step", ["x", "reward"], 16, ["trainer", "reward"])
     # no announcement is missed, however busy this machine is
     listed = "from dataplane_core.client import announcing\nannouncing._TIMEOUT_S = 600.0\n"
@@ -285,7 +262,8 @@ def test_a_run_that_is_merely_slow_is_never_called_starved(run):
     assert None in {producer.poll(), reward.poll()}
 
 
-def test_a_timeout_and_the_log_say_the_same(run, caplog):
+def test_a_timeout_and_the_log_say_the_same(start_run, caplog):
+    run = start_run()
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
     producer = run.start("rollout", rollout(3, then="client.close()\ntime.sleep(1000)"))
 
@@ -301,7 +279,8 @@ def test_a_timeout_and_the_log_say_the_same(run, caplog):
     assert any(f"process {producer.pid} on " in each.getMessage() for each in caplog.records)
 
 
-def test_the_command(run, capsys):
+def test_the_command(start_run, capsys):
+    run = start_run()
     assert main(["why", run.path]) == 0
     assert capsys.readouterr().out == "No task is registered.\n"
     run.client.register_partition("step", ["x"], 2, ["trainer", "reward"])

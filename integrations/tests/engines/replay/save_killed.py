@@ -1,7 +1,11 @@
-"""Run as a program: saves that are killed at every step, and what can be read after each. Prints one line of JSON."""
+"""Run as a program: saves that are killed at every call into the operating system, and what can be read after each.
+
+Prints per kill which save was found, as one line of JSON.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -18,75 +22,50 @@ def save(folder: Path, number: int) -> None:
     write_save(folder, "test", {"number": number}, [b"%d" % number * 1000, b"", b"second block"])
 
 
-def count_or_kill(kill_at: int | None) -> list[str]:
-    """Notes every call into the operating system, and ends this process at one of them, as kill -9 does."""
-    steps: list[str] = []
+def read(folder: Path) -> int:
+    """The number of the save, which is whole."""
+    with SavedFiles(folder, "test") as saved:
+        number: int = saved.body["number"]
+        assert [block.decode() for block in saved.blocks()] == [str(number) * 1000, "", "second block"]
+    return number
 
-    def noting(name: str, call: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            steps.append(name)
-            if len(steps) - 1 == kill_at:
+
+def kill_at(step: int) -> None:
+    """Ends this process at one of its next calls, as kill -9 does; a write has written half by then."""
+    left = itertools.count(step, -1)
+
+    def dying(name: str, call: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if next(left) == 0:
                 if name == "write":
                     call(args[0], args[1][: len(args[1]) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
-        return noted
+        return called
 
     for name in STEPS:
-        setattr(os, name, noting(name, getattr(os, name)))
-    return steps
-
-
-def in_a_fork(work: Any) -> None:
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(0)
-    os.waitpid(child, 0)
+        setattr(os, name, dying(name, getattr(os, name)))
 
 
 def main(root: Path) -> None:
-    plain = root / "plain"
-    save(plain, 1)
-    report = root / "steps.json"
-
-    def counted() -> None:
-        steps = count_or_kill(None)
-        save(plain, 2)
-        report.write_text(json.dumps(steps))
-
-    in_a_fork(counted)
-    steps = json.loads(report.read_text())
-    # the report itself is written with calls that count
-    steps = steps[: max(at for at, name in enumerate(steps) if name == "unlink") + 1]
-    results = []
-    for kill_at in range(len(steps)):
-        folder = root / f"killed-{kill_at}"
+    found = []
+    for step in itertools.count():
+        folder = root / f"killed-{step}"
         save(folder, 1)
-
-        def killed(folder: Path = folder, kill_at: int = kill_at) -> None:
-            count_or_kill(kill_at)
+        child = os.fork()
+        if child == 0:
+            kill_at(step)
             save(folder, 2)
-
-        in_a_fork(killed)
-        with SavedFiles(folder, "test") as saved:
-            blocks = [block.decode() for block in saved.blocks()]
-        whole = blocks == [str(saved.body["number"]) * 1000, "", "second block"]
-        number = saved.body["number"]
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found.append(read(folder))
         save(folder, 3)
-        with SavedFiles(folder, "test") as saved:
-            following = saved.body["number"]
-        results.append(
-            {
-                "step": steps[kill_at],
-                "read": number,
-                "whole": whole,
-                "next": following,
-                "files": len(list(folder.iterdir())),
-            }
-        )
-    print(json.dumps(results))
+        assert read(folder) == 3
+        assert len(list(folder.iterdir())) == 2
+        if not os.WIFSIGNALED(status):  # it came to its end
+            print(json.dumps(found))
+            return
 
 
 if __name__ == "__main__":

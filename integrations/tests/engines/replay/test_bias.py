@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiers import in_long
@@ -16,7 +15,7 @@ PROGRAM = Path(__file__).resolve().parents[4] / "benchmarks" / "staleness.py"
 
 
 @pytest.fixture(scope="module", params=[2, *in_long(1, 4)])
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+def results(request):
     spec = importlib.util.spec_from_file_location("staleness", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
@@ -31,7 +30,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     }
 
 
-def test_only_ready_first_trains_less_on_long_answers(results: dict[str, Any]) -> None:
+def test_only_ready_first_trains_less_on_long_answers(results):
     for name in ("in order", "windowed"):
         assert results[name].evicted == 0.0
         assert results[name].length_ratio == pytest.approx(1.0, abs=0.02)
@@ -41,6 +40,6 @@ def test_only_ready_first_trains_less_on_long_answers(results: dict[str, Any]) -
     assert results["ready first"].longest_tenth < 0.05
 
 
-def test_what_waiting_costs_is_shown_too(results: dict[str, Any]) -> None:
+def test_what_waiting_costs_is_shown_too(results):
     assert results["ready first"].groups_per_time > results["in order"].groups_per_time
     assert results["ready first"].waits < results["in order"].waits

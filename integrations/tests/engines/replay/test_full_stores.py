@@ -1,31 +1,24 @@
 """Collectors on a store that is full, and on one that stops answering."""
 
-from __future__ import annotations
-
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.middleware import Middleware
-from dataplane_core.spec import PutRequest, hookimpl
+from dataplane_core.spec import hookimpl
 from dataplane_integrations.errors import CollectorFailedError
 from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
-Make = Callable[..., ReplayBuffer]
-Held = Callable[[], list[str]]
 WAIT_S = 60.0
 
 
-def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
+def train_on_all(buffer, num_groups=2):
     """Trains to the end, on two groups per version; the prompts in the order of training."""
     prompts: list[int] = []
     while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
@@ -44,98 +37,71 @@ class ImpatientPuts(Middleware):
     """Puts may take 1 s; all else as long as a busy machine needs."""
 
     @hookimpl(wrapper=True)
-    def put_samples(self, request: PutRequest) -> Any:
+    def put_samples(self, request):
         request.deadline = min(request.deadline, time.monotonic() + 1.0)
         return (yield)
 
 
-@contextlib.contextmanager
-def impatient_client(backend: str, **options: Any) -> Iterator[DataPlaneClient]:
-    """A client with a partition, whose puts are impatient."""
+@pytest.fixture
+def client(request, monkeypatch):
+    """A store, by default a Redis, with a partition and impatient puts. Collectors soon look again for room."""
+    monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
+    backend, options = getattr(request, "param", ("redis_store", {}))
     with connect({"backend": backend, "options": options, "middleware": [ImpatientPuts()]}) as client:
         client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
         yield client
 
 
-@pytest.fixture
-def small_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataPlaneClient]:
-    """A store of little room that blocks or raises when it is full. Collectors soon look again whether there is any."""
-    monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
-    backend, on_full = request.param
-    with impatient_client(backend, capacity_bytes=ROOM, on_full=on_full) as client:
-        yield client
+written_by_either = pytest.mark.parametrize("written_by", ["collector", "rollout"])
+SMALL = [
+    (backend, {"capacity_bytes": ROOM, "on_full": on_full})
+    for backend in ("noop", "redis_store")
+    for on_full in ("block", "raise")
+]
 
 
-@pytest.mark.parametrize(
-    "small_store",
-    [(backend, on_full) for backend in ("noop", "redis_store") for on_full in ("block", "raise")],
-    ids="-".join,
-    indirect=True,
-)
-@pytest.mark.parametrize("written_by", ["collector", "rollout"])
-def test_a_full_store_holds_rollouts_back_and_loses_nothing(
-    small_store: DataPlaneClient, answers: Any, write: Any, written_by: str
-) -> None:
-    buffer = ReplayBuffer(
-        small_store,
-        "replay",
-        InOrderPolicy(max_staleness=3, groups_per_version=2),
-        group_size=2,
-        num_prompts=10,
-    )
-    generated: list[str] = []
+@pytest.mark.parametrize("client", SMALL, ids=lambda each: f"{each[0]}-{each[1]['on_full']}", indirect=True)
+@written_by_either
+def test_a_full_store_holds_rollouts_back_and_loses_nothing(client, answers, write, written_by):
+    policy = InOrderPolicy(max_staleness=3, groups_per_version=2)
+    buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=10)
+    generated = []
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         generated.extend(each.group for each in reservations)
-        return answers(reservations) if written_by == "collector" else write(small_store, reservations)
+        return answers(reservations) if written_by == "collector" else write(client, reservations)
 
-    client = small_store if written_by == "collector" else None
-    with Collector(buffer, rollout, client=client) as collector:
-        give_up = time.monotonic() + WAIT_S
-        while not collector.counts.held_back:  # until the store is full
-            assert time.monotonic() < give_up, collector.counts
-            time.sleep(0.005)
-        assert len(small_store.list_samples("replay").sample_ids) < 16
+    with Collector(buffer, rollout, client=client if written_by == "collector" else None) as collector:
+        eventually(lambda: collector.counts.held_back, WAIT_S, "a store that is full")
+        assert len(client.list_samples("replay").sample_ids) < 16
         assert sorted(train_on_all(buffer, 1)) == list(range(10))
     counts = collector.counts
     assert counts.groups == 10
-    if small_store.backend_name == "noop":  # a server may besides be slow to answer, which is a failure
+    if client.backend_name == "noop":  # a server may besides be slow to answer, which is a failure
         assert counts.failures == 0
         if written_by == "collector":  # what found no room has waited, and was not generated again
             assert len(generated) == 10
-    assert small_store.list_samples("replay").sample_ids == []
+    assert client.list_samples("replay").sample_ids == []
 
 
-@pytest.fixture
-def stalling_store() -> Iterator[tuple[DataPlaneClient, Callable[[], None]]]:
-    """A Redis, and what makes it stop answering; it goes on with the end of the test."""
-    with impatient_client("redis_store") as client:
-        pid = backend_of(client)._server.pid
-
-        def stall() -> None:
-            client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
-            os.kill(pid, signal.SIGSTOP)
-
-        yield client, stall
-        os.kill(pid, signal.SIGCONT)
-
-
-@pytest.mark.parametrize("written_by", ["collector", "rollout"])
-def test_a_store_that_stops_answering_is_not_waited_for_without_end(
-    stalling_store: tuple[DataPlaneClient, Callable[[], None]], answers: Any, write: Any, written_by: str
-) -> None:
-    client, stall = stalling_store
+@written_by_either
+def test_a_store_that_stops_answering_is_not_waited_for_without_end(client, answers, write, written_by):
     policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
     buffer = ReplayBuffer(client, "replay", policy, group_size=2)
+    server = backend_of(client)._server.pid
 
-    def rollout(reservations: Any) -> Any:
-        stall()
+    def rollout(reservations):
+        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
+        os.kill(server, signal.SIGSTOP)
         return answers(reservations) if written_by == "collector" else write(client, reservations)
 
     collector = Collector(buffer, rollout, client=client if written_by == "collector" else None, max_failures=2)
     collector.start()
-    with pytest.raises(CollectorFailedError, match=r"gave up after 2 failures .* OperationTimeoutError") as info:
-        buffer.select(1, timeout_s=WAIT_S)
-    assert isinstance(info.value.__cause__, OperationTimeoutError)
-    with pytest.raises(CollectorFailedError):
-        collector.stop()
+    try:
+        with pytest.raises(CollectorFailedError, match=r"gave up after 2 failures .* OperationTimeoutError") as info:
+            buffer.select(1, timeout_s=WAIT_S)
+        assert isinstance(info.value.__cause__, OperationTimeoutError)
+        with pytest.raises(CollectorFailedError):
+            collector.stop()
+    finally:
+        os.kill(server, signal.SIGCONT)

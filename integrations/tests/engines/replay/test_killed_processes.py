@@ -8,7 +8,7 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from tiers import in_long
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 
 GROUPS = 32
 BATCH = 8
@@ -32,7 +31,7 @@ LIMIT_S = 150.0
 
 
 @pytest.fixture(scope="module", params=["redis_store", *in_long("tq_simple")])
-def store(request: pytest.FixtureRequest) -> Iterator[DataPlaneClient]:
+def store(request):
     """A store that other processes attach to."""
     config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 60}
     if request.param == "redis_store":
@@ -48,12 +47,10 @@ Run = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def run(python: Any) -> Run:
+def run(python):
     """Starts a process that is killed at some points."""
 
-    def start(
-        role: str, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]], bad: Sequence[int] = ()
-    ) -> Any:
+    def start(role, store, folder, kills, bad=()):
         job = {
             "role": role,
             "config": store.config.model_dump(),
@@ -70,7 +67,7 @@ def run(python: Any) -> Run:
     return start
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def finish(process):
     try:
         _, said = process.communicate(timeout=LIMIT_S)
     finally:
@@ -78,13 +75,13 @@ def finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, said
 
 
-def put_groups(store: DataPlaneClient, groups: range, weight_version: int) -> None:
+def put_groups(store, groups, weight_version):
     ids = [f"v{weight_version}_p{group}_g{index}" for group in groups for index in range(2)]
     prompts = torch.tensor([[group] for group in groups for _ in range(2)])
     store.put_samples(ids, "replay", {"input_ids": prompts}, tags=[{"weight_version": weight_version}] * len(ids))
 
 
-def check_streaming(run: Run, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]]) -> None:
+def check_streaming(run, store, folder, kills):
     """Rollouts write while a trainer is killed and restarted; all is trained on, nothing after its ack."""
     store.register_partition("replay", **{**REGISTRATION, "num_samples": 2 * GROUPS + BATCH})
     put_groups(store, range(BATCH // 2), weight_version=0)  # too stale to be trained on
@@ -92,7 +89,7 @@ def check_streaming(run: Run, store: DataPlaneClient, folder: Path, kills: list[
     log.touch()
     process = run("train", store, folder, kills)
 
-    def roll() -> None:
+    def roll():
         for first in range(0, GROUPS, 8):
             give_up = time.monotonic() + LIMIT_S
             while log.read_text().count("trained") < first and process.poll() is None:  # training has come so far
@@ -120,7 +117,7 @@ def check_streaming(run: Run, store: DataPlaneClient, folder: Path, kills: list[
     store.clear_samples(None, "replay")
 
 
-def anywhere(seed: int) -> list[tuple[str, int]]:
+def anywhere(seed):
     """Six kills of a trainer. Each start but the last trains on one batch at most before it is killed."""
     chosen = random.Random(seed).choices(["claimed", "read", "trained", "acked", "cleared"], k=6)
     return [(point, 1) for point in chosen]
@@ -129,14 +126,12 @@ def anywhere(seed: int) -> list[tuple[str, int]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [[("trained", 2), ("acked", 2)], *in_long(*map(anywhere, range(3)))])
 def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_none_after_its_ack(
-    run: Run, store: DataPlaneClient, tmp_path: Path, kills: list[tuple[str, int]]
-) -> None:
+    run, store, tmp_path, kills
+):
     check_streaming(run, store, tmp_path, kills)
 
 
-def drive(
-    run: Run, store: DataPlaneClient, folder: Path, kills: list[tuple[str, int]], bad: Sequence[int] = ()
-) -> list[tuple[int, ...]]:
+def drive(run, store, folder, kills, bad=()):
     """Drives a run to its end through kills; per start, rows found, rows kept, and prompts trained on before."""
     store.register_partition("replay", **REGISTRATION)
     finish(run("drive", store, folder, kills, bad))
@@ -148,9 +143,7 @@ def drive(
     return [tuple(map(int, line.split()[1:])) for line in lines if line.startswith("start")]
 
 
-def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
-    run: Run, store: DataPlaneClient, tmp_path: Path
-) -> None:
+def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(run, store, tmp_path):
     # each point is reached whatever the speed of rollouts: no start before it can come to the end of the run
     kills = [("half", 1), ("written", 1), ("read", 1), ("saved", 1), ("half", 3), ("consumed", 2), ("read", 1)]
     starts = drive(run, store, tmp_path, kills)
@@ -160,7 +153,7 @@ def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(
     assert all(trained >= 2 for _, _, trained in starts[4:])
 
 
-def often(seed: int) -> list[tuple[str, int]]:
+def often(seed):
     """Many kills of a driver. One that dies before its second save gets no further, so near kills and far alternate."""
     chosen = random.Random(seed)
     near = [(chosen.choice(["half", "written", "read", "consumed"]), 1) for _ in range(8)]
@@ -175,7 +168,5 @@ GIVING_UP = [("failing", 2), ("saved", 1), ("failing", 1), ("written", 1), ("sav
 @pytest.mark.parametrize(
     ("kills", "bad"), [(GIVING_UP, [3, 5, 10]), *in_long(*((often(seed), []) for seed in range(3)))]
 )
-def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spares(
-    run: Run, store: DataPlaneClient, tmp_path: Path, kills: list[tuple[str, int]], bad: list[int]
-) -> None:
+def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spares(run, store, tmp_path, kills, bad):
     drive(run, store, tmp_path, kills, bad)

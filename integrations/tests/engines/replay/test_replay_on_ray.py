@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from tiers import in_long
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
 from dataplane_integrations.ray import ActorRequest, start_actors
@@ -23,12 +20,11 @@ from dataplane_integrations.replay import (
     InOrderPolicy,
     RemoteReplayBuffer,
     ReplayBuffer,
-    Reservation,
     parse_sample_id,
     restore_replay,
     save_replay,
 )
-from dataplane_integrations.rollout import DataPlaneRolloutMixin, RolloutReceipt
+from dataplane_integrations.rollout import DataPlaneRolloutMixin
 
 PROMPTS = 24
 WAIT_S = 120.0
@@ -37,21 +33,21 @@ WAIT_S = 120.0
 class RolloutSide(DataPlaneRolloutMixin):
     """A process with a collector of its own; dies in the middle of a group if told to."""
 
-    def __init__(self, config: Any, buffer: Any, kill_at: int | None) -> None:
+    def __init__(self, config, buffer, kill_at):
         self.setup_data_plane(config)
         self.kill_at = kill_at
         self.collector = Collector(
             RemoteReplayBuffer(buffer, "replay", WAIT_S), self.rollout, name="rollouts", num_threads=2
         )
 
-    def start(self) -> None:
+    def start(self):
         self.collector.start()
 
-    def finish(self) -> int:
+    def finish(self):
         self.collector.wait(WAIT_S)
         return self.collector.counts.groups
 
-    def rollout(self, reservations: Sequence[Reservation]) -> RolloutReceipt:
+    def rollout(self, reservations):
         (each,) = reservations
         batch: Any = {"input_ids": torch.full((2, 1), each.prompt), "input_lengths": torch.ones(2, dtype=torch.int64)}
         if each.prompt == self.kill_at:
@@ -62,7 +58,7 @@ class RolloutSide(DataPlaneRolloutMixin):
 
 
 @pytest.fixture(params=["redis_store", *in_long("tq_simple")])
-def store(request: pytest.FixtureRequest, local_ray: Any) -> Iterator[DataPlaneClient]:
+def store(request, local_ray):
     """A store that the actors attach to."""
     name = f"replay-{os.getpid()}"
     options = {"namespace": name} if request.param == "redis_store" else {"instance": name}
@@ -71,7 +67,7 @@ def store(request: pytest.FixtureRequest, local_ray: Any) -> Iterator[DataPlaneC
         yield client
 
 
-def book(store: DataPlaneClient) -> ActorRequest:
+def book(store):
     """The buffer's actor: in order, 4 groups a version, staleness 2."""
     return ActorRequest(
         name="book",
@@ -83,7 +79,7 @@ def book(store: DataPlaneClient) -> ActorRequest:
     )
 
 
-def train_on_all(store: DataPlaneClient, buffer: RemoteReplayBuffer) -> list[int]:
+def train_on_all(store, buffer):
     """Trains to the end; the prompt of every row, as the row itself says."""
     tokens: list[int] = []
     while (meta := buffer.select(4, timeout_s=WAIT_S)).size:
@@ -96,8 +92,8 @@ def train_on_all(store: DataPlaneClient, buffer: RemoteReplayBuffer) -> list[int
 
 
 @pytest.mark.timeout(400)
-def test_a_buffer_in_an_actor_does_what_one_in_the_driver_does(store: DataPlaneClient) -> None:
-    def rollout(reservations: Sequence[Reservation]) -> Any:
+def test_a_buffer_in_an_actor_does_what_one_in_the_driver_does(store):
+    def rollout(reservations):
         prompts = [each.prompt for each in reservations for _ in each.sample_ids]
         return {"input_ids": torch.tensor(prompts).unsqueeze(1), "input_lengths": torch.ones(len(prompts)).long()}
 
@@ -118,7 +114,7 @@ def test_a_buffer_in_an_actor_does_what_one_in_the_driver_does(store: DataPlaneC
 
 
 @pytest.mark.timeout(400)
-def test_a_buffer_in_an_actor_is_saved_and_restored(store: DataPlaneClient, tmp_path: Path) -> None:
+def test_a_buffer_in_an_actor_is_saved_and_restored(store, tmp_path):
     columns = {"input_ids": torch.tensor([[0], [1]]).repeat_interleave(2, 0)}
     with start_actors([book(store)]) as books:
         buffer = RemoteReplayBuffer(books.actors["book"], "replay", WAIT_S)
@@ -145,17 +141,15 @@ def test_a_buffer_in_an_actor_is_saved_and_restored(store: DataPlaneClient, tmp_
 class EngineError(Exception):
     """Cannot be read back from a pickle, as many errors of libraries."""
 
-    def __init__(self, text: str, *, response: int) -> None:
+    def __init__(self, text, *, response):
         super().__init__(text)
 
 
 @pytest.mark.parametrize(
     ("error", "cause"), [(OSError("no GPU"), OSError), (EngineError("no GPU", response=503), DataPlaneError)]
 )
-def test_a_trainer_learns_from_an_actor_why_rollouts_have_stopped(
-    store: DataPlaneClient, error: Exception, cause: type[Exception]
-) -> None:
-    def rollout(reservations: Sequence[Reservation]) -> Any:
+def test_a_trainer_learns_from_an_actor_why_rollouts_have_stopped(store, error, cause):
+    def rollout(reservations):
         raise error
 
     with start_actors([book(store)]) as books:
@@ -171,9 +165,7 @@ def test_a_trainer_learns_from_an_actor_why_rollouts_have_stopped(
 
 
 @pytest.mark.timeout(600)
-def test_a_collector_killed_in_mid_group_leaks_no_rows_and_loses_no_prompt(
-    store: DataPlaneClient, local_ray: Any
-) -> None:
+def test_a_collector_killed_in_mid_group_leaks_no_rows_and_loses_no_prompt(store, local_ray):
     with start_actors([book(store)]) as books, ThreadPoolExecutor(1) as trainer:
         actor = books.actors["book"]
         trained = trainer.submit(train_on_all, store, RemoteReplayBuffer(actor, "replay", WAIT_S))

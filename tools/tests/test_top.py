@@ -1,0 +1,93 @@
+"""`dataplane top`: what it asks and what it shows. In a terminal it is `dataplane browse`: test_browse.py."""
+
+import io
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from dataplane_core import connect
+from dataplane_tools import _watch
+from dataplane_tools._top import Looks, screen
+from dataplane_tools._watch import Watcher
+
+
+@pytest.fixture
+def client():
+    with connect({"backend": "noop", "options": {"capacity_bytes": 10_000}, "role": "driver"}) as client:
+        client.register_partition("step-1", ["x"], 16, ["score", "train"])
+        ids = [f"s{row}" for row in range(8)]
+        client.put_samples(ids, "step-1", {"x": torch.zeros(8)})
+        client.ack(client.claim_meta("step-1", "score", ["x"], 6, lease_s=60.0))
+        client.claim_meta("step-1", "train", ["x"], 2, lease_s=60.0)
+        yield client
+
+
+def asked(looks):
+    for _ in range(4):
+        looks.ask()
+    return looks
+
+
+def shown(looks):
+    console = Console(width=118, file=io.StringIO())
+    console.print(screen(looks))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["exp[/1]", "a[bold red]b"])
+def test_names_with_brackets_are_shown_as_they_are(name):
+    with connect({"backend": "noop", "role": name, "announce_s": None}) as client:
+        client.register_partition(name, ["x"], 16, [name])
+        client.put_samples(["a"], name, {"x": torch.zeros(1)})
+        client.claim_meta(name, name, ["x"], 1, lease_s=60.0)
+        assert shown(asked(Looks(client))).count(name) == 2  # the partition and the task
+
+
+def test_the_flow_and_the_stage_that_lags(client):
+    found = shown(asked(Looks(client))).replace("━", "").replace("─", "")
+    lines = [" ".join(line.split()) for line in found.splitlines()]
+    holder = f"process {os.getpid()} on "
+    assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
+    assert lines[3:5] == ["written 8/16", "→ score 6/16 2 2 0"]
+    assert lines[5].startswith(f"→ train 0/16 8 6 2 lags {holder}")
+
+
+def test_one_question_at_a_time(client):
+    looks, questions = Looks(client), []
+    for name in ("list_partitions", "why", "describe", "list_clients"):
+        method = getattr(client, name)
+
+        def noted(*args, name=name, method=method, **more):
+            questions.append(name)
+            return method(*args, **more)
+
+        setattr(client, name, noted)
+    for count in range(1, 10):
+        looks.ask()
+        assert len(questions) == count
+    assert questions == ["list_partitions", "why", "describe", "list_clients"] * 2 + ["list_partitions"]
+
+
+@pytest.mark.parametrize(("cost_s", "pause_s"), [(0.01, 1.0), (0.4, 20.0)])
+def test_it_asks_once_a_second_and_more_rarely_if_it_costs_much(client, monkeypatch, cost_s, pause_s):
+    watcher, pauses = Watcher(""), []
+    watcher._looks = Looks(client)
+    watcher._wake = SimpleNamespace(wait=pauses.append, clear=watcher._ends.set)
+    clock = iter([0.0, cost_s, cost_s, cost_s])
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=clock.__next__))
+    watcher.run()
+    assert pauses == [pause_s]
+
+
+def test_rates_and_partitions_that_are_cleared(client):
+    now = 0.0
+    looks = asked(Looks(client, clock=lambda: now))
+    client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
+    now += 4.0
+    assert asked(looks).partitions["step-1"]["written_per_s"] == 0.5
+    client.clear_samples(None, "step-1")
+    assert asked(looks).partitions == {}
+    assert "0 partitions" in shown(looks)

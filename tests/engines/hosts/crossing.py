@@ -1,20 +1,14 @@
 """Run on the first of two hosts: moves data to the second and back over each backend, and prints what it found.
 
-Usage: crossing.py RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST BACKEND...
+Usage: crossing.py RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST URL_OF_A_REDIS BACKEND...
 
 Prints a line of JSON for each backend.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -82,57 +76,30 @@ def answer(config: dict[str, Any]) -> dict[str, Any]:
     return {"ip": ray.util.get_node_ip_address(), "read": read, "claimed": claimed.size}
 
 
-@contextlib.contextmanager
-def redis_server(ip: str) -> Iterator[str]:
-    """A server that the other host can reach; its URL."""
-    with tempfile.TemporaryDirectory() as folder:
-        port = 6379  # nobody else is on this host
-        words = ["--bind", ip, "--port", str(port), "--protected-mode", "no", "--save", "", "--dir", folder]
-        server = subprocess.Popen(["redis-server", *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                with contextlib.suppress(OSError):
-                    socket.create_connection((ip, port), timeout=1).close()
-                    break
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            yield f"redis://{ip}:{port}/0"
-        finally:
-            server.kill()
-            server.wait()
-
-
-def main(ray_address: str, other_ip: str, *backends: str) -> None:
+def main(ray_address: str, other_ip: str, redis_url: str, *backends: str) -> None:
     """The program."""
     ray.init(address=ray_address, log_to_driver=False, logging_level="ERROR")
     other = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == other_ip)
     for backend in backends:
-        print(json.dumps(cross(backend, other)), flush=True)
+        print(json.dumps(cross(backend, other, redis_url)), flush=True)
 
 
-def cross(backend: str, other: str) -> dict[str, Any]:
+def cross(backend: str, other: str, redis_url: str) -> dict[str, Any]:
     """Moves data to a node and back."""
-    my_ip = ray.util.get_node_ip_address()
-    with contextlib.ExitStack() as stack:
-        options: dict[str, Any] = {"num_storage_units": 2}
-        if backend == "redis_store":
-            options = {"url": stack.enter_context(redis_server(my_ip))}
-        elif backend == "tq_mooncake":
-            options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
-        config = {"backend": backend, "options": options, "op_timeout_s": 90}
-        client = stack.enter_context(connect(config))
+    options: dict[str, Any] = {"url": redis_url} if backend == "redis_store" else {"num_storage_units": 2}
+    if backend == "tq_mooncake":
+        options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
+    config = {"backend": backend, "options": options, "op_timeout_s": 90}
+    units, paths = [], {}
+    with connect(config) as client:
         attach = {**config, "options": options if backend == "redis_store" else backend_of(client).attach_options()}
         client.register_partition("p", list(columns(1).keys()), None, ["train"])
         client.put_samples(ids("here"), "p", columns(1))
         placed = answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False))
         answered = ray.get(placed.remote(attach), timeout=300)
         read = same(client.get_samples(ids("there"), "p", list(columns(2).keys())), columns(2))
-        units = []
         if backend != "redis_store":
-            instance = backend_of(client)._engine._instance
-            units = [unit.ip for unit in instance.units]
-        paths = {}
+            units = [unit.ip for unit in backend_of(client)._engine._instance.units]
         if backend == "tq_simple":
             paths = {each.address.rpartition(":")[0]: each.path for each in client.list_units()}
     return {"backend": backend, "read": read, "answered": answered, "units": units, "paths": paths}

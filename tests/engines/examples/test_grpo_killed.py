@@ -120,12 +120,12 @@ def committed(plane: dict[str, Any]) -> dict[int, int]:
 
 
 def rows_put(out: Path) -> Counter[str]:
-    """How many rows rollout workers have put, by partition."""
+    """How many rows rollout workers have put, by partition. What a worker tries after the kill is an error."""
     rows: Counter[str] = Counter()
     events = out / "events.jsonl"
     for line in events.read_text().splitlines(keepends=True) if events.exists() else ():
         event = json.loads(line) if line.endswith("\n") and line.strip() else {}
-        if event.get("op") == "put_samples" and "input_ids" in event["fields"]:
+        if event.get("op") == "put_samples" and event["status"] == "ok" and "input_ids" in event["fields"]:
             rows[event["partition"]] += event["rows"]
     return rows
 

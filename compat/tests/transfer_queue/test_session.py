@@ -121,15 +121,13 @@ def cancelled_while_it_claims(slow: SlowClaims) -> tuple[TransferQueueClient, li
     return client, rows
 
 
-def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next(closing: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next_once(
+    closing: pytest.MonkeyPatch, reset: bool
+) -> None:
     client, rows = cancelled_while_it_claims(SlowClaims())
+    if reset:  # drops what is kept for the next
+        eventually(lambda: client._kept, within_s=STARTS_S)
+        client.reset_consumption("p", "t")
     eventually(lambda: client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows, within_s=STARTS_S)
-    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
-
-
-def test_what_a_cancelled_get_meta_was_given_is_dropped_by_a_reset(closing: pytest.MonkeyPatch) -> None:
-    client, rows = cancelled_while_it_claims(SlowClaims())
-    eventually(lambda: client._kept, within_s=STARTS_S)
-    client.reset_consumption("p", "t")
-    assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows
     assert client.get_meta(["x"], 2, "p", task_name="t").size == 0

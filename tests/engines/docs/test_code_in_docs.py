@@ -153,14 +153,19 @@ def test_the_guides_table_of_errors_says_what_the_classes_do():
     assert said == {name for name in errors.__all__ if name.endswith("Error")} - {"DataPlaneError"}
 
 
-IN_PROCESS = [
-    *("docs/batches.md", "docs/verl.md", "core/README.md", "testkit/README.md", "compat/README.md"),
-    "docs/checker.md",
-    *("docs/recording.md", "docs/export.md", "plugins/noop/README.md", "plugins/recording/README.md"),
-]
+#: Pages of which another test here runs the code; compat's tests run the lines of `trainers`.
+OF_OTHER_TESTS = {"README.md", "integrations/README.md", *OVER_SERVERS} | {
+    f"docs/{name}.md"
+    for name in (
+        *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
+        *("trainers", "vanishing"),
+    )
+}
+PAGES = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
+WITH_CODE = {str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text(encoding="utf-8")}
 
 
-@pytest.mark.parametrize("page", IN_PROCESS)
+@pytest.mark.parametrize("page", sorted(WITH_CODE - OF_OTHER_TESTS))
 def test_the_snippets_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_page(page)
@@ -307,16 +312,3 @@ def test_the_page_on_vanishing_machines_runs_again_and_again(tmp_path, run_as_a_
     for _ in range(2):
         assert run_as_a_program(store, tmp_path) == "0 samples are left from before\n"
         assert run_as_a_program(step, tmp_path) == "['p1']\n"
-
-
-def test_no_page_with_code_is_left_out():
-    pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
-    shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
-    pages_of_tests = {"README.md", "integrations/README.md"} | {
-        f"docs/{name}.md"
-        for name in (
-            *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
-            *("trainers", "vanishing"),  # compat's tests run the lines of `trainers`
-        )
-    }
-    assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -73,14 +73,34 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 400.0) -> tuple[in
     return process.returncode, out, err
 
 
-def read_metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+@dataclass
+class Finished:
+    """A run that ended well: its folder and what it printed."""
+
+    folder: Path
+    printed: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """What was computed, without what it took."""
+        costs = {"seconds", "spans", "bytes_put", "bytes_get", "path"}
+        return [{name: value for name, value in record.items() if name not in costs} for record in self.metrics]
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())["evaluation"]
+        return found
 
 
-def results(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was computed, without what it took."""
-    costs = {"seconds", "spans", "bytes_put", "bytes_get", "path"}
-    return [{name: value for name, value in record.items() if name not in costs} for record in records]
+def run(config: Path, out: Path, *arguments: str, path: str = "in-memory", python: Any = None) -> Finished:
+    """Runs the program to its end, which must be a good one."""
+    code, printed, err = finish(start(config, out, *arguments, path=path, python=python))
+    assert (code, err) == (0, "")
+    return Finished(out, printed)
 
 
 @dataclass
@@ -121,14 +141,6 @@ def running_past(step: int, process: subprocess.Popen[str]) -> Iterator[Running]
         for member in [process, *(p for p in family if p.is_running())]:
             member.kill()
         process.communicate()
-
-
-@dataclass
-class Finished:
-    """A run that ended well: its folder and what it printed."""
-
-    folder: Path
-    printed: str
 
 
 def assert_gone(family: list[psutil.Process]) -> None:
@@ -172,9 +184,7 @@ def _shared_run(
             shutil.rmtree(folder, ignore_errors=True)  # of a run that failed in another process
             folder.mkdir()
             config = write_config(folder, ray={"address": ray_server})
-            code, out, err = finish(start(config, folder / "out", *arguments, path=path, python=python))
-            assert (code, err) == (0, "")
-            printed.write_text(out)
+            printed.write_text(run(config, folder / "out", *arguments, path=path, python=python).printed)
     return Finished(folder / "out", printed.read_text())
 
 
@@ -190,23 +200,21 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_serve
     return _shared_run(tmp_path_factory, worker_id, ray_server, python, "--record", path="shm_store")
 
 
-def assert_like(in_memory: Finished, run: Finished, backend: str) -> None:
+def assert_like(in_memory: Finished, over: Finished, backend: str) -> None:
     """The run over a backend has the results of that in memory, and wrote its pages and the rows of its last step."""
-    assert f"running over {backend}: " in run.printed
-    records = read_metrics(run.folder)
+    assert f"running over {backend}: " in over.printed
+    records = over.metrics
     assert {record["path"] for record in records} == {backend}
     assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
-    assert results(records) == results(read_metrics(in_memory.folder))
-    flow = (run.folder / "flow.html").read_text()
+    assert (over.results, over.evaluation) == (in_memory.results, in_memory.evaluation)
+    flow = (over.folder / "flow.html").read_text()
     assert flow.count(" 4 steps.") == 1
     assert "put advantages" in flow  # of the driver
     assert "put input_ids +4" in flow  # of the rollout worker
     assert "put prev_logprobs" in flow  # of the policy workers
     assert not (in_memory.folder / "flow.html").exists()
-    evaluations = [json.loads((each.folder / "summary.json").read_text())["evaluation"] for each in (in_memory, run)]
-    assert evaluations[0] == evaluations[1]
-    assert_kept(run.folder / "last_step", records[-1]["reward"])
-    assert "<title>train: 32 samples" in (run.folder / "answers.html").read_text()
+    assert_kept(over.folder / "last_step", records[-1]["reward"])
+    assert "<title>train: 32 samples" in (over.folder / "answers.html").read_text()
     assert not (in_memory.folder / "last_step").exists()
 
 

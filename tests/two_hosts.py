@@ -104,6 +104,9 @@ class Pair:
         """Starts a Redis server that both hosts can reach; its address."""
         words = ["--bind", host.address, "--protected-mode", "no", "--save", "", "--dir", str(self._folder)]
         self._started.append(host.start("redis-server", *words, stdout=subprocess.DEVNULL))
+        deadline = time.monotonic() + 60
+        while self.here.start("redis-cli", "-h", host.address, "ping", stdout=subprocess.DEVNULL).wait():
+            assert time.monotonic() < deadline
         return f"{host.address}:6379"
 
     def cut(self) -> None:
@@ -126,7 +129,8 @@ class Pair:
 
     def cross(self, *backends: str) -> list[dict[str, Any]]:
         """Runs ``crossing.py`` on the first host; what it found for each."""
-        words = [sys.executable, str(_PROGRAM), self.ray_address, self.there.address, *backends]
+        redis = f"redis://{self.start_redis(self.here)}/0"
+        words = [sys.executable, str(_PROGRAM), self.ray_address, self.there.address, redis, *backends]
         with (self._folder / "crossing.err").open("w+") as err:
             program = self.here.start(*words, stdout=subprocess.PIPE, stderr=err)
             try:

@@ -54,22 +54,18 @@ async def test_a_snapshot_holds_the_exact_calls(store):
 
 
 @on_all
-async def test_ids_of_any_kind(store):
+async def test_ids_of_any_kind_and_a_rollout_without_calls(store):
     rollout_ids = ["a/b", "..", "größe 🙂", "x" * 200]
     for rollout_id in rollout_ids:
         await store.put(entry("?", rollout_id=rollout_id))
     for rollout_id in rollout_ids:
         snapshot = await store.freeze(rollout_id)
         assert (snapshot.rollout_id, call_ids(snapshot)) == (rollout_id, ["?"])
-
-
-@on_all
-async def test_a_rollout_without_calls_is_an_empty_snapshot(store):
-    snapshot = await store.freeze("r")
-    assert (snapshot.entries, snapshot.incomplete) == ((), False)
+    empty = await store.freeze("r")
+    assert (empty.entries, empty.incomplete) == ((), False)
     with FROZEN:
         await store.put(entry("late"))
-    assert await drop(store, snapshot)
+    assert await drop(store, empty)
 
 
 def test_the_wrong_is_refused():
@@ -114,28 +110,19 @@ async def test_a_put_whose_answer_was_lost_is_repeated(store, monkeypatch):
 
 
 @on_all
-async def test_another_payload_for_a_call_is_refused_and_the_first_stays(store):
-    await store.put(entry("c"))
-    with pytest.raises(ValueError, match="'c' was reused with a different payload"):
-        await store.put(entry("c", ids=(9,)))
-    await store.put(entry("c"))
-    snapshot = await store.freeze("r")
-    assert snapshot.entries == (entry("c"),)
-    assert snapshot.incomplete
-
-
-@on_all
-async def test_two_writers_of_a_call(open_store):
+async def test_of_two_writers_of_a_call_the_first_payload_stays_and_another_is_refused(open_store):
     stores = [open_store(), open_store()]
     same = [store.put(entry("c")) for store in stores * 4]
     assert await asyncio.gather(*same) == [None] * 8
+    with pytest.raises(ValueError, match="'c' was reused with a different payload"):
+        await stores[1].put(entry("c", ids=(9,)))
     other = [store.put(entry("d", ids=[i])) for i, store in enumerate(stores * 4)]
     refused = [each for each in await asyncio.gather(*other, return_exceptions=True) if each is not None]
     assert {type(each) for each in refused} == {ValueError}
     assert len(refused) >= 7
     snapshot = await stores[0].freeze("r")
     assert snapshot.incomplete
-    assert call_ids(snapshot)[0] == "c"
+    assert snapshot.entries[0] == entry("c")
 
 
 # --- freezing ---------------------------------------------------------------------------------------------------------
@@ -263,18 +250,30 @@ async def test_a_drop_beside_marks_and_reads(open_store):
         assert all(each.entries == old.entries for each in found)
 
 
-@on_all
-async def test_a_drop_that_was_cut_off_is_completed(store, monkeypatch):
+@on("noop", "shm_store", *in_long("redis_store", "tq_simple", "tq_mooncake"))
+async def test_a_freeze_and_a_drop_that_were_cut_off_are_completed(open_store, monkeypatch):
+    """By another process."""
+    dying, store = open_store(), open_store()
+
     async def fail(*args, **kwargs):
         raise LostReplyError("no answer")
 
-    await store.put(entry("c"))
-    snapshot = await store.freeze("r")
-    with monkeypatch.context() as patch:
-        patch.setattr(store.client, "put_samples", fail)
-        with pytest.raises(LostReplyError):
-            await drop(store, snapshot)
-    assert await drop(store, snapshot)
+    for operation in ("get_samples", "put_samples", "clear_samples"):
+        await store.put(entry("c", rollout_id=operation))
+        with monkeypatch.context() as patch:
+            patch.setattr(dying.client, operation, fail)
+            with pytest.raises(LostReplyError):
+                await dying.freeze(operation)
+        with FROZEN:
+            await store.put(entry("late", rollout_id=operation))
+        snapshot = await store.freeze(operation)
+        assert call_ids(snapshot) == ["c"]
+        assert not snapshot.incomplete
+        with monkeypatch.context() as patch:
+            patch.setattr(dying.client, "put_samples", fail)
+            with pytest.raises(LostReplyError):
+                await drop(dying, snapshot)
+        assert await drop(store, snapshot)
     assert (await store.client.list_samples(store._partition)).size == 0
 
 

@@ -102,33 +102,24 @@ def test_the_client_and_its_metas_are_of_nemo_rls_types(client, nemo_rl):
     assert client.check_consumption_status("train", ["train"])
 
 
-def test_reads_name_their_fields_and_miss_nothing_silently(client, nemo_rl):
+def test_reads_name_their_fields_and_miss_nothing_silently_and_objects_and_ragged_rows_come_back(client, nemo_rl):
     register(client)
-    client.put_samples(["a"], "train", columns(1))
-    meta = nemo_rl.data_plane.interfaces.KVBatchMeta("train", None, ["a"])
-    with pytest.raises(ValueError, match="select_fields"):
-        client.get_data(meta)
-    assert client.get_data(meta, ["x"])["x"].tolist() == [0]
-    with pytest.raises(KeyError, match="gone"):
-        client.get_samples(["a", "gone"], "train", ["x"])
-    assert client.get_samples([], "train", ["x"]).batch_size == (0,)
-
-
-def test_objects_and_ragged_rows_come_back(client):
-    register(client)
+    assert client.put_samples(["made"], "train").tags is None, "a put of neither fields nor tags makes the samples"
+    assert client.put_samples([], "train").sample_ids == []
+    assert client.list_sample_ids("train") == ["made"]
     ragged = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
     logs = NonTensorStack({"role": "user"}, {"role": "assistant"})
     client.put_samples(["a", "b"], "train", TensorDict({"ids": ragged, "log": logs}, batch_size=[2]))
     read = client.get_samples(["b", "a"], "train", ["ids", "log"])
     assert [row.tolist() for row in read["ids"].unbind()] == [[0], [0, 1, 2]]
     assert read.get("log").tolist() == [{"role": "assistant"}, {"role": "user"}]
-
-
-def test_a_put_of_neither_fields_nor_tags_makes_the_samples(client):
-    register(client)
-    assert client.put_samples(["a"], "train").tags is None
-    assert client.put_samples([], "train").sample_ids == []
-    assert client.list_sample_ids("train") == ["a"]
+    meta = nemo_rl.data_plane.interfaces.KVBatchMeta("train", None, ["a"])
+    with pytest.raises(ValueError, match="select_fields"):
+        client.get_data(meta)
+    assert client.get_data(meta, ["ids"])["ids"].tolist() == [[0, 1, 2]]
+    with pytest.raises(KeyError, match="gone"):
+        client.get_samples(["a", "gone"], "train", ["ids"])
+    assert client.get_samples([], "train", ["ids"]).batch_size == (0,)
 
 
 # --- partitions -------------------------------------------------------------------------------------------------------
@@ -151,20 +142,16 @@ def test_a_partition_need_not_be_registered(client):
     assert client.claim_meta("not yet there", "any", ["x"], 2, blocking=False).sample_ids == []
 
 
-def test_clearing_a_partition_keeps_it_usable(client):
+def test_clearing_a_partition_keeps_it_usable_and_clearing_what_is_empty_or_unknown_warns(client):
     register(client)
     client.put_samples(["a", "b"], "train", columns(2))
     client.clear_samples(None, "train")
     assert client.list_sample_ids("train") == []
-    client.put_samples(["a"], "train", columns(1))
-    assert client.claim_meta("train", "train", ["x"], 1).sample_ids == ["a"]
-
-
-def test_clearing_what_is_empty_or_unknown_warns(client):
-    register(client)
     for name in ("train", "unknown"):
         with pytest.warns(RuntimeWarning, match="holds no samples"):
             client.clear_samples(None, name)
+    client.put_samples(["a"], "train", columns(1))
+    assert client.claim_meta("train", "train", ["x"], 1).sample_ids == ["a"]
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -172,31 +159,16 @@ def test_clearing_what_is_empty_or_unknown_warns(client):
 
 def test_a_blocking_claim_waits_for_a_full_batch_and_another_takes_what_is_ready(client):
     register(client)
-    client.put_samples(["a", "b", "c"], "train", columns(3))
-    with pytest.raises(TimeoutError):
-        client.claim_meta("train", "train", ["x"], 4, timeout_s=0.1)
-    with pytest.raises(TimeoutError):
-        client.claim_meta("train", "train", ["x"], 4, timeout_s=-1)
-    assert client.claim_meta("train", "train", ["x"], 4, blocking=False).sample_ids == ["a", "b", "c"]
-
-
-def test_claims_of_one_rank_do_not_repeat_samples(client):
-    register(client)
-    client.put_samples(["a", "b"], "train", columns(2))
-    claims = [client.claim_meta("train", "train", ["x"], 1, dp_rank=0).sample_ids for _ in range(2)]
-    assert claims == [["a"], ["b"]]
-
-
-def test_lengths_come_from_tags_and_are_0_where_a_row_has_none(client):
-    register(client)
-    client.put_samples(["a", "b"], "train", columns(2), tags=[{"input_lengths": 7}, {}])
-    assert client.claim_meta("train", "train", ["x"], 2).sequence_lengths == [7, 0]
-
-
-def test_a_misspelt_task_is_refused(client):
-    register(client)
     with pytest.raises(KeyError, match="no consumer task 'trian'"):
         client.claim_meta("train", "trian", ["x"], 1)
+    client.put_samples(["a", "b", "c"], "train", columns(3), tags=[{"input_lengths": 7}, {}, {}])
+    for timeout_s in (0.1, -1):
+        with pytest.raises(TimeoutError):
+            client.claim_meta("train", "train", ["x"], 4, timeout_s=timeout_s)
+    first = client.claim_meta("train", "train", ["x"], 1, dp_rank=0)
+    rest = client.claim_meta("train", "train", ["x"], 4, dp_rank=0, blocking=False)  # the same rank gets none twice
+    assert (first.sample_ids, first.sequence_lengths) == (["a"], [7])
+    assert (rest.sample_ids, rest.sequence_lengths) == (["b", "c"], [0, 0])
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Links between the pages lead to a file, and to a heading in it. Tables are whole."""
+"""The pages: links lead to a file and a heading in it, tables are whole, and what is said of the code is so."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(p for top in TOPS for p in ROOT.glob(f"{top}/**/*.md")),
 ]
+PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 
 
 def _prose(page: Path) -> str:
@@ -48,6 +50,11 @@ def test_rows_of_tables_follow_a_head() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_diagram_is_text_or_a_picture() -> None:
+    """Mermaid would be loaded from another host, so a page of the site would show its source."""
+    assert [str(page) for page in PAGES if "```mermaid" in page.read_text(encoding="utf-8")] == []
+
+
 def test_what_the_readme_installs_is_there() -> None:
     named = re.findall(r"pip install ((?:\./[\w/]+ ?)+)", (ROOT / "README.md").read_text(encoding="utf-8"))
     folders = [folder for line in named for folder in line.split()]
@@ -62,3 +69,26 @@ def test_the_page_of_versions_says_the_numbers_of_the_code() -> None:
     for number, where in rows:
         module = importlib.import_module(where.removesuffix(".CONTRACT_VERSION"))
         assert {value for name, value in vars(module).items() if name.endswith("VERSION")} == {int(number)}, where
+
+
+def test_the_page_of_backends_declares_what_the_classes_declare_and_reports_no_failure() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "backends_page.py"))
+    names, page = script["installed"](), script["PAGE"].read_text(encoding="utf-8")
+    assert "noop" in names
+    assert script["declared"](names) in page, "run make backends-page"
+    for name in names:
+        badge = next(line for line in page.splitlines() if line.startswith(f"`dataplane contract 1 | {name}:"))
+        assert ", 0 failed, " in badge
+
+
+def _defined(folder: Path) -> set[str]:
+    return {name for path in folder.rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())}
+
+
+def test_every_test_that_a_promise_names_exists_and_the_troubles_are_numbered_by_their_rank() -> None:
+    named = re.findall(r"`(test_\w+)`(?: \(([\w/]+)\))?", PROMISES)
+    assert len(named) > 20
+    kit = _defined(ROOT / "testkit" / "src" / "dataplane_testkit")
+    assert [name for name, folder in named if name not in (_defined(ROOT / folder) if folder else kit)] == []
+    numbers = re.findall(r"^\| (\d+) \|", PROMISES, re.MULTILINE)
+    assert [int(number) for number in numbers] == list(range(1, 27))

@@ -1,4 +1,4 @@
-"""Generation of the GRPO example against a plain forward, and the weights' way between processes."""
+"""The model of the GRPO example: generation against a plain forward, packed rows, layers cut for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from grpo.config import ModelConfig
 from grpo.generate import generate
 from grpo.model import Transformer, build_model, token_logprobs
+from grpo.packing import packed_token_logprobs
+from grpo.parallel import SplitLinear
 from grpo.rollout import RolloutWorker
 from grpo.task import EOS_ID, PAD_ID, encode
 from grpo.weights import load_packed_weights, pack_weights
@@ -31,23 +33,14 @@ def model() -> Transformer:
     return build_model(CONFIG, seed=3)
 
 
-def sample(model: Transformer, temperature: float = 1.0, seed: int = 0, new_tokens: int = 6):
-    return generate(
-        model,
-        [encode(prompt) for prompt in PROMPTS],
-        max_new_tokens=new_tokens,
-        temperature=temperature,
-        generator=torch.Generator().manual_seed(seed),
-    )
-
-
-def test_generation_keeps_prompts_and_ends_rows_at_end_of_sequence_or_the_limit(model: Transformer) -> None:
-    done = sample(model)
+def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forward(model: Transformer) -> None:
+    prompts, generator = [encode(prompt) for prompt in PROMPTS], torch.Generator().manual_seed(0)
+    done = generate(model, prompts, max_new_tokens=6, temperature=1.0, generator=generator)
     finished = 0
-    for row, prompt in enumerate(PROMPTS):
+    for row, prompt in enumerate(prompts):
         start, end = int(done.prompt_lengths[row]), int(done.input_lengths[row])
         ids = done.input_ids[row].tolist()
-        assert ids[:start] == encode(prompt)
+        assert ids[:start] == prompt
         assert 1 <= end - start <= 6
         assert EOS_ID not in ids[start : end - 1]
         assert ids[end - 1] == EOS_ID or end - start == 6
@@ -55,10 +48,6 @@ def test_generation_keeps_prompts_and_ends_rows_at_end_of_sequence_or_the_limit(
         finished += ids[end - 1] == EOS_ID
     assert finished > 0
     assert done.input_ids.shape[1] == int(done.input_lengths.max())
-
-
-def test_generation_logprobs_equal_those_of_a_plain_forward(model: Transformer) -> None:
-    done = sample(model)
     with torch.no_grad():
         plain = token_logprobs(model(done.input_ids), done.input_ids, done.input_lengths)
     position = torch.arange(done.input_ids.shape[1])
@@ -66,19 +55,25 @@ def test_generation_logprobs_equal_those_of_a_plain_forward(model: Transformer) 
     assert_close(done.logprobs, torch.where(is_answer, plain, 0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_token_logprobs_do_not_see_the_padding(model: Transformer) -> None:
-    ids = torch.tensor([[*encode("1+2="), EOS_ID]])
-    wide = torch.nn.functional.pad(ids, (0, 3))
-    with torch.no_grad():
-        narrow_logprobs = token_logprobs(model(ids), ids, torch.tensor([5]))
-        wide_logprobs = token_logprobs(model(wide), wide, torch.tensor([5]))
-    assert narrow_logprobs[0, 0] == 0.0
-    assert bool((narrow_logprobs[0, 1:] < 0).all())
-    assert_close(wide_logprobs[:, :5], narrow_logprobs)
-    assert torch.equal(wide_logprobs[:, 5:], torch.zeros(1, 3))
+def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not_see_the_padding() -> None:
+    lengths = torch.tensor([5, 9, 1, 7])
+    ids = torch.randint(1, 10, (4, 12), generator=torch.Generator().manual_seed(0))
+    outcomes = []
+    for packed in (False, True):
+        model = build_model(CONFIG, seed=1)
+        logprobs = packed_token_logprobs(model, ids, lengths) if packed else token_logprobs(model(ids), ids, lengths)
+        logprobs.square().sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        outcomes.append((logprobs.detach(), gradients))
+    (padded, padded_gradients), (one, gradients) = outcomes
+    assert_close(one, padded, atol=1e-5, rtol=0)
+    assert_close(gradients, padded_gradients, atol=1e-4, rtol=1e-4)
+    position = torch.arange(12)
+    assert torch.equal(padded != 0, (position > 0) & (position < lengths.unsqueeze(1)))
+    assert torch.equal(one == 0, padded == 0)
 
 
-def test_packed_weights_rebuild_the_model(model: Transformer) -> None:
+def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model: Transformer) -> None:
     packed = pack_weights(model)
     packed.flags.writeable = False  # as Ray hands them out
     other = Transformer(CONFIG)
@@ -87,6 +82,12 @@ def test_packed_weights_rebuild_the_model(model: Transformer) -> None:
         assert torch.equal(parameter, expected), name
     with pytest.raises(ValueError, match="weights for a model of"):
         load_packed_weights(Transformer(ModelConfig(width=16, layers=1, heads=1)), packed)
+    hidden = torch.randn(2, 3, CONFIG.width)
+    for block in model.blocks:
+        cut = SplitLinear(block.qkv)
+        assert_close(cut(hidden), block.qkv(hidden))
+        block.qkv = cut
+    assert (pack_weights(model) == packed).all()
 
 
 def test_a_rollout_worker_returns_the_first_columns_of_a_step(model: Transformer) -> None:

@@ -34,48 +34,13 @@ from mutations import JSON_VALUES, Form
 from pyarrow import parquet
 from redis.exceptions import RedisError
 
-from dataplane_core import DataPlaneClient, DataPlaneConfig, connect
+from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
 from dataplane_core.backends import SharedMemory
-from dataplane_core.codec import (
-    ALL_DTYPES,
-    DTYPE_CODES,
-    Ragged,
-    TensorRows,
-    decode_columns,
-    decode_item,
-    encode_columns,
-    encode_item,
-    join_row,
-    object_column,
-    split_rows,
-)
 from dataplane_core.codec.frames import unframe_ragged
 from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, FrameError, OperationTimeoutError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import (
-    Allocate,
-    CallId,
-    ClaimOrWait,
-    Client,
-    Drop,
-    ExtentHost,
-    ExtentService,
-    Fetch,
-    Fill,
-    Find,
-    Layout,
-    Memory,
-    Place,
-    PutWhole,
-    Release,
-    StopWaiting,
-    Wanted,
-    Written,
-    decode_about,
-    decode_welcome,
-)
 from dataplane_core.journal.journal import Journal
 from dataplane_core.journal.records import Begin, Plan, Record, Snapshot, seal, unseal
 from dataplane_core.journal.snapshot import chunk_key, head
@@ -139,18 +104,18 @@ _BYTES: Final = WireFormat(bytes=True)
 
 def _cells() -> list[bytes]:
     frames: list[Any] = []
-    for dtype in sorted(ALL_DTYPES, key=str):
+    for dtype in sorted(codec.ALL_DTYPES, key=str):
         for shape in ((1,), (1, 0), (1, 5), (1, 3, 2), (1, 2, 0)):
             column = (
                 torch.zeros((*shape, 16), dtype=torch.uint8)[..., : dtype.itemsize].contiguous().view(dtype)[..., 0]
             )
             frames += _frames(column)
-    frames += _frames(object_column(_items()))
+    frames += _frames(codec.object_column(_items()))
     return [bytes(each) for each in frames]
 
 
 def _frames(column: Any) -> Any:
-    return encode_columns({"x": column}, len(column), _BYTES)[0]["x"]
+    return codec.encode_columns({"x": column}, len(column), _BYTES)[0]["x"]
 
 
 def _items() -> list[Any]:
@@ -159,13 +124,13 @@ def _items() -> list[Any]:
 
 
 def _rows() -> list[bytes]:
-    ragged = TensorRows([torch.arange(n) for n in (3, 0, 5)])
-    columns = [ragged, torch.arange(3, dtype=torch.int16), object_column(_items()[:5])]
-    return [join_row(_frames(column)) for column in columns]
+    ragged = codec.TensorRows([torch.arange(n) for n in (3, 0, 5)])
+    columns = [ragged, torch.arange(3, dtype=torch.int16), codec.object_column(_items()[:5])]
+    return [codec.join_row(_frames(column)) for column in columns]
 
 
 def _read_row(data: bytes) -> object:
-    (frames,) = split_rows([data])
+    (frames,) = codec.split_rows([data])
     column = _unframed(frames)
     if isinstance(column, torch.Tensor):
         assert (column.values() if column.is_nested else column).nbytes <= len(data)
@@ -176,9 +141,9 @@ def _unframed(frames: Sequence[Any]) -> Any:
     kind, rows = unframe_ragged(frames)
     spec = FieldSpec.of_objects()
     if kind == KIND_TENSOR:
-        dtype, shape = (rows.values.dtype, rows.values.shape) if isinstance(rows, Ragged) else (rows.dtype, ())
+        dtype, shape = (rows.values.dtype, rows.values.shape) if isinstance(rows, codec.Ragged) else (rows.dtype, ())
         spec = FieldSpec.of_cells(dtype, tuple(shape))
-    return decode_columns({"x": frames}, {"x": spec}, len(frames), _BYTES)["x"]
+    return codec.decode_columns({"x": frames}, {"x": spec}, len(frames), _BYTES)["x"]
 
 
 def _read_cell(data: bytes) -> object:
@@ -328,13 +293,9 @@ def _records() -> list[bytes]:
     return [body for body in bodies if body is not None]
 
 
-def _read_record(data: bytes) -> object:
-    attempt(lambda: Record.from_bytes(data, 0))
-    return Record.from_bytes(seal(data), 0)
-
-
 def _read_command(data: bytes) -> None:
     """A forged command, and then those of other clients."""
+    attempt(lambda: Record.from_bytes(data, 0))
     command = Record.from_bytes(seal(data), 0).command
     if isinstance(command, Begin | Plan | Snapshot):
         return
@@ -430,7 +391,7 @@ def _blocks() -> list[bytes]:
     return [
         pack_rows({name: columns[name] for name in "xrs"}, 3, head),
         pack_rows(columns, 3, head),
-        pack_rows({"o": object_column(_items()[1:4])}, 3, head),
+        pack_rows({"o": codec.object_column(_items()[1:4])}, 3, head),
         pack_rows({}, 3, head),
     ]
 
@@ -445,10 +406,14 @@ def _dump_block(tree: Any) -> bytes:
     return struct.pack("<Q", len(packed)) + packed + tree[1]
 
 
+def _folder() -> Path:
+    return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz")))
+
+
 @functools.cache
-def _saved() -> Path:
-    """The folder of a save."""
-    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz")))
+def _saved() -> tuple[Path, bytes]:
+    """The manifest of a save, and its text without its head."""
+    folder = _folder()
     with connect({"backend": "noop"}) as client:
         client.register_partition("p", ["x"], 4, ["t"], grpo_group_size=2)
         client.put_samples(["q0_g0", "q0_g1"], "p", {"x": torch.arange(2)}, tags=[{"n": 1}, {}])
@@ -457,12 +422,8 @@ def _saved() -> Path:
         client.claim_meta("p", "t", ["x"], 2)
         client.register_partition("d", ["x"], None, ["t"])
         client.save(folder, metadata={"step": 3})
-    return folder
-
-
-@functools.cache
-def _manifests() -> list[bytes]:
-    return [(_saved() / "manifest.json").read_bytes().split(b"\n")[1]]
+    path = folder / "manifest.json"
+    return path, path.read_bytes().split(b"\n")[1]
 
 
 @functools.cache
@@ -470,54 +431,56 @@ def _noop() -> DataPlaneClient:
     return resources.enter_context(connect({"backend": "noop", "announce_s": None}))
 
 
-def _read_save(data: bytes) -> object:
-    _manifests()
-    path = _saved() / "manifest.json"
-    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_bytes(json.dumps(head).encode() + b"\n" + data + b"\n")
+@contextlib.contextmanager
+def _empty_afterwards() -> Iterator[DataPlaneClient]:
+    """A store, from which all goes that was loaded. Nothing is there of what was refused."""
     client = _noop()
     try:
-        return client.load(path.parent)
+        yield client
+    except DataPlaneError:
+        assert client.list_partitions() == [], "something was loaded before the refusal"
+        raise
     finally:
         for name in client.list_partitions():
             client.clear_samples(None, name)
 
 
+def _with_head(text: bytes) -> bytes:
+    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(text).hexdigest()}
+    return json.dumps(head).encode() + b"\n" + text + b"\n"
+
+
+def _read_save(data: bytes) -> object:
+    path, _ = _saved()
+    path.write_bytes(_with_head(data))
+    with _empty_afterwards() as client:
+        return client.load(path.parent)
+
+
 def _read_manifest(data: bytes) -> object:
-    _manifests()
-    path = _saved() / "manifest.json"
+    path, _ = _saved()
     path.write_bytes(data)
     with SavedFiles(path.parent, "dataplane-partitions") as saved:
         return list(saved.blocks())
 
 
-def _whole_manifests() -> list[bytes]:
-    text = _manifests()[0]
-    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(text).hexdigest()}
-    return [json.dumps(head).encode() + b"\n" + text + b"\n", b'{"format": "x", "version": 1}\n{}\n']
-
-
 @functools.cache
 def _exported() -> Path:
     """The folder of an export of one shard."""
-    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz"))) / "export"
+    folder = _folder() / "export"
     with connect({"backend": "noop"}) as client:
         client.register_partition("p", ["x", "o"], 3, ["t"], enums={"e": ["y"]})
-        columns = {"x": [[1], [], [2, 3]], "o": object_column([b"1", {"a": [1]}, None]), "e": ["y"] * 3}
+        columns = {"x": [[1], [], [2, 3]], "o": codec.object_column([b"1", {"a": [1]}, None]), "e": ["y"] * 3}
         columns["b"] = torch.ones(3, 2, 2, dtype=torch.bfloat16)
         client.put_samples(["a", "b", "c"], "p", columns, tags=[{"n": 1}, {}, {"n": 2}])
         export_partition(client, "p", folder)
     return folder
 
 
-def _exports() -> list[bytes]:
-    return [(_exported() / ".export.json").read_bytes()]
-
-
 @functools.cache
 def _recorded() -> Path:
     """The folder of a recording of one client."""
-    folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz"))) / "recording"
+    folder = _folder() / "recording"
     recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
     with connect({"backend": "noop", "middleware": [recorder]}) as client:
         client.register_partition("p", ["x", "y"], 2, ["t"], enums={"z": ["a"]})
@@ -552,30 +515,29 @@ def _read_recording(data: bytes) -> None:
         path.write_bytes(kept)
 
 
-def _shard_heads() -> list[bytes]:
-    return [parquet.read_schema(_exported() / "part-00000.parquet").metadata[b"dataplane"]]
-
-
 def _import(manifest: bytes, shard: bytes | None = None) -> object:
     """Imports an export with another manifest, or another shard too."""
     folder = _exported()
     kept = {path: path.read_bytes() for path in (folder / ".export.json", folder / "part-00000.parquet")}
-    client = _noop()
     try:
-        for path, data in zip(kept, (manifest, shard), strict=True):
-            path.write_bytes(kept[path] if data is None else data)
-        return import_folder(folder, client)
+        with _empty_afterwards() as client:
+            for path, data in zip(kept, (manifest, shard), strict=True):
+                path.write_bytes(kept[path] if data is None else data)
+            return import_folder(folder, client)
     finally:
         for path, data in kept.items():
             path.write_bytes(data)
-        for name in client.list_partitions():
-            client.clear_samples(None, name)
+
+
+def _first_shard_head() -> bytes:
+    head: bytes = parquet.read_schema(_exported() / "part-00000.parquet").metadata[b"dataplane"]
+    return head
 
 
 def _read_shard_head(data: bytes) -> object:
     table, made = parquet.read_table(_exported() / "part-00000.parquet"), io.BytesIO()
     parquet.write_table(table.replace_schema_metadata({b"dataplane": data}), made)
-    manifest = json.loads(_exports()[0])
+    manifest = json.loads((_exported() / ".export.json").read_bytes())
     shard = {"size_bytes": len(made.getvalue()), "sha256": hashlib.sha256(made.getvalue()).hexdigest()}
     manifest["shards"][0] |= shard
     return _import(json.dumps(manifest).encode(), made.getvalue())
@@ -593,15 +555,15 @@ def _arena() -> Arena:
     return Arena.create(_ARENA_BYTES)
 
 
-def _layout(num_rows: int) -> Layout:
-    layout = Layout([])
+def _layout(num_rows: int) -> hosting.Layout:
+    layout = hosting.Layout([])
     layout.add_dense(num_rows, 8, 1)
     return layout
 
 
-def _ragged_layout(num_rows: int) -> Layout:
-    layout = Layout([])
-    layout.add_ragged(num_rows, 5, 1, DTYPE_CODES[torch.uint8])
+def _ragged_layout(num_rows: int) -> hosting.Layout:
+    layout = hosting.Layout([])
+    layout.add_ragged(num_rows, 5, 1, codec.DTYPE_CODES[torch.uint8])
     return layout
 
 
@@ -613,22 +575,22 @@ def _shm_requests() -> list[bytes]:
         shm.Begin(apart, [_layout(2), _layout(1)]),
         shm.CommitSynced(commands.CommitPut(1000), [bytes(16)]),
         shm.Find(commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]), 7),
-        Release([7]),
-        ClaimOrWait(_claim("u", "m")),
-        StopWaiting("m"),
+        hosting.Release([7]),
+        hosting.ClaimOrWait(_claim("u", "m")),
+        hosting.StopWaiting("m"),
         shm.Drop([(100, 0)]),
         shm.Status(),
         *(_BEFORE[1], _BEFORE[3]),
         *_THEN,
     ]
     data = [MESSAGES.encode_request(each)[4:] for each in made]
-    return [*data, MESSAGES.encode_request(commands.CommitPut(1000), CallId("c", 0, 1, 9.0))[4:]]
+    return [*data, MESSAGES.encode_request(commands.CommitPut(1000), hosting.CallId("c", 0, 1, 9.0))[4:]]
 
 
 def _read_shm_request(data: bytes) -> None:
     """A forged request to the process of the ledger, and then those of another client."""
     request, _ = MESSAGES.decode_request(data)
-    store = Store(ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
+    store = Store(hosting.ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
     store.answer(shm.PutWhole(_begin("d", ["a"], 400), _layout(1), b"12345678"), other)
@@ -655,7 +617,7 @@ def _placed() -> shm.Placed:
     part = commands.Part(100, ("x",), (0,), [0, 1], [0, 1])
     ragged = commands.Part(200, ("y",), (0,), [0, 1], [1, 0])
     located = commands.Located([part, ragged], {"x": _X, "y": _X})
-    places = {100: Place(0, _layout(2), 2), 200: Place(4096, _ragged_layout(2), 2)}
+    places = {100: hosting.Place(0, _layout(2), 2), 200: hosting.Place(4096, _ragged_layout(2), 2)}
     return shm.Placed(located, places, [])
 
 
@@ -679,7 +641,7 @@ def _shm_replies() -> list[bytes]:
 def _read_shm_reply(data: bytes) -> object:
     request: Any = object.__new__(_KINDS[data[0] % len(_KINDS)]) if data else shm.Status()
     attempt(lambda: MESSAGES.decode_reply(_FIND, data[1:]))
-    attempt(lambda: decode_about(decode_welcome(data[1:]), shm.About))
+    attempt(lambda: hosting.decode_about(hosting.decode_welcome(data[1:]), shm.About))
     return MESSAGES.decode_reply(request, data[1:])
 
 
@@ -690,7 +652,7 @@ _KINDS: Final = (
     shm.Find,
     shm.Drop,
     shm.Status,
-    ClaimOrWait,
+    hosting.ClaimOrWait,
     *commands.COMMANDS,
 )
 _FIND: Final = shm.Find(commands.Locate("p", ["a", "b"], ["x", "y"]), 1)
@@ -757,7 +719,7 @@ def _tq_requests() -> list[bytes]:
         tq.UnitRecords(),
         tq.AddUnits(2),
         tq.RemoveUnit("unit-1", True),
-        ClaimOrWait(_claim("u", "m")),
+        hosting.ClaimOrWait(_claim("u", "m")),
     ]
     return [tq.MESSAGES.encode_request(each)[4:] for each in made]
 
@@ -767,7 +729,7 @@ def _read_tq_request(data: bytes) -> None:
     request, _ = tq.MESSAGES.decode_request(data)
     host = ControllerHost(LedgerService())
     host.book.begin("actor-", [(f"unit-{each}", f"actor-{each}", Started("a", "ip", 1, f"n{each}")) for each in (0, 1)])
-    client = Client(1)
+    client = hosting.Client(1)
     host.answer(_BEFORE[0], client)
     attempt(lambda: host.answer(request, client))
     host.answer(tq.ViewUnits(-1), client)
@@ -775,36 +737,36 @@ def _read_tq_request(data: bytes) -> None:
 
 
 def _extent_requests() -> list[bytes]:
-    wanted = [Wanted(1, _layout(2), 2), Wanted(3, _ragged_layout(2), 2)]
+    wanted = [hosting.Wanted(1, _layout(2), 2), hosting.Wanted(3, _ragged_layout(2), 2)]
     made: list[Any] = [
-        Allocate(1, wanted),
-        PutWhole(1, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
-        Written(7),
-        Fill(7),
-        Find([(7, [1, 0]), (9, [0])], 1),
-        Fetch([(7, [0], [1, 0])]),
-        Drop([(7, 0), (9, 5)]),
-        Memory(),
-        Release([1]),
+        hosting.Allocate(1, wanted),
+        hosting.PutWhole(1, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
+        hosting.Written(7),
+        hosting.Fill(7),
+        hosting.Find([(7, [1, 0]), (9, [0])], 1),
+        hosting.Fetch([(7, [0], [1, 0])]),
+        hosting.Drop([(7, 0), (9, 5)]),
+        hosting.Memory(),
+        hosting.Release([1]),
     ]
-    return [ExtentHost.messages.encode_request(each)[4:] for each in made]
+    return [hosting.ExtentHost.messages.encode_request(each)[4:] for each in made]
 
 
 def _read_extent_request(data: bytes) -> None:
     """A forged request to a storage unit, in the middle of a put of the same client, and then that of another one."""
-    request, _ = ExtentHost.messages.decode_request(data)
-    host = ExtentHost(ExtentService(_arena()))
+    request, _ = hosting.ExtentHost.messages.decode_request(data)
+    host = hosting.ExtentHost(hosting.ExtentService(_arena()))
     other, forger = host.begin_session(), host.begin_session()
-    host.answer(PutWhole(400, [Wanted(400, _layout(1), 1)], [b"12345678"]), other)
-    host.answer(Allocate(7, [Wanted(7, _layout(2), 2)]), forger)
+    host.answer(hosting.PutWhole(400, [hosting.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
+    host.answer(hosting.Allocate(7, [hosting.Wanted(7, _layout(2), 2)]), forger)
     attempt(lambda: host.answer(request, forger))
-    attempt(lambda: host.answer(Written(7), forger))
-    found: Any = attempt(lambda: host.answer(Find([(400, [0])], 9), other))
+    attempt(lambda: host.answer(hosting.Written(7), forger))
+    found: Any = attempt(lambda: host.answer(hosting.Find([(400, [0])], 9), other))
     if found is not None and not found.gone:
         offset = found.places[400].offset
         assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
     host.end_session(forger)
-    host.answer(Memory(), other)
+    host.answer(hosting.Memory(), other)
 
 
 # --- redis_store ------------------------------------------------------------------------------------------------------
@@ -898,7 +860,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
     ids = ["q0_g0", "q0_g1"]
     tags = redis_scripts.pack_tags({"n": 1})
     layouts = [redis_scripts.pack_strings(["x", _X.to_text()])]
-    cells = join_row([bytes(each) for each in _frames(torch.arange(5).view(1, 5))])
+    cells = codec.join_row([bytes(each) for each in _frames(torch.arange(5).view(1, 5))])
     row = b"h" * 16 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
     registered = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["t"], "grpo_group_size": 2, "enums": {}}
     text = json.dumps(registered).encode()
@@ -1037,11 +999,11 @@ def _versions_of_weights() -> list[Any]:
 
 def _weights() -> list[bytes]:
     anchor, _, delta = _versions_of_weights()
-    return [encode_item({"header": header, "data": data.tobytes()}) for _, header, data in (anchor, delta)]
+    return [codec.encode_item({"header": header, "data": data.tobytes()}) for _, header, data in (anchor, delta)]
 
 
 def _read_weights(data: bytes) -> object:
-    row = decode_item(data)
+    row = codec.decode_item(data)
     if not isinstance(row, dict) or not isinstance(row.get("data"), bytes):
         raise FrameError("not a row")
     base = None
@@ -1056,7 +1018,7 @@ def _read_weights(data: bytes) -> object:
 
 
 def _encoded_items() -> list[bytes]:
-    return [encode_item(each) for each in [*_items(), {"info": [CallInfo.__name__], "deep": [[[[[1]]]]]}]]
+    return [codec.encode_item(each) for each in [*_items(), {"info": [CallInfo.__name__], "deep": [[[[[1]]]]]}]]
 
 
 def _specs() -> list[bytes]:
@@ -1069,17 +1031,18 @@ TARGETS: Final[dict[str, Target]] = {
     for each in (
         Target("cell", _cells, _read_cell),
         Target("row", _rows, _read_row),
-        Target("object", _encoded_items, decode_item, PACKED),
+        Target("object", _encoded_items, codec.decode_item, PACKED),
         Target("spec", _specs, _read_spec),
-        Target("record", _records, _read_record, PACKED),
         Target("command", _records, _read_command, PACKED),
         Target("journal", _records, _read_journal, PACKED),
         Target("snapshot", _snapshots, _read_snapshot, Form(_load_sections, lambda tree: b"".join(map(_pack, tree)))),
         Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
-        Target("save manifest", _whole_manifests, _read_manifest),
-        Target("save", _manifests, _read_save, JSON),
-        Target("export", _exports, _import, JSON),
-        Target("shard of an export", _shard_heads, _read_shard_head, JSON),
+        Target(
+            "save manifest", lambda: [_with_head(_saved()[1]), b'{"format": "x", "version": 1}\n{}\n'], _read_manifest
+        ),
+        Target("save", lambda: [_saved()[1]], _read_save, JSON),
+        Target("export", lambda: [(_exported() / ".export.json").read_bytes()], _import, JSON),
+        Target("shard of an export", lambda: [_first_shard_head()], _read_shard_head, JSON),
         Target("recording", _recorded_lines, _read_recording, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),

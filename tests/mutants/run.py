@@ -14,6 +14,7 @@ long as no source and no test has changed.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import tomllib
@@ -67,7 +68,7 @@ def main() -> None:
             done(mutant, verdict="not run")
         elif options.only or results.get(mutant.id, {}).get("state") != state:
             files = sorted({test.split("::")[0] for test in tests})
-            plugin = lambda lines, tests=tests: Telling(lines, tests, until_failure=True)  # noqa: E731
+            plugin = functools.partial(Telling, wanted=tests, until_failure=True)
             jobs.append(Job(mutant.id, files, plugin, (mutant.file, mutated)))
             of_job[mutant.id] = mutant, {"tests": len(tests), "left_out": left_out}
     run(jobs, options.jobs, lambda job: done(of_job[job.name][0], **verdict_of(job), **of_job[job.name][1]))
@@ -129,7 +130,7 @@ class Map:
         for folder in folders:
             cache = _cache(folder)
             if not cache.exists() or not json.loads(cache.read_text())["state"].endswith(state.removeprefix("any")):
-                plugin = lambda lines, folder=folder: Noting(lines, ROOT / folder, functions)  # noqa: E731
+                plugin = functools.partial(Noting, folder=ROOT / folder, functions=functions)
                 jobs.append(Job(f"map of {folder}", [folder], plugin, first_on_path=NOTED.parent))
         run(jobs, options.jobs, lambda job: self._keep(job, state))
         for folder in folders:

@@ -72,46 +72,35 @@ def schema_of(tq: ModuleType, partition_id: str, field: str = "x") -> tuple[bool
     return schema["is_nested"], schema["shape"]
 
 
-@pytest.mark.parametrize(
-    "second", [torch.ones(2, 6), torch.nested.as_nested_tensor([torch.ones(4)] * 2, layout=torch.jagged)]
-)
-def test_a_field_is_nested_once_its_rows_differ(tq: ModuleType, second: torch.Tensor) -> None:
+JAGGED = torch.nested.as_nested_tensor([torch.ones(4)] * 2, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("by_another", [False, True], ids=["", "by another process"])
+@pytest.mark.parametrize("second", [torch.ones(2, 6), JAGGED], ids=["of another length", "jagged"])
+def test_a_field_is_nested_once_its_rows_differ(tq: ModuleType, second: torch.Tensor, by_another: bool) -> None:
     client = tq.get_client()
+    other = TransferQueueClient("other", client.store) if by_another else client
     client.put(TensorDict({"x": torch.ones(2, 4), "n": torch.ones(2)}, batch_size=[2]), partition_id="p")
     assert schema_of(tq, "p") == (False, torch.Size([4]))
     assert schema_of(tq, "p", "n") == (False, torch.Size([1]))
     client.put(TensorDict({"x": torch.zeros(2, 4)}, batch_size=[2]), partition_id="p")
     asyncio.run(client.async_put(TensorDict({"x": torch.ones(2, 9)}, batch_size=[2]), partition_id="q"))
     assert schema_of(tq, "p") == (False, torch.Size([4]))
-    client.put(TensorDict({"x": second}, batch_size=[2]), partition_id="p")
+    other.put(TensorDict({"x": second}, batch_size=[2]), partition_id="p")
     assert schema_of(tq, "p") == (True, None)
     assert schema_of(tq, "q") == (False, torch.Size([9]))
-    client.clear_partition("p")
+    other.clear_partition("p")
     tq.kv_put("a", "p", fields={"x": torch.ones(6)})
     assert schema_of(tq, "p") == (False, torch.Size([6]))
     assert client.kv_retrieve_meta("a", "p").field_schema["x"]["is_nested"] is False
 
 
-def test_a_put_of_another_process_counts_for_whether_rows_differ(tq: ModuleType) -> None:
-    mine, other = tq.get_client(), TransferQueueClient("other", tq.get_client().store)
-    mine.put(TensorDict({"x": torch.ones(2, 4)}, batch_size=[2]), partition_id="p")
-    other.put(TensorDict({"x": torch.ones(2, 6)}, batch_size=[2]), partition_id="p")
-    assert schema_of(tq, "p") == (True, None)
-    other.clear_partition("p")
-    mine.put(TensorDict({"x": torch.ones(2, 4)}, batch_size=[2]), partition_id="p")
-    assert schema_of(tq, "p") == (False, torch.Size([4]))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_strided_column_is_nested(tq: ModuleType) -> None:
+def test_a_strided_column_is_nested_and_so_is_what_the_store_got_otherwise(tq: ModuleType) -> None:
     column = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.strided)
     tq.get_client().put(TensorDict({"x": column}, batch_size=[2]), partition_id="p")
-    assert schema_of(tq, "p") == (True, None)
-
-
-def test_the_length_of_rows_that_the_store_got_otherwise_is_not_known(tq: ModuleType) -> None:
-    tq.get_client().store.put_samples(["a"], "p", {"x": torch.ones(1, 4)})
-    assert schema_of(tq, "p") == (True, None)
+    tq.get_client().store.put_samples(["a"], "q", {"x": torch.ones(1, 4)})  # how long its rows are is not known
+    assert schema_of(tq, "p") == schema_of(tq, "q") == (True, None)
 
 
 def test_a_key_has_one_index_in_all_processes(tq: ModuleType) -> None:

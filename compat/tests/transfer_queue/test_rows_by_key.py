@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -41,28 +42,22 @@ def test_cells_come_back_as_jagged_rows_scalars_as_one_tensor(rows: ModuleType) 
     assert [row.tolist() for row in got["dense"].unbind()] == [[4.0, 5.0], [0.0, 1.0]]
     assert got["reward"].tolist() == [2.0, 0.5]
     assert got.get("info").tolist() == [{}, {"n": 1}]
+    rows.kv_batch_put(KEYS, "p", columns(x=torch.ones(3, 2), y=torch.ones(3, 2)))
+    got = rows.kv_batch_get(KEYS, "p")
+    assert (got["x"] + got["y"]).values().tolist() == [2.0] * 6, "columns of equal lengths can be combined"
 
 
-def test_columns_of_equal_lengths_can_be_combined(tq: ModuleType) -> None:
-    tq.kv_batch_put(KEYS, "p", columns(x=torch.ones(3, 2), y=torch.ones(3, 2)))
-    got = tq.kv_batch_get(KEYS, "p")
-    assert (got["x"] + got["y"]).values().tolist() == [2.0] * 6
-
-
-def test_a_put_returns_all_tags_and_the_fields_that_all_its_rows_have(rows: ModuleType) -> None:
+def test_a_put_returns_all_tags_and_the_fields_that_all_its_rows_have_and_a_read_leaves_others_out(
+    rows: ModuleType,
+) -> None:
     meta = rows.kv_put("a", "train", fields={"late": torch.tensor([1, 2])}, tag={"done": True})
-    assert meta.keys == ["a"]
-    assert meta.tags == [{"step": 0, "done": True}]
+    assert (meta.keys, meta.tags) == (["a"], [{"step": 0, "done": True}])
     assert meta.fields == ["dense", "info", "late", "reward", "tokens"]
     meta = rows.kv_batch_put(KEYS, "train", tags=[{}] * 3)
     assert meta.fields == ["dense", "info", "reward", "tokens"]
     assert rows.kv_batch_get_by_meta(meta, "reward").keys() == {"reward"}
     with pytest.raises(ValueError, match="not found in the metadata"):
         rows.kv_batch_get_by_meta(meta, "late")
-
-
-def test_fields_that_not_all_rows_have_are_left_out(rows: ModuleType) -> None:
-    rows.kv_put("a", "train", fields={"late": torch.zeros(1)})
     assert set(rows.kv_batch_get(KEYS, "train", ["reward", "late", "never"]).keys()) == {"reward"}
     assert set(rows.kv_batch_get("a", "train", ["reward", "late"]).keys()) == {"reward", "late"}
 
@@ -80,15 +75,25 @@ def test_rows_and_fields_that_are_not_there_raise(
     assert isinstance(raised.value, KeyError)
 
 
-def test_listing_and_clearing(rows: ModuleType) -> None:
-    rows.kv_put(
-        "v", "val", tag={"status": "running", "more": [1, {"x": None}], "numpy": np.int64(3), "text": "~tq.json:oops"}
-    )
-    listed = rows.kv_list()
-    assert listed == {
-        "train": {"a": {"step": 0}, "b": {"step": 1}, "c": {"step": 2}},
-        "val": {"v": {"status": "running", "more": [1, {"x": None}], "numpy": 3, "text": "~tq.json:oops"}},
+def test_listing_and_clearing_and_tags_that_the_store_does_not_take_as_they_are(rows: ModuleType) -> None:
+    given = {
+        "kept": {"status": "running", "more": [1, {"x": None}], "text": "~tq.json:oops", "a": {"b": None}},
+        "made plain": {"tensor": torch.tensor(3), "one": torch.tensor([0.5]), "float": np.float32(2.5)},
+        "inside": {"bool": np.bool_(True), "pair": (1, [2, np.int64(3)])},
     }
+    stored = {
+        "kept": given["kept"],
+        "made plain": {"tensor": 3, "one": 0.5, "float": 2.5},
+        "inside": {"bool": True, "pair": [1, [2, 3]]},
+    }
+    for key, tag in given.items():
+        rows.kv_put(key, "val", tag=tag)
+    listed = rows.kv_list()
+    assert listed == {"train": {"a": {"step": 0}, "b": {"step": 1}, "c": {"step": 2}}, "val": stored}
+    for key, tags in stored.items():
+        assert {name: type(value) for name, value in listed["val"][key].items()} == {
+            name: type(value) for name, value in tags.items()
+        }
     assert rows.kv_list("nowhere") == {}
     rows.kv_clear(["a", "nobody"], "train")
     rows.kv_clear("x", "nowhere")
@@ -114,74 +119,47 @@ def test_values_that_are_not_per_row_or_not_plain(tq: ModuleType) -> None:
     assert tq.kv_batch_get("a", "p", "extra").get("extra").tolist() == [{"score": 0.5, "pair": [1, True]}]
 
 
+ITEMS = [{"idx": 0}, {"idx": 1}, {"idx": 2}]
+
+
 @pytest.mark.parametrize("use_async", [False, True])
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_data_as_long_as_the_batch_has_an_item_for_each_row(tq: ModuleType, kind: type, use_async: bool) -> None:
-    items = [{"idx": 0}, {"idx": 1}, {"idx": 2}]
-
-    def batch() -> TensorDict:
-        return TensorDict({"x": NonTensorData(kind(items), batch_size=(3,))}, batch_size=[3])
-
-    if use_async:
-        asyncio.run(tq.async_kv_batch_put(["a", "b", "c"], "p", batch()))
-        meta = asyncio.run(tq.get_client().async_put(batch(), partition_id="q"))
-    else:
-        tq.kv_batch_put(["a", "b", "c"], "p", batch())
-        meta = tq.get_client().put(batch(), partition_id="q")
-    assert tq.kv_batch_get(["c", "a"], "p").get("x").tolist() == [items[2], items[0]]
-    assert tq.get_client().get_data(meta).get("x").tolist() == items
-
-
-@pytest.mark.parametrize("value", ["abc", ["a", "b"], {"a": 1, "b": 2, "c": 3}])
-def test_other_data_is_one_value_for_all_rows(tq: ModuleType, value: object) -> None:
-    tq.kv_batch_put(["a", "b", "c"], "p", TensorDict({"x": NonTensorData(value, batch_size=(3,))}, batch_size=[3]))
-    assert tq.kv_batch_get(["a", "b", "c"], "p").get("x").tolist() == [value] * 3
-    ragged = NonTensorData([[1], [1, 2], []], batch_size=(3,))
-    tq.kv_batch_put(["a", "b", "c"], "p", TensorDict({"y": ragged}, batch_size=[3]))
-    assert tq.kv_batch_get(["a", "b", "c"], "p", "y").get("y").tolist() == [[1], [1, 2], []]
-
-
-def test_a_first_put_that_does_not_fit_says_so_and_leaves_no_partition(tq: ModuleType) -> None:
-    fields = LazyStackedTensorDict(*[TensorDict({"x": torch.ones(2, n)}) for n in (3, 4)])
-    for put in (
-        lambda: tq.kv_batch_put(["a", "b"], "new", fields),
-        lambda: asyncio.run(tq.async_kv_batch_put(["a", "b"], "new", fields)),
-        lambda: tq.get_client().put(fields, partition_id="new"),
-        lambda: asyncio.run(tq.get_client().async_put(fields, partition_id="new")),
-    ):
-        with pytest.raises(SchemaMismatchError, match="'x' has rows that do not fit one column"):
-            put()
-    assert tq.kv_list() == {}
-    assert "new" not in tq.get_client().store.list_partitions()
-
-
 @pytest.mark.parametrize(
-    ("tag", "stored"),
+    ("value", "of_rows"),
     [
-        (torch.tensor(3), 3),
-        (torch.tensor([0.5]), 0.5),
-        (np.float32(2.5), 2.5),
-        (np.bool_(True), True),
-        ((1, [2, np.int64(3)]), [1, [2, 3]]),
-        ({"a": None}, {"a": None}),
+        *((made, ITEMS) for made in (ITEMS, tuple(ITEMS))),
+        ([[1], [1, 2], []], [[1], [1, 2], []]),
+        *((value, [value] * 3) for value in ("abc", ["a", "b"], {"a": 1, "b": 2, "c": 3})),
     ],
+    ids=str,
 )
-def test_tags_that_the_store_does_not_take_as_they_are(tq: ModuleType, tag: object, stored: object) -> None:
-    tq.kv_put("k", "train", tag={"tag": tag})
-    (found,) = tq.kv_list("train")["train"].values()
-    assert found == {"tag": stored}
-    assert type(found["tag"]) is type(stored)
+def test_data_as_long_as_the_batch_has_an_item_for_each_row_and_other_data_is_one_for_all(
+    tq: ModuleType, value: object, of_rows: list[object], use_async: bool
+) -> None:
+    fields = columns(x=NonTensorData(value, batch_size=(3,)))
+    if use_async:
+        asyncio.run(tq.async_kv_batch_put(KEYS, "p", fields))
+        meta = asyncio.run(tq.get_client().async_put(fields, partition_id="q"))
+    else:
+        tq.kv_batch_put(KEYS, "p", fields)
+        meta = tq.get_client().put(fields, partition_id="q")
+    assert tq.kv_batch_get(["c", "a"], "p").get("x").tolist() == [of_rows[2], of_rows[0]]
+    assert tq.get_client().get_data(meta).get("x").tolist() == of_rows
 
 
-def test_mrope_positions_may_differ_in_their_second_dim(tq: ModuleType) -> None:
-    tq.kv_put("a", "p", fields={"position_ids": torch.arange(12).view(4, 3)})
-    tq.kv_put("b", "p", fields={"position_ids": torch.arange(8).view(4, 2)})
-    got = tq.kv_batch_get(["a", "b"], "p")["position_ids"]
-    assert got.values().shape == (4, 5)
-    assert [row.tolist() for row in got.unbind()] == [
-        torch.arange(12).view(4, 3).tolist(),
-        torch.arange(8).view(4, 2).tolist(),
-    ]
+def test_position_ids_may_differ_in_their_second_dim_and_are_not_nested_while_they_do_not(tq: ModuleType) -> None:
+    def schema(*keys: str) -> dict[str, Any]:
+        found: dict[str, Any] = tq.get_client().kv_retrieve_meta(list(keys), "p").field_schema["position_ids"]
+        return found
+
+    positions = torch.arange(48).view(2, 4, 6)
+    tq.kv_batch_put(["a", "b"], "p", TensorDict({"position_ids": positions}, batch_size=[2]))
+    assert (schema("a", "b")["is_nested"], schema("a", "b")["shape"]) == (False, (4, 6))
+    other = torch.arange(20).view(4, 5)
+    tq.kv_put("c", "p", fields={"position_ids": other})
+    assert schema("a", "c")["is_nested"]
+    got = tq.kv_batch_get(KEYS, "p")["position_ids"]
+    assert got.values().shape == (4, 17)
+    assert [row.tolist() for row in got.unbind()] == [*positions.tolist(), other.tolist()]
 
 
 def test_a_column_of_another_dtype_is_converted_if_no_value_changes(tq: ModuleType) -> None:
@@ -197,14 +175,24 @@ def test_a_column_of_another_dtype_is_converted_if_no_value_changes(tq: ModuleTy
             tq.kv_put("c", "p", fields={"x": wrong})
 
 
-def test_a_lazy_stack_may_have_rows_of_any_length_and_is_refused_as_it_is(tq: ModuleType) -> None:
+def test_a_lazy_stack_may_have_rows_of_any_length_and_one_that_does_not_fit_leaves_no_partition(tq: ModuleType) -> None:
     def stack(*widths: int, dtype: torch.dtype = torch.int64) -> TensorDictBase:
         rows = [{"x": torch.ones(n, dtype=dtype), "position_ids": torch.ones(4, n), "info": f"n{n}"} for n in widths]
         rows[-1]["x"] = rows[-1]["x"].long()
         return LazyStackedTensorDict(*[TensorDict(row) for row in rows])
 
-    with pytest.raises(SchemaMismatchError, match="'x' has rows that do not fit one column"):
-        tq.kv_batch_put(["a", "b"], "p", stack(2, 3, dtype=torch.float32))
+    of_two_dims = LazyStackedTensorDict(*[TensorDict({"x": torch.ones(2, n)}) for n in (3, 4)])
+    for fields in (of_two_dims, stack(2, 3, dtype=torch.float32)):
+        for put in (
+            lambda fields=fields: tq.kv_batch_put(["a", "b"], "new", fields),
+            lambda fields=fields: asyncio.run(tq.async_kv_batch_put(["a", "b"], "new", fields)),
+            lambda fields=fields: tq.get_client().put(fields, partition_id="new"),
+            lambda fields=fields: asyncio.run(tq.get_client().async_put(fields, partition_id="new")),
+        ):
+            with pytest.raises(SchemaMismatchError, match="'x' has rows that do not fit one column"):
+                put()
+    assert tq.kv_list() == {}
+    assert "new" not in tq.get_client().store.list_partitions()
     tq.kv_batch_put(["a", "b"], "p", stack(2, 3))
     got = tq.kv_batch_get(["a", "b"], "p")
     assert [row.shape for row in got["position_ids"].unbind()] == [(4, 2), (4, 3)]
@@ -214,31 +202,29 @@ def test_a_lazy_stack_may_have_rows_of_any_length_and_is_refused_as_it_is(tq: Mo
     assert tq.kv_batch_put([], "p", empty).size == 0
 
 
-def test_wrong_arguments(tq: ModuleType) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        tq.kv_put("a", "p")
-    with pytest.raises(ValueError, match="at least one"):
-        tq.kv_batch_put(["a"], "p")
-    with pytest.raises(ValueError, match="does not match"):
-        tq.kv_batch_put(["a"], "p", columns(x=torch.zeros(3)))
-    with pytest.raises(ValueError, match="does not match"):
-        tq.kv_batch_put(["a"], "p", tags=[])
-    with pytest.raises(ValueError, match="kv_batch_put"):
-        tq.kv_put("a", "p", fields={"x": torch.nested.as_nested_tensor([torch.zeros(2)], layout=torch.jagged)})
-    with pytest.raises(TypeError, match="tag 'x' is a object"):
-        tq.kv_put("a", "p", tag={"x": object()})
+JAGGED = torch.nested.as_nested_tensor([torch.zeros(2)], layout=torch.jagged)
 
 
-def test_a_key_that_looks_like_a_row_without_a_key_is_refused(tq: ModuleType) -> None:
-    for key in ("~index:x", "~index:3"):
-        with pytest.raises(ValueError, match=f"keys that begin with '~index:' are not allowed: '{key}'"):
-            tq.kv_put(key, "p", tag={"n": 1})
-        with pytest.raises(ValueError, match="~index:"):
-            tq.kv_batch_put(["a", key], "p", tags=[{}, {}])
-        with pytest.raises(ValueError, match="~index:"):
-            tq.get_client().kv_retrieve_meta([key], "p", create=True)
-    tq.kv_put("a", "p", tag={"n": 1})
-    assert tq.kv_list("p") == {"p": {"a": {"n": 1}}}
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda tq: tq.kv_put("a", "p"), "at least one"),
+        (lambda tq: tq.kv_batch_put(["a"], "p"), "at least one"),
+        (lambda tq: tq.kv_batch_put(["a"], "p", columns(x=torch.zeros(3))), "does not match"),
+        (lambda tq: tq.kv_batch_put(["a"], "p", tags=[]), "does not match"),
+        (lambda tq: tq.kv_put("a", "p", fields={"x": JAGGED}), "kv_batch_put"),
+        (lambda tq: tq.kv_put("a", "p", tag={"x": object()}), "tag 'x' is a object"),
+        (lambda tq: tq.kv_put("~index:x", "p", tag={"n": 1}), "'~index:x'"),
+        (lambda tq: tq.kv_batch_put(["a", "~index:3"], "p", tags=[{}, {}]), "'~index:3'"),
+        (lambda tq: tq.get_client().kv_retrieve_meta(["~index:3"], "p", create=True), "'~index:3'"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_so_is_a_key_that_looks_like_a_row_without_one(
+    tq: ModuleType, call: Callable[[ModuleType], object], named: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=named):
+        call(tq)
+    assert tq.kv_list() == {}
 
 
 def test_many_coroutines_share_the_threads(tq: ModuleType) -> None:
@@ -277,14 +263,3 @@ def test_rows_that_differ_never_count_as_equal_also_after_a_failure(
     assert (rows, schema["is_nested"]) == (["a"], False), "the shape is noted before the rows are there"
     tq.kv_batch_put(["b"], "p", TensorDict({"x": torch.ones(1, 7)}, batch_size=[1]))
     assert tq.get_client().kv_retrieve_meta(["a", "b"], "p").field_schema["x"]["is_nested"]
-
-
-def test_position_ids_of_one_shape_are_not_nested(tq: ModuleType) -> None:
-    positions = torch.arange(48).view(2, 4, 6)
-    tq.kv_batch_put(["a", "b"], "p", TensorDict({"position_ids": positions}, batch_size=[2]))
-    schema = tq.get_client().kv_retrieve_meta(["a", "b"], "p").field_schema["position_ids"]
-    assert (schema["is_nested"], schema["shape"]) == (False, (4, 6))
-    got = tq.kv_batch_get(["a", "b"], "p")["position_ids"]
-    assert [row.tolist() for row in got.unbind()] == positions.tolist()
-    tq.kv_batch_put(["c"], "p", TensorDict({"position_ids": torch.ones(1, 4, 5).long()}, batch_size=[1]))
-    assert tq.get_client().kv_retrieve_meta(["a", "c"], "p").field_schema["position_ids"]["is_nested"]

@@ -15,7 +15,6 @@ from dataplane_compat.transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
     SeqlenBalancedSampler,
-    balanced_parts,
 )
 from dataplane_core import KVBatchMeta
 from dataplane_core.errors import BackendUnavailableError, ConfigError
@@ -57,7 +56,7 @@ def of_rank(one: TransferQueueClient, rank: int, batch: int, task: str = "t") ->
     return ask(one, 2, dp_rank=rank, batch_index=batch, task_name=task, partition_id="p")
 
 
-def test_rows_with_keys_come_in_the_order_of_writing_and_in_groups(tq: ModuleType) -> None:
+def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq: ModuleType) -> None:
     keys = [f"{number}" for number in (5, 3, 9, 1, 7, 0)]
     tq.kv_batch_put(keys, "p", TensorDict({"x": torch.arange(6)}, batch_size=[6]))
     written = tq.get_client().kv_retrieve_meta(keys, "p").global_indexes
@@ -65,6 +64,9 @@ def test_rows_with_keys_come_in_the_order_of_writing_and_in_groups(tq: ModuleTyp
     assert ask(newest, 2, task_name="u") == written[:-3:-1]
     groups = client(tq, GRPOGroupNSampler(2))
     assert ask(groups, 4) == written[:4]
+    assert ask(groups, 4) == []
+    with pytest.raises(ValueError, match="multiple"):
+        ask(groups, 3)
     tq.kv_clear(keys[:1], "p")  # a group that is not whole any more
     tq.get_client().reset_consumption("p", "t")
     assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
@@ -76,16 +78,6 @@ def test_a_sampler_of_a_user(tq: ModuleType) -> None:
     assert ask(one, 2) == ask(one, 2) == [rows[3], rows[2]]
     assert ask(one, 5) == []
     assert not one.check_consumption_status("t", "p")
-
-
-def test_groups_are_consecutive(tq: ModuleType) -> None:
-    rows = fill(tq, 5)
-    one = client(tq, GRPOGroupNSampler(2))
-    assert ask(one, 4) == rows[:4]
-    assert ask(one, 2) == []
-    fill(tq, 3)
-    with pytest.raises(ValueError, match="multiple"):
-        ask(one, 3)
 
 
 def test_processes_of_a_rank_get_the_same_rows(tq: ModuleType) -> None:
@@ -104,12 +96,17 @@ def test_processes_of_a_rank_get_the_same_rows(tq: ModuleType) -> None:
     assert of_rank(first, 0, 0) == of_rank(second, 0, 0) == again
 
 
-def test_ranks_get_about_as_many_tokens(tq: ModuleType) -> None:
-    rows = fill(tq, 4, [1, 9, 8, 2])
-    arguments = {"dp_size": 2, "n_samples_per_prompt": 1}
-    ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(2)]
-    got = [of_rank(one, rank, 0) for rank, one in enumerate(ranks)]
-    assert sorted(map(sorted, got)) == [[rows[0], rows[1]], [rows[2], rows[3]]]  # 10 tokens each
+@pytest.mark.parametrize(
+    ("lengths", "dp_size", "tokens"), [([1, 9, 8, 2], 2, [10, 10]), ([10, 7, 5, 3], 2, [12, 13]), ([5] * 3, 3, [5] * 3)]
+)
+def test_ranks_get_about_as_many_tokens(tq: ModuleType, lengths: list[int], dp_size: int, tokens: list[int]) -> None:
+    rows = fill(tq, len(lengths), lengths)
+    arguments = {"dp_size": dp_size, "n_samples_per_prompt": 1}
+    ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(dp_size)]
+    size = len(lengths) // dp_size
+    got = [ask(one, size, dp_rank=rank, batch_index=0, partition_id="p") for rank, one in enumerate(ranks)]
+    assert sorted(row for part in got for row in part) == rows
+    assert sorted(sum(lengths[rows.index(row)] for row in part) for part in got) == tokens
     assert ranks[0].check_consumption_status("t", "p")
 
 
@@ -189,12 +186,3 @@ def test_other_processes_learn_the_sampler(tq: ModuleType) -> None:
     with pytest.raises(ConfigError, match="LastFirst"):
         ask(TransferQueueClient("attached", tq.get_client().store), 1)
     client(tq, "SequentialSampler")
-
-
-@pytest.mark.parametrize(("weights", "parts", "sums"), [([10, 7, 5, 3], 2, [12, 13]), ([5, 5, 5], 3, [5, 5, 5])])
-def test_balanced_parts(weights: list[int], parts: int, sums: list[int]) -> None:
-    dealt = balanced_parts(weights, parts)
-    assert sorted(place for part in dealt for place in part) == list(range(len(weights)))
-    assert sorted(sum(weights[place] for place in part) for part in dealt) == sums
-    with pytest.raises(ValueError, match="cannot be dealt"):
-        balanced_parts([1], 2)

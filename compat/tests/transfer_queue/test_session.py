@@ -41,7 +41,7 @@ def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
+    tq.init({"backend": "noop", "controller": {"polling_mode": False}})
     with pytest.raises(FileNotFoundError):
         tq.load_checkpoint(folder)
     fields = TensorDict({"x": torch.arange(3)}, batch_size=[3])
@@ -57,6 +57,7 @@ def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytes
     tq.init({"backend": "noop", "controller": {"polling_mode": True}})
     tq.load_checkpoint(folder)
     client = tq.get_client()
+    assert TransferQueueClient("later", client.store)._claims.polling_mode, "the settings are those of the run"
     assert tq.kv_list("p") == {"p": {"a": {"n": 0}, "b": {"n": 1}, "c": {"n": 2}}}
     assert tq.kv_batch_get(["c", "a"], "p")["x"].tolist() == [2, 0]
     assert client.get_meta(["x"], 1, "p", task_name="t").custom_meta == [{"n": 2}]
@@ -84,15 +85,6 @@ def test_a_checkpoint_that_is_loaded_in_a_running_job_gives_no_number_twice(
     put(one)
     put(TransferQueueClient("third", one.store))
     assert len(one.store.list_sample_ids("p")) == 8
-
-
-def test_a_load_keeps_the_settings_of_the_run(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tq.init({"backend": "noop", "controller": {"polling_mode": False}})
-    tq.save_checkpoint(tmp_path)
-    tq.close()
-    tq.init({"backend": "noop", "controller": {"polling_mode": True}})
-    tq.load_checkpoint(tmp_path)
-    assert TransferQueueClient("later", tq.get_client().store)._claims.polling_mode
 
 
 class SlowClaims:
@@ -129,15 +121,13 @@ def cancelled_while_it_claims(slow: SlowClaims) -> tuple[TransferQueueClient, li
     return client, rows
 
 
-def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next(closing: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reset", [False, True])
+def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next_once(
+    closing: pytest.MonkeyPatch, reset: bool
+) -> None:
     client, rows = cancelled_while_it_claims(SlowClaims())
+    if reset:  # drops what is kept for the next
+        eventually(lambda: client._kept, within_s=STARTS_S)
+        client.reset_consumption("p", "t")
     eventually(lambda: client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows, within_s=STARTS_S)
-    assert client.get_meta(["x"], 2, "p", task_name="t").size == 0
-
-
-def test_what_a_cancelled_get_meta_was_given_is_dropped_by_a_reset(closing: pytest.MonkeyPatch) -> None:
-    client, rows = cancelled_while_it_claims(SlowClaims())
-    eventually(lambda: client._kept, within_s=STARTS_S)
-    client.reset_consumption("p", "t")
-    assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == rows
     assert client.get_meta(["x"], 2, "p", task_name="t").size == 0

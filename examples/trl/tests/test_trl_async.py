@@ -90,35 +90,17 @@ def methods_of(protocol: type) -> dict[str, list[str]]:
     return {name: list(inspect.signature(each).parameters) for name, each in found if not name.startswith("_")}
 
 
-def test_the_protocols_of_trl_are_those_that_our_classes_have() -> None:
+def test_what_the_adapter_and_the_example_touch_of_trl_is_there() -> None:
     protocols = async_grpo_trainer.RolloutWorkerProtocol, async_grpo_trainer.WeightTransferProtocol
-    assert methods_of(protocols[0]) == {
-        "check_health": ["self", "stale_after_s"],
-        "start": ["self"],
-        "stop": ["self"],
-        "update_model_version": ["self", "model_version"],
-    }
-    assert methods_of(protocols[1]) == {
-        "destroy": ["self"],
-        "init_weight_transfer": ["self"],
-        "pause": ["self"],
-        "resume": ["self"],
-        "send_weights": ["self", "iterator"],
-    }
     for protocol, ours in zip(protocols, (StoreRolloutWorker, StoreWeightTransfer), strict=True):
+        assert methods_of(protocol)
         assert methods_of(protocol).items() <= methods_of(ours).items()
     assert list(inspect.get_annotations(protocols[0])) == ["rollout_buffer", "metrics_queue"]
-
-
-def test_a_sample_of_trl_has_the_fields_that_we_give() -> None:
     assert [each.name for each in dataclasses.fields(RolloutSample)] == [
         *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version"),
         *("group_id", "metrics", "enqueued_at"),
     ]
     assert "heartbeat_stale_after_s" in {each.name for each in dataclasses.fields(AsyncGRPOConfig)}
-
-
-def test_what_the_example_replaces_on_a_machine_without_a_gpu_is_there() -> None:
     assert callable(packing._flash_attn)
     assert callable(async_grpo_trainer.get_peak_flops_per_device)
 
@@ -186,24 +168,22 @@ def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(c
     assert counts(client) == (20, 0)
 
 
-def test_errors_of_the_thread_reach_the_trainer(client: DataPlaneClient, worker: StoreRolloutWorker) -> None:
-    worker.start()
-    client.clear_samples(None, "answers")
-    eventually(lambda: not worker._thread.is_alive())
-    for call in (worker.check_health, worker.update_model_version):
-        with pytest.raises(UnknownPartitionError):
-            call(1)
-
-
-def test_a_sample_without_its_version_is_refused_by_name_and_given_back(
+def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version_is_given_back(
     client: DataPlaneClient, worker: StoreRolloutWorker
 ) -> None:
+    def refused(error: type[Exception], named: str) -> None:
+        worker.start()
+        eventually(lambda: not worker._thread.is_alive())
+        for call in (worker.check_health, worker.update_model_version):
+            with pytest.raises(error, match=named):
+                call(1)
+        worker.stop()
+
     write(client, 0, weight_version=None)
-    worker.start()
-    eventually(lambda: not worker._thread.is_alive())
-    with pytest.raises(InvalidRequestError, match=r"sample 'p0_g0' of 'answers' has no tag 'weight_version'"):
-        worker.check_health(60)
-    eventually(lambda: counts(client) == (2, 0))
+    refused(InvalidRequestError, r"sample 'p0_g0' of 'answers' has no tag 'weight_version'")
+    assert counts(client) == (2, 0)
+    client.clear_samples(None, "answers")
+    refused(UnknownPartitionError, "'answers'")
 
 
 def test_the_end_of_the_partition_is_said(client: DataPlaneClient, worker: StoreRolloutWorker) -> None:

@@ -1,33 +1,23 @@
 """The shims of examples/checker, and a Redis for them."""
 
-import subprocess
 import sys
-import time
+import uuid
 from pathlib import Path
 
 import pytest
-import redis
+
+from dataplane_core import connect
+from dataplane_redis._backend import private_url
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
+def redis_url():
     """The URL of a Redis server of its own."""
-    path = tmp_path_factory.mktemp("redis") / "redis.sock"
-    words = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(path.parent)]
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as server:
-        with redis.Redis(unix_socket_path=str(path)) as client:
-            give_up = time.monotonic() + 60
-            while True:
-                try:
-                    client.ping()
-                    break
-                except redis.ConnectionError:
-                    assert time.monotonic() < give_up
-                    time.sleep(0.01)
-        yield f"unix://{path}"
-        server.kill()
+    namespace = f"checker-{uuid.uuid4().hex[:8]}"
+    with connect({"backend": "redis_store", "options": {"server": "private", "namespace": namespace}}):
+        yield private_url(namespace)
 
 
 @pytest.fixture(scope="session")

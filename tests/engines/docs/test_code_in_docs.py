@@ -32,6 +32,16 @@ def run_as_a_program(python):
     return run
 
 
+def run_page(page, names=None, without=()):
+    """Runs its snippets in one namespace, which it returns, but for those with one of these words."""
+    names = {} if names is None else names
+    for number, block in enumerate(blocks(page)):
+        if not any(word in block for word in without):
+            lines = [line for line in block.splitlines() if "(..." not in line]
+            exec(compile("\n".join(lines), f"{page}, block {number}", "exec"), names)
+    return names
+
+
 def _lines(source):
     """The code without its indentation and blank lines, which differ in an excerpt."""
     return "\n".join(["", *[line.strip() for line in source.splitlines() if line.strip()], ""])
@@ -54,17 +64,10 @@ def test_the_author_guides_code_runs_or_is_the_examples_own():
 
 
 def test_the_readmes_program_runs_and_prints_what_it_says(capsys):
-    (program,) = blocks("README.md")
-    exec(compile(program, "README.md", "exec"), {})
-    said = re.search(r"# (tensor\(.*\))", program)
+    run_page("README.md")
+    said = re.search(r"# (tensor\(.*\))", "".join(blocks("README.md")))
     assert said is not None
     assert said.group(1) in capsys.readouterr().out
-
-
-def test_the_code_on_exports_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (program,) = blocks("docs/export.md")
-    exec(compile(program, "docs/export.md", "exec"), {})
 
 
 MAIN = 'if __name__ == "__main__":'
@@ -72,15 +75,7 @@ ON_RAY = "import ray\n"
 
 
 def test_the_guides_snippets_run_one_after_the_other():
-    names = {"fields": ["reward"], "train_on": lambda columns: None}
-    run = 0
-    for number, block in enumerate(blocks("docs/guide.md")):
-        if MAIN in block:
-            continue
-        lines = [line for line in block.splitlines() if "(..." not in line]
-        exec(compile("\n".join(lines), f"docs/guide.md, block {number}", "exec"), names)
-        run += 1
-    assert run >= 5
+    names = run_page("docs/guide.md", {"fields": ["reward"], "train_on": lambda columns: None}, without=[MAIN])
     assert names["client"].scope == "process"
 
 
@@ -158,19 +153,22 @@ def test_the_guides_table_of_errors_says_what_the_classes_do():
     assert said == {name for name in errors.__all__ if name.endswith("Error")} - {"DataPlaneError"}
 
 
-IN_PROCESS = [
-    *("docs/batches.md", "docs/verl.md", "core/README.md", "testkit/README.md", "compat/README.md"),
-    "docs/checker.md",
-    *("docs/recording.md", "plugins/noop/README.md", "plugins/recording/README.md"),
-]
+#: Pages of which another test here runs the code; compat's tests run the lines of `trainers`.
+OF_OTHER_TESTS = {"README.md", "integrations/README.md", *OVER_SERVERS} | {
+    f"docs/{name}.md"
+    for name in (
+        *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
+        *("trainers", "vanishing"),
+    )
+}
+PAGES = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
+WITH_CODE = {str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text(encoding="utf-8")}
 
 
-@pytest.mark.parametrize("page", IN_PROCESS)
+@pytest.mark.parametrize("page", sorted(WITH_CODE - OF_OTHER_TESTS))
 def test_the_snippets_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for number, block in enumerate(blocks(page)):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    names = run_page(page)
     if "client" in names:
         names["client"].close()
 
@@ -185,8 +183,7 @@ def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
     client = connect({"backend": "noop", "middleware": [{"metrics": {"events_file": "events.jsonl"}}]})
     names = {"writer": Writer(), "client": client, "workers": InProcessWorkerGroup([DataPlaneWorkerMixin()])}
     names |= {"generate": list, "prompts": ["2 + 3 ="]}
-    for number, block in enumerate(blocks("docs/operating.md")):
-        exec(compile(block, f"docs/operating.md, block {number}", "exec"), names)
+    run_page("docs/operating.md", names)
     client.close()
     assert logged == [("dataplane/staleness", 0, 1)]
     assert '"staleness": 0' in (tmp_path / "events.jsonl").read_text()
@@ -235,14 +232,7 @@ dist.destroy_process_group()
 def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
-    names = {"train_on": trained.append}
-    run = 0
-    for number, block in enumerate(blocks("docs/async.md")):
-        if ON_RAY in block:
-            continue
-        exec(compile(block, f"docs/async.md, block {number}", "exec"), names)
-        run += 1
-    assert run >= 5
+    names = run_page("docs/async.md", {"train_on": trained.append}, without=[ON_RAY])
     assert len(trained) == 18
     names["client"].close()
 
@@ -322,16 +312,3 @@ def test_the_page_on_vanishing_machines_runs_again_and_again(tmp_path, run_as_a_
     for _ in range(2):
         assert run_as_a_program(store, tmp_path) == "0 samples are left from before\n"
         assert run_as_a_program(step, tmp_path) == "['p1']\n"
-
-
-def test_no_page_with_code_is_left_out():
-    pages = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
-    shown = {str(path.relative_to(ROOT)) for path in pages if "```python" in path.read_text(encoding="utf-8")}
-    pages_of_tests = {"README.md", "integrations/README.md"} | {
-        f"docs/{name}.md"
-        for name in (
-            *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
-            *("export", "trainers", "vanishing"),  # compat's tests run the lines of `trainers`
-        )
-    }
-    assert shown == pages_of_tests | set(IN_PROCESS) | set(OVER_SERVERS)

@@ -1,61 +1,44 @@
-"""The GRPO example on a durable store: all its processes are killed, and the same command goes on."""
+"""The GRPO example on a durable store: all its processes are killed, again and again, and the same command goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import re
-import shutil
 import signal
 import subprocess
+import time
+import uuid
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from grpo.config import RunConfig, load_config
 from grpo.errors import UserError
 from grpo.model import build_model
 from grpo.plane_path import DataPlanePath, PlaneRolloutWorker
 from grpo.weights import pack_weights
-from grpo_kills import (
-    PATIENCE,
-    ROWS,
-    Config,
-    check_generated_once,
-    committed,
-    durable,
-    found_lines,
-    wait_for,
-    write_killed_config,
-)
-from grpo_runs import Finished, finish, read_metrics, results, start
+from grpo_runs import run, start, without_ray_agents, write_config
+from tiers import in_long
 
 from dataplane_core import DataPlaneClient, connect
+from dataplane_core.errors import AlreadyRunningError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.rollout import FoundRollouts
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
+ROWS = 32  # of a step
+#: A busy machine may take minutes for a start.
+PATIENCE = {"start_timeout_s": 400, "step_timeout_s": 400}
+GOES_ON = {"every": 2, "resume": True}
 
-def processes_of(run: subprocess.Popen[str], plane: Config) -> list[int]:
-    """The driver, its actors, and the ledger's process. Reads what the run prints until it names the actors."""
-    assert run.stdout is not None
-    line = next((line for line in run.stdout if line.startswith("running over ")), None)
-    assert line is not None, run.communicate()
-    ledger = json.loads((Path(plane["options"]["durable"]) / "lock").read_bytes())["pid"]
-    return [run.pid, ledger, *map(int, re.findall(r"pid (\d+)", line))]
+# --- a start of a run, in this process --------------------------------------------------------------------------------
 
 
-def kill(pids: list[int]) -> None:
-    random.shuffle(pids)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # some end with the driver
-            os.kill(pid, signal.SIGKILL)
-
-
-class Run:
+class Start:
     """A start of a run, without its training: a path with its rollout worker, in this process."""
 
     def __init__(self, client: DataPlaneClient, config: RunConfig, found: Path) -> None:
@@ -89,21 +72,30 @@ def rows_of(client: DataPlaneClient) -> dict[str, list[Any]]:
     }
 
 
-def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same(tmp_path: Path) -> None:
-    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
+def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_other_runs_are_refused(
+    tmp_path: Path,
+) -> None:
+    file, found = write_config(tmp_path, saving=GOES_ON, data_plane={"backend": "noop"}), tmp_path / "found.jsonl"
     config = load_config(file, {})
     with connect({"backend": "noop"}) as client:
-        first = Run(client, config, found)
+        first, late = Start(client, config, found), Start(client, load_config(file, {"seed": 6}), found)
         answers, rows = first.answers(), rows_of(client)
         assert first.generated == [0, 2, 4]
         assert len(rows) == 5 * 4
+        with pytest.raises(UserError, match="holds rows of another run"):  # it found the store empty, too
+            late.answers()
+        for other in ({"seed": 6}, {"grpo.learning_rate": 0.5}, {"model.width": 16}):
+            with pytest.raises(UserError, match=r"holds rows of another run in 'train-3'.* Start it again with"):
+                Start(client, load_config(file, other), found)
+        assert rows_of(client) == rows
+        Start(client, load_config(file, {"grpo.steps": 50, "data_plane.backend": "redis_store"}), found)  # the same run
+
         client.clear_samples([f"s3_p{prompt}_g{answer}" for prompt in (2, 3) for answer in range(4)], "train-3")
-        again = Run(client, config, found)
+        again = Start(client, config, found)
         assert again.answers() == answers
         assert again.generated == [2]
         assert rows_of(client) == rows
         assert str(FoundRollouts(found)).startswith("12 of 20 ")
-
         again.path.saved(2)
         again.path.restore(tmp_path, 2)
         assert client.list_partitions() == ["train-3"]
@@ -111,56 +103,92 @@ def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same(tmp_p
         assert client.list_partitions() == []
 
 
-@pytest.mark.parametrize("other", [{"seed": 6}, {"grpo.learning_rate": 0.5}, {"model.width": 16}], ids=str)
-def test_a_store_that_holds_rows_of_another_run_is_refused_and_keeps_them(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
-    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
-    with connect({"backend": "noop"}) as client:
-        first = Run(client, load_config(file, {}), found)
-        first.answers()
-        rows = rows_of(client)
-        with pytest.raises(UserError, match=r"holds rows of another run in 'train-3'.* Start it again with"):
-            Run(client, load_config(file, other), found)
-        assert rows_of(client) == rows
-        Run(client, load_config(file, {"grpo.steps": 50, "data_plane.backend": "redis_store"}), found)  # the same run
+# --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_of_two_runs_that_were_started_on_an_empty_store_one_is_refused(tmp_path: Path) -> None:
-    file, found = write_killed_config(tmp_path, {"backend": "noop"}), tmp_path / "found.jsonl"
-    with connect({"backend": "noop"}) as client:
-        first, second = (Run(client, load_config(file, {"seed": seed}), found) for seed in (5, 6))
-        first.answers()
-        with pytest.raises(UserError, match="holds rows of another run"):
-            second.answers()
-
-
-@pytest.mark.timeout(1800)  # two starts, and the run that tests share
-def test_a_run_whose_processes_are_all_killed_gives_the_losses_of_one_that_was_not(
-    tmp_path: Path, in_memory: Finished, ray_server: str, python: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(Path(__file__).with_name("hang.py"), tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    plane = {**durable(tmp_path), "middleware": [{"metrics": {"on_event": "hang:on_event"}}]}
-    out = tmp_path / "out"
-    config = write_killed_config(tmp_path, plane, every=2, ray={"address": ray_server, **PATIENCE})
-    # the rollout worker, in the second step after the save
-    where = {"op": "put_samples", "partition": "train-4", "field": "input_ids", "nth": 3}
-    (tmp_path / "hang.json").write_text(json.dumps(where))
-    run = start(config, out, path="shm_store", python=python)
-    with run:
+def committed(plane: dict[str, Any]) -> dict[int, int]:
+    """How many rollouts of each step are in the store. Nobody has it open, but for what still ends of a killed run."""
+    give_up = time.monotonic() + 60
+    while True:
         try:
-            wait_for((tmp_path / "hangs").exists, run)
-            kill(processes_of(run, plane))
+            with connect(plane) as client:
+                names = client.list_partitions()
+                return {int(name.removeprefix("train-")): client.list_samples(name).size for name in names}
+        except AlreadyRunningError:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+
+def rows_put(out: Path) -> Counter[str]:
+    """How many rows rollout workers have put, by partition. What a worker tries after the kill is an error."""
+    rows: Counter[str] = Counter()
+    events = out / "events.jsonl"
+    for line in events.read_text().splitlines(keepends=True) if events.exists() else ():
+        event = json.loads(line) if line.endswith("\n") and line.strip() else {}
+        if event.get("op") == "put_samples" and event["status"] == "ok" and "input_ids" in event["fields"]:
+            rows[event["partition"]] += event["rows"]
+    return rows
+
+
+def wait_for_rows(out: Path, count: int, run: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + 400
+    while sum(rows_put(out).values()) < count:
+        assert time.monotonic() < give_up
+        if run.poll() is not None:
+            pytest.fail(f"the run ended: {run.communicate()}")
+        time.sleep(0.01)
+
+
+def kill_all(run: subprocess.Popen[str]) -> None:
+    """Kills a run with all its processes, those of its Ray too, in any order. Meanwhile it can start no others."""
+    run.send_signal(signal.SIGSTOP)
+    family = psutil.Process(run.pid).children(recursive=True)
+    lasting = without_ray_agents(family)
+    for process in random.sample([psutil.Process(run.pid), *family], len(family) + 1):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.communicate()
+    _, alive = psutil.wait_procs(lasting, timeout=150)
+    assert not alive
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kills", [1, *in_long(20)])
+def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(
+    tmp_path: Path, ray_server: str, python: Any, kills: int
+) -> None:
+    """Where it is killed twenty times, its own Ray is too."""
+    options = {"namespace": f"killed-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20, "touch_ahead_bytes": 0}
+    plane = {"backend": "shm_store", "options": {**options, "durable": str(tmp_path / "store")}}
+    ray = PATIENCE | ({"address": ray_server} if kills == 1 else {})
+    sections = {"grpo": {"steps": 2 * kills + 2}, "ray": ray}
+    config, out = write_config(tmp_path, saving=GOES_ON, data_plane=plane, **sections), tmp_path / "out"
+    left: list[dict[int, int]] = []
+    for number in range(kills):
+        killed = start(config, out, path="shm_store", python=python)
+        try:
+            if number and random.random() < 0.2:
+                time.sleep(random.uniform(0, 10))  # while it starts
+            else:  # the first time in the second step, of which nothing is saved
+                wait_for_rows(
+                    out, sum(rows_put(out).values()) + (random.randint(1, 64) if number else ROWS + 8), killed
+                )
+                time.sleep(random.uniform(0, 1) if number else 0)
+            kill_all(killed)
         finally:
-            run.kill()
-    assert committed(plane) == {3: ROWS, 4: 24}
-    (tmp_path / "hang.json").write_text(json.dumps({**where, "op": "never"}))
-    code, said, err = finish(start(config, out, path="shm_store", python=python))
-    assert (code, err) == (0, "")
-    found = [(line["step"], line["found"], line["wanted"]) for line in found_lines(out)]
-    assert found == [(3, ROWS, ROWS), (4, 24, ROWS)]
-    assert "56 of 64 rollouts of interrupted steps were found committed: 88 % of generation saved" in said
-    check_generated_once(out)
+            killed.kill()
+        left.append(committed(plane))
+    whole = run(config, out, path="shm_store", python=python)
+    found = [json.loads(line) for line in (out / "found.jsonl").read_text().splitlines()]
+    print(whole.printed[whole.printed.index("after GRPO") :], left, found)
+    assert sum(left[0].values()) >= ROWS + 8
+    assert found
+    for line in found:  # each step that a start began again found what was there after the kill before
+        assert line["wanted"] == ROWS
+        assert line["found"] in [steps[line["step"]] for steps in left if line["step"] in steps]
+    total = sum(line["found"] for line in found)
+    assert f"{total} of {ROWS * len(found)} rollouts of interrupted steps were found committed" in whole.printed
+    assert max(rows_put(out).values()) <= ROWS, "no row was generated twice"
     assert committed(plane) == {}
-    assert results(read_metrics(out)) == results(read_metrics(in_memory.folder))
+    uncut = run(write_config(tmp_path, **sections), tmp_path / "uncut", python=python)
+    assert whole.results == uncut.results

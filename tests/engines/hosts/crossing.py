@@ -1,141 +1,85 @@
-"""Run on the first of two hosts: moves data to the second and back over each backend, and prints what it found.
+"""Run on the first of two hosts: moves data to the second and back over each backend, and checks it bit for bit.
 
-Usage: crossing.py RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST BACKEND...
+Usage: crossing.py RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST URL_OF_A_REDIS BACKEND...
 
-Prints a line of JSON for each backend.
+Prints a line of JSON for each backend: where things were.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core import connect
+from dataplane_core import DataPlaneClient, connect
 from dataplane_testkit import backend_of
+from dataplane_testkit._columns import as_objects, check_column, ids, items_of, random_cells
 
-NUM_SAMPLES = 96
-
-
-def columns(seed: int) -> TensorDict:
-    """Columns of several kinds, 1.5 MB: scalars, ragged rows (some of length 0), wide and small dtypes, objects."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 700, (NUM_SAMPLES,), generator=generator)
-    lengths[::7] = 0
-    tokens = [torch.randint(0, 50_000, (int(length),), generator=generator) for length in lengths]
-    noise = torch.randint(-(2**31), 2**31 - 1, (NUM_SAMPLES, 2048), generator=generator, dtype=torch.int32)
-    return TensorDict(
-        {
-            "tokens": torch.nested.nested_tensor(tokens, layout=torch.jagged),
-            "lengths": lengths,
-            "any_bits": noise.view(torch.float32),
-            "half": torch.randn(NUM_SAMPLES, 33, generator=generator).to(torch.bfloat16),
-            "mask": torch.rand(NUM_SAMPLES, 5, generator=generator) > 0.5,
-            "one": torch.randn(NUM_SAMPLES, 1, generator=generator),
-            "text": NonTensorStack(*[f"sample {i} of {seed}" for i in range(NUM_SAMPLES)]),
-        },
-        batch_size=[NUM_SAMPLES],
-    )
+ROWS = 96
+FIELDS = ["tokens", "wide", "half", "mask", "text"]
 
 
-def same(got: TensorDict, expected: TensorDict) -> bool:
-    """Whether all columns are equal, bit for bit."""
-
-    def equal(name: str) -> bool:
-        one, other = got.get(name), expected.get(name)
-        if not isinstance(one, torch.Tensor):
-            return list(one.tolist()) == list(other.tolist())
-        if one.is_nested:
-            pairs = zip(one.unbind(), other.unbind(), strict=True)
-            return all(torch.equal(left, right) for left, right in pairs)
-        same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-    names = list(expected.keys())  # iterating over a TensorDict gives rows
-    return set(got.keys()) == set(names) and all(equal(name) for name in names)
+def columns(seed: int) -> dict[str, Any]:
+    """Rows of several kinds, 1.5 MB: ragged ones, some of length 0, wide and small dtypes, objects."""
+    lengths = [0 if row % 7 == 0 else 7 * row for row in range(ROWS)]
+    return {
+        "tokens": [random_cells(torch.int64, [length], seed) for length in lengths],
+        "wide": list(random_cells(torch.float32, [ROWS, 2048], seed)),
+        "half": list(random_cells(torch.bfloat16, [ROWS, 33], seed)),
+        "mask": list(random_cells(torch.bool, [ROWS, 5], seed)),
+        "text": as_objects(*[f"sample {row} of {seed}" for row in range(ROWS)]),
+    }
 
 
-def ids(name: str) -> list[str]:
-    """Sample ids."""
-    return [f"{name}{i}" for i in range(NUM_SAMPLES)]
+def check(client: DataPlaneClient, prefix: str, seed: int) -> None:
+    """Reads the samples that the other host has put."""
+    got, expected = client.get_samples(ids(ROWS, prefix), "p", FIELDS), columns(seed)
+    assert items_of(got.get("text")) == items_of(expected.pop("text"))
+    for name, rows in expected.items():
+        check_column(got.get(name), rows)
 
 
 @ray.remote(num_cpus=1)
 def answer(config: dict[str, Any]) -> dict[str, Any]:
     """On the second host: reads what the first has put, and puts rows of its own."""
     with connect(config, bootstrap=False) as client:
-        names = list(columns(1).keys())
-        read = same(client.get_samples(ids("here"), "p", names), columns(1))
-        client.put_samples(ids("there"), "p", columns(2))
-        claimed = client.claim_meta("p", "train", ["tokens"], NUM_SAMPLES, timeout_s=60)
-    return {"ip": ray.util.get_node_ip_address(), "read": read, "claimed": claimed.size}
+        check(client, "here", 1)
+        client.put_samples(ids(ROWS, "there"), "p", columns(2))
+        claimed = client.claim_meta("p", "train", ["tokens"], ROWS, timeout_s=60)
+    return {"ip": ray.util.get_node_ip_address(), "claimed": claimed.size}
 
 
-@contextlib.contextmanager
-def redis_server(ip: str) -> Iterator[str]:
-    """A server that the other host can reach; its URL."""
-    with tempfile.TemporaryDirectory() as folder:
-        port = 6379  # nobody else is on this host
-        words = ["--bind", ip, "--port", str(port), "--protected-mode", "no", "--save", "", "--dir", folder]
-        server = subprocess.Popen(["redis-server", *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                with contextlib.suppress(OSError):
-                    socket.create_connection((ip, port), timeout=1).close()
-                    break
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            yield f"redis://{ip}:{port}/0"
-        finally:
-            server.kill()
-            server.wait()
+def cross(backend: str, other: str, redis_url: str) -> dict[str, Any]:
+    """Moves data to a node and back."""
+    options: dict[str, Any] = {"url": redis_url} if backend == "redis_store" else {"num_storage_units": 2}
+    if backend == "tq_mooncake":
+        options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
+    config = {"backend": backend, "options": options, "op_timeout_s": 90}
+    units, paths = [], {}
+    with connect(config) as client:
+        attach = {**config, "options": options if backend == "redis_store" else backend_of(client).attach_options()}
+        client.register_partition("p", FIELDS, None, ["train"])
+        client.put_samples(ids(ROWS, "here"), "p", columns(1))
+        placed = answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False))
+        answered = ray.get(placed.remote(attach), timeout=300)
+        check(client, "there", 2)
+        if backend != "redis_store":
+            units = [unit.ip for unit in backend_of(client)._engine._instance.units]
+        if backend == "tq_simple":
+            paths = {each.address.rpartition(":")[0]: each.path for each in client.list_units()}
+    return {"backend": backend, "answered": answered, "units": units, "paths": paths}
 
 
-def main(ray_address: str, other_ip: str, *backends: str) -> None:
+def main(ray_address: str, other_ip: str, redis_url: str, *backends: str) -> None:
     """The program."""
     ray.init(address=ray_address, log_to_driver=False, logging_level="ERROR")
     other = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == other_ip)
     for backend in backends:
-        print(json.dumps(cross(backend, other)), flush=True)
-
-
-def cross(backend: str, other: str) -> dict[str, Any]:
-    """Moves data to a node and back."""
-    my_ip = ray.util.get_node_ip_address()
-    with contextlib.ExitStack() as stack:
-        options: dict[str, Any] = {"num_storage_units": 2}
-        if backend == "redis_store":
-            options = {"url": stack.enter_context(redis_server(my_ip))}
-        elif backend == "tq_mooncake":
-            options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
-        config = {"backend": backend, "options": options, "op_timeout_s": 90}
-        client = stack.enter_context(connect(config))
-        attach = {**config, "options": options if backend == "redis_store" else backend_of(client).attach_options()}
-        client.register_partition("p", list(columns(1).keys()), None, ["train"])
-        client.put_samples(ids("here"), "p", columns(1))
-        placed = answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False))
-        answered = ray.get(placed.remote(attach), timeout=300)
-        read = same(client.get_samples(ids("there"), "p", list(columns(2).keys())), columns(2))
-        units = []
-        if backend != "redis_store":
-            instance = backend_of(client)._engine._instance
-            units = [unit.ip for unit in instance.units]
-        paths = {}
-        if backend == "tq_simple":
-            paths = {each.address.rpartition(":")[0]: each.path for each in client.list_units()}
-    return {"backend": backend, "read": read, "answered": answered, "units": units, "paths": paths}
+        print(json.dumps(cross(backend, other, redis_url)), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,8 @@ def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any) -> None:
     backends = ["tq_simple", "tq_mooncake", "redis_store"]
     for backend, found in zip(backends, pair.cross(*backends), strict=True):
         assert found["backend"] == backend
-        assert found["answered"] == {"ip": pair.there.address, "read": True, "claimed": 96}, backend
-        assert found["read"] is True, backend
+        assert found["answered"] == {"ip": pair.there.address, "claimed": 96}, backend
         if backend == "tq_simple":
             assert found["paths"] == {pair.here.address: "memory", pair.there.address: "wire"}
         if backend != "redis_store":  # one unit on each host, under the address that the other can reach
             assert sorted(found["units"]) == [pair.here.address, pair.there.address], backend
-
-
-def test_the_hosts_list_an_address_first_that_leads_nowhere(pair: Any) -> None:
-    for host in (pair.here, pair.there):
-        lines = host.run("ip", "-4", "-o", "address", "show", "up", "scope", "global").splitlines()
-        first, *_, last = [line.split()[3].partition("/")[0] for line in lines]
-        assert (first[:8], last) == ("169.254.", host.address)

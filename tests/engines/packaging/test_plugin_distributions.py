@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
-import zipfile
 from pathlib import Path
 
 import pytest
+from clean_environment import make_wheel
 
 GOOD = """
 from dataplane_core import Backend
@@ -79,29 +78,15 @@ print(json.dumps(replies))
 """
 
 
-def wheel(folder: Path, distribution: str, entry: str, source: str) -> Path:
-    """A wheel with one module and one entry point."""
-    stem = distribution.replace("-", "_")
-    info = f"{stem}-1.0.dist-info"
-    files = {
-        f"plug_{stem}.py": textwrap.dedent(source),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[dataplane.backends]\n{entry} = plug_{stem}:Mine\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    path = folder / f"{stem}-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return path
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A folder into which pip has installed all the distributions of this module."""
     root = tmp_path_factory.mktemp("plugins")
-    wheels = [wheel(root, distribution, *given) for distribution, given in DISTRIBUTIONS.items()]
+    wheels = []
+    for name, (backend, source) in DISTRIBUTIONS.items():
+        module = f"plug_{name.replace('-', '_')}"
+        entry = f"[dataplane.backends]\n{backend} = {module}:Mine\n"
+        wheels.append(make_wheel(root, name, {f"{module}.py": source}, entry_points=entry))
     target = root / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
     subprocess.run([*pip, *map(str, wheels)], check=True, timeout=120, stdin=subprocess.DEVNULL)

@@ -10,57 +10,49 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "third_party_sqlite
 NUM_SAMPLES = 40
 IDS = [f"prompt{number // 2}_g{number % 2}" for number in range(NUM_SAMPLES)]
 
-# Registers, then puts two samples at a time and says so after each commit; never ends by itself.
-PRODUCER = """
-import sys
+COMMON = """
+import json, sys, time
 import torch
-from tensordict import TensorDict
 from dataplane_core import connect
 
 config, ids = {"backend": "sqlite_example", "options": {"path": sys.argv[1]}}, sys.argv[2:]
+
+def put(client, first):
+    rows = [torch.full((first + 1,), first), torch.arange(3)]
+    client.put_samples(ids[first : first + 2], "train", {"tokens": rows, "reward": [float(first), first + 1.0]})
+"""
+
+# Registers, then puts two samples at a time and says so after each commit; never ends by itself.
+PRODUCER = f"""{COMMON}
 client = connect(config)
 assert client.scope == "host" and "durable" in client.capabilities
 client.register_partition("train", ["tokens", "reward"], len(ids), ["trainer"], grpo_group_size=2)
-for first in range(0, len(ids), 2):
-    rows = torch.nested.nested_tensor([torch.full((first + 1,), first), torch.arange(3)], layout=torch.jagged)
-    reward = torch.tensor([first, first + 1.0])
-    client.put_samples(ids[first : first + 2], "train", TensorDict({"tokens": rows, "reward": reward}, [2]))
+for first in range(0, 22, 2):
+    put(client, first)
     print(first, flush=True)
-    if first == 20:
-        break
 while True:  # the next put, over and over: the kill comes in the middle of one
-    client.put_samples(ids[22:24], "train", TensorDict({"tokens": rows, "reward": reward}, [2]))
+    put(client, 22)
 """
 
 # Puts what the producer had not, takes eight samples on a lease, and hangs.
-SUCCESSOR = """
-import json, sys, time
-import torch
-from tensordict import TensorDict
-from dataplane_core import connect
-
-config, ids = {"backend": "sqlite_example", "options": {"path": sys.argv[1]}}, sys.argv[2:]
+SUCCESSOR = f"""{COMMON}
 client = connect(config, bootstrap=False)
 there = client.list_samples("train").sample_ids
-first = client.get_samples(ids[:22], "train", ["reward"])["reward"].tolist()
-for number in range(22, len(ids), 2):
-    rows = torch.nested.nested_tensor([torch.full((number + 1,), number), torch.arange(3)], layout=torch.jagged)
-    reward = torch.tensor([number, number + 1.0])
-    client.put_samples(ids[number : number + 2], "train", TensorDict({"tokens": rows, "reward": reward}, [2]))
+read = client.get_samples(ids[:22], "train", ["reward"])["reward"].tolist()
+for first in range(22, len(ids), 2):
+    put(client, first)
 held = client.claim_meta("train", "trainer", ["tokens", "reward"], 8, lease_s=3.0)
-print(json.dumps({"there": there, "first": first, "held": held.sample_ids}), flush=True)
+print(json.dumps({{"there": there, "read": read, "held": held.sample_ids}}), flush=True)
 time.sleep(600)
 """
 
 # Consumes everything, what the killed process held included.
-CONSUMER = """
-import json, sys
+CONSUMER = f"""{COMMON}
 import dataplane_core
-from dataplane_core import connect
 from dataplane_core.connecting import find_plugins
 
-client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}}, bootstrap=False)
-consumed = {}
+client = connect(config, bootstrap=False)
+consumed = {{}}
 while not client.check_consumption_status("train", ["trainer"]):
     meta = client.claim_meta("train", "trainer", ["tokens", "reward"], 8, lease_s=60.0, blocking=False)
     if meta.size:
@@ -69,7 +61,7 @@ while not client.check_consumption_status("train", ["trainer"]):
             assert sample_id not in consumed
             consumed[sample_id] = [row.tolist(), reward]
         client.ack(meta)
-found = {each.name: each.distribution for each in find_plugins()}
+found = {{each.name: each.distribution for each in find_plugins()}}
 print(json.dumps([dataplane_core.__file__, found, consumed]))
 """
 
@@ -133,7 +125,7 @@ def test_a_job_across_processes_survives_two_kills(clean, installed, tmp_path):
         successor.kill()
     # what was committed is there whole; of the put that was cut, both samples are there or neither
     assert seen["there"] in (IDS[:22], IDS[:24])
-    assert seen["first"] == [float(number) for number in range(22)]
+    assert seen["read"] == [float(number) for number in range(22)]
     assert seen["held"] == IDS[:8]
 
     done = installed.run("-c", CONSUMER, path)

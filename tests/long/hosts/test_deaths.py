@@ -216,20 +216,15 @@ def test_a_node_dies_with_the_controller_and_a_unit(
         run.close()
 
 
-def folder_of_each(pair: Any, tmp_path: Path) -> Path:
-    """A folder that is another one on each host."""
-    folder = tmp_path / "durable"
+@pytest.mark.parametrize("silent", [False, True])
+def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: Path, silent: bool) -> None:
+    """First one node, then both, each with a folder of its own. A silent one is as without power: nothing is closed."""
+    pair, folder = mortal_pair, tmp_path / "durable"
     folder.mkdir()
     for host in (pair.here, pair.there):
         own = tmp_path / f"of {host.name}"
         own.mkdir()
         host.mount(own, folder)
-    return folder
-
-
-def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: Path) -> None:
-    """First one node with all its processes, then both at once, each with a folder of its own. Nothing is lost."""
-    pair, folder = mortal_pair, folder_of_each(mortal_pair, tmp_path)
 
     def start_nodes() -> None:
         pair.start_head()
@@ -242,12 +237,18 @@ def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: 
             run.all_go_on()
             put_before = run.owner.ask("samples")
             run.owner.ask("put_apart")
-            pair.there.kill()
+            if silent:
+                pair.cut()
+            else:
+                pair.there.kill()
             meanwhile = [f"m{turn}-{row}" for row in range(6)]
             eventually(lambda: "starting" in run.owner.ask("states_of_units"), "nobody notices")
             run.owner.ask("put", meanwhile)
             assert run.owner.ask("lost", meanwhile) == [], "the other node serves on"
             run.owner.ask("clear_apart")
+            if silent:
+                pair.there.kill()
+                pair.join()
             pair.start_node(pair.there)
             run.eventually_two_units()
             run.all_go_on()
@@ -265,29 +266,6 @@ def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: 
         for task, act in (("leased", "lease"), ("taken", "take")):
             assert not set(owner.ask("rest", task)) & set(done[act]), f"{task}: given again"
         owner.close()
-
-
-def test_a_node_with_a_durable_unit_says_nothing_any_more(mortal_pair: Any, tmp_path: Path) -> None:
-    """As one without power: no connection is closed. The other one serves on, and its rows are back with it."""
-    pair, folder = mortal_pair, folder_of_each(mortal_pair, tmp_path)
-    pair.start_head()
-    pair.start_node(pair.there)
-    hosts = dict.fromkeys(("own", *_ACTS), pair.here)
-    with Run(pair, tmp_path, hosts, "tq_simple", durable=str(folder), unit_bytes=64 << 20) as run:
-        run.all_go_on()
-        run.owner.ask("put_apart")
-        pair.cut()
-        eventually(lambda: "starting" in run.owner.ask("states_of_units"), "nobody notices")
-        meanwhile = [f"m-{row}" for row in range(6)]
-        run.owner.ask("put", meanwhile)
-        assert run.owner.ask("lost", meanwhile) == []
-        run.owner.ask("clear_apart")
-        pair.there.kill()
-        pair.join()
-        pair.start_node(pair.there)
-        run.eventually_two_units()
-        run.all_go_on()
-        assert run.owner.ask("lost", run.owner.ask("samples")) == []
 
 
 @pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake"])

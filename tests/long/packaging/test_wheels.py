@@ -8,6 +8,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from clean_environment import make_wheel
 
 from dataplane_mooncake.machine import DISTRIBUTIONS, TRIED
 
@@ -74,21 +75,9 @@ def test_pip_installs_core_and_a_backend_by_name_from_a_folder(wheels, clean):
 def mooncakes(tmp_path_factory):
     """A folder with a stand-in for each wheel of Mooncake: the module and the master, which do nothing."""
     folder = tmp_path_factory.mktemp("mooncakes")
+    files = {"mooncake/__init__.py": "", "mooncake/store.py": "", "mooncake/mooncake_master": "#!/bin/sh\n"}
     for name in DISTRIBUTIONS:
-        stem, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{TRIED[-1]}.dist-info"
-        files = {
-            "mooncake/__init__.py": "",
-            "mooncake/store.py": "",
-            "mooncake/mooncake_master": "#!/bin/sh\n",
-            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {TRIED[-1]}\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        }
-        files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-        with zipfile.ZipFile(folder / f"{stem}-{TRIED[-1]}-py3-none-any.whl", "w") as archive:
-            for path, text in files.items():
-                entry = zipfile.ZipInfo(path)
-                entry.external_attr = 0o100755 << 16
-                archive.writestr(entry, text)
+        make_wheel(folder, name, files, TRIED[-1])
     return folder
 
 

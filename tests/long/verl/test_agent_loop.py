@@ -27,43 +27,17 @@ class Trainer(PPOTrainer):
     on_sample_end = on_step_end = None
 
     def __init__(self):
-        self.config = OmegaConf.create(
-            {
-                "algorithm": {
-                    "use_kl_in_reward": False,
-                    "adv_estimator": "grpo",
-                    "gamma": 1.0,
-                    "lam": 1.0,
-                    "norm_adv_by_std_in_grpo": True,
-                },
-                "actor_rollout_ref": {"rollout": {"n": 2}},
-            }
-        )
+        algorithm = {"use_kl_in_reward": False, "adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True}
+        algorithm |= {"gamma": 1.0, "lam": 1.0}
+        self.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}})
 
 
-def test_prompts_end_as_finished_and_trajectories_have_their_tags(tq, batch):
+def test_prompts_end_as_finished_and_trajectories_come_back_with_all_fields_and_tags(tq, batch):
     listed = tq.kv_list()["train"]
     assert listed["a"] == {"is_prompt": True, "status": "finished", "global_steps": 1}
-    assert listed["b_1_0"] == {
-        "status": "success",
-        "prompt_len": 2,
-        "response_len": 4,
-        "seq_len": 6,
-        "global_steps": 1,
-        "min_global_steps": 1,
-        "max_global_steps": 1,
-    }
-
-
-def test_a_failed_session_marks_its_prompt(tq):
-    submit(tq, ["a"])
-    asyncio.run(Writer(fail=[("a", 1)]).run(["a"]))
-    listed = tq.kv_list()["train"]
-    assert listed["a"]["status"] == "failure"
-    assert set(listed) == {"a", "a_0_0"}
-
-
-def test_all_fields_of_a_trajectory_come_back(tq, batch):
+    lengths = {"prompt_len": 2, "response_len": 4, "seq_len": 6}
+    steps = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), 1)
+    assert listed["b_1_0"] == {"status": "success", **lengths, **steps}
     data = tq.kv_batch_get(batch.keys, "train")
     assert data["input_ids"].unbind()[3].tolist() == [1, 2, 1, 2, 0, 1]
     assert data["position_ids"].unbind()[0].tolist() == [0, 1, 2]
@@ -72,6 +46,14 @@ def test_all_fields_of_a_trajectory_come_back(tq, batch):
     assert list(data["uid"]) == ["a", "a", "b", "b"]
     assert list(data["raw_prompt"]) == [[{"role": "user"}]] * 4
     assert list(data["num_turns"]) == [2] * 4
+
+
+def test_a_failed_session_marks_its_prompt(tq):
+    submit(tq, ["a"])
+    asyncio.run(Writer(fail=[("a", 1)]).run(["a"]))
+    listed = tq.kv_list()["train"]
+    assert listed["a"]["status"] == "failure"
+    assert set(listed) == {"a", "a_0_0"}
 
 
 def test_mrope_positions_and_images_come_back(tq):

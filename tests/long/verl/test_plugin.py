@@ -27,29 +27,21 @@ print({each.__module__.partition(".")[0] for each in (*classes, transfer_queue.K
 """
 
 
-def origins(*arguments, **environment):
+VARIABLE = {"DATAPLANE_CONFIG": "/no/such/file.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("transfer_queue", "variables", "used"),
+    [
+        ("installed", VARIABLE, "dataplane_compat"),
+        ("hidden", VARIABLE, "dataplane_compat"),
+        ("installed", {}, "transfer_queue"),
+        ("installed", {**VARIABLE, "VERL_USE_EXTERNAL_PLUGINS": "none"}, "transfer_queue"),
+    ],
+)
+def test_with_the_variable_all_of_verl_uses_ours_unless_verl_leaves_the_plugin_out(transfer_queue, variables, used):
     kept = {name: value for name, value in os.environ.items() if name != "DATAPLANE_CONFIG"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments],
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    words = [sys.executable, "-W", "ignore", "-c", PROGRAM, transfer_queue]
+    ran = subprocess.run(words, env={**kept, **variables}, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout.splitlines()[-2:]
-
-
-@pytest.mark.parametrize("installed", ["installed", "hidden"])
-def test_with_the_variable_all_of_verl_uses_ours(installed):
-    assert origins(installed, DATAPLANE_CONFIG="/no/such/file.yaml") == ["{'dataplane_compat'}"] * 2
-
-
-def test_without_the_variable_it_does_nothing():
-    assert origins("installed") == ["{'transfer_queue'}"] * 2
-
-
-def test_verl_can_leave_the_plugin_out():
-    without = {"DATAPLANE_CONFIG": "/no/such/file.yaml", "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    assert origins("installed", **without) == ["{'transfer_queue'}"] * 2
+    assert ran.stdout.splitlines()[-2:] == [f"{{'{used}'}}"] * 2

@@ -19,6 +19,10 @@ def rollout(tq, uids, steps=1, **changes):
     asyncio.run(Writer(fail=changes.pop("fail", ())).run(uids, global_steps=steps, **changes))
 
 
+def prompts_of(batch):
+    return {key.split("_")[0] for key in batch.keys}
+
+
 def test_a_batch_has_every_trajectory_of_the_oldest_prompts(tq):
     rollout(tq, ["new"], steps=2)
     rollout(tq, ["a", "b"], steps=1)
@@ -36,7 +40,7 @@ def test_prompts_that_are_still_running_are_not_sampled(tq):
     submit(tq, ["slow"])
     rollout(tq, ["done"])
     batch, _ = make().sample(global_steps=1, partition_id="train", batch_size=1)
-    assert {key.split("_")[0] for key in batch.keys} == {"done"}
+    assert prompts_of(batch) == {"done"}
 
 
 def test_a_prompt_whose_loop_failed_is_replaced(tq):
@@ -51,7 +55,7 @@ def test_a_prompt_whose_loop_failed_is_replaced(tq):
     rollout(tq, ["bad", "good"], fail=[("bad", 0), ("bad", 1)])
     batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=2)
     assert submitted == ["refill0"]
-    assert {key.split("_")[0] for key in batch.keys} == {"good", "refill0"}
+    assert prompts_of(batch) == {"good", "refill0"}
     assert metrics["training/rollout_failure/evicted_samples"] == 1
     assert "bad" not in tq.kv_list("train")["train"]
 
@@ -60,18 +64,13 @@ def test_a_prompt_whose_loop_failed_is_replaced(tq):
 def test_groups_without_a_difference_in_reward_are_filtered(tq, metric):
     """DAPO: rewards are read from the store, tensors (``rm_scores``) or objects (``extra_fields``)."""
     refills = []
-    buffer = make(
-        refill_fn=refills.append,
-        filter_groups_metric=metric,
-        train_batch_size=1,
-        gen_batch_size=1,
-        max_inflight_gen_batches=4,
-    )
+    sizes = {"train_batch_size": 1, "gen_batch_size": 1, "max_inflight_gen_batches": 4}
+    buffer = make(refill_fn=refills.append, filter_groups_metric=metric, **sizes)
     rollout(tq, ["same"], same_reward=True)
     if metric == "reward":
         rollout(tq, ["differs"])
         batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=1)
-        assert {key.split("_")[0] for key in batch.keys} == {"differs"}
+        assert prompts_of(batch) == {"differs"}
         assert metrics["training/filter_groups/evicted_samples"] == 1
     else:
         buffer._sync_metadata_from_transfer_queue()
@@ -90,7 +89,7 @@ def test_async_sampling_drops_stale_groups(tq):
     rollout(tq, ["ok"], steps=8)
     assert buffer.get_sampleable_count(9, "train") == 1
     batch, metrics = buffer.sample(global_steps=9, partition_id="train", batch_size=2)
-    assert {key.split("_")[0] for key in batch.keys} == {"ok", "fresh1"}
+    assert prompts_of(batch) == {"ok", "fresh1"}
     assert metrics["training/off_policy/evicted_samples"] == 1
     assert refilled == [1]
 
@@ -99,15 +98,11 @@ def test_async_sampling_waits_for_prompts_at_the_threshold(tq):
     buffer = make(ReplayBufferAsync, max_off_policy_threshold=2, max_off_policy_strategy="wait")
     rollout(tq, ["done"], steps=2)
     submit(tq, ["old"], 1)
-    assert not buffer._has_enough_samples(2, "train", 1, _synced(buffer, "train"))
+    buffer._sync_metadata_from_transfer_queue()
+    assert not buffer._has_enough_samples(2, "train", 1, buffer.finished_keys["train"])
     asyncio.run(Writer().run(["old"], global_steps=1))
     batch, _ = buffer.sample(global_steps=2, partition_id="train", batch_size=2)
-    assert {key.split("_")[0] for key in batch.keys} == {"done", "old"}
-
-
-def _synced(buffer, partition_id):
-    buffer._sync_metadata_from_transfer_queue()
-    return buffer.finished_keys[partition_id]
+    assert prompts_of(batch) == {"done", "old"}
 
 
 def test_validation_has_a_partition_of_its_own(tq):

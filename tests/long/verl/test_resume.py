@@ -25,17 +25,9 @@ class Trainer(PPOTrainer):
         self.train_dataloader = SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None)
         self.dispatched = []
         self.agent_loop_manager = SimpleNamespace(generate_sequences=self.dispatched.append)
-        self.config = OmegaConf.create(
-            {
-                "trainer": {
-                    "default_local_dir": str(folder),
-                    "default_hdfs_dir": None,
-                    "del_local_ckpt_after_load": False,
-                    "resume_mode": "auto",
-                },
-                "actor_rollout_ref": {"actor": {}},
-            }
-        )
+        saved = {"default_local_dir": str(folder), "default_hdfs_dir": None, "resume_mode": "auto"}
+        saved["del_local_ckpt_after_load"] = False
+        self.config = OmegaConf.create({"trainer": saved, "actor_rollout_ref": {"actor": {}}})
 
 
 def test_in_flight_prompts_are_saved_restored_and_dispatched_again(tq, tmp_path):

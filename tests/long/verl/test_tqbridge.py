@@ -36,29 +36,19 @@ def batch(tq):
     return batch
 
 
-def test_workers_use_the_config_of_the_driver(group):
-    assert set(group.seen_by_process()) == {
-        ("dataplane_compat.transfer_queue.interface", os.environ["DATAPLANE_CONFIG"])
-    }
-
-
-def test_workers_read_their_rows_and_write_a_column(group, tq, batch):
+def test_workers_read_their_rows_with_the_config_of_the_driver_and_write_a_column(group, tq, batch):
+    ours = "dataplane_compat.transfer_queue.interface"
+    assert set(group.seen_by_process()) == {(ours, os.environ["DATAPLANE_CONFIG"])}
     output = group.compute_log_prob(batch)
     assert type(output) is tq.KVBatchMeta
     assert (output.keys, output.partition_id) == (batch.keys, "train")
     assert set(output.fields) == {"input_ids", "log_probs"}
     written = tq.kv_batch_get(output.keys, "train", "log_probs")["log_probs"]
     assert [row.tolist() for row in written.unbind()] == [(row * 2.0).tolist() for row in ROWS]
-
-
-def test_methods_that_are_coroutines_too(group, tq, batch):
-    output = group.compute_async(batch)
+    output = group.compute_async(batch)  # a coroutine
     assert tq.kv_batch_get(output.keys, "train", "lengths")["lengths"].tolist() == [3, 1, 4, 2]
-
-
-def test_a_meta_of_some_fields_reads_these(group, tq, batch):
     tq.kv_batch_put(batch.keys, "train", TensorDict({"more": torch.zeros(4)}, batch_size=4))
-    batch.fields = ["input_ids"]
+    batch.fields = ["input_ids"]  # only these are read
     assert len(group.compute_log_prob(batch)) == 4
 
 

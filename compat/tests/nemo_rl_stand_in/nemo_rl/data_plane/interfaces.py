@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,38 +26,14 @@ class KVBatchMeta:
     tags: list[dict[str, Any]] | None = None
 
 
-class DataPlaneClient(ABC):
-    """Every version's methods are abstract, so that an adapter that lacks one cannot be made."""
+#: Every version's methods are abstract, so that an adapter that lacks one cannot be made.
+METHODS = (
+    *("register_partition", "claim_meta", "get_data", "check_consumption_status", "put_samples", "get_samples"),
+    *("clear_samples", "close", "list_sample_ids", "save_checkpoint", "load_checkpoint"),
+)
 
-    @abstractmethod
-    def register_partition(self, *args, **kwargs): ...
 
-    @abstractmethod
-    def claim_meta(self, *args, **kwargs): ...
+def _method(self, *args, **kwargs): ...
 
-    @abstractmethod
-    def get_data(self, *args, **kwargs): ...
 
-    @abstractmethod
-    def check_consumption_status(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def put_samples(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def get_samples(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def clear_samples(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def close(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def list_sample_ids(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def save_checkpoint(self, *args, **kwargs): ...
-
-    @abstractmethod
-    def load_checkpoint(self, *args, **kwargs): ...
+DataPlaneClient = ABCMeta("DataPlaneClient", (), {name: abstractmethod(_method) for name in METHODS})

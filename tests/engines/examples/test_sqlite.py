@@ -1,0 +1,152 @@
+"""The SQLite example: Ctrl-C at any moment, a full disk, a file that stays small, and one that was replaced."""
+
+import functools
+import os
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import dataplane_sqlite_example
+import pytest
+import torch
+from dataplane_sqlite_example import SQLiteOptions, SQLiteStore
+
+from dataplane_core import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
+from dataplane_core.errors import BackendUnavailableError, LeaseExpiredError
+from dataplane_testkit import backend_of
+
+SOURCE = Path(dataplane_sqlite_example.__file__).parents[1]
+
+CALLS = {
+    "put": lambda store, turn: store.put(f"a{turn}", b"data"),
+    "put_many": lambda store, turn: store.put_many({f"b{turn}x{number}": b"data" for number in range(3)}),
+    "get": lambda store, turn: store.get("kept"),
+    "delete_many": lambda store, turn: store.delete_many([f"a{turn}", f"b{turn}x0"]),
+    "append": lambda store, turn: store.append(turn, b"record"),
+    "read": lambda store, turn: store.read(0),
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = SQLiteStore(SQLiteOptions(path=tmp_path / "store.sqlite"))
+    opened.start(bootstrap=True, deadline=time.monotonic() + 30)
+    opened.put("kept", b"kept")
+    yield opened
+    opened.stop()
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_an_interrupt_before_any_instruction_leaves_no_lock(store, name, interrupted):
+    other = sqlite3.connect(store.config.path, timeout=0, isolation_level=None)
+    at = 0
+    call = functools.partial(CALLS[name], store)
+    while (error := interrupted(functools.partial(call, at), at, dataplane_sqlite_example)) is not None:
+        other.execute("BEGIN IMMEDIATE")  # raises where anybody holds a lock
+        other.execute("ROLLBACK")
+        assert store.get("kept") == b"kept"
+        store.put(f"after{at}", b"")
+        del error
+        at += 1
+    other.close()
+    assert at > 50
+
+
+# A limit on the size of files stands for a full disk: the system cuts and refuses writes alike.
+JOB = """
+import resource, signal, sys
+import torch
+from dataplane_core import DataPlaneConfig
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.connecting import connect_backend
+from dataplane_sqlite_example import SQLiteStore
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with connect_backend(SQLiteStore, DataPlaneConfig(backend="sqlite_example", options={"path": sys.argv[1]})) as client:
+    client.register_partition("p", ["x"], None, ["t"])
+    client.put_samples(["first"], "p", {"x": torch.zeros(1, 1000)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+    written = ["first"]
+    try:
+        for number in range(1000):
+            client.put_samples([f"s{number}"], "p", {"x": torch.full((1, 10_000), float(number))})
+            written.append(f"s{number}")
+        raise AssertionError("never full")
+    except BackendUnavailableError as error:
+        assert error.retryable and error.outcome == "not_done" and "full" in str(error), repr(error)
+        assert str(error).count("not done") == 1 and "may have been" not in str(error), str(error)
+    for call in (
+        lambda: client.register_partition("q", ["x"], None, ["t"]),
+        lambda: client.claim_meta("p", "t", ["x"], 1, blocking=False),
+        lambda: client.clear_samples(["first"], "p"),
+    ):
+        try:
+            call()
+        except BackendUnavailableError as error:
+            assert error.retryable and "full" in str(error), repr(error)
+    assert client.describe("p").num_samples in (len(written), len(written) - 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    client.put_samples(["last"], "p", {"x": torch.ones(1, 10_000)})
+    found = client.list_sample_ids("p")
+    assert found[-1] == "last" and found[:-1] in (written, written[1:]), found
+    client.get_samples(found, "p", ["x"])
+"""
+
+
+def test_a_store_on_a_full_disk_says_so_and_goes_on_with_room(tmp_path, python):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    python.run("-c", JOB, tmp_path / "store.sqlite", env=env)
+
+
+def open_client(path, bootstrap=True):
+    config = DataPlaneConfig(backend="sqlite_example", options={"path": str(path)})
+    return connect_backend(SQLiteStore, config, bootstrap=bootstrap)
+
+
+def step(client, number):
+    ids = [f"s{number}_g{i}" for i in range(8)]
+    client.put_samples(ids, "p", {"x": torch.zeros(8, 32)})
+    client.ack(client.claim_meta("p", "t", ["x"], 8, lease_s=60))
+    client.clear_samples(ids, "p")
+
+
+def test_a_file_in_which_no_row_is_left_does_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr("dataplane_core.backends.blob_store._TAIL_BYTES", 8_000)
+    path = tmp_path / "store.sqlite"
+    with open_client(path) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        pages = []
+        for number in range(90):
+            step(client, number)
+            if number % 30 == 29:
+                rows, _ = backend_of(client)._run("PRAGMA page_count", ())
+                pages.append(rows[0][0])
+        assert pages[2] <= 1.5 * pages[0]
+        ((first, count),), _ = backend_of(client)._run("SELECT min(seq), count(*) FROM journal", ())
+        assert first > 300
+        assert count < 60
+    with open_client(path, bootstrap=False) as late:
+        assert late.list_samples("p").sample_ids == []
+
+
+def test_a_client_whose_file_was_replaced_writes_nothing_and_says_so(tmp_path):
+    path, copy = tmp_path / "store.sqlite", tmp_path / "copy.sqlite"
+    with open_client(path) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
+        backend_of(client)._run("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        shutil.copy(path, copy)
+        held = client.claim_meta("p", "t", ["x"], 1, lease_s=60)
+        copy.replace(path)
+        for name in ("store.sqlite-wal", "store.sqlite-shm"):
+            (tmp_path / name).unlink()
+        with pytest.raises(BackendUnavailableError, match="is not the one that this client opened"):
+            client.ack(held)
+    with open_client(path, bootstrap=False) as again:
+        mine = again.claim_meta("p", "t", ["x"], 1, lease_s=60)
+        assert mine.sample_ids == ["a"]
+        with pytest.raises(LeaseExpiredError):
+            again.ack(held)
+        again.ack(mine)

@@ -19,7 +19,6 @@ from dataplane_testkit.suites.races import RaceSuite
 from dataplane_testkit.suites.refusals import RefusalSuite
 from dataplane_testkit.suites.rows import RowSuite
 from dataplane_testkit.suites.smoke import SmokeSuite
-from dataplane_testkit.suites.tags import TagSuite
 from dataplane_testkit.suites.waits import WaitSuite
 
 
@@ -36,7 +35,6 @@ class BackendConformance(
     ConsumptionSuite,
     ListingSuite,
     WaitSuite,
-    TagSuite,
     LeaseSuite,
     ClaimSuite,
     ColumnSuite,

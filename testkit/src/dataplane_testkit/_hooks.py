@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend
-from dataplane_core.codec import decode_columns, encode_columns
+from dataplane_core.codec import encode_columns
 from dataplane_core.spec import ClientInfo, DataPlaneSpec, Question, new_id
 
 
@@ -101,16 +101,8 @@ class Hooks:
     def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> Any:
         return self._ask("get_samples", partition_id, sample_ids=list(sample_ids), fields=list(fields))
 
-    def read(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> dict[str, Any]:
-        """``get``, with the columns decoded."""
-        reply = self.get(partition_id, sample_ids, fields)
-        return decode_columns(reply.columns, reply.specs, len(sample_ids), self._wire)
-
     def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> Any:
         return self._ask("clear_samples", partition_id, sample_ids=None if sample_ids is None else list(sample_ids))
-
-    def listing(self, partition_id: str) -> Any:
-        return self._ask("list_samples", partition_id, tag_filter=None)
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -120,9 +112,6 @@ class Hooks:
         """``more`` are further attributes of the request."""
         about = {"task_name": task, "required_fields": list(fields), "all_or_nothing": False, **more}
         return self._ask("claim", partition_id, batch_size=batch_size, **about)
-
-    def consumed(self, partition_id: str, tasks: Sequence[str] = ("train",)) -> Any:
-        return self._ask("check_consumption", partition_id, task_names=list(tasks))
 
     def _settle(
         self,

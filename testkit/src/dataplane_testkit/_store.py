@@ -132,15 +132,6 @@ class Deployment:
         """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
         return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
 
-    def closed_client(self) -> DataPlaneClient:
-        """A closed client. All tests that only check that it refuses calls share it."""
-        if "closed" not in self._clients:
-            attach = self.backend_class.scope is not Scope.PROCESS
-            options = self.attach_options() if attach else self.separate_options("closed")
-            self._clients["closed"] = self.connect(options, bootstrap=not attach)
-            self._clients["closed"].close()
-        return self._clients["closed"]
-
     # --- clients in processes -----------------------------------------------------------------------------------------
 
     def workers(self, count: int) -> list[Worker]:

@@ -53,8 +53,11 @@ def _rules(page: str) -> Iterator[tuple[str, Rule]]:
         chapter, *blocks = part.split("\n\n")
         source, quotes = "", tuple[str, ...]()
         for block in blocks:
+            if block[0] not in ">-" or block.startswith("- *"):
+                continue
             if block.startswith("> "):
-                said = [" ".join(each.split("\n> ")) for each in block.removeprefix("> ").strip().split("\n>\n> ")]
+                quoted = block.removeprefix("> ").removeprefix("- ").split("\n> - ")
+                said = [" ".join(each.replace("\n> ", " ").split()) for each in quoted]
                 found = re.match(r"\*(.+?)\*: ", said[0])
                 source = found[1] if found else "Contract"
                 quotes = tuple(each.removeprefix(f"*{source}*: ") for each in said)
@@ -72,8 +75,16 @@ def _proof(label: str) -> Proof:
     return Scope(label.removeprefix("scope ")) if label.startswith("scope ") else Capability(label)
 
 
+_TEXT: Final = PAGE.read_text(encoding="utf-8")
 #: Test -> its rule.
-RULES: Final = dict(_rules(PAGE.read_text(encoding="utf-8")))
+RULES: Final = dict(_rules(_TEXT))
+
+
+def sentences(chapter: str) -> dict[str, str]:
+    """What the kit's machine, or a chaos run, calls the rules that it finds broken -> their sentences."""
+    _, _, part = _TEXT.partition(f"\n## {chapter}\n")
+    found = re.findall(r"^- \*(.+?)\*: (.+?)(?=\n- |\n\n|\n?\Z)", part.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def lasts(limit_s: float) -> Callable[[_Test], _Test]:

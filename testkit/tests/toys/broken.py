@@ -15,7 +15,22 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from table import Table, asks, catches, changed, counts, notes, numbers, reads, reads_as, replies, rows, settles, then
+from table import (
+    HISTORY,
+    Table,
+    asks,
+    catches,
+    changed,
+    counts,
+    notes,
+    numbers,
+    reads,
+    reads_as,
+    replies,
+    rows,
+    settles,
+    then,
+)
 
 from dataplane_core import errors, spec
 from dataplane_core.codec import Ragged
@@ -61,7 +76,7 @@ def forgets(contents):
 
 # fmt: off
 # --- reads ------------------------------------------------------------------------------------------------------------
-@toy("test_puts_that_differ_in_width_are_read_together",
+@toy(HISTORY,
      "The integers of a read are as wide as those of the put that wrote its first row: wider ones are cut off.")
 def reads_the_width_of_the_first_row(self, fetch_fields, located, num_samples, deadline):
     found, first = fetch_fields(located, num_samples, deadline), located.parts[0]
@@ -190,7 +205,7 @@ def reports_success_too_early(self, put_samples, request):
     threading.Thread(target=later, daemon=True).start()
     return spec.PutReply(num_samples=len(request.sample_ids))
 
-@toy("test_no_more_samples_are_written_than_were_registered",
+@toy(HISTORY,
      "Counts the rows of a put, not those that are there already.")
 def takes_more_than_were_registered(self, put_samples, request):
     partition = _partition(self, request)
@@ -203,7 +218,7 @@ toy.row("ForgetsToWriteTags", "test_put_and_get_hooks_say_what_they_did",
         "Tags alone are not written, and not counted.",
         put_samples=lambda self, put, request: put(request) if request.columns else spec.PutReply(num_samples=0))
 
-@toy("test_tags_merge_key_by_key", "A put's tags take the place of all that were there.")
+@toy(HISTORY, "A put's tags take the place of all that were there.")
 def replaces_tags(self, put_samples, request):
     reply = put_samples(request)
     for sample_id, tags in zip(request.sample_ids, request.tags or [], strict=False):
@@ -239,7 +254,7 @@ def takes_any_schema(self, put_samples, request):
 toy.row("WritesTheGoodColumns", "test_a_field_keeps_its_schema[n_to_n1]",
         "Of a put with one bad column, the others are written.",
         put_samples=lambda self, put, request: _one_by_one(put, request))
-toy.row("IgnoresTheEpoch", "test_put_hook_takes_the_current_epoch",
+toy.row("IgnoresTheEpoch", HISTORY,
         "Writes what was checked against another registration.", put_samples=asks(epoch=None))
 
 @toy("test_the_last_write_wins",
@@ -267,11 +282,11 @@ def writes_row_by_row(self, put_samples, request):
 toy.row("OverwritesUndeclared", "test_undeclared_operations_are_refused[overwrite]",
         "Does not declare overwrite, and overwrites all the same.",
         capabilities=_without(spec.Capability.OVERWRITE, spec.Capability.ATOMIC_OVERWRITE))
-toy.row("PairsColumnsByTheirOrder", "test_middleware_may_add_its_column_first",
+toy.row("PairsColumnsByTheirOrder", HISTORY,
         "Joins the columns of a row in the order in which they come, and numbers them by the order of the specs.",
         put_samples=asks(columns=lambda request: dict(zip(request.specs, request.columns.values(), strict=True))))
 
-@toy("test_later_puts_add_fields", "Columns that nobody registered are dropped without a word.",
+@toy(HISTORY, "Columns that nobody registered are dropped without a word.",
      register_partition=notes(lambda request: [(request.partition_id, name) for name in request.fields]))
 def keeps_what_was_registered(self, put_samples, request):
     for name in [each for each in request.columns if (request.partition_id, each) not in self.seen["noted"]]:
@@ -288,7 +303,7 @@ def copies_on_the_way_in(self, put_samples, request):
             request.columns[name] = torch.frombuffer(kept[-1], dtype=column.dtype).view(column.shape).clone()
     return put_samples(request)
 
-@toy("test_puts_that_differ_in_width_are_read_together",
+@toy(HISTORY,
      "A field has one dtype in the engine, that of the first put: wider integers of later ones are cut off.")
 def keeps_the_width_of_the_first_put(self, store_write, write_id, columns, *rest):
     for name, column in columns.items():
@@ -298,9 +313,9 @@ def keeps_the_width_of_the_first_put(self, store_write, write_id, columns, *rest
 toy.row("StoresIntegersWide", "test_narrow_integers_take_less_room", "Narrow integers are kept as int64.",
         store_write=lambda self, write, write_id, columns, *rest: write(
             write_id, {name: column.to(torch.int64) for name, column in columns.items()}, *rest))
-toy.row("CountsIntegersWide", "test_capacity_counts_narrow_integers", "The capacity counts each integer as 8 bytes.",
+toy.row("CountsIntegersWide", HISTORY, "The capacity counts each integer as 8 bytes.",
         call_ledger=counts(lambda write: [8 * size for size in write.row_bytes]))
-toy.row("CountsSharedRowsForEachSample", "test_equal_cells_count_once",
+toy.row("CountsSharedRowsForEachSample", HISTORY,
         "The capacity counts a shared row as often as it is shared.",
         call_ledger=counts(lambda write: [
             size * max(1, list(write.positions or []).count(row)) for row, size in enumerate(write.row_bytes)]))
@@ -341,7 +356,7 @@ def keeps_rows_after_clear(self, clear_samples, request):
     self.seen["hidden"] += request.sample_ids
     return replace(clear_samples(replace(request, sample_ids=["nobody"])), num_samples=len(request.sample_ids))
 
-@toy("test_other_partitions_stay", "Clearing a partition drops those whose names begin alike.")
+@toy(HISTORY, "Clearing a partition drops those whose names begin alike.")
 def clears_by_prefix(self, clear_samples, request):
     for other in list(self._service._ledger._partitions) if request.sample_ids is None else []:
         if other.startswith(request.partition_id) and other != request.partition_id:
@@ -355,7 +370,7 @@ toy.row("CountsEpochs", "test_register_hook_returns_the_registration",
         "Registrations are numbered in the store, which forgets how far it had counted.",
         register_partition=numbers(epoch="{}"))
 
-@toy("test_clearing_a_sample_leaves_the_others", "The ledger forgets that several samples share a row.")
+@toy(HISTORY, "The ledger forgets that several samples share a row.")
 def frees_shared_rows_with_the_first_sample(self, call_ledger, deadline, command):
     reply = call_ledger(deadline, command)
     for write in self._service._ledger._writes.values() if isinstance(command, commands.CommitPut) else ():
@@ -382,10 +397,10 @@ def claims_in_two_steps(self, claim, request):
     given.extend(ready)
     return spec.Claim(sample_ids=ready, tags=[{}] * len(ready), exhausted=whole and not ready)
 
-toy.row("LosesTheTail", "test_claim_hook_gives_all_or_nothing", "The last, smaller batch is never handed out.",
+toy.row("LosesTheTail", HISTORY, "The last, smaller batch is never handed out.",
         register_partition=asks(num_samples=None))
 
-toy.row("ClaimsByName", "test_claims_come_in_order_of_first_write", "Sorts by id.",
+toy.row("ClaimsByName", HISTORY, "Sorts by id.",
         claim=rows(lambda self, rows: sorted(rows, key=lambda row: row[0])))
 toy.row("ClaimsWithoutTags", "test_claims_bring_tags", "Tags are left behind.",
         claim=rows(lambda self, rows: [(sample_id, {}) for sample_id, _ in rows]))
@@ -408,32 +423,32 @@ def keeps_the_end_open(self, register_partition, request):
 def _without_saying(**kept):
     return replies(shortfall=lambda claim: claim.shortfall and replace(claim.shortfall, **kept))
 
-toy.row("ForgetsWhoHolds", "test_a_timeout_says_who_holds_the_samples",
+toy.row("ForgetsWhoHolds", HISTORY,
         "Says that samples are leased, and not by whom.", claim=_without_saying(leased=()))
-toy.row("ForgetsTheFilter", "test_a_timeout_counts_what_the_filter_passes_over",
+toy.row("ForgetsTheFilter", HISTORY,
         "Samples that do not match are not spoken of.", claim=_without_saying(num_not_matching=0))
-toy.row("ForgetsGroups", "test_a_timeout_names_groups_that_are_not_whole",
+toy.row("ForgetsGroups", HISTORY,
         "Says that samples wait for their groups, and not for which.", claim=_without_saying(incomplete_groups={}))
 toy.row("SplitsGroups", "test_incomplete_groups_are_not_given", "Takes no notice of the group size.",
         register_partition=asks(grpo_group_size=None))
-toy.row("MendsGroups", "test_a_group_with_a_cleared_member_is_never_given",
+toy.row("MendsGroups", HISTORY,
         "A group whose cleared member was written again is given.",
         clear_samples=forgets(lambda partition: [
             partition.broken_groups, *(task.views for task in partition.tasks.values())]))
 toy.row("IgnoresFilters", "test_samples_match_the_filter", "Hands out whatever is ready.", claim=asks(tag_filter=None))
-toy.row("NeverFinishes", "test_a_finished_partition_has_an_end",
+toy.row("NeverFinishes", HISTORY,
         "A registration that keeps takes num_samples only if it is not 0.",
         register_partition=asks(num_samples=lambda request: request.num_samples or None))
-toy.row("ReadyWithoutTheExtras", "test_only_ready_samples_are_given", "A claim minds the registered fields only.",
+toy.row("ReadyWithoutTheExtras", HISTORY, "A claim minds the registered fields only.",
         claim=asks(required_fields=["x"]))
-toy.row("RanksTakeWhatIsLeft", "test_ranks_get_equal_numbers_of_batches[first_write]",
+toy.row("RanksTakeWhatIsLeft", HISTORY,
         "With the default sampler, each rank takes its batch for itself.",
         claim=asks(dp_size=lambda request: None if request.sampler == "first_write" else request.dp_size))
 
-toy.row("TellsTheEndToOne", "test_the_end_is_the_same_for_all_ranks", "Does not keep that there is no further batch.",
+toy.row("TellsTheEndToOne", HISTORY, "Does not keep that there is no further batch.",
         claim=forgets(lambda partition: [batches.ended for batches in partition.batches.values()]))
 
-@toy("test_a_cleared_batch_is_refused_though_its_samples_are_written_anew",
+@toy(HISTORY,
      "A sample that was cleared and written anew is of its batch again.")
 def knows_batches_by_ids(self, put_samples, request):
     reply = put_samples(request)
@@ -441,7 +456,7 @@ def knows_batches_by_ids(self, put_samples, request):
         batches.kept = {index: replace(batch, last_seq=1 << 62) for index, batch in batches.kept.items()}
     return reply
 
-@toy("test_reset_consumption_before_the_fields_are_produced", "A task has not consumed samples that have only tags.")
+@toy(HISTORY, "A task has not consumed samples that have only tags.")
 def forgets_cursors_of_tags(self, set_cursor, request):
     about = {name: getattr(request, name) for name in ("partition_id", "sample_ids", "deadline")}
     listed = self.list_fields(spec.FieldsRequest(**about))
@@ -505,7 +520,7 @@ def consumes(done):
         return spec.ConsumptionReply(consumed=bool(partition and done(partition, tasks, consumed)))
     return check_consumption
 
-toy.row("ConsumesNothing", "test_every_sample_counts", "Zero of zero samples counts as everything.",
+toy.row("ConsumesNothing", HISTORY, "Zero of zero samples counts as everything.",
         check_consumption=consumes(lambda partition, tasks, right: right or not partition.rows))
 toy.row("ConsumesWhatIsThereOnly", "test_num_samples_must_be_written_and_consumed",
         "A partition without samples is never consumed.",
@@ -514,7 +529,7 @@ toy.row("ConsumesBeforeTheEnd", "test_num_samples_must_be_written_and_consumed",
         "Compares what was consumed with what is there, not with what will come.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_done == len(partition.rows) for task in tasks)))
-toy.row("CountsLeasesAsConsumed", "test_an_ack_is_for_good_and_a_nack_gives_back",
+toy.row("CountsLeasesAsConsumed", HISTORY,
         "What was claimed counts, acked or not.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_held == len(partition.rows) for task in tasks)))
@@ -544,7 +559,7 @@ def settles_row_by_row(self, nack, request):
         nack(replace(request, sample_ids=[sample_id], lease_tokens=[token], request_id=new_id()))
     return settles(self, nack, request)
 
-toy.row("UsesTokensAgain", "test_register_again_drops_cursors", "Tokens are numbered anew with every registration.",
+toy.row("UsesTokensAgain", HISTORY, "Tokens are numbered anew with every registration.",
         register_partition=lambda self, register, request: self.seen["numbered"].clear() or register(request),
         claim=numbers(token="token {}"))
 toy.row("CountsTokens", "test_lease_tokens_are_those_that_the_claim_drew",
@@ -611,7 +626,7 @@ toy.row("UnpicklesMessages", "test_nothing_is_unpickled",
 toy.row("DeclaresHalf", "test_declarations_are_consistent", "Leases without claims.",
         capabilities=_without(spec.Capability.CLAIMS))
 
-@toy("test_random_histories_agree_with_the_ledger",
+@toy(HISTORY,
      "Wrong only in a history of several steps: a clear of one sample gives all of the task 'eval' out again.")
 def forgets_the_second_task(self, clear_samples, request):
     reply, partition = clear_samples(request), _partition(self, request)
@@ -627,26 +642,26 @@ toy.row("GivesRoomToWhoeverAsks", "test_a_large_put_is_not_starved_by_small_ones
             None if isinstance(command, commands.WaitForRoom) else call(deadline, command)))
 toy.row("ExplainsWhatItDeclares", "test_declarations_are_consistent",
         "Declares claims, and says why it cannot have them.", why_not_declared={"claims": "the engine has no cursor"})
-toy.row("ListsTheDead", "test_clients_that_ended_are_listed_if_asked_for",
+toy.row("ListsTheDead", HISTORY,
         "Lists a client until it says that it closes.", announce=asks(ttl_s=lambda request: request.ttl_s and 9999.0))
-toy.row("ForgetsTheDead", "test_clients_that_ended_are_listed_if_asked_for", "Lists only clients that are open.",
+toy.row("ForgetsTheDead", HISTORY, "Lists only clients that are open.",
         list_clients=asks(ended=False))
-toy.row("SaysThatItIsAlone", "test_the_number_of_clients_is_replied",
+toy.row("SaysThatItIsAlone", HISTORY,
         "Tells each client that there is no other, so that a thousand announce themselves all the time.",
         announce=replies(num_clients=1))
 toy.row("ForgetsTheCalls", "test_announced_clients_are_listed", "Lists clients without what they do.",
         announce=asks(client=lambda request: replace(request.client, calls=())))
-toy.row("CountsAllSamples", "test_describe_tells_the_schema",
+toy.row("CountsAllSamples", HISTORY,
         "Says that each sample has each field.",
         inspect_partition=replies(num_rows=lambda found: dict.fromkeys(found.num_rows, found.num_samples)))
-toy.row("AnswersWithoutTheFilter", "test_questions_are_answered", "Answers as if questions had no filter.",
+toy.row("AnswersWithoutTheFilter", HISTORY, "Answers as if questions had no filter.",
         inspect_partition=asks(
             questions=lambda request: [replace(each, tag_filter=None) for each in request.questions]))
 
 def _note_leased(self, request, given):
     self.seen["leased"] += given.sample_ids if given.lease_tokens else []
 
-@toy("test_describe_names_the_oldest_lease", "Says who holds the sample that was claimed last.",
+@toy(HISTORY, "Says who holds the sample that was claimed last.",
      claim=then(_note_leased))
 def names_the_newest_lease(self, inspect_partition, request):
     found = inspect_partition(request)
@@ -694,17 +709,17 @@ def _late(error, *, writes=False):
 
 toy.row("HasItsOwnWordForLate", "test_an_operation_that_is_late_may_be_called_again[put_samples]",
         "A deadline that has passed is an error like any other.", put_samples=_late(RuntimeError("late")))
-toy.row("SaysThatItDidNot", "test_an_error_says_truly_whether_a_put_happened",
+toy.row("SaysThatItDidNot", HISTORY,
         "Writes what is late, and says that it did not.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="not_done"), writes=True))
-toy.row("SaysThatItDid", "test_an_error_says_truly_whether_a_put_happened",
+toy.row("SaysThatItDid", HISTORY,
         "Drops what is late, and says that it was done.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="done")))
 toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value[small]",
         "Declares that requests are repeatable, and does not look at their ids.",
         put_samples=asks(request_id=lambda request: new_id()))
 
-toy.row("ForgetsIdsWithThePartition", "test_a_put_repeated_after_a_clear_writes_nothing[small-partition]",
+toy.row("ForgetsIdsWithThePartition", HISTORY,
         "Keeps the ids of requests in the partition, which a clear drops.",
         clear_samples=notes(lambda request: [request] if request.sample_ids is None else []),
         put_samples=lambda self, put, request: put(
@@ -721,7 +736,7 @@ def looks_for_the_id_too_early(self, put_samples, request):
     done.append(put_samples(replace(request, request_id=new_id())))
     return done[-1]
 
-@toy("test_a_refused_put_repeated_is_tried_anew", "A request that was refused stays refused.")
+@toy(HISTORY, "A request that was refused stays refused.")
 def keeps_refusals(self, put_samples, request):
     for error in self.seen[request.request_id]:
         raise error

@@ -35,7 +35,6 @@ from typing import Any
 import pytest
 
 _FOLDER = Path(__file__).parent
-_MACHINE = "test_random_histories_agree_with_the_ledger"
 #: The kit's limit for calls that must not wait, in seconds, and how many clients it kills. Both are less than usual.
 _SETTINGS = {"DATAPLANE_CONFORMANCE_PROMPT_S": "4", "DATAPLANE_CONFORMANCE_KILLS": "6"}
 #: How the reason of a failure begins that is not the kit's verdict on a rule.
@@ -164,16 +163,17 @@ def main() -> int:
     import broken
     import broken_stores
     import right
+    from table import HISTORY
 
     from dataplane_testkit.suites import machine
 
+    machine._MOST_RUNS = 0  # a verdict needs no short history
     runs = {**broken.toy, **broken_stores.toy}
     if asked.right or asked.all_but_one:
         runs = right.RIGHT if asked.right else right.ALL_BUT_ONE
     runs = {name: runs[name] for name in asked.names or runs}
     if asked.machine:
-        machine._MOST_RUNS = 0  # a verdict needs no short history
-        runs = {name: run._replace(tests={_MACHINE: "fail"}) for name, run in runs.items()}
+        runs = {name: run._replace(tests={HISTORY: "fail"}) for name, run in runs.items()}
     if asked.whole:
         runs = {name: run._replace(tests={}, selection="") for name, run in runs.items()}
     found = outcomes(runs, asked.jobs)

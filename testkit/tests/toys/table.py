@@ -15,6 +15,9 @@ import torch
 from dataplane_core.ledger import commands
 from dataplane_core.spec import SettleReply
 
+#: The test that must fail for a toy that is wrong in its answers: the kit's machine.
+HISTORY = "test_random_histories_agree_with_the_ledger"
+
 
 class Run(NamedTuple):
     """Tests of the kit on a backend: its own, or those that `selection` chooses, as pytest's ``-k``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -12,7 +11,6 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import (
     DTYPES,
@@ -31,7 +29,7 @@ from dataplane_testkit._columns import (
     random_cells,
     same_items,
 )
-from dataplane_testkit._store import BOUNDED_BYTES, Store, not_declared
+from dataplane_testkit._store import Store, not_declared
 
 _NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
@@ -55,9 +53,6 @@ _ITEMS: Final[dict[str, list[Any]]] = {
 _IMAGE_OF: Final = (0, 1, 0, 0, 2, 1)
 _SAMPLES: Final = ids(len(_IMAGE_OF))
 
-#: The least and the largest value of puts that differ in width: one byte without and with a sign, two, four and eight.
-_RANGES: Final = ((0, 127), (-1, 127), (0, 60_000), (-300, 300), (-1, 1 << 20), (-(1 << 62), 1 << 62))
-
 
 def _images() -> list[torch.Tensor]:
     """The image of each sample: large enough to be stored once."""
@@ -76,13 +71,6 @@ def _check_images(
     for name in names:
         with naming(name):
             assert [bits(row) for row in _each(found[name])] == [bits(images[row]) for row in samples]
-
-
-def _integers(low: int, high: int) -> list[torch.Tensor]:
-    """Rows of differing length with these extremes, in a column that is large enough to be narrowed."""
-    rows = [torch.arange(2 * (1_500 - row)).view(-1, 2) % 100 for row in range(4)]
-    rows[0][0, 0], rows[-1][-1, -1] = low, high
-    return rows
 
 
 def _require_narrow(store: Store) -> None:
@@ -168,59 +156,7 @@ class ColumnSuite(Suite, chapter="columns"):
                 assert len({id(row) for row in rows}) == 3, f"{name}: 3 images were read as more than 3 tensors"
         _check_images(store, partition, range(6), images, *names)
 
-    def test_clearing_a_sample_leaves_the_others(self, store: Store) -> None:
-        partition, images = store.register("image"), _images()
-        store.put(partition, _SAMPLES, image=jagged(images))
-        if store.declares(Capability.OVERWRITE):
-            for row in (3, 0, 2):
-                images[row] = torch.full((7, 2), float(row))
-                store.put(partition, [_SAMPLES[row]], image=images[row].unsqueeze(0))
-                _check_images(store, partition, range(6), images, "image")
-        left = list(range(6))
-        for gone in (0, 1, 3, 4, 2):
-            left.remove(gone)
-            store.client.clear_samples([_SAMPLES[gone]], partition)
-            _check_images(store, partition, left, images, "image")
-
-    def test_equal_cells_count_once(self, store: Store) -> None:
-        if not store.deployment.backend_class.wire.shared_rows:
-            not_declared("a wire format with shared rows")
-        client = store.deployment.bounded("raise")
-        partition = store.register("image", client=client)
-        image = torch.arange(BOUNDED_BYTES * 6 // 10).to(torch.uint8)  # one takes more than half of the store
-        for _ in range(3):  # what is counted wrongly adds up
-            client.put_samples(_SAMPLES, partition, {"image": image.expand(6, -1)})
-            for last, name in itertools.pairwise(_SAMPLES):
-                client.clear_samples([last], partition)
-                with store.refusal(RuntimeError):
-                    client.put_samples(["new"], partition, {"image": image.unsqueeze(0)})
-                assert torch.equal(client.get_samples([name], partition, ["image"])["image"][0], image)
-            client.clear_samples(_SAMPLES, partition)
-
     # --- integers, which are stored as narrow as a put allows ---------------------------------------------------------
-
-    def test_puts_that_differ_in_width_are_read_together(self, store: Store) -> None:
-        partition = store.register("x")
-        rows = {f"{width} {row}": cells for width in _RANGES for row, cells in enumerate(_integers(*width))}
-        names = list(rows)
-        for start in range(0, len(names), 4):
-            store.put(partition, names[start : start + 4], x=jagged([rows[name] for name in names[start : start + 4]]))
-        if store.declares(Capability.OVERWRITE):  # wider cells in the place of narrower ones, and the reverse
-            rows.update({name: rows[other] for name, other in zip(names[1::3], names[-2::-3], strict=True)})
-            for name in names[1::3]:
-                store.put(partition, [name], x=rows[name].unsqueeze(0))
-        for order in (names, names[::-1], names[::5], [names[-1], names[0], names[0]]):
-            check_column(store.get(partition, order)["x"], [rows[name] for name in order])
-
-    def test_capacity_counts_narrow_integers(self, store: Store) -> None:
-        _require_narrow(store)
-        client = store.deployment.bounded("raise")
-        partition = store.register("x", client=client)
-        column = torch.arange(BOUNDED_BYTES // 2).view(8, -1) % 100  # 4 times the capacity, were it not narrow
-        client.put_samples(ids(8), partition, {"x": column})
-        with store.refusal(RuntimeError):
-            client.put_samples(["wide"], partition, {"x": column[:2].view(1, -1) + (1 << 40)})
-        assert torch.equal(client.get_samples(ids(8), partition, ["x"])["x"], column)
 
     def test_narrow_integers_take_less_room(self, store: Store) -> None:
         _require_narrow(store)

@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids, items_of
 from dataplane_testkit._store import Store
 
-_LONG_S = 600.0
 
-
-def _consumed(store: Store, partition: str, *tasks: str) -> bool:
-    return store.client.check_consumption_status(partition, list(tasks or ("train",)))
+def _consumed(store: Store, partition: str) -> bool:
+    return store.client.check_consumption_status(partition, ["train"])
 
 
 def _rest(store: Store, partition: str) -> list[str]:
@@ -26,27 +23,6 @@ def _rest(store: Store, partition: str) -> list[str]:
 
 class ConsumptionSuite(Suite, chapter="consumption"):
     """`check_consumption_status`, `list_consumed`, `reset_consumption`, `save`, `load`."""
-
-    def test_every_sample_counts(self, store: Store) -> None:
-        partition = store.register("x", "y", tasks=["train", "eval"])
-        assert not _consumed(store, partition), "a partition without samples is consumed"
-        store.put(partition, ids(4), x=torch.arange(4))
-        store.claim(partition, 2)
-        store.client.clear_samples(["s3"], partition)
-        assert not _consumed(store, partition), "s2 was not given"
-        store.client.clear_samples(["s2", "s0"], partition)
-        assert _consumed(store, partition)
-        assert not _consumed(store, partition, "train", "eval")
-        assert not _consumed(store, partition, "nobody")
-        assert not _consumed(store, store.new_id())
-        store.claim(partition, 2, task="eval")
-        assert _consumed(store, partition, "train", "eval")
-        for fields in ({"x": torch.arange(1)}, {"y": torch.zeros(1)}):
-            store.put(partition, ["s9"], columns=fields)
-            assert not _consumed(store, partition), "a sample that was not given is consumed"
-            store.client.clear_samples(["s9"], partition)
-        store.client.clear_samples(["s1"], partition)
-        assert not _consumed(store, partition), "a partition without samples is consumed"
 
     def test_num_samples_must_be_written_and_consumed(self, store: Store) -> None:
         partition = store.filled(2, num_samples=4)
@@ -64,50 +40,15 @@ class ConsumptionSuite(Suite, chapter="consumption"):
     # --- cursors ------------------------------------------------------------------------------------------------------
 
     def test_reset_consumption(self, store: Store) -> None:
-        partition, client = store.filled(6, num_samples=6, tasks=["train", "other"]), store.client
-        store.claim(partition, 6, task="other")
+        partition, client = store.filled(4, num_samples=4), store.client
         store.claim(partition, 3)
-        leased = store.claim(partition, 2, lease_s=_LONG_S) if store.declares(Capability.LEASES) else None
         assert client.list_consumed(partition, "train") == ids(3)
+        client.reset_consumption(partition, "train", ["s2", "nobody", "s2"])
+        assert client.list_consumed(partition, "train") == ["s2"]
+        assert [_rest(store, partition), _rest(store, partition)] == [["s0", "s1", "s3"], []]
         client.reset_consumption(partition, "train")
-        if leased is not None:
-            with store.refusal(RuntimeError, "s3"):
-                client.ack(leased)
         assert (client.list_consumed(partition, "train"), _consumed(store, partition)) == ([], False)
-        assert _rest(store, partition) == ids(6)
-        assert _consumed(store, partition, "train", "other")
-        client.reset_consumption(partition, "train", ["s4", "s1", "nobody"])
-        assert client.list_consumed(partition, "train") == ["s1", "s4"]
-        assert _rest(store, partition) == ["s0", "s2", "s3", "s5"]
-        client.reset_consumption(partition, "train", [*ids(5), "s4"])
-        assert not _consumed(store, partition), "an id that is repeated counted twice"
-        assert [_rest(store, partition), _rest(store, partition)] == [["s5"], []]
-        client.clear_samples(["s1"], partition)
-        assert client.list_consumed(partition, "train") == ["s0", "s2", "s3", "s4", "s5"]
-        for unknown in ((partition, "nobody"), ("nowhere", "train")):
-            for ask in (client.list_consumed, client.reset_consumption):
-                with store.refusal(KeyError, "no"):
-                    ask(*unknown)
-
-    def test_reset_consumption_before_the_fields_are_produced(self, store: Store) -> None:
-        names = ["k_g0", "k_g1", "l_g0", "l_g1"]
-        for group_size in (None, 2) if store.declares(Capability.GROUPS) else (None,):
-            partition = store.register("x", group_size=group_size, tasks=[])
-            store.put(partition, names, [{"n": row} for row in range(4)])
-            assert store.client._set_cursor("test", partition, "train", names[2:], create=True) == 2
-            store.put(partition, names, x=torch.arange(4))
-            assert store.client.list_consumed(partition, "train") == names[2:]
-            assert [store.claim(partition, 4).sample_ids for _ in range(2)] == [names[:2], []]
-
-    def test_reset_consumption_of_groups(self, store: Store) -> None:
-        names = ["k_g0", "k_g1", "l_g0", "l_g1"]
-        partition = store.filled([names[0], *names[2:]], num_samples=4, group_size=2)
-        store.client.reset_consumption(partition, "train", names[:1])
-        store.put(partition, names[1:2], x=torch.arange(1))
-        assert [_rest(store, partition), _rest(store, partition)] == [names[2:], []]
-        for consumed in (names[:2], []):
-            store.client.reset_consumption(partition, "train", consumed)
-            assert [_rest(store, partition), _rest(store, partition)] == [names[len(consumed) :], []]
+        assert _rest(store, partition) == ids(4)
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -139,16 +80,3 @@ class ConsumptionSuite(Suite, chapter="consumption"):
         client.clear_samples(["tagged"], partition)  # it will never be ready
         assert _rest(store, partition) == ["s2", "s3", "s4", "s6"], "what was cleared no longer counts for num_samples"
         assert store.claim(partition, 9, task="b").sample_ids == ["s1", "s2", "s3", "s4", "s6"]
-
-    def test_a_save_keeps_broken_groups(self, store: Store, tmp_path: Path) -> None:
-        for num_samples in (None, 8):
-            names = [f"{group}_g{member}" for group in "klm" for member in range(2)]
-            partition = store.filled(names, num_samples=num_samples, group_size=2)
-            store.claim(partition, 2)
-            store.client.clear_samples(["l_g0", "k_g1"], partition)
-            store.put(partition, ["l_g0"], x=torch.arange(1))
-            store.client.save(tmp_path, None, [partition])
-            store.client.load(tmp_path)
-            assert store.claim(partition, 6).sample_ids == ["m_g0", "m_g1"]
-            store.put(partition, ["k_g1", "n_g0", "n_g1"], x=torch.arange(3))
-            assert store.claim(partition, 6).sample_ids == ["n_g0", "n_g1"]

@@ -10,19 +10,17 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dataplane_core.errors import LeaseExpiredError, SchemaMismatchError
+from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import Capability, new_id
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
-from dataplane_testkit._hooks import Hooks, backend_of
-from dataplane_testkit._store import BOUNDED_BYTES, Store
+from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S, eventually, in_threads
 
 #: Seconds of a lease that does not end during a test, and of one that a test waits for.
 _LONG_S, _SHORT_S = 600.0, 0.1
 #: Elements of a row: few, and so many that an engine stores them on another way.
 _SIZES: Final = {"small": 2, "large": 64 * 1024}
-each_size = pytest.mark.parametrize("size", list(_SIZES))
 
 
 def _wait_out(store: Store, lease_s: float = _SHORT_S) -> None:
@@ -47,15 +45,6 @@ def _values(store: Store, partition: str, sample_ids: list[str]) -> list[int]:
 
 class LeaseSuite(Suite, chapter="leases"):
     """Claims with ``lease_s``, ack, nack, renew, and request ids."""
-
-    def test_lease_tokens_are_those_that_the_claim_drew(self, store: Store) -> None:
-        partition = store.filled(6)
-        drawn: list[str] = []
-        with store.faults.before("claim", lambda request: drawn.append(request.token)):
-            given = [store.claim(partition, 2, lease_s=_LONG_S).lease_tokens for _ in range(2)]
-        assert given == [[token] * 2 for token in drawn]
-        assert len(set(drawn)) == 2
-        assert store.claim(partition, 2).lease_tokens is None
 
     def test_only_what_nobody_settles_goes_back(self, store: Store) -> None:
         for lease_s in (_SHORT_S, 1.0, 10.0):  # on a machine that stands still, a short lease may end before the ack
@@ -94,43 +83,6 @@ class LeaseSuite(Suite, chapter="leases"):
         store.client.ack(held)
         assert store.client.check_consumption_status(partition, ["train"])
 
-    def test_cleared_samples_end_their_leases(self, store: Store) -> None:
-        partition = store.filled(2)
-        meta = store.claim(partition, 2, lease_s=_LONG_S)
-        store.client.clear_samples(["s0"], partition)
-        store.put(partition, ["s0"], x=torch.arange(1))
-        with store.refusal(LeaseExpiredError) as caught:
-            store.client.ack(meta)
-        assert list(caught.value.sample_ids) == ["s0"]
-        assert store.claim(partition, 2).sample_ids == ["s0"]
-
-    def test_an_ack_is_for_good_and_a_nack_gives_back(self, store: Store) -> None:
-        partition = store.filled(4)
-        first, second = (store.claim(partition, 2, lease_s=_LONG_S) for _ in range(2))
-        store.client.nack(second.subset([1]).concat(first.subset([1])))
-        with store.refusal(LeaseExpiredError, "'s1'"):
-            store.client.ack(first)
-        assert store.claim(partition, 4).sample_ids == ["s1", "s3"]
-        assert not store.client.check_consumption_status(partition, ["train"]), "leased samples count as consumed"
-        rest = first.subset([0]).concat(second.subset([0]))
-        for _ in range(2):  # the reply to the first ack may have been lost
-            store.client.ack(rest)
-        for settle in _settlers(store)[1:]:
-            with store.refusal(LeaseExpiredError):
-                settle(rest)
-        assert store.client.check_consumption_status(partition, ["train"])
-        assert store.claim(partition, 4).size == 0
-
-    def test_groups_are_settled_as_a_whole(self, store: Store) -> None:
-        partition = store.filled(["a_g0", "a_g1", "b_g0", "b_g1"], group_size=2)
-        meta = store.claim(partition, 4, lease_s=_LONG_S)
-        for settle in _settlers(store):
-            with store.refusal(ValueError, "'b'"):
-                settle(meta.subset([0, 1, 2]))
-        store.client.ack(meta.slice(2, 4))
-        store.client.nack(meta.slice(0, 2))
-        assert store.claim(partition, 4, lease_s=_LONG_S).sample_ids == ["a_g0", "a_g1"]
-
     # --- repeats ------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("size", [*_SIZES, "tags"])
@@ -148,42 +100,7 @@ class LeaseSuite(Suite, chapter="leases"):
             store.hooks.put(partition, ids(3), _rows(3, 3, size), request_id=new_id())
             assert _values(store, partition, ids(3)) == [3, 3, 3], "a put with another id was taken for a repeated one"
 
-    @pytest.mark.parametrize("cleared", ["samples", "partition", "new registration"])
-    @each_size
-    def test_a_put_repeated_after_a_clear_writes_nothing(self, store: Store, size: str, cleared: str) -> None:
-        partition = store.register("x")
-        put = partial(store.hooks.put, partition, ids(3), _rows(3, 1, size), request_id=new_id())
-        first = put()
-        store.client.clear_samples(ids(2) if cleared == "samples" else None, partition)
-        if cleared == "new registration":
-            store.register(partition_id=partition)
-        assert put() == first, "a repeated put has another outcome"
-        if cleared == "partition":
-            store.register(partition_id=partition)
-        there = [name for name in ids(3) if store.has(partition, name)]
-        assert there == (["s2"] if cleared == "samples" else []), "a repeated put brought cleared rows back"
-
-    def test_a_put_repeated_while_the_store_is_full_succeeds(self, store: Store) -> None:
-        client = store.deployment.bounded("raise")
-        partition = store.register("x", client=client)
-        rows = batch(1, x=torch.zeros(1, 6 * BOUNDED_BYTES // 10, dtype=torch.uint8))
-        put = partial(Hooks(backend_of(client)).put, partition, ["a"], rows, request_id=new_id())
-        assert put() == put()
-
-    def test_a_refused_put_repeated_is_tried_anew(self, store: Store) -> None:
-        partition = store.register("x")
-        store.client.put_samples(["a"], partition, _rows(1, 0))
-        floats = batch(1, x=torch.zeros(1, 2))
-        put = partial(store.hooks.put, partition, ["b"], floats, request_id=new_id())
-        for _ in range(2):
-            with pytest.raises(SchemaMismatchError):
-                put()
-        store.client.clear_samples(None, partition)
-        store.register(partition_id=partition)
-        put()
-        assert store.has(partition, "b")
-
-    @each_size
+    @pytest.mark.parametrize("size", list(_SIZES))
     def test_puts_with_the_same_id_at_the_same_time_are_carried_out_once(self, store: Store, size: str) -> None:
         store.require(Capability.OVERWRITE)
         for number in range(10):

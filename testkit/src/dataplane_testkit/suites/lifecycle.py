@@ -17,14 +17,13 @@ import torch
 
 from dataplane_core.connecting import Bootstrap
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
-from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids, naming
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
 from dataplane_testkit._workers import call, read_items
-from dataplane_testkit.suites.costs import OPERATIONS
+from dataplane_testkit.suites.faults import CASES, Scene
 
 #: Seconds that the owner of a store starts later than the client that attaches.
 _LATE_S: Final = 0.3
@@ -36,13 +35,15 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
 
     def test_a_closed_client_refuses(self, store: Store) -> None:
-        client, held = store.another_client(), KVBatchMeta("p", "train", ["s0"], lease_tokens=["token"])
+        client = store.another_client()
         for _ in range(2):
             client.close()
-        for operation, (ask, _, capability) in OPERATIONS.items():
-            if capability is None or store.declares(capability):
+        for operation, case in CASES.items():
+            if case.needs is None or store.declares(case.needs):
+                scene = Scene(store, case)
+                scene.client = client
                 with naming(operation), store.refusal(ClientClosedError):
-                    ask(client, "p", held)
+                    scene.call()
 
     def test_close_ends_waiting_claims(self, store: Store) -> None:
         client = store.another_client()

@@ -46,6 +46,7 @@ from dataplane_testkit.histories import (
     Step,
     told,
 )
+from dataplane_testkit.rules import sentences
 
 #: How many histories, and how many steps each has. The short ones come first: what they find is easy to read.
 _HISTORIES: Final = {8: 32, 25: 48, 60: 44}
@@ -58,57 +59,7 @@ _BRIM: Final = 9 * BOUNDED_BYTES // 10
 _ANSWER_S: Final = 6 * PROMPT_S
 
 #: What a comparison proves -> the sentence of docs/contract.md.
-RULES: Final = {
-    "register": "Opens the partition afresh: rows, tags, cursors and schema of an earlier registration are gone when "
-    "it returns.",
-    "keep": 'With `if_exists="keep"`, a partition that is there stays as it is: rows, tags, cursors, schema and '
-    "`num_samples`.",
-    "identity": "A lease, put, registration or sample that the store lost is unknown to it, and its identity is never "
-    "given to another one.",
-    "put": "Returns only when the write is committed and visible to every other client.",
-    "put refused": "A put that differs raises `ValueError`, and nothing is written.",
-    "outcome": 'The error\'s `outcome` says `"done"` or `"not_done"` wherever the store can tell, and `"unknown"` '
-    "otherwise.",
-    "room": "If a put does not fit, `on_full` decides: with `block` it waits for room until its deadline, with `raise` "
-    "it fails at once.",
-    "repeat": "A request that is repeated with the same id is carried out once and gives the first outcome, until at "
-    "least 60 s after its deadline.",
-    "read": "Exactly one row per id given, in that order, repeats included.",
-    "bits": "Dtype and values come back bit for bit (NaN payloads too), for torch's integer, floating, bool, complex, "
-    "bfloat16 and float8 dtypes.",
-    "missing": "A missing sample, or a cell not yet produced, raises a subclass of `KeyError` that names the first few "
-    "and counts the rest.",
-    "lost": "Payload that the store has lost raises `LostSamplesError` at once.",
-    "claim": "Hands out samples whose required fields are all produced and that `task_name` has not been given.",
-    "order": "Samples come in order of first write, unless a sampler says otherwise.",
-    "shortfall": "The `shortfall` of that timeout error says why the other samples were not given.",
-    "wait": "A blocking claim waits until `batch_size` samples are ready, and returns them.",
-    "ranks": "with `dp_rank`, all claims of a task that ask for the same batch of the same rank give the same samples, "
-    "and the same lease tokens, so that each rank of a replica group may claim.",
-    "lease": "with `lease_s`, a claim that is neither acked nor renewed in time is handed out again.",
-    "settle": "`LeaseExpiredError` names the ids whose token is no longer valid, so two holders never both succeed.",
-    "consumed": "whether every task has consumed every sample that the partition holds.",
-    "clear": "With ids, it drops those rows with their tags and cursors.",
-    "engine": "Nothing is ever evicted.",
-    "payload": "the payload bytes that it holds",
-    "list": "returns ids and tags, no data.",
-    "list_fields": "returns, for each sample, the fields that it has.",
-    "list_partitions": "`list_partitions()` returns the names of the registered partitions, sorted.",
-    "describe": "how many samples the partition holds, and how many were cleared",
-    "describe rows": "for each of these fields, how many of the samples have it",
-    "describe tasks": "for each task, how many samples are ready (a claim of all registered fields could give them "
-    "now), leased, and consumed",
-    "oldest": "A renewal does not change the age.",
-    "questions": "what a claim would find: how many samples are ready for it and, if asked, its shortfall.",
-    "list_consumed": "returns the held samples that the task has consumed, in order of first write.",
-    "reset": "afterwards the task has consumed these samples, and nothing else.",
-    "clients": "`list_clients()` returns the clients of the store, of all processes.",
-    "ended": "With `ended`, it also lists those that closed, or were not heard of for too long, in the last ten "
-    "minutes; their `state` says which.",
-    "deadline": "Every call ends by its deadline",
-    "errors": "Errors derive from `DataPlaneError`, which carries `backend`, `retryable` and `hint`, survives "
-    "pickling, and keeps its cause.",
-}
+RULES: Final = sentences("machine")
 
 
 class Broken(AssertionError):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-import pytest
 import torch
 
-from dataplane_core.errors import LeaseExpiredError, UnknownPartitionError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, ids, items_of
@@ -64,24 +61,6 @@ class PartitionSuite(Suite, chapter="partitions"):
         store.put(partition, ["s1"], x=as_objects({"kind": "object"}))
         assert items_of(store.get(partition, ["s1"])["x"]) == [{"kind": "object"}]
 
-    def test_register_again_drops_cursors(self, store: Store) -> None:
-        lease_s = 600.0 if store.declares(Capability.LEASES) else None
-        partition = store.filled(3, num_samples=3, tasks=["train", "old"])
-        old = store.claim(partition, 3, lease_s=lease_s)
-        store.register("x", partition_id=partition, num_samples=3)
-        store.put(partition, ids(2), x=torch.arange(2))
-        new = store.claim(partition, 3, lease_s=lease_s)  # the first of the registration, as the old one was
-        assert (old.sample_ids, new.sample_ids) == (ids(3), ids(2))
-        with store.refusal(TimeoutError):
-            store.claim(partition, 3, blocking=True, timeout_s=0.05)
-        with store.refusal(KeyError, "old"):
-            store.claim(partition, 1, task="old")
-        if lease_s:
-            with store.refusal(LeaseExpiredError) as caught:
-                store.client.ack(old)
-            assert sorted(caught.value.sample_ids) == ids(3)
-            store.client.ack(new)
-
     def test_register_hook_returns_the_registration(self, store: Store) -> None:
         partition, drawn = store.new_id(), list[str]()
         group_size = 2 if store.declares(Capability.GROUPS) else None
@@ -121,15 +100,6 @@ class PartitionSuite(Suite, chapter="partitions"):
             info = store.client.describe(partition).info
             assert (info.fields, info.followers) == (("x", "y"), ("late",))
 
-    def test_keep_refuses_another_group_size(self, store: Store) -> None:
-        partition = store.filled(["k_g0", "k_g1"], group_size=2)
-        for group_size in (None, 4):
-            with store.refusal(ValueError, "grpo_group_size"):
-                store.register("x", tasks=["late"], group_size=group_size, partition_id=partition, if_exists="keep")
-        with store.refusal(KeyError, "late"):
-            store.claim(partition, 2, task="late")
-        assert store.claim(partition, 2).size == 2
-
     def test_keep_from_many_clients_at_once(self, store: Store) -> None:
         clients = [client for _ in range(3) for client in (store.same_store_client(), store.client)]
 
@@ -144,19 +114,6 @@ class PartitionSuite(Suite, chapter="partitions"):
             assert store.get(partition, ids(6))["x"].tolist() == list(range(6))
             for place in range(6):
                 assert store.claim(partition, 6, task=f"t{place}").size == 6
-
-    def test_a_finished_partition_has_an_end(self, store: Store) -> None:
-        partition = store.filled(4, "x", "y")
-        store.client.clear_samples(["s0"], partition)
-        waits = store.waiting_claim(partition, 8)
-        assert not store.client.is_finished(partition, ["train"])
-        store.client.finish_partition(partition)
-        assert waits.result(what="the claim of the rest").sample_ids == ["s1", "s2", "s3"]
-        assert store.hooks.describe(partition).num_samples == 3
-        assert store.client.is_finished(partition, ["train"])
-        with store.refusal(ValueError, "3"):
-            store.put(partition, ["s4"], x=torch.arange(1))
-        store.put(partition, ["s1"], y=torch.arange(1))
 
     def test_open_partitions(self, store: Store) -> None:
         client = store.another_client(open_partitions=True)
@@ -191,41 +148,6 @@ class PartitionSuite(Suite, chapter="partitions"):
         if store.declares(Capability.CLAIMS):
             given = store.claim(partition, 9)
             assert (given.sample_ids, given.tags) == (["s4", "s3"], [{"old": 1}, {"new": 1}])
-
-    def test_a_cleared_partition_is_gone(self, store: Store) -> None:
-        partition = store.filled(3, tags=[{"old": 1}] * 3)
-        for _ in range(2):  # once more: there is nothing left to do
-            store.client.clear_samples(None, partition)
-            store.client.clear_samples(["s0"], partition)
-        calls: list[Callable[[], Any]] = [
-            lambda: store.get(partition, ["s0"]),
-            lambda: store.put(partition, ["s0"], x=torch.arange(1)),
-            lambda: store.put(partition, ["s0"], [{"n": 1}]),
-        ]
-        if store.declares(Capability.CLAIMS):
-            calls.append(lambda: store.claim(partition, 1))
-        if store.declares(Capability.LISTING):
-            calls.append(lambda: store.client.list_samples(partition))
-        for call in calls:
-            with store.refusal(UnknownPartitionError, partition):
-                call()
-        with pytest.raises(UnknownPartitionError):
-            store.hooks.describe(partition)
-        store.register("x", partition_id=partition)
-        store.put(partition, ["s2"], x=torch.ones(1, 2))  # with another schema
-        assert not store.has(partition, "s0")
-
-    def test_other_partitions_stay(self, store: Store) -> None:
-        base = store.new_id()
-        partitions = [store.register("x", partition_id=base + end) for end in ("", "-2", "/x")]
-        for place, partition in enumerate(partitions):
-            store.put(partition, ids(2), x=torch.arange(2) + 10 * place)
-        store.client.clear_samples(["s1"], base)
-        assert store.get(base, ["s0"])["x"].tolist() == [0]
-        store.register("x", partition_id=base)
-        store.client.clear_samples(None, base)
-        for place in (1, 2):
-            assert store.get(partitions[place], ids(2))["x"].tolist() == [10 * place, 10 * place + 1]
 
     def test_clear_hook_counts_its_rows(self, store: Store) -> None:
         partition = store.filled(5)

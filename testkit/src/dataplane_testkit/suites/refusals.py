@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -16,12 +14,11 @@ import torch
 from pydantic import BaseModel
 from tensordict import TensorDict
 
-from dataplane_core.errors import DataPlaneError, UnsupportedOperationError
+from dataplane_core.errors import UnsupportedOperationError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import OPERATIONS, Capability, Scope, WireFormat
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_object_array, batch, ids, naming
-from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import PROMPT_S, Background, bounded
 
@@ -123,22 +120,6 @@ def _call(store: Store, partition: str, operation: str, arguments: _Arguments) -
     getattr(store.client, operation)(**{**usual, **arguments})
 
 
-#: Hooks that must end by their deadline, and what they need.
-_HOOKS: Final[dict[str, tuple[Callable[[Hooks, str], Any], Capability | None]]] = {
-    "register_partition": (lambda hooks, p: hooks.register(p), None),
-    "describe_partition": (lambda hooks, p: hooks.describe(p), None),
-    "put_samples": (lambda hooks, p: hooks.put(p, ["z"], batch(1, x=torch.zeros(1))), None),
-    "get_samples": (lambda hooks, p: hooks.get(p, ["s0"], ["x"]), None),
-    "get_samples_missing": (lambda hooks, p: hooks.get(p, ["nobody"], ["x"]), None),
-    "claim": (lambda hooks, p: hooks.claim(p, 1), Capability.CLAIMS),
-    "check_consumption": (lambda hooks, p: hooks.consumed(p), Capability.CLAIMS),
-    "clear_samples": (lambda hooks, p: hooks.clear(p, ["s0"]), None),
-    "list_samples": (lambda hooks, p: hooks.listing(p), Capability.LISTING),
-    "list_clients": (lambda hooks, p: hooks.clients(), Capability.CLIENTS),
-    "list_units": (lambda hooks, p: hooks.units(), Capability.UNITS),
-}
-
-
 class RefusalSuite(Suite, chapter="refusals"):
     """Calls that are refused, and calls that must end."""
 
@@ -206,17 +187,6 @@ class RefusalSuite(Suite, chapter="refusals"):
         with store.faults.before("get_samples", lambda request: left.append(request.deadline - time.monotonic())):
             store.has(partition, "a")
         assert 0.5 * limit_s < left[0] <= limit_s
-
-    def test_hooks_heed_their_deadline(self, store: Store) -> None:
-        partition = store.filled(1)
-        for hook, (call, capability) in _HOOKS.items():
-            if capability is None or store.declares(capability):
-                late = Background(partial(call, store.hooks.within(-1), partition))
-                with contextlib.suppress(DataPlaneError):
-                    late.result(what=f"hook '{hook}' with a deadline in the past")
-        # the store must still answer
-        again = store.register("x")
-        bounded(lambda: store.put(again, ["a"], x=torch.zeros(1)), what="a put after a deadline was missed")
 
     def test_a_waiting_claim_holds_nobody_up(self, store: Store) -> None:
         partition = store.register("x", tasks=["train", "eval"])

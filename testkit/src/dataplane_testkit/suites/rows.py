@@ -1,7 +1,8 @@
-"""`put_samples`, `get_samples` and `get_data`: rows go in as they are, and come back as asked for, or not at all."""
+"""`put_samples`, `get_samples` and `get_data`: rows and tags go in as they are, and come back as asked for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -59,6 +60,16 @@ _LISTS: Final[Mapping[str, tuple[list[Any], torch.dtype | None, torch.dtype | No
     "ints_before_ints": ([[2**24, 8], torch.tensor([9, 10]), [11]], torch.int64, torch.int64),
 }
 
+#: Values that are easily changed by an encoding.
+_TAGS: Final = {
+    "": "",
+    "text": "ü\n\0字",
+    "none": None,
+    **{f"bool {value}": value for value in (True, False)},
+    **{f"int {value}": value for value in (0, 1, -(2**63), 2**63 - 1)},
+    **{f"float {value}": value for value in (1.0, -0.0, 1e-320, math.inf, -math.inf, math.nan)},
+}
+
 #: Rows that a read asks for beside a missing one: how many, and the bytes of each.
 _BESIDE: Final = {"nothing": (0, 1), "a_few": (3, 1), "a_large_row": (1, 1 << 16), "many": (999, 1)}
 
@@ -99,16 +110,6 @@ class RowSuite(Suite, chapter="rows"):
             found = bounded(partial(store.get, partition, [f"s{number}"]))["x"].tolist()
             assert found == [number]
 
-    def test_later_puts_add_fields(self, store: Store) -> None:
-        partition = store.filled(3, "x")
-        store.put(partition, ["new", "s2", "s0"], y=torch.tensor([9.5, 2.5, 0.5]))
-        store.put(partition, ["s0"], z=as_objects({"late": True}))
-        assert store.get(partition, ids(3))["x"].tolist() == [0, 1, 2]
-        assert store.get(partition, ["s2", "new", "s0"], "y")["y"].tolist() == [2.5, 9.5, 0.5]
-        assert items_of(store.get(partition, ["s0"], "z", "x")["z"]) == [{"late": True}]
-        assert not store.has(partition, "new", "x")
-        assert not store.has(partition, "s1", "y")
-
     @pytest.mark.parametrize("lists", _LISTS)
     def test_a_list_becomes_the_type_that_its_field_has(self, store: Store, lists: str) -> None:
         columns, dtype_at_first, dtype = _LISTS[lists]
@@ -143,42 +144,38 @@ class RowSuite(Suite, chapter="rows"):
         with store.refusal(SchemaMismatchError, "x"):
             store.client.put_samples(names, partition, columns)
 
-    def test_no_more_samples_are_written_than_were_registered(self, store: Store) -> None:
-        partition = store.register("x", num_samples=4)
-        store.put(partition, ids(3), x=torch.arange(3))
-        store.client.clear_samples(["s0"], partition)
-        store.put(partition, ["s0", "s3"], x=torch.arange(2))
-        for names, count in ((["s1", "s5"], "5"), (ids(7, "n"), "11")):
-            with store.refusal(ValueError, count, "4"):
-                store.put(partition, names, y=torch.arange(len(names)))
-        assert not store.has(partition, "s1", "y")
-        store.put(partition, ids(4), y=torch.arange(4))
-
     def test_a_cell_of_16_mb(self, store: Store) -> None:
         partition = store.register("x")
         big = torch.arange(4 * 1024 * 1024, dtype=torch.int32)
         store.put(partition, ["big"], x=big.unsqueeze(0))
         assert torch.equal(store.get(partition, ["big"])["x"][0], big)
 
-    def test_the_last_write_wins(self, store: Store) -> None:
-        partition = store.register("x", "y", "o")
-        rows = [torch.arange(3), torch.arange(0), torch.arange(5)]
-        store.put(partition, ids(3), [{"n": 1}] * 3, x=jagged(rows), y=torch.arange(3), o=as_objects(1, 2, 3))
-        if store.declares(Capability.CLAIMS):
-            assert store.claim(partition, 9).sample_ids == ids(3)
-        for length in (7, 1):  # longer, then shorter than the cell before
-            rows[2] = torch.arange(length)
-            columns = {"x": jagged([rows[2], rows[0]]), "o": as_objects("text" * length, None)}
-            store.put(partition, ["s2", "new"], columns=columns)
-            found = store.get(partition, ["new", *ids(3)], "x", "o")
-            check_column(found["x"], [rows[0], *rows])
-            assert items_of(found["o"]) == [None, 1, 2, "text" * length]
-        assert store.get(partition, ids(3), "y")["y"].tolist() == [0, 1, 2]
-        if store.declares(Capability.CLAIMS):  # the overwritten sample was given before
-            given = store.claim(partition, 9)
-            assert (given.sample_ids, given.tags) == (["new"], [{}])
+    # --- tags ---------------------------------------------------------------------------------------------------------
+
+    def test_tags_keep_their_types(self, store: Store) -> None:
+        partition = store.register("x")
+        store.put(partition, ["a"], [_TAGS], x=torch.tensor([1]))
+        for client in (store.same_store_client(), store.client):  # which reads what the other has written
+            client.put_samples(["a"], partition, tags=[_TAGS])
+            assert client.get_samples(["a"], partition, ["x"])["x"].tolist() == [1]
+        found = store.tags_of(partition)["a"]
+        assert found.keys() == _TAGS.keys()
+        for name, value in _TAGS.items():
+            read = found[name]
+            assert (type(read), repr(read)) == (type(value), repr(value)), f"tag {value!r} was read as {read!r}"
+        store.client.clear_samples(["a"], partition)
+        store.put(partition, ["a"], x=torch.tensor([7]))
+
+    def test_samples_match_the_filter(self, store: Store) -> None:
+        tag_filter = {"version": (">=", 7), "split": "a"}
+        partition = store.filled(
+            4, tags=[{"version": 7, "split": "a"}, {"version": 6, "split": "a"}, {}, {"version": 8}]
+        )
         if store.declares(Capability.LISTING):
-            assert store.tags_of(partition)["s2"] == {"n": 1}
+            assert store.client.list_samples(partition, tag_filter).sample_ids == ["s0"]
+        if store.declares(Capability.CLAIMS):
+            assert store.claim(partition, 9, tag_filter=tag_filter).sample_ids == ["s0"]
+            assert store.claim(partition, 9).sample_ids == ["s1", "s2", "s3"], "samples that did not match are gone"
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
@@ -303,29 +300,6 @@ class RowSuite(Suite, chapter="rows"):
         x, y = reply.specs["x"], reply.specs["y"]
         assert (x.kind, x.dtype, x.rank, tuple(x.trailing)) == ("tensor", "bfloat16", 2, (4,))
         assert y.kind == "object"
-
-    def test_put_hook_takes_the_current_epoch(self, store: Store) -> None:
-        partition = store.register("x")
-        old = store.hooks.register(partition).epoch
-        store.hooks.put(partition, ["a"], batch(1, x=torch.tensor([1])), epoch=old)
-        new = store.hooks.register(partition).epoch
-        with pytest.raises(StalePartitionError):
-            store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([1])), [{"n": 1}], epoch=old)
-        assert not store.has(partition, "b"), "a put with the epoch of an earlier registration was written"
-        store.hooks.put(partition, ["b"], batch(1, x=torch.tensor([2])), epoch=new)
-
-    def test_middleware_may_add_its_column_first(self, store: Store) -> None:
-        partition = store.register("x", "y")
-
-        def add(request: PutRequest) -> None:
-            request.columns = {"~mark": request.columns["y"], **request.columns}
-            request.specs = {**request.specs, "~mark": request.specs["y"]}
-
-        with store.faults.before("put_samples", add):
-            store.put(partition, ids(3), x=torch.arange(3), y=torch.arange(3) + 100)
-        found = store.get(partition, ids(3), "x", "y")
-        assert (found["x"].tolist(), found["y"].tolist()) == ([0, 1, 2], [100, 101, 102]), "the fields were swapped"
-        assert store.hooks.read(partition, ["s1"], ["~mark"])["~mark"].tolist() == [101]
 
     def test_a_put_that_is_sent_again_is_a_request_of_its_own(self, store: Store) -> None:
         partition = store.register("role", enums={"role": ["user"]})

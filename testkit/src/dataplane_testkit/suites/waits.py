@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 
-from dataplane_core.errors import ClaimTimeoutError, Shortfall, UnknownPartitionError
-from dataplane_core.spec import Capability, Claim, ClaimRequest, this_process
+from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError
+from dataplane_core.spec import Capability, Claim, ClaimRequest
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
@@ -166,15 +165,6 @@ def _have_ended(claims: list[Background], count: int) -> bool:
     return sum(not each.running for each in claims) == count
 
 
-def _shortfall(store: Store, partition: str, words: list[str], *fields: str, **options: Any) -> tuple[int, Shortfall]:
-    """How many samples were ready for a claim of four that waited in vain, and what it says of the others."""
-    claim = partial(store.claim, partition, 4, *fields, blocking=True, timeout_s=_TIMEOUT_S, **options)
-    with store.refusal(ClaimTimeoutError, *words) as caught:
-        bounded(claim, what="a claim's timeout")
-    assert caught.value.shortfall is not None
-    return caught.value.num_ready, caught.value.shortfall
-
-
 class WaitSuite(Suite, chapter="waits"):
     """Claims with ``blocking=True``."""
 
@@ -193,33 +183,15 @@ class WaitSuite(Suite, chapter="waits"):
         partition = store.filled(4, "x", "y", "z")
         store.put(partition, ["s0", "s3"], y=torch.zeros(2), z=torch.zeros(2))
         store.put(partition, ["s1"], y=torch.zeros(1))
-        num_ready, found = _shortfall(store, partition, ["'s1'", "z"], "x", "y", "z")
-        assert (num_ready, found.num_lacking) == (2, 2)
+        claim = partial(store.claim, partition, 4, "x", "y", "z", blocking=True, timeout_s=_TIMEOUT_S)
+        with store.refusal(ClaimTimeoutError, "'s1'", "z") as caught:
+            bounded(claim, what="a claim's timeout")
+        found = caught.value.shortfall
+        assert found is not None
+        assert (caught.value.num_ready, found.num_lacking) == (2, 2)
         missing = {name: sorted(fields) for name, fields in found.missing_cells.items()}
         assert missing == {"s1": ["z"], "s2": ["y", "z"]}
         assert store.claim(partition, 9).sample_ids == ids(4), "a claim that timed out marked samples as given"
-
-    def test_a_timeout_says_who_holds_the_samples(self, store: Store) -> None:
-        partition = store.filled(6)
-        store.client.ack(store.claim(partition, 1, lease_s=_LONG_S))
-        store.claim(partition, 3, lease_s=_LONG_S)
-        num_ready, found = _shortfall(store, partition, ["'s1'", str(os.getpid())])
-        assert (num_ready, found.num_leased) == (2, 3)
-        assert {each.sample_id for each in found.leased} <= {"s1", "s2", "s3"}
-        assert all(each.holder == this_process() and 0 < each.left_s <= _LONG_S for each in found.leased)
-
-    def test_a_timeout_counts_what_the_filter_passes_over(self, store: Store) -> None:
-        partition = store.filled(5, "x", "y", tags=[{"v": number} for number in range(5)])
-        store.put(partition, ["s9"], [{"v": 0}], y=torch.zeros(1))
-        num_ready, found = _shortfall(store, partition, ["filter"], tag_filter={"v": (">=", 3)})
-        assert (num_ready, found.num_not_matching, found.num_lacking) == (2, 4, 0)
-
-    def test_a_timeout_names_groups_that_are_not_whole(self, store: Store) -> None:
-        partition = store.filled(["whole_g0", "whole_g1", "part_g0", "late_g0", "late_g1"], "x", "y", group_size=2)
-        store.put(partition, ["whole_g0", "whole_g1", "part_g0", "late_g0"], y=torch.zeros(4))
-        num_ready, found = _shortfall(store, partition, ["'part'", "'late_g1'", "'y'"], "x", "y")
-        assert (num_ready, found.num_incomplete, found.num_lacking) == (2, 1, 2)
-        assert dict(found.incomplete_groups) == {"part": 1}
 
     # --- many that wait -----------------------------------------------------------------------------------------------
 

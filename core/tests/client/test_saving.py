@@ -19,48 +19,53 @@ from dataplane_core.saves import files
 from dataplane_core.spec import hookimpl
 
 
-class Clears:
-    """Middleware that clears a sample before or after the first call of a hook."""
+class Steps:
+    """Middleware that runs a step of the test beside a call, once: ``before list_samples``, say."""
 
     def __init__(self):
-        self.sample_id = self.hook = None
+        self.step, self.when = None, ""
 
-    def _clear(self, hook):
-        if hook == self.hook:
-            self.hook = None
-            self.client.clear_samples([self.sample_id], "p")
+    def _run(self, when):
+        if when == self.when and self.step is not None:
+            step, self.step = self.step, None
+            step()
 
     @hookimpl(wrapper=True)
     def list_samples(self, request):
-        self._clear("before the list")
+        self._run("before list_samples")
         reply = yield
-        self._clear("after the list")
+        self._run("after list_samples")
         return reply
 
     @hookimpl(wrapper=True)
     def export_partition(self, request):
-        self._clear("before the cursors")
+        self._run("before export_partition")
         reply = yield
-        self._clear("after the cursors")
+        self._run("after export_partition")
         return reply
 
     @hookimpl(wrapper=True)
     def get_samples(self, request):
-        self._clear("before the rows")
+        self._run("before get_samples")
         reply = yield
-        self._clear("after the rows")
+        self._run("after get_samples")
+        return reply
+
+    @hookimpl(wrapper=True)
+    def put_samples(self, request):
+        reply = yield
+        self._run("after put_samples")
         return reply
 
 
 @pytest.fixture
-def clears():
-    return Clears()
+def steps():
+    return Steps()
 
 
 @pytest.fixture
-def client(clears):
-    with connect({"backend": "noop", "middleware": [clears]}) as opened:
-        clears.client = opened
+def client(steps):
+    with connect({"backend": "noop", "open_partitions": True, "middleware": [steps]}) as opened:
         yield opened
 
 
@@ -82,20 +87,19 @@ def test_a_group_whose_cleared_member_was_written_again_counts_for_no_further_sa
     assert client.claim_meta("p", "t", ["x"], 2, timeout_s=0).sample_ids == ["q1_g1", "q1_g2"]
 
 
-@pytest.mark.parametrize(
-    "when", [f"{at} the {what}" for at in ("before", "after") for what in ("list", "cursors", "rows")]
-)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("call", ["list_samples", "export_partition", "get_samples"])
 @pytest.mark.parametrize("num_samples", [4, None])
 def test_a_sample_that_is_cleared_during_a_save_is_saved_or_counts_as_cleared(
-    client, clears, tmp_path, num_samples, when
+    client, steps, tmp_path, num_samples, when, call
 ):
     client.register_partition("p", ["x"], num_samples, ["t"], 2)
     put(client, "q0_g0", "q0_g1", "q1_g0", "q1_g1")
-    clears.sample_id, clears.hook = "q0_g0", when
+    steps.when, steps.step = f"{when} {call}", lambda: client.clear_samples(["q0_g0"], "p")
     client.save(tmp_path)
-    assert clears.hook is None
+    assert steps.step is None
     client.load(tmp_path)
-    whole = ["q0_g0", "q0_g1"] if when == "after the rows" else []
+    whole = ["q0_g0", "q0_g1"] if steps.when == "after get_samples" else []
     assert client.claim_meta("p", "t", ["x"], 4, blocking=False).sample_ids == [*whole, "q1_g0", "q1_g1"]
     if num_samples is not None:
         assert client.claim_meta("p", "t", ["x"], 2, timeout_s=0).sample_ids == []  # no more is to come
@@ -134,15 +138,6 @@ def test_an_error_says_which_save_is_there(client, tmp_path, monkeypatch, works,
     assert client.load(tmp_path) == {"step": step}
 
 
-def test_files_that_cannot_be_read_are_an_error_of_the_save(client, tmp_path):
-    client.save(tmp_path)
-    (rows,) = tmp_path.glob("rows-*.bin")
-    rows.unlink()
-    rows.mkdir()
-    with pytest.raises(SaveError, match="cannot be read"):
-        client.load(tmp_path)
-
-
 @pytest.mark.parametrize("text", ['{"format": "dataplane-replay", "version": 2}\n{}\n', '{\n  "my": "app"\n}', "[1]"])
 def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(client, tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
@@ -166,61 +161,31 @@ def test_metadata_is_a_dict_of_json_values(client, tmp_path, metadata):
     assert not list(tmp_path.iterdir())
 
 
-class During:
-    """Middleware that runs a step after each put."""
-
-    def __init__(self):
-        self.step = None
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request):
-        reply = yield
-        if self.step is not None:
-            self.step()
-        return reply
-
-
-@pytest.fixture
-def during():
-    return During()
-
-
-@pytest.fixture
-def opening(during):
-    with connect({"backend": "noop", "open_partitions": True, "middleware": [during]}) as opened:
-        yield opened
-
-
-def test_claims_during_a_load_are_given_no_sample_twice(opening, during, tmp_path):
+def test_claims_during_a_load_are_given_no_sample_twice(client, steps, tmp_path):
     ids = [f"s{number}" for number in range(200)]  # several blocks
-    opening.put_samples(ids, "p", {"x": torch.arange(200)})
-    opening.put_samples(ids[:3], "p", {"y": torch.zeros(3)})
-    consumed = [*opening.claim_meta("p", "t", ["x"], 70).sample_ids]
-    opening.save(tmp_path)
-    given = {"t": consumed, "u": []}
+    client.put_samples(ids, "p", {"x": torch.arange(200)})
+    client.put_samples(ids[:3], "p", {"y": torch.zeros(3)})
+    given = {"t": [*client.claim_meta("p", "t", ["x"], 70).sample_ids], "u": []}
+    client.save(tmp_path)
 
     def claim():
         for task, known in given.items():
-            known += opening.claim_meta("p", task, ["x"], 1000, blocking=False).sample_ids
+            known += client.claim_meta("p", task, ["x"], 1000, blocking=False).sample_ids
+        steps.step = claim
 
-    during.step = claim
-    opening.load(tmp_path)
+    steps.when, steps.step = "after put_samples", claim
+    client.load(tmp_path)
     claim()
     assert given == {"t": ids, "u": ids}
 
 
-def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(opening, during, tmp_path):
-    opening.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
-    opening.save(tmp_path, {"step": 1})
-
-    def save_another():
-        during.step = None
-        opening.save(tmp_path, {"step": 2}, [])
-
-    during.step = save_another
-    assert opening.load(tmp_path) == {"step": 1}
-    assert opening.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
-    assert opening.load(tmp_path) == {"step": 2}
+def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(client, steps, tmp_path):
+    client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+    client.save(tmp_path, {"step": 1})
+    steps.when, steps.step = "after put_samples", lambda: client.save(tmp_path, {"step": 2}, [])
+    assert client.load(tmp_path) == {"step": 1}
+    assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
+    assert client.load(tmp_path) == {"step": 2}
 
 
 def test_a_load_that_meets_the_next_save_reads_that_one(client, tmp_path, monkeypatch):
@@ -237,23 +202,18 @@ def test_a_load_that_meets_the_next_save_reads_that_one(client, tmp_path, monkey
     assert client.load(tmp_path) == {"step": 2}
 
 
-def test_a_save_removes_what_crashes_left_before_it_writes(client, tmp_path):
+def test_a_save_that_fails_keeps_the_rows_of_the_one_before_and_removes_what_crashes_left(client, tmp_path):
+    client.register_partition("p", ["x"], None, ["t"])
+    put(client, "a")
     client.save(tmp_path)
     left = tmp_path / f"rows-{'0' * 32}.bin"
     left.write_bytes(b"left by a crash")
     with pytest.raises(UnknownPartitionError):
         client.save(tmp_path, None, ["nowhere"])
     assert not left.exists()
-    assert client.load(tmp_path) == {}
-
-
-def test_a_damaged_manifest_costs_no_rows_before_the_next_save_is_whole(client, tmp_path):
-    client.register_partition("p", ["x"], None, ["t"])
-    put(client, "a")
-    client.save(tmp_path)
     manifest, (rows,) = tmp_path / "manifest.json", tmp_path.glob("rows-*.bin")
     whole = manifest.read_text()
-    manifest.write_text(whole.replace(rows.name, f"rows-{'0' * 32}.bin"))
+    manifest.write_text(whole.replace(rows.name, left.name))  # damaged: it may be mended
     with pytest.raises(UnknownPartitionError):
         client.save(tmp_path, None, ["nowhere"])
     manifest.write_text(whole)
@@ -261,52 +221,36 @@ def test_a_damaged_manifest_costs_no_rows_before_the_next_save_is_whole(client, 
     assert client.list_sample_ids("p") == ["a"]
 
 
-def test_partitions_to_load_are_a_list(client, tmp_path):
-    client.register_partition("pp", ["x"], None, [])
-    client.save(tmp_path)
-    with pytest.raises(InvalidTypeError, match="partitions"):
-        client.load(tmp_path, "pp")
-
-
-@pytest.fixture(params=["pipe", "folder", "device", "socket", "loop"])
-def no_file(request):
+def be_no_file(path, kind):
     """Puts something that is no file in the place of a file."""
-    sockets = []
-
-    def put(path):
-        path.unlink()
-        match request.param:
-            case "pipe":
-                os.mkfifo(path)
-            case "folder":
-                path.mkdir()
-            case "device":
-                path.symlink_to("/dev/zero")
-            case "socket":
-                sockets.append(socket.socket(socket.AF_UNIX))
-                folder = os.open(path.parent, os.O_RDONLY)  # the whole path may be too long for a socket
-                sockets[0].bind(f"/proc/self/fd/{folder}/{path.name}")
-                os.close(folder)
-            case "loop":
-                path.symlink_to(path)
-
-    yield put
-    for each in sockets:
-        each.close()
+    path.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "socket":
+            folder = os.open(path.parent, os.O_RDONLY)  # the whole path may be too long for a socket
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(f"/proc/self/fd/{folder}/{path.name}")
+            os.close(folder)
+        case "loop":
+            path.symlink_to(path)
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "loop"])
 @pytest.mark.parametrize("name", ["manifest.json", "rows-*.bin"])
-def test_a_save_with_something_else_than_a_file_is_refused(tmp_path, no_file, name):
-    with connect({"backend": "noop"}) as client:
-        client.register_partition("p", ["x"], 1, ["t"])
-        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        client.save(tmp_path / "save")
-        (path,) = (tmp_path / "save").glob(name)
-        no_file(path)
-        with pytest.raises(SaveError, match="cannot be read"):
-            client.load(tmp_path / "save")
-        assert client.list_sample_ids("p") == ["a"]
+def test_a_save_with_something_else_than_a_file_is_refused(client, tmp_path, kind, name):
+    put(client, "a")
+    client.save(tmp_path)
+    (path,) = tmp_path.glob(name)
+    be_no_file(path, kind)
+    with pytest.raises(SaveError, match="cannot be read"):
+        client.load(tmp_path)
+    assert client.list_sample_ids("p") == ["a"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "changed", "manifest"])
@@ -325,6 +269,8 @@ def test_a_save_that_is_damaged_is_refused_before_anything_is_changed(client, tm
     path.write_bytes(whole)
     with pytest.raises(InvalidRequestError, match="nowhere"):
         client.load(tmp_path, ["nowhere"])
+    with pytest.raises(InvalidTypeError, match="partitions"):
+        client.load(tmp_path, "p")
     with pytest.raises(MissingDataError, match="no save"):
         client.load(tmp_path / "none")
     client.load(tmp_path)

@@ -11,24 +11,25 @@ def spec(dtype, *cell):
     return FieldSpec.of_cells(dtype, cell)
 
 
+#: Items, the dtype of the field, and the dims of its cells after the first.
 FITS = {
-    "ints as floats": ([1, 2], spec(torch.float32), torch.tensor([1.0, 2.0])),
-    "floats as doubles": ([0.1, 2], spec(torch.float64), torch.tensor([0.1, 2.0], dtype=torch.float64)),
-    "floats as bfloat16": ([0.1], spec(torch.bfloat16), torch.tensor([0.1], dtype=torch.bfloat16)),
-    "infinities": ([float("inf"), 1], spec(torch.float16), torch.tensor([float("inf"), 1], dtype=torch.float16)),
-    "floats as complex numbers": ([0.5, 1], spec(torch.complex64), torch.tensor([0.5, 1], dtype=torch.complex64)),
-    "ints as small ints": ([[1, 255]], spec(torch.uint8, 0), torch.tensor([[1, 255]], dtype=torch.uint8)),
-    "bools": ([True], spec(torch.bool), torch.tensor([True])),
-    "lists of ints": ([[1], [2]], spec(torch.float64, 0), torch.tensor([[1.0], [2.0]], dtype=torch.float64)),
+    "ints as floats": ([1, 2], torch.float32),
+    "floats as doubles": ([0.1, 2], torch.float64),
+    "floats as bfloat16": ([0.1], torch.bfloat16),
+    "infinities": ([float("inf"), 1], torch.float16),
+    "floats as complex numbers": ([0.5, 1], torch.complex64),
+    "ints as small ints": ([[1, 255]], torch.uint8, 0),
+    "bools": ([True], torch.bool),
+    "lists of ints": ([[1], [2]], torch.float64, 0),
 }
 
 
 @pytest.mark.parametrize("case", FITS)
 def test_numbers_that_fit(case):
-    items, known, expected = FITS[case]
-    found = list_as(items, known)
-    assert found.dtype == expected.dtype
-    assert found.equal(expected)
+    items, dtype, *cell = FITS[case]
+    found = list_as(items, spec(dtype, *cell))
+    assert found.dtype == dtype
+    assert found.equal(torch.tensor(items, dtype=dtype))
 
 
 MISFITS = {

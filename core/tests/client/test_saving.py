@@ -16,56 +16,23 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.saves import files
-from dataplane_core.spec import hookimpl
 
 
-class Steps:
-    """Middleware that runs a step of the test beside a call, once: ``before list_samples``, say."""
+def once(step):
+    """What `Faults` calls beside an operation: a step of the test, the first time."""
+    todo = [step]
 
-    def __init__(self):
-        self.step, self.when = None, ""
-
-    def _run(self, when):
-        if when == self.when and self.step is not None:
-            step, self.step = self.step, None
-            step()
-
-    @hookimpl(wrapper=True)
-    def list_samples(self, request):
-        self._run("before list_samples")
-        reply = yield
-        self._run("after list_samples")
+    def act(request, reply=None):
+        if todo:
+            todo.pop()()
         return reply
 
-    @hookimpl(wrapper=True)
-    def export_partition(self, request):
-        self._run("before export_partition")
-        reply = yield
-        self._run("after export_partition")
-        return reply
-
-    @hookimpl(wrapper=True)
-    def get_samples(self, request):
-        self._run("before get_samples")
-        reply = yield
-        self._run("after get_samples")
-        return reply
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request):
-        reply = yield
-        self._run("after put_samples")
-        return reply
+    return act
 
 
 @pytest.fixture
-def steps():
-    return Steps()
-
-
-@pytest.fixture
-def client(steps):
-    with connect({"backend": "noop", "open_partitions": True, "middleware": [steps]}) as opened:
+def client(faults):
+    with connect({"backend": "noop", "open_partitions": True, "middleware": [faults]}) as opened:
         yield opened
 
 
@@ -91,15 +58,15 @@ def test_a_group_whose_cleared_member_was_written_again_counts_for_no_further_sa
 @pytest.mark.parametrize("call", ["list_samples", "export_partition", "get_samples"])
 @pytest.mark.parametrize("num_samples", [4, None])
 def test_a_sample_that_is_cleared_during_a_save_is_saved_or_counts_as_cleared(
-    client, steps, tmp_path, num_samples, when, call
+    client, faults, tmp_path, num_samples, when, call
 ):
     client.register_partition("p", ["x"], num_samples, ["t"], 2)
     put(client, "q0_g0", "q0_g1", "q1_g0", "q1_g1")
-    steps.when, steps.step = f"{when} {call}", lambda: client.clear_samples(["q0_g0"], "p")
-    client.save(tmp_path)
-    assert steps.step is None
+    with getattr(faults, when)(call, once(lambda: client.clear_samples(["q0_g0"], "p"))):
+        client.save(tmp_path)
+    assert client.list_sample_ids("p") == ["q0_g1", "q1_g0", "q1_g1"]
     client.load(tmp_path)
-    whole = ["q0_g0", "q0_g1"] if steps.when == "after get_samples" else []
+    whole = ["q0_g0", "q0_g1"] if (when, call) == ("after", "get_samples") else []
     assert client.claim_meta("p", "t", ["x"], 4, blocking=False).sample_ids == [*whole, "q1_g0", "q1_g1"]
     if num_samples is not None:
         assert client.claim_meta("p", "t", ["x"], 2, timeout_s=0).sample_ids == []  # no more is to come
@@ -161,29 +128,29 @@ def test_metadata_is_a_dict_of_json_values(client, tmp_path, metadata):
     assert not list(tmp_path.iterdir())
 
 
-def test_claims_during_a_load_are_given_no_sample_twice(client, steps, tmp_path):
+def test_claims_during_a_load_are_given_no_sample_twice(client, faults, tmp_path):
     ids = [f"s{number}" for number in range(200)]  # several blocks
     client.put_samples(ids, "p", {"x": torch.arange(200)})
     client.put_samples(ids[:3], "p", {"y": torch.zeros(3)})
     given = {"t": [*client.claim_meta("p", "t", ["x"], 70).sample_ids], "u": []}
     client.save(tmp_path)
 
-    def claim():
+    def claim(request=None, reply=None):
         for task, known in given.items():
             known += client.claim_meta("p", task, ["x"], 1000, blocking=False).sample_ids
-        steps.step = claim
+        return reply
 
-    steps.when, steps.step = "after put_samples", claim
-    client.load(tmp_path)
+    with faults.after("put_samples", claim):
+        client.load(tmp_path)
     claim()
     assert given == {"t": ids, "u": ids}
 
 
-def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(client, steps, tmp_path):
+def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(client, faults, tmp_path):
     client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
     client.save(tmp_path, {"step": 1})
-    steps.when, steps.step = "after put_samples", lambda: client.save(tmp_path, {"step": 2}, [])
-    assert client.load(tmp_path) == {"step": 1}
+    with faults.after("put_samples", once(lambda: client.save(tmp_path, {"step": 2}, []))):
+        assert client.load(tmp_path) == {"step": 1}
     assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
     assert client.load(tmp_path) == {"step": 2}
 

@@ -209,12 +209,12 @@ def test_what_is_claimed_while_the_stream_is_closed_is_given_back(client, faults
 @only_sync
 def test_time_in_which_the_loop_works_does_not_count_for_the_timeout(client):
     client.put_samples(["a"], "endless", {"x": [1]})
-    with client.stream("endless", "t", ["x"], 1, timeout_s=1.0) as batches:
+    with client.stream("endless", "t", ["x"], 1, timeout_s=3.0) as batches:
         next(batches)
-        time.sleep(1.5)  # longer than the timeout
+        time.sleep(3.5)  # longer than the timeout, which a busy machine must not reach below
         client.put_samples(["b"], "endless", {"x": [1]})
         assert next(batches).meta.sample_ids == ["b"]
-        with pytest.raises(ClaimTimeoutError, match=r"timed out after 1 s: 0 of 1"):
+        with pytest.raises(ClaimTimeoutError, match=r"timed out after 3 s: 0 of 1"):
             next(batches)
 
 

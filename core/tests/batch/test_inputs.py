@@ -181,66 +181,49 @@ def test_no_rows_for_no_ids_write_nothing(client, empty):
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def tensor(given, dtype=torch.int64, *, ragged=False):
-    return given, dtype, ragged
-
-
 INT32 = np.arange(12, dtype=np.int32).reshape(3, 4)
 RAGGED = [np.full((length, 2), length, dtype=np.int16) for length in (2, 0, 3)]
 EQUAL = [np.full((2, 2), number, dtype=np.int16) for number in range(3)]
+#: The dtype that is expected, and what is given.
 TENSORS = {
-    "ragged ints": tensor([[1, 2], [3], [4, 5, 2**62]], ragged=True),
-    "ragged floats": tensor([[0.5, 2.0], [-1.0], [float("inf"), 3.0]], torch.float32, ragged=True),
-    "ragged ints and floats": tensor([[1, 0.5], [3], [4]], torch.float32, ragged=True),
-    "ragged bools": tensor([[True], [False, True], []], torch.bool, ragged=True),
-    "tuples": tensor([(1, 2), (), (3,)], ragged=True),
-    "a tuple of lists": tensor(([1], [2, 3], [4]), ragged=True),
-    "empty rows": tensor([[], [], [0.5]], torch.float32, ragged=True),
-    "ints": tensor([1, 2, 3]),
-    "floats": tensor([0.5, 1.0, -2.0], torch.float32),
-    "ints and floats": tensor([1, 0.5, 0], torch.float32),
-    "bools": tensor([True, False, True], torch.bool),
-    "rows of equal length": tensor([[1, 2], [3, 4], [5, 6]]),
-    # numbers of numpy in lists are as Python's
-    "numpy's floats": tensor([np.float64(0.5), 1.0, np.float32(2.0)], torch.float32),
-    "numpy's ints": tensor([np.int32(1), 2, np.int64(3)]),
-    "numpy's bools": tensor([np.True_, False, np.False_], torch.bool),
-    "numpy's ints in lists": tensor([[np.int64(1), 2], [3, 4], [np.uint8(5), 6]]),
-    # lists of arrays or tensors
-    "ragged arrays": tensor(RAGGED, torch.int16, ragged=True),
-    "equal arrays": tensor(EQUAL, torch.int16),
-    "ragged tensors": tensor([torch.from_numpy(row) for row in RAGGED], torch.int16, ragged=True),
-    "equal tensors": tensor([torch.from_numpy(row) for row in EQUAL], torch.int16),
-    "tensors of no dim": tensor([torch.tensor(number) for number in range(3)]),
+    torch.int64: [
+        *([1, 2, 3], [[1, 2], [3, 4], [5, 6]], [[1, 2], [3], [4, 5, 2**62]], [(1, 2), (), (3,)], ([1], [2, 3], [4])),
+        # numbers of numpy in lists are as Python's
+        *([np.int32(1), 2, np.int64(3)], [[np.int64(1), 2], [3, 4], [np.uint8(5), 6]]),
+        [torch.tensor(number) for number in range(3)],
+        pa.array([1, 2, 1]).dictionary_encode(),
+        pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(3, 4)),
+    ],
+    torch.float32: [
+        *([0.5, 1.0, -2.0], [1, 0.5, 0], [[0.5, 2.0], [-1.0], [float("inf"), 3.0]], [[1, 0.5], [3], [4]]),
+        *([[], [], [0.5]], [np.float64(0.5), 1.0, np.float32(2.0)]),
+    ],
+    torch.bool: [
+        *([True, False, True], [[True], [False, True], []], [np.True_, False, np.False_]),
+        *(pa.array([True, False, True]), pa.array([[True], [False, True], []])),
+    ],
+    torch.float16: [pa.array([1.5, 2.5, 3.5], pa.float16())],
+    torch.int16: [rows for arrays in (RAGGED, EQUAL) for rows in (arrays, [torch.from_numpy(row) for row in arrays])],
     # arrays, which may lie in memory as they like
-    "transposed": tensor(INT32.reshape(4, 3).T, torch.int32),
-    "reversed": tensor(INT32[::-1], torch.int32),
-    "rows, each reversed": tensor([row[::-1] for row in (INT32[:1], INT32[1:2], INT32[2:])], torch.int32),
-    "every second": tensor(INT32[:, ::2], torch.int32),
-    "of the other byte order": tensor(INT32.astype(">i4"), torch.int32),
-    "read-only": tensor(np.frombuffer(INT32.tobytes(), np.int32).reshape(3, 4), torch.int32),
-    # Arrow's
-    "Arrow's bools": tensor(pa.array([True, False, True]), torch.bool),
-    "Arrow's lists of bools": tensor(pa.array([[True], [False, True], []]), torch.bool, ragged=True),
-    "Arrow's float16": tensor(pa.array([1.5, 2.5, 3.5], pa.float16()), torch.float16),
-    "Arrow's dictionary": tensor(pa.array([1, 2, 1]).dictionary_encode()),
-    "Arrow's tensors": tensor(pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(3, 4))),
-    "Arrow's run-end encoding": tensor(
-        pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([1, 2], pa.int32())), torch.int32
-    ),
-    "Arrow's list view": tensor(pa.array([[0], [1, 2], [3, 4], [5, 6]], pa.list_view(pa.int32()))[1:], torch.int32),
-    "pandas' categories": tensor(pd.Series(np.array([5, 7, 5], np.int32)).astype("category"), torch.int32),
+    torch.int32: [
+        *(INT32.reshape(4, 3).T, INT32[::-1], [INT32[row : row + 1, ::-1] for row in range(3)], INT32[:, ::2]),
+        *(INT32.astype(">i4"), np.frombuffer(INT32.tobytes(), np.int32).reshape(3, 4)),
+        pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([1, 2], pa.int32())),
+        pa.array([[0], [1, 2], [3, 4], [5, 6]], pa.list_view(pa.int32()))[1:],
+        pd.Series(np.array([5, 7, 5], np.int32)).astype("category"),
+    ],
 }
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-def test_numbers_become_a_tensor(client, kind):
-    given, dtype, ragged = TENSORS[kind]
+@pytest.mark.parametrize(("dtype", "given"), [(dtype, each) for dtype, column in TENSORS.items() for each in column])
+def test_numbers_become_a_tensor_which_is_jagged_if_rows_differ_in_length(client, dtype, given):
+    expected = plain(given)
+    is_ragged = isinstance(expected[0], list) and len(set(map(len, expected))) > 1
     for writer in WRITERS:
         column = written(client, {"x": given, "other": torch.zeros(3)}, writer)["x"]
         assert column.dtype == dtype
-        assert column.layout is (torch.jagged if ragged else torch.strided)
-        assert values(column) == plain(given)
+        assert column.layout is (torch.jagged if is_ragged else torch.strided)
+        assert values(column) == expected
 
 
 def test_categories_of_pandas_are_their_values():
@@ -253,28 +236,17 @@ def array_of_objects(*items):
     return array
 
 
-OBJECTS = {
-    "str": ["text", "", "more"],
-    "None": [None, None, "text"],
-    "all empty": [[], [], []],
-    "lists of str": [["a"], [], ["b", 1]],
-    "dicts": [{"n": 1}, {"n": [1, 2]}, None],
-    "bytes and numbers": [b"1", 1, None],
-    "nested": [{"a": 1}, [{"b": [1]}], [[1], "a"]],
-    "a stack of lists of numbers": NonTensorStack([1, 2], [3], [4, 5, 6]),
-    "an array of lists of numbers": array_of_objects([1, 2], [3], [4, 5, 6]),
-    "Arrow's text": pa.array(TEXTS),
-    "Arrow's dictionary": pa.array(TEXTS).dictionary_encode(),
-    "Arrow's bytes": pa.array([b"a", None, b""]),
-    "Arrow's structs": pa.array([{"a": 1}, {"a": 2}, None]),
-    "Arrow's lists of text": pa.array([["a"], None, ["b", "c"]]),
-    "Arrow's nulls": pa.nulls(3),
-}
+OBJECTS = [
+    *(["text", "", "more"], [None, None, "text"], [[], [], []], [["a"], [], ["b", 1]], [{"n": 1}, {"n": [1, 2]}, None]),
+    *([b"1", 1, None], [{"a": 1}, [{"b": [1]}], [[1], "a"]]),
+    *(NonTensorStack([1, 2], [3], [4, 5, 6]), array_of_objects([1, 2], [3], [4, 5, 6])),
+    *(pa.array(TEXTS), pa.array(TEXTS).dictionary_encode(), pa.array([b"a", None, b""]), pa.nulls(3)),
+    *(pa.array([{"a": 1}, {"a": 2}, None]), pa.array([["a"], None, ["b", "c"]])),
+]
 
 
-@pytest.mark.parametrize("kind", OBJECTS)
-def test_other_columns_are_objects(client, kind):
-    given = OBJECTS[kind]
+@pytest.mark.parametrize("given", OBJECTS, ids=str)
+def test_other_columns_are_objects(client, given):
     for writer in WRITERS:
         column = written(client, {"x": given, "other": torch.zeros(3)}, writer).get("x")
         assert isinstance(column, NonTensorStack)

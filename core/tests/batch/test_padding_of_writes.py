@@ -64,23 +64,15 @@ def test_columns_written_later_are_cut_by_the_mask_beside_them_and_refused_witho
 
 
 #: What is put, a column, and its rows as they are stored.
+IDS = [[7, 8, 0, 0, 0], [1, 2, 3, 0, 0]]
+SOME = {"attention_mask": tensor([[1, 0, 0, 0, 0], [0, 1, 1, 0, 0]])}
+NOISE = {"prev_logprobs": torch.arange(10.0).view(2, 5)}
+NONE = {"attention_mask": tensor([[0, 0], [0, 1]])}
 TAKEN = {
     "any padding": (batch_of([[0, 7, 9, 9, 9], [0, 2, 3, 4, 9]], [2, 4]), "input_ids", [[0, 7], [0, 2, 3, 4]]),
-    "a mask that leaves out tokens": (
-        batch_of([[7, 8, 0, 0, 0], [1, 2, 3, 0, 0]], [2, 3], attention_mask=tensor([[1, 0, 0, 0, 0], [0, 1, 1, 0, 0]])),
-        "input_ids",
-        [[7, 8], [1, 2, 3]],
-    ),
-    "rows without tokens": (
-        batch_of([[0, 0], [0, 5]], [0, 1], attention_mask=tensor([[0, 0], [0, 1]])),
-        "input_ids",
-        [[], [5]],
-    ),
-    "anything beside right-padded ids": (
-        batch_of([[7, 8, 0, 0, 0], [1, 2, 3, 0, 0]], [2, 3], prev_logprobs=torch.arange(10.0).view(2, 5)),
-        "prev_logprobs",
-        [[0.0, 1.0], [5.0, 6.0, 7.0]],
-    ),
+    "a mask that leaves out tokens": (batch_of(IDS, [2, 3], **SOME), "input_ids", [[7, 8], [1, 2, 3]]),
+    "rows without tokens": (batch_of([[0, 0], [0, 5]], [0, 1], **NONE), "input_ids", [[], [5]]),
+    "anything beside right-padded ids": (batch_of(IDS, [2, 3], **NOISE), "prev_logprobs", [[0, 1], [5, 6, 7]]),
 }
 
 

@@ -106,11 +106,7 @@ REFUSED = [
     (BATCH.get_microbatch_iterator_dynamic_shapes_len, ValueError, "no plan"),
     (BATCH.get_microbatch_iterator_for_packable_sequences_len, ValueError, "no plan"),
     (planned(3, 3).make_microbatch_iterator_with_dynamic_shapes, ValueError, "2 chunks.*get_batch"),
-    # shards
-    (lambda: shard(SIX_LENGTHS, 4), ValueError, "6 rows .*4 shards"),
-    (lambda: shard(SIX_LENGTHS, batch_size=4), ValueError, "6 rows .*batch_size 4"),
-    (lambda: shard(SIX_LENGTHS, batch_size=3), ValueError, "3 rows .*2 shards"),
-    (lambda: shard(SIX_LENGTHS, 0), ValueError, "shards is 0"),
+    # shards; the sizes of plans are refused as for metas
     (lambda: shard(SIX_LENGTHS, 0, allow_uneven_shards=True), ValueError, "shards is 0"),
     (lambda: shard(SIX_LENGTHS, batch_size=2, allow_uneven_shards=True), ValueError, "batch_size 2"),
     (lambda: shard(SIX_LENGTHS, **BY_TOKENS), ValueError, "dynamic_batching_args and sequence_packing_args"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dataplane_core import connect, connect_async, stream
+from dataplane_testkit.faults import Faults
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,3 +93,9 @@ def opened(request):
         return client
 
     return open_client
+
+
+@pytest.fixture
+def faults():
+    """Middleware that does beside a call what the test says."""
+    return Faults()

@@ -170,16 +170,6 @@ def test_close_ends_the_thread_and_none_is_started_without_need(monkeypatch):
             connect({"backend": "noop", "announce_s": wrong})
 
 
-def test_a_call_that_failed_is_no_longer_under_way():
-    with connect({"backend": "noop", "announce_s": 0.05}) as client:
-        client.register_partition("p", ["x"], None, ["t"])
-        with pytest.raises(OperationTimeoutError):
-            client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
-        assert client._calls == set()
-        (found,) = eventually(client.list_clients, within_s=STARTS_S, what="the announcement")
-        assert found.role == announcing.program_name()
-
-
 @pytest.mark.parametrize(
     ("argv", "name"),
     [(["/a/train.py", "--x"], "train.py"), (["/a/trainer/__main__.py"], "trainer"), ([""], "python"), ([], "python")],
@@ -203,3 +193,4 @@ def test_a_client_announces_its_calls_until_it_closes():
         client.clear_samples(None, "p")
         with pytest.raises(KeyError):
             waiting.result()
+        assert client._calls == set()

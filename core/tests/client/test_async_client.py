@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from gates import Gate
 
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, connect_async
 from dataplane_core.errors import (
@@ -18,42 +19,8 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     UnknownPartitionError,
 )
-from dataplane_core.spec import hookimpl
 
 NOOP = {"backend": "noop"}
-
-
-class Gate:
-    """Middleware that holds operations back until it is opened, before or after they are carried out."""
-
-    def __init__(self, operation, *, before=True):
-        self.operation, self.before = operation, before
-        self.entered, self.opened = threading.Event(), threading.Event()
-        self.deadlines = []
-
-    def _hold(self, *operation):
-        if operation == (self.operation, self.before):
-            self.entered.set()
-            assert self.opened.wait(30)
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request):
-        self.deadlines.append(request.deadline)
-        self._hold("put_samples", True)
-        reply = yield
-        self._hold("put_samples", False)
-        return reply
-
-    @hookimpl(wrapper=True)
-    def claim(self, request):
-        reply = yield
-        if reply.sample_ids:
-            self._hold("claim", True)
-        return reply
-
-    async def is_entered(self):
-        while not self.entered.is_set():
-            await asyncio.sleep(0.001)
 
 
 async def _open(gate=None, *, threads=2, **config):
@@ -140,7 +107,7 @@ async def _cancelled_under_way(gate, task):
     ids=["leased", "leased, not blocking", "without a lease", "of a rank, whose next claim gets the same"],
 )
 async def test_a_claim_that_is_cancelled_when_it_was_handed_samples(words, outcome, given, next_one):
-    gate = Gate("claim")
+    gate = Gate("claim", before=False)
     async with await _open(gate) as client:
         await _put(client, "a", "b")
         claim = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1, **words))
@@ -233,7 +200,7 @@ async def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_b
 
 
 async def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
-    gate = Gate("claim")
+    gate = Gate("claim", before=False)
     async with await _open(gate, op_timeout_s=25.0, threads=1) as client:
         await _put(client, "a", "b")
         first = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1))
@@ -247,15 +214,16 @@ async def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
 
 
 async def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
-    gate = Gate("put_samples")
+    gate, deadlines = Gate("put_samples"), []
     async with await _open(gate, op_timeout_s=30.0, threads=1) as client:
-        puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
-        await gate.is_entered()
-        queued_by = time.monotonic()
-        await asyncio.sleep(0.05)
-        gate.opened.set()
-        await asyncio.gather(*puts)
-        assert gate.deadlines[1] <= queued_by + 30.0
+        with gate.before("put_samples", lambda request: deadlines.append(request.deadline)):
+            puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
+            await gate.is_entered()
+            queued_by = time.monotonic()
+            await asyncio.sleep(0.05)
+            gate.opened.set()
+            await asyncio.gather(*puts)
+        assert deadlines[1] <= queued_by + 30.0
 
 
 async def test_closing_ends_claims_that_wait_and_then_refuses():

@@ -47,23 +47,6 @@ def test_each_thread_has_its_own_and_what_began_first_comes_first(phases, within
         assert names(phases) == ["drive", "generate"]
 
 
-async def test_each_task_of_an_event_loop_has_its_own(phases, within):
-    inside, leave = asyncio.Event(), asyncio.Event()
-
-    async def generate():
-        with within("generate"):
-            inside.set()
-            await leave.wait()
-
-    with within("rollout"):
-        task = asyncio.create_task(generate())  # within this phase
-        await inside.wait()
-        assert names(phases) == ["generate"]
-        leave.set()
-        await task
-        assert names(phases) == ["rollout"]
-
-
 def test_generators_whose_phases_cross_leave_nothing_behind(phases, within):
     def generate(name):
         with within(name):
@@ -91,12 +74,13 @@ def test_a_phase_has_the_groups_of_the_one_around_it_and_none_of_one_that_has_en
         assert told(phases) == [("score", [])]
 
 
-async def test_a_task_that_outlives_its_phase_has_none_of_its_groups(phases, within):
-    leave = asyncio.Event()
+async def test_each_task_has_its_own_and_none_of_the_groups_of_a_phase_that_it_outlives(phases, within):
+    inside, leave = asyncio.Event(), asyncio.Event()
 
     async def upload():
         with within("upload"):
             assert told(phases) == [("upload", ["q1"])]
+            inside.set()
             await leave.wait()
             assert told(phases) == [("upload", [])]
         with within("log"):
@@ -104,8 +88,9 @@ async def test_a_task_that_outlives_its_phase_has_none_of_its_groups(phases, wit
         assert told(phases) == []
 
     with within("generate", "q1"):
-        task = asyncio.create_task(upload())
-        await asyncio.sleep(0)
+        task = asyncio.create_task(upload())  # within this phase
+        await inside.wait()
+        assert names(phases) == ["upload"]
     leave.set()
     await task
 
@@ -163,13 +148,8 @@ def test_the_store_lists_the_phase_of_a_client(opened):
         eventually(lambda: told() == [], STARTS_S, "the end of a phase")
 
 
-def test_a_client_that_does_not_announce_itself_notes_no_phase():
-    with connect({"backend": "noop", "announce_s": None}) as client, client.phase("generate"):
-        assert names(client._phases) == []
-
-
-def test_a_phase_has_a_name_and_its_groups_a_partition():
-    with connect({"backend": "noop"}) as client:
+def test_a_phase_has_a_name_and_its_groups_a_partition_and_who_does_not_announce_itself_notes_none():
+    with connect({"backend": "noop", "announce_s": None}) as client:
         for name, more, error in (
             ("", {}, InvalidRequestError),
             (7, {}, InvalidTypeError),
@@ -179,3 +159,5 @@ def test_a_phase_has_a_name_and_its_groups_a_partition():
         ):
             with pytest.raises(error):
                 client.phase(name, **more)
+        with client.phase("generate"):
+            assert names(client._phases) == []

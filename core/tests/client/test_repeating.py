@@ -53,19 +53,20 @@ def opened(cls=Fails, **config):
     return client
 
 
-def put(client, name="a"):
+def put(client, *errors, name="a"):
+    """A put that meets these errors."""
+    backend_of(client).errors = list(errors)
     return client.put_samples([name], "p", {"x": torch.ones(1)})
 
 
 def test_a_lost_reply_is_repeated_with_the_same_id_however_the_store_fails_meanwhile():
     with opened() as client:
         backend = backend_of(client)
-        backend.errors = [LostReplyError("lost"), BackendUnavailableError("down"), LostReplyError("lost"), None]
-        put(client)
+        put(client, LostReplyError("lost"), BackendUnavailableError("down"), LostReplyError("lost"), None)
         held = client.claim_meta("p", "t", ["x"], 1, lease_s=60.0)
         backend.errors = [LostReplyError("lost")]
         client.ack(held)
-        put(client, "b")
+        put(client, name="b")
         puts, acks = backend.requests[:4], backend.requests[4:6]
         assert (len(set(puts)), len(set(acks)), len(set(backend.requests))) == (1, 1, 3)
         assert all(len(each) == 32 for each in backend.requests)
@@ -78,9 +79,8 @@ def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():
         (FailsForGood, LostReplyError("lost")),
     ):
         with opened(cls) as client:
-            backend_of(client).errors = [error]
             with pytest.raises(type(error)) as caught:
-                put(client)
+                put(client, error)
             assert caught.value is error
             assert len(backend_of(client).requests) == 1
 
@@ -102,9 +102,8 @@ DONE = OperationTimeoutError("x.", outcome="done")
 )
 def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words):
     with opened() as client:
-        backend_of(client).errors = [copy.copy(each) for each in errors]
         with pytest.raises(raised) as caught:
-            put(client)
+            put(client, *map(copy.copy, errors))
         assert (type(caught.value), getattr(caught.value, "outcome", None)) == (raised, outcome)
         assert words in str(caught.value)
 
@@ -112,14 +111,12 @@ def test_the_error_at_the_end_says_what_is_known(errors, raised, outcome, words)
 def test_a_store_that_is_gone_for_good_is_not_to_be_asked_again_and_a_put_that_waited_for_room_is_not_done():
     gone = BackendUnavailableError("it has ended.", retryable=False, hint="Connect again.")
     with opened() as client:
-        backend_of(client).errors = [LostReplyError("gone."), gone]
         with pytest.raises(LostReplyError, match="It was repeated: it has ended") as caught:
-            put(client)
+            put(client, LostReplyError("gone."), gone)
         assert (caught.value.retryable, caught.value.hint) == (False, "Connect again.")
         late = RoomTimeoutError.after(CapacityExceededError("full."))
-        backend_of(client).errors = [LostReplyError("gone."), late]
         with pytest.raises(RoomTimeoutError) as caught:
-            put(client)
+            put(client, LostReplyError("gone."), late)
         assert (caught.value, caught.value.outcome) == (late, "not_done")
 
 

@@ -16,51 +16,23 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.saves import files
-from dataplane_core.spec import hookimpl
 
 
-class Clears:
-    """Middleware that clears a sample before or after the first call of a hook."""
+def once(step):
+    """What `Faults` calls beside an operation: a step of the test, the first time."""
+    todo = [step]
 
-    def __init__(self):
-        self.sample_id = self.hook = None
-
-    def _clear(self, hook):
-        if hook == self.hook:
-            self.hook = None
-            self.client.clear_samples([self.sample_id], "p")
-
-    @hookimpl(wrapper=True)
-    def list_samples(self, request):
-        self._clear("before the list")
-        reply = yield
-        self._clear("after the list")
+    def act(request, reply=None):
+        if todo:
+            todo.pop()()
         return reply
 
-    @hookimpl(wrapper=True)
-    def export_partition(self, request):
-        self._clear("before the cursors")
-        reply = yield
-        self._clear("after the cursors")
-        return reply
-
-    @hookimpl(wrapper=True)
-    def get_samples(self, request):
-        self._clear("before the rows")
-        reply = yield
-        self._clear("after the rows")
-        return reply
+    return act
 
 
 @pytest.fixture
-def clears():
-    return Clears()
-
-
-@pytest.fixture
-def client(clears):
-    with connect({"backend": "noop", "middleware": [clears]}) as opened:
-        clears.client = opened
+def client(faults):
+    with connect({"backend": "noop", "open_partitions": True, "middleware": [faults]}) as opened:
         yield opened
 
 
@@ -82,20 +54,19 @@ def test_a_group_whose_cleared_member_was_written_again_counts_for_no_further_sa
     assert client.claim_meta("p", "t", ["x"], 2, timeout_s=0).sample_ids == ["q1_g1", "q1_g2"]
 
 
-@pytest.mark.parametrize(
-    "when", [f"{at} the {what}" for at in ("before", "after") for what in ("list", "cursors", "rows")]
-)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("call", ["list_samples", "export_partition", "get_samples"])
 @pytest.mark.parametrize("num_samples", [4, None])
 def test_a_sample_that_is_cleared_during_a_save_is_saved_or_counts_as_cleared(
-    client, clears, tmp_path, num_samples, when
+    client, faults, tmp_path, num_samples, when, call
 ):
     client.register_partition("p", ["x"], num_samples, ["t"], 2)
     put(client, "q0_g0", "q0_g1", "q1_g0", "q1_g1")
-    clears.sample_id, clears.hook = "q0_g0", when
-    client.save(tmp_path)
-    assert clears.hook is None
+    with getattr(faults, when)(call, once(lambda: client.clear_samples(["q0_g0"], "p"))):
+        client.save(tmp_path)
+    assert client.list_sample_ids("p") == ["q0_g1", "q1_g0", "q1_g1"]
     client.load(tmp_path)
-    whole = ["q0_g0", "q0_g1"] if when == "after the rows" else []
+    whole = ["q0_g0", "q0_g1"] if (when, call) == ("after", "get_samples") else []
     assert client.claim_meta("p", "t", ["x"], 4, blocking=False).sample_ids == [*whole, "q1_g0", "q1_g1"]
     if num_samples is not None:
         assert client.claim_meta("p", "t", ["x"], 2, timeout_s=0).sample_ids == []  # no more is to come
@@ -113,8 +84,10 @@ def test_an_old_file_that_cannot_be_removed_does_no_harm_to_the_new_save(client,
         patched.setattr(os, "unlink", refuse)
         client.save(tmp_path, {"step": 2})
     assert client.load(tmp_path) == {"step": 2}
-    client.save(tmp_path)  # which removes the old one
-    assert len(list(tmp_path.glob("rows-*.bin"))) == 1
+    (tmp_path / "rows-train.bin").write_text("mine")
+    client.save(tmp_path)  # which removes the old one, and keeps what no save wrote
+    assert len(list(tmp_path.glob("rows-*.bin"))) == 2
+    assert (tmp_path / "rows-train.bin").read_text() == "mine"
 
 
 @pytest.mark.parametrize(("works", "kept", "step"), [(0, "A former save is as it was.", 1), (1, "It is there", 2)])
@@ -134,15 +107,6 @@ def test_an_error_says_which_save_is_there(client, tmp_path, monkeypatch, works,
     assert client.load(tmp_path) == {"step": step}
 
 
-def test_files_that_cannot_be_read_are_an_error_of_the_save(client, tmp_path):
-    client.save(tmp_path)
-    (rows,) = tmp_path.glob("rows-*.bin")
-    rows.unlink()
-    rows.mkdir()
-    with pytest.raises(SaveError, match="cannot be read"):
-        client.load(tmp_path)
-
-
 @pytest.mark.parametrize("text", ['{"format": "dataplane-replay", "version": 2}\n{}\n', '{\n  "my": "app"\n}', "[1]"])
 def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(client, tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
@@ -153,12 +117,6 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(client, tmp_pa
     assert sorted(each.name for each in tmp_path.iterdir()) == ["manifest.json", "rows-train.bin"]
 
 
-def test_a_save_keeps_files_that_no_save_wrote(client, tmp_path):
-    (tmp_path / "rows-train.bin").write_text("mine")
-    client.save(tmp_path)
-    assert (tmp_path / "rows-train.bin").read_text() == "mine"
-
-
 @pytest.mark.parametrize("metadata", [[1, 2], {"a": {1}}, "ab", 7])
 def test_metadata_is_a_dict_of_json_values(client, tmp_path, metadata):
     with pytest.raises(InvalidTypeError, match="must be a dict of JSON values"):
@@ -166,61 +124,31 @@ def test_metadata_is_a_dict_of_json_values(client, tmp_path, metadata):
     assert not list(tmp_path.iterdir())
 
 
-class During:
-    """Middleware that runs a step after each put."""
+def test_claims_during_a_load_are_given_no_sample_twice(client, faults, tmp_path):
+    ids = [f"s{number}" for number in range(200)]  # several blocks
+    client.put_samples(ids, "p", {"x": torch.arange(200)})
+    client.put_samples(ids[:3], "p", {"y": torch.zeros(3)})
+    given = {"t": [*client.claim_meta("p", "t", ["x"], 70).sample_ids], "u": []}
+    client.save(tmp_path)
 
-    def __init__(self):
-        self.step = None
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request):
-        reply = yield
-        if self.step is not None:
-            self.step()
+    def claim(request=None, reply=None):
+        for task, known in given.items():
+            known += client.claim_meta("p", task, ["x"], 1000, blocking=False).sample_ids
         return reply
 
-
-@pytest.fixture
-def during():
-    return During()
-
-
-@pytest.fixture
-def opening(during):
-    with connect({"backend": "noop", "open_partitions": True, "middleware": [during]}) as opened:
-        yield opened
-
-
-def test_claims_during_a_load_are_given_no_sample_twice(opening, during, tmp_path):
-    ids = [f"s{number}" for number in range(200)]  # several blocks
-    opening.put_samples(ids, "p", {"x": torch.arange(200)})
-    opening.put_samples(ids[:3], "p", {"y": torch.zeros(3)})
-    consumed = [*opening.claim_meta("p", "t", ["x"], 70).sample_ids]
-    opening.save(tmp_path)
-    given = {"t": consumed, "u": []}
-
-    def claim():
-        for task, known in given.items():
-            known += opening.claim_meta("p", task, ["x"], 1000, blocking=False).sample_ids
-
-    during.step = claim
-    opening.load(tmp_path)
+    with faults.after("put_samples", claim):
+        client.load(tmp_path)
     claim()
     assert given == {"t": ids, "u": ids}
 
 
-def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(opening, during, tmp_path):
-    opening.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
-    opening.save(tmp_path, {"step": 1})
-
-    def save_another():
-        during.step = None
-        opening.save(tmp_path, {"step": 2}, [])
-
-    during.step = save_another
-    assert opening.load(tmp_path) == {"step": 1}
-    assert opening.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
-    assert opening.load(tmp_path) == {"step": 2}
+def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(client, faults, tmp_path):
+    client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+    client.save(tmp_path, {"step": 1})
+    with faults.after("put_samples", once(lambda: client.save(tmp_path, {"step": 2}, []))):
+        assert client.load(tmp_path) == {"step": 1}
+    assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [0, 1]
+    assert client.load(tmp_path) == {"step": 2}
 
 
 def test_a_load_that_meets_the_next_save_reads_that_one(client, tmp_path, monkeypatch):
@@ -237,23 +165,18 @@ def test_a_load_that_meets_the_next_save_reads_that_one(client, tmp_path, monkey
     assert client.load(tmp_path) == {"step": 2}
 
 
-def test_a_save_removes_what_crashes_left_before_it_writes(client, tmp_path):
+def test_a_save_that_fails_keeps_the_rows_of_the_one_before_and_removes_what_crashes_left(client, tmp_path):
+    client.register_partition("p", ["x"], None, ["t"])
+    put(client, "a")
     client.save(tmp_path)
     left = tmp_path / f"rows-{'0' * 32}.bin"
     left.write_bytes(b"left by a crash")
     with pytest.raises(UnknownPartitionError):
         client.save(tmp_path, None, ["nowhere"])
     assert not left.exists()
-    assert client.load(tmp_path) == {}
-
-
-def test_a_damaged_manifest_costs_no_rows_before_the_next_save_is_whole(client, tmp_path):
-    client.register_partition("p", ["x"], None, ["t"])
-    put(client, "a")
-    client.save(tmp_path)
     manifest, (rows,) = tmp_path / "manifest.json", tmp_path.glob("rows-*.bin")
     whole = manifest.read_text()
-    manifest.write_text(whole.replace(rows.name, f"rows-{'0' * 32}.bin"))
+    manifest.write_text(whole.replace(rows.name, left.name))  # damaged: it may be mended
     with pytest.raises(UnknownPartitionError):
         client.save(tmp_path, None, ["nowhere"])
     manifest.write_text(whole)
@@ -261,52 +184,36 @@ def test_a_damaged_manifest_costs_no_rows_before_the_next_save_is_whole(client, 
     assert client.list_sample_ids("p") == ["a"]
 
 
-def test_partitions_to_load_are_a_list(client, tmp_path):
-    client.register_partition("pp", ["x"], None, [])
-    client.save(tmp_path)
-    with pytest.raises(InvalidTypeError, match="partitions"):
-        client.load(tmp_path, "pp")
-
-
-@pytest.fixture(params=["pipe", "folder", "device", "socket", "loop"])
-def no_file(request):
+def be_no_file(path, kind):
     """Puts something that is no file in the place of a file."""
-    sockets = []
-
-    def put(path):
-        path.unlink()
-        match request.param:
-            case "pipe":
-                os.mkfifo(path)
-            case "folder":
-                path.mkdir()
-            case "device":
-                path.symlink_to("/dev/zero")
-            case "socket":
-                sockets.append(socket.socket(socket.AF_UNIX))
-                folder = os.open(path.parent, os.O_RDONLY)  # the whole path may be too long for a socket
-                sockets[0].bind(f"/proc/self/fd/{folder}/{path.name}")
-                os.close(folder)
-            case "loop":
-                path.symlink_to(path)
-
-    yield put
-    for each in sockets:
-        each.close()
+    path.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "socket":
+            folder = os.open(path.parent, os.O_RDONLY)  # the whole path may be too long for a socket
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(f"/proc/self/fd/{folder}/{path.name}")
+            os.close(folder)
+        case "loop":
+            path.symlink_to(path)
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket", "loop"])
 @pytest.mark.parametrize("name", ["manifest.json", "rows-*.bin"])
-def test_a_save_with_something_else_than_a_file_is_refused(tmp_path, no_file, name):
-    with connect({"backend": "noop"}) as client:
-        client.register_partition("p", ["x"], 1, ["t"])
-        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        client.save(tmp_path / "save")
-        (path,) = (tmp_path / "save").glob(name)
-        no_file(path)
-        with pytest.raises(SaveError, match="cannot be read"):
-            client.load(tmp_path / "save")
-        assert client.list_sample_ids("p") == ["a"]
+def test_a_save_with_something_else_than_a_file_is_refused(client, tmp_path, kind, name):
+    put(client, "a")
+    client.save(tmp_path)
+    (path,) = tmp_path.glob(name)
+    be_no_file(path, kind)
+    with pytest.raises(SaveError, match="cannot be read"):
+        client.load(tmp_path)
+    assert client.list_sample_ids("p") == ["a"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "changed", "manifest"])
@@ -325,6 +232,8 @@ def test_a_save_that_is_damaged_is_refused_before_anything_is_changed(client, tm
     path.write_bytes(whole)
     with pytest.raises(InvalidRequestError, match="nowhere"):
         client.load(tmp_path, ["nowhere"])
+    with pytest.raises(InvalidTypeError, match="partitions"):
+        client.load(tmp_path, "p")
     with pytest.raises(MissingDataError, match="no save"):
         client.load(tmp_path / "none")
     client.load(tmp_path)

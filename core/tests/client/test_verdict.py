@@ -1,4 +1,7 @@
-"""From facts to a verdict: each cause, and what is not called starved. With processes: engines/test_why.py of tools."""
+"""From facts to a verdict: each cause, and what is not called starved. With processes: engines/test_why.py of tools.
+
+A row of the tables names the cause, words of the text and the culprit that are told, then what they are told from.
+"""
 
 from dataclasses import replace
 
@@ -73,10 +76,8 @@ ENDED = replace(ROLLOUT, state="closed", heard_s=90.0)
 LACKING = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("y",)})}
 LEASED = {"short": Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 8 on h", left_s=9.0),))}
 PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",)), "tags": {("p", "d"): {"v": 6}}}
-GROUPS = {
-    "short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3}),
-    "members": {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]},
-}
+GROUPS = {"short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3})}
+GROUPS["members"] = {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]}
 FULL = {"capacity_bytes": 100, "held_bytes": 90}
 
 
@@ -104,14 +105,12 @@ ONE_LEFT = partition(held=1, cleared=40)
 QUIET = client("r", puts("y", ended_s=400.0), heard_s=0.0)
 LOADING = client("new", pid=8)
 HELD_BY_ITSELF = Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 6 on h", left_s=9.0),))
-NAMES = replace(partition(fields=("ref_log_prob",)), specs={"log_probs": FieldSpec("tensor", "int64", 1, ())})
-ALMOST = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("ref_log_probs",)})}
+NAMES = replace(partition(fields=("ref_log_probs",)), specs={"log_probs": FieldSpec("tensor", "int64", 1, ())})
+ALMOST = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("ref_log_prob",)})}
 GONE = replace(ROLLOUT, state="gone")
 MAKER = generates(client("collector", puts("x"), pid=9), "q16", "q17")
 GONE_MAKER = replace(MAKER, state="gone", heard_s=20.0)
 LOADING_MAKER = generates(client("collector", pid=9), "q17")
-
-
 AGAIN = replace(MAKER, client_id="3", pid=10)
 ELSEWHERE = generates(MAKER, "q17", partition="step-1")
 STEP_1 = puts("y", partition="step-1")
@@ -128,6 +127,7 @@ def just(each):
     return replace(each, heard_s=0.2)
 
 
+#: What is at fault.
 STARVED = [
     row("silent", TRAINER, writer(state="silent", heard_s=20.0), said="(reward) was last heard of 20 s ago", **LACKING),
     row("gone", TRAINER, writer(state="gone"), said="process 9 on h (reward) is gone", **LACKING),
@@ -144,9 +144,7 @@ STARVED = [
     row("full", TRAINER, BLOCKED, said="All tasks have consumed", found=CONSUMED, patience_s=5.0, **FULL),
     # the cause is that of the stage before
     row("short", TRAINER, SCORER, ENDED, culprit="process 7 on h (rollout)", found=TWO, **LACKING, **SCORES),
-    row(
-        "short", TRAINER, SCORER, ENDED, said="for samples of its task 'score' itself.", found=TWO, **LACKING, **SCORES
-    ),
+    row("short", TRAINER, SCORER, ENDED, said="of its task 'score' itself.", found=TWO, **LACKING, **SCORES),
     row("silent", TRAINER, DEAD_SCORER, said="The task 'score' is starved", found=TWO, **LACKING),
     row("full", TRAINER, DEAD_SCORER, BLOCKED, culprit="process 9 on h (reward)", found=TWO, **FULL),
     row(
@@ -209,10 +207,7 @@ WAITS = [
     # two tasks that wait for each other
     row("", TRAINER, SCORER, said="for samples of its task 'score' itself.", found=TWO, **LACKING, **MUTUAL),
     # another thread of it was given samples
-    *(
-        row("", client("trainer", claims(waits_s=400.0, ended_s=5.0)), ROLLOUT, found=FOUR, **facts)
-        for facts in (PASSED, GROUPS, LACKING)
-    ),
+    *(row("", SERVED, ROLLOUT, found=FOUR, **facts) for facts in (PASSED, GROUPS, LACKING)),
     *(row("", LATE, ROLLOUT, found=FOUR, patience_s=90.0, **facts) for facts in (PASSED, GROUPS, LACKING)),
     # a full store may be cleared when a step ends, and by who works on what it was given
     row("full", client("trainer", claims(waits_s=90.0)), BLOCKED, found=CONSUMED, **FULL),

@@ -1,6 +1,7 @@
 """Where a client is told why its claim waits: the error, the log, middleware; and `why` over a store of one process."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import pickle
@@ -16,7 +17,7 @@ from dataplane_core.client.announcing import Work
 from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
 from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import Metrics
-from dataplane_core.spec import ClaimRequest, hookimpl
+from dataplane_core.spec import ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 CLAIM = ("p", "train", ["x", "y"], 2)
@@ -24,29 +25,6 @@ CLAIM = ("p", "train", ["x", "y"], 2)
 
 def config(*middleware, **more):
     return {"backend": "noop", "warn_after_s": 0.1, "middleware": list(middleware), "role": "driver", **more}
-
-
-class Asked:
-    """Middleware that notes the requests that a look for the cause makes."""
-
-    def __init__(self):
-        self.inspected, self.deadlines = [], []
-
-    @hookimpl(wrapper=True)
-    def list_partitions(self, request):
-        self.deadlines.append(request.deadline)
-        return (yield)
-
-    @hookimpl(wrapper=True)
-    def list_clients(self, request):
-        self.deadlines.append(request.deadline)
-        return (yield)
-
-    @hookimpl(wrapper=True)
-    def inspect_partition(self, request):
-        self.deadlines.append(request.deadline)
-        self.inspected.append(request.count_rows)
-        return (yield)
 
 
 def filled(client):
@@ -70,12 +48,11 @@ def test_a_claim_that_waits_tells_why_and_again_later(caplog, opened):
     def told():
         return [each.verdict for each in events if each.verdict is not None]
 
-    with opened(
-        config(Metrics(on_event=events.append), warn_after_s=0.5)
-    ) as client:  # starved: after five times as long
+    with opened(config(Metrics(on_event=events.append), warn_after_s=0.5)) as client:
         filled(client)
         waiting = Background(lambda: client.claim_meta(*CLAIM, timeout_s=600.0))
         eventually(lambda: [each.state for each in told()][2:][-1:] == ["starved"], STARTS_S, "a claim that is starved")
+        # which it is after five times as long
         client.put_samples(["a", "b"], "p", {"y": [1.0, 2.0]})
         assert waiting.result().size == 2
     first, second, *_, last = told()
@@ -165,30 +142,28 @@ def test_a_fault_of_the_look_for_the_cause_does_not_change_the_error_of_a_claim(
 
 
 @pytest.mark.usefixtures("thorough")
-def test_an_interrupt_while_a_claim_is_explained_is_not_held_back():
-    class Interrupted:
-        @hookimpl(wrapper=True)
-        def inspect_partition(self, request):
-            yield
-            raise KeyboardInterrupt
-
-    with connect(config(Interrupted())) as client, pytest.raises(KeyboardInterrupt):
-        filled(client).claim_meta(*CLAIM, timeout_s=1.1)
-
-
-def test_a_look_for_the_cause_asks_nothing_beyond_its_deadline_and_counts_rows_only_if_they_are_needed():
-    asked = Asked()
-    with connect(config(asked, op_timeout_s=1e6)) as client:
+def test_an_interrupt_while_a_claim_is_explained_is_not_held_back(faults):
+    with connect(config(faults)) as client, faults.error_after("inspect_partition", KeyboardInterrupt()):
         filled(client)
+        with pytest.raises(KeyboardInterrupt):
+            client.claim_meta(*CLAIM, timeout_s=1.1)
+
+
+def test_a_look_for_the_cause_asks_nothing_beyond_its_deadline_and_counts_rows_only_if_they_are_needed(faults):
+    deadlines, counted = [], []
+    with connect(config(faults, op_timeout_s=1e6)) as client, contextlib.ExitStack() as noting:
+        filled(client)
+        for operation in ("list_partitions", "list_clients", "inspect_partition"):
+            noting.enter_context(faults.before(operation, lambda request: deadlines.append(request.deadline)))
         deadline = time.monotonic() + 1000.0
         assert client._judged(None, None, deadline)
-        assert len(asked.deadlines) >= 3
-        assert all(each <= deadline for each in asked.deadlines)
-        asked.inspected.clear()
+        assert len(deadlines) >= 3
+        assert all(each <= deadline for each in deadlines)
+        noting.enter_context(faults.before("inspect_partition", lambda request: counted.append(request.count_rows)))
         assert client.describe("p").num_rows == {"x": 2}
         assert client.describe("p", count_rows=False).num_samples == 2
         client.why("p")
-    assert asked.inspected == [True, False, False]
+    assert counted == [True, False, False]
 
 
 async def test_a_claim_of_the_asyncio_client_is_not_held_up_by_the_look_for_its_cause():
@@ -206,19 +181,20 @@ async def test_a_claim_of_the_asyncio_client_is_not_held_up_by_the_look_for_its_
     assert did == []
 
 
-def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog):
+def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog, faults):
     caplog.set_level(logging.INFO)
-    asked = Asked()
-    with connect(config(asked)) as client:
+    counted = []
+    note = faults.before("inspect_partition", lambda request: counted.append(request.count_rows))
+    with connect(config(faults)) as client, note:
         filled(client)
         request = ClaimRequest("p", "train", ["x", "y"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
         client._begin_work(request)
         client._announcer.end()
         client._announcer.num_clients = 1000
         client._warn(request, 20.0, math.inf)
-        assert not asked.inspected
+        assert not counted
         client._warn(request, 101.0, math.inf)
-    assert asked.inspected == [True]  # a claim that waits has all samples looked at
+    assert counted == [True]  # a claim that waits has all samples looked at
     assert "p / train: " in caplog.text
 
 
@@ -238,18 +214,15 @@ def test_claims_that_began_together_do_not_tell_at_once(monkeypatch):
     assert max(told[1:6]) < 100
 
 
-def test_each_poll_of_a_claim_is_a_request_of_its_own_which_middleware_may_change():
+def test_each_poll_of_a_claim_is_a_request_of_its_own_which_middleware_may_change(faults):
     asked = []
 
-    class Change:
-        @hookimpl(wrapper=True)
-        def claim(self, request):
-            asked.append(tuple(request.required_fields))
-            request.required_fields.append("z")
-            request.wake = None  # so that it asks again by itself
-            return (yield)
+    def change(request):
+        asked.append(tuple(request.required_fields))
+        request.required_fields.append("z")
+        request.wake = None  # so that it asks again by itself
 
-    with connect({"backend": "noop", "middleware": [Change()]}) as client:
+    with connect({"backend": "noop", "middleware": [faults]}) as client, faults.before("claim", change):
         client.register_partition("p", ["x", "z"], None, ["train"])
         waiting = Background(lambda: client.claim_meta("p", "train", ["x"], 1, timeout_s=600.0))
         eventually(lambda: len(asked) >= 3, what="the third request of a claim that waits")

@@ -50,11 +50,8 @@ def test_tensors_keep_their_shape(kind):
     assert as_column("x", TENSORS[kind]()).equal(torch.from_numpy(NUMBERS))
 
 
-def test_dims_in_another_order_are_put_in_order():
+def test_dims_in_another_order_are_put_in_order_and_tensors_of_their_own_shape_are_rows():
     assert as_column("x", permuted().slice(1)).equal(torch.from_numpy(NUMBERS).transpose(1, 2)[1:])
-
-
-def test_tensors_of_their_own_shape_are_rows():
     rows = [np.ones((2, 3)), np.ones((1, 3))]
     array = ray_arrow.ArrowVariableShapedTensorArray.from_numpy(np.array([*rows, None], dtype=object)[:2])
     assert [row.tolist() for row in as_column("x", array).unbind()] == [row.tolist() for row in rows]

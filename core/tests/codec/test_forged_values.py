@@ -37,36 +37,30 @@ def test_what_is_no_message_is_a_value_error(data):
         unpack_msgpack(data)
 
 
-@pytest.mark.parametrize(
-    ("value", "form", "good"),
-    [
-        (1, int, True),
-        (True, int, False),
-        (1, float, True),
-        (float("nan"), Seconds, False),
-        (-0.5, Seconds, False),
-        ({"a": float("nan"), "b": 1, "c": None}, Mapping[str, TagValue], True),
-        ({"a": [1.0]}, Mapping[str, TagValue], False),
-        (None, str | None, True),
-        (b"", str | None, False),
-        ("keep", Literal["keep", "replace"], True),
-        (["keep"], Literal["keep", "replace"], False),
-        ([1, [2]], Sequence[int], False),
-        ("ab", Sequence[str], False),
-        ([["a", 1, None]], Sequence[tuple[str, Any, int | None]], True),
-        ([["a", 1]], Sequence[tuple[str, Any, int | None]], False),
-        ({"a": ["b"]}, Mapping[str, Sequence[str]], True),
-        ({1: ["b"]}, Mapping[str, Sequence[str]], False),
-        ([["a"]], Mapping[str, str], False),
-    ],
-)
-def test_a_value_fits_a_type_or_not(value, form, good):
-    assert fits(value, form) is good
+#: A type, values that fit it, and values that do not.
+FORMS = [
+    (int, [1], [True]),
+    (float, [1], ["1"]),
+    (Seconds, [0.5], [float("nan"), -0.5]),
+    (Mapping[str, TagValue], [{"a": float("nan"), "b": 1, "c": None}], [{"a": [1.0]}]),
+    (str | None, [None, ""], [b""]),
+    (Literal["keep", "replace"], ["keep"], [["keep"]]),
+    (Sequence[int], [[1]], [[1, [2]]]),
+    (Sequence[str], [["ab"]], ["ab"]),
+    (Sequence[tuple[str, Any, int | None]], [[["a", 1, None]]], [[["a", 1]]]),
+    (Mapping[str, Sequence[str]], [{"a": ["b"]}], [{1: ["b"]}]),
+    (Mapping[str, str], [{"a": "b"}], [[["a"]]]),
+]
 
+
+@pytest.mark.parametrize(("form", "good", "bad"), FORMS, ids=str)
+def test_a_value_fits_a_type_or_not(form, good, bad):
     class Whole(TypedDict):
         a: form
 
-    assert fits({"a": value, "more": 0}, Whole) is good
+    for value, is_good in (*((each, True) for each in good), *((each, False) for each in bad)):
+        assert fits(value, form) is is_good
+        assert fits({"a": value, "more": 0}, Whole) is is_good
     assert not fits({}, Whole)
 
 

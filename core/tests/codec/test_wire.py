@@ -45,6 +45,10 @@ def object_array(items):
     return array
 
 
+def object_stack(items):
+    return NonTensorStack(*items)
+
+
 # --- what a backend is handed -----------------------------------------------------------------------------------------
 
 
@@ -79,13 +83,11 @@ def test_unequal_rows_travel_as_one_jagged_tensor_or_as_a_list_of_rows():
     column = encoded(jagged([3, 0, 2]), JAGGED)
     assert column.layout == torch.jagged
     assert (column._maybe_min_seqlen, column._maybe_max_seqlen) == (0, 3)
-    assert [row.shape for row in encoded(torch.zeros(2, 3), ROWS)] == [(3,), (3,)]
-    rows = encoded(jagged([3, 0, 2], 4), ROWS)
-    assert [tuple(row.shape) for row in rows] == [(3, 4), (0, 4), (2, 4)]
-    assert all(row.is_contiguous() for row in rows)
-
-
-def test_where_empty_rows_do_not_survive_every_row_gets_one_element_in_front():
+    for given, shapes in ((torch.zeros(2, 3), [(3,), (3,)]), (jagged([3, 0, 2], 4), [(3, 4), (0, 4), (2, 4)])):
+        rows = encoded(given, ROWS)
+        assert [tuple(row.shape) for row in rows] == shapes
+        assert all(row.is_contiguous() for row in rows)
+    # where empty rows do not survive, every row gets one element in front
     column = encoded(jagged([2, 0]), NO_EMPTY_ROWS)
     assert column.offsets().diff().tolist() == [3, 1]
     assert column.values().tolist() == [0, 0, 1, 0]
@@ -177,18 +179,18 @@ TENSORS = {
     "nested and strided scalars": strided(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)),
     "nested and strided, transposed": strided(*[torch.arange(6.0).view(2, 3)] * 3).transpose(1, 2),
 }
-#: In which form tensordict hands in objects or numbers -> what comes back.
+#: In which form tensordict hands in objects -> what comes back.
 LISTS = {
-    "NonTensorStack": (NonTensorStack(*ITEMS), ITEMS),
-    "object array": (object_array(ITEMS), ITEMS),
-    "TensorDict of NonTensorStack": (TensorDict({"x": NonTensorStack(*ITEMS)}, batch_size=[3]), ITEMS),
-    "TensorDict of object array": (TensorDict({"x": object_array(ITEMS)}, batch_size=[3]), ITEMS),
-    "TensorDict of list": (TensorDict({"x": ITEMS}, batch_size=[3]), ITEMS),
-    "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
     **{
-        f"equal items {item!r}": (NonTensorStack(*[item] * 3), [item] * 3)
-        for item in ("x", [1, 2], [], {}, None, [["a"], ["b"]])
+        f"{form.__name__} of {items}": (form(items), items)
+        for items in (ITEMS, *([item] * 3 for item in ("x", [1, 2], [], {}, None, [["a"], ["b"]])))
+        for form in (object_stack, object_array)
     },
+    **{
+        f"TensorDict of {type(column).__name__}": (TensorDict({"x": column}, batch_size=[3]), ITEMS)
+        for column in (object_stack(ITEMS), object_array(ITEMS), ITEMS)
+    },
+    "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
 }
 EACH_WIRE = pytest.mark.parametrize("wire", [JAGGED, FRAMES, ALL_AT_ONCE], ids=WireFormat.describe)
 
@@ -208,13 +210,9 @@ def test_tensors_of_any_kind_are_taken(kind, wire, assert_rows):
 
 
 @EACH_WIRE
-def test_a_jagged_tensor_over_a_part_of_its_values_is_taken(wire, assert_rows):
+def test_a_part_of_values_inference_mode_and_numbers_of_a_tensordict_are_taken(wire, assert_rows):
     column = nested(offsets=torch.tensor([1, 4, 5, 9]))  # which `unbind` of torch refuses
     assert_rows(there_and_back(column, wire), [VALUES[1:4], VALUES[4:5], VALUES[5:9]])
-
-
-@EACH_WIRE
-def test_a_tensor_written_in_inference_mode_and_numbers_of_a_tensordict_are_taken(wire):
     with torch.inference_mode():
         column = torch.ones(3, 2)
     assert there_and_back(column, wire).tolist() == [[1, 1]] * 3
@@ -235,39 +233,36 @@ def test_objects_are_taken_in_every_form_that_tensordict_makes_of_them(form, wir
 
 #: What -> column, error, what it names beside the field. The put is of 3 rows.
 REFUSED = {
-    "too many rows": (torch.zeros(511, 2), InvalidRequestError, "511 rows. Expected 3"),
+    **{
+        f"too many rows of a {type(column).__name__}": (column, InvalidRequestError, "511 rows. Expected 3")
+        for column in (torch.zeros(511, 2), NonTensorStack(*["x"] * 511), np.array(["x"] * 511, dtype=object))
+    },
     "too many jagged rows": (nested(torch.zeros(511), torch.arange(512)), InvalidRequestError, "511 rows. Expected 3"),
-    "too many objects": (NonTensorStack(*["x"] * 511), InvalidRequestError, "511 rows. Expected 3"),
-    "too many items": (np.array(["x"] * 511, dtype=object), InvalidRequestError, "511 rows. Expected 3"),
     "a scalar tensor": (torch.tensor(1.0), InvalidRequestError, "scalar tensor. Expected 3 rows"),
     **{
         f"no tensor: {leaf!r}": (leaf, InvalidTypeError, "non-tensor leaf")
-        for leaf in ("text", 3, None, {"a": 1}, {1, 2, 3})
+        for leaf in (
+            *("text", 3, None, {"a": 1}, {1, 2, 3}, np.zeros(3), np.array(["a", "b", "c"])),
+            np.empty((3, 1), dtype=object),
+            TensorDict({"y": torch.zeros(3)}, batch_size=[3]),
+            *(NonTensorData(one, batch_size=[3]) for one in ("one", None)),  # one item for all
+        )
     },
-    "an array": (np.zeros(3), InvalidTypeError, "non-tensor leaf"),
-    "an array of strings": (np.array(["a", "b", "c"]), InvalidTypeError, "non-tensor leaf"),
-    "objects of two dims": (np.empty((3, 1), dtype=object), InvalidTypeError, "non-tensor leaf"),
-    "a nested TensorDict": (TensorDict({"y": torch.zeros(3)}, batch_size=[3]), InvalidTypeError, "non-tensor leaf"),
-    "one item for all": (NonTensorData("one", batch_size=[3]), InvalidTypeError, "non-tensor leaf"),
-    "None for all": (NonTensorData(None, batch_size=[3]), InvalidTypeError, "non-tensor leaf"),
-    "a sparse tensor": (torch.eye(3).to_sparse(), InvalidTypeError, "sparse tensor"),
-    "a csr tensor": (quietly(lambda: torch.eye(3).to_sparse_csr()), InvalidTypeError, "sparse tensor"),
-    "a quantised tensor": (
-        quietly(lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.quint8)),
-        InvalidTypeError,
-        "quantised tensor",
-    ),
-    "a dtype outside the contract": (torch.zeros(3).byte().view(torch.bits8), InvalidTypeError, "torch.bits8"),
-    "a wrapper": (TwoTensor(torch.zeros(3), torch.zeros(3)), InvalidTypeError, "full_tensor"),
+    **{
+        f"{kind}": (quietly(make), InvalidTypeError, kind)
+        for kind, make in (
+            ("sparse tensor", lambda: torch.eye(3).to_sparse()),
+            ("a sparse tensor", lambda: torch.eye(3).to_sparse_csr()),
+            ("quantised tensor", lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.quint8)),
+            ("torch.bits8", lambda: torch.zeros(3).byte().view(torch.bits8)),
+            ("full_tensor", lambda: TwoTensor(torch.zeros(3), torch.zeros(3))),  # a wrapper
+            ("offsets do not lie within its 4 values", lambda: nested(torch.arange(4.0), torch.tensor([0, 1, 2, 9]))),
+        )
+    },
     "rows that differ in another dim than their first": (
         nested().transpose(1, 2),
         SchemaMismatchError,
         "row 0 is float32 (2, 4), row 1 is float32 (2, 1)",
-    ),
-    "offsets outside the values": (
-        nested(torch.arange(4.0), torch.tensor([0, 1, 2, 9])),
-        InvalidTypeError,
-        "offsets do not lie within its 4 values",
     ),
 }
 
@@ -313,42 +308,27 @@ WRONG_REPLIES = [
     (torch.zeros(2), SCALARS, JAGGED),
     (torch.zeros(4, 2), FLOATS, JAGGED),
     (jagged([1, 2]), FLOATS, JAGGED),
-    ([torch.zeros(1)] * 2, FLOATS, ROWS),
-    ([], FLOATS, ROWS),
+    *((column, FLOATS, ROWS) for column in ([torch.zeros(1)] * 2, [])),
     (["a"], OBJECTS, NATIVE),
     (torch.zeros(2, 5, dtype=torch.uint8), OBJECTS, JAGGED),
     (frame_column(torch.zeros(2)), SCALARS, FRAMES),
     (frame_column(["a"]), OBJECTS, FRAMES),
     # other cells than the spec says
-    (torch.zeros(3, dtype=torch.float64), SCALARS, JAGGED),
-    (torch.zeros(3, 1), SCALARS, JAGGED),
+    *((column, SCALARS, JAGGED) for column in (torch.zeros(3).double(), torch.zeros(3, 1), jagged([1, 2, 3]))),
+    *((column, FLOATS, JAGGED) for column in (torch.zeros(3), torch.tensor(1.0), None)),
+    *((column, DEEP, JAGGED) for column in (torch.zeros(3, 2, 3), jagged([1, 2, 3], 3), jagged([1, 2, 3]))),
     (torch.zeros(3), SCALARS, PROMOTED),
-    (torch.zeros(3), FLOATS, JAGGED),
-    (torch.zeros(3, 2, 3), DEEP, JAGGED),
-    (jagged([1, 2, 3], 3), DEEP, JAGGED),
-    (jagged([1, 2, 3]), SCALARS, JAGGED),
-    (jagged([1, 2, 3]), DEEP, JAGGED),
-    (torch.zeros(3, 2, 2), FLOATS, ONLY_BYTES),
-    (torch.zeros(3, 2, 3, dtype=torch.uint8), FLOATS, ONLY_BYTES),
-    ([torch.zeros(2), torch.zeros(2), torch.zeros(2, 1)], FLOATS, ROWS),
-    ([torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int32)], FLOATS, ROWS),
+    *((column, FLOATS, ONLY_BYTES) for column in (torch.zeros(3, 2, 2), torch.zeros(3, 2, 3).byte())),
+    *(([*[torch.zeros(2)] * 2, last], FLOATS, ROWS) for last in (torch.zeros(2, 1), torch.zeros(2).int())),
     ([b"a", b"b", b"c"], FLOATS, ROWS),
-    (torch.tensor(1.0), FLOATS, JAGGED),
-    (None, FLOATS, JAGGED),
     (torch.zeros(3, 2), OBJECTS, JAGGED),
     (torch.zeros(3, 2, device="meta"), FLOATS, JAGGED),
-    (frame_column(torch.zeros(3)), FLOATS, FRAMES),
-    ([None] * 3, FLOATS, FRAMES),
-    (torch.zeros(3, 2), FLOATS, FRAMES),
-    (["a", "b", "c"], OBJECTS, FRAMES),
-    (None, OBJECTS, FRAMES),
-    (None, OBJECTS, NATIVE),
-    ("abc", OBJECTS, NATIVE),
+    *((column, FLOATS, FRAMES) for column in (frame_column(torch.zeros(3)), [None] * 3, torch.zeros(3, 2))),
+    *((column, OBJECTS, FRAMES) for column in (["a", "b", "c"], None, frame_column(torch.zeros(3)))),
+    *((column, OBJECTS, NATIVE) for column in (None, "abc")),
     (frame_column(torch.zeros(3, 2)), DEEP, FRAMES),
-    (frame_column(torch.zeros(3)), OBJECTS, FRAMES),
     (frame_column(["a", "b", "c"]), SCALARS, FRAMES),
-    (torch.zeros(3, 0), FLOATS, NO_EMPTY_ROWS),
-    (jagged([1, 0, 2]), FLOATS, NO_EMPTY_ROWS),
+    *((column, FLOATS, NO_EMPTY_ROWS) for column in (torch.zeros(3, 0), jagged([1, 0, 2]))),
     # damaged, or of a dtype that nobody knows
     ([*frame_column(torch.zeros(2))[:1], b"abc", b"abc"], SCALARS, FRAMES),
     (torch.full((3, 2), 0xC1, dtype=torch.uint8), OBJECTS, JAGGED),  # a byte that msgpack never uses

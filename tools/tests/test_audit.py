@@ -445,24 +445,27 @@ def test_without_tasks_a_step_is_of_what_was_read(tmp_path, finds):
     finds({}, steps=[2, 2], untrained=[("end of the partition", 2)])
 
 
-@pytest.mark.parametrize("reader", ["worker", "driver"])
-def test_without_tasks_a_step_is_of_its_trainer_and_not_of_who_reads_beside_it(tmp_path, finds, reader):
-    """Workers train for a driver that reads at the end; a driver that trains is no reward process."""
+@pytest.mark.parametrize(
+    ("driver_reads", "steps", "untrained"),
+    [
+        ({3: ("text", 4)}, [4, 4, 4], []),  # its workers train, it reads at the end
+        (dict.fromkeys((1, 2, 3), ("x", 2)), [2, 2, 2], [("cleared without a read", 6)]),  # it trains, they do not
+    ],
+)
+def test_without_tasks_a_step_is_of_who_trains_and_not_of_who_reads_beside_it(
+    tmp_path, finds, driver_reads, steps, untrained
+):
     with recorded_run(tmp_path, "worker", tasks=(), role="driver") as (driver, worker):
         for step in (1, 2, 3):
             driver.register_partition("train", FIELDS, None, [])
             ids = put(driver, q(2 * step, 2 * step + 1))
             worker.get_samples(ids, "train", ["x"])
-            if reader == "driver":
-                driver.get_samples(ids[:2], "train", ["x"])
-            elif step == 3:
-                driver.get_samples(ids, "train", ["text"])
+            if step in driver_reads:
+                field, count = driver_reads[step]
+                driver.get_samples(ids[:count], "train", [field])
             driver.mark_step(step)
-            driver.clear_samples(None if reader == "worker" else ids, "train")
-    if reader == "worker":
-        finds({}, steps=[4, 4, 4], untrained=[])
-    else:
-        finds({}, steps=[2, 2, 2], untrained=[("cleared without a read", 6)])
+            driver.clear_samples(ids, "train")
+    finds({}, steps=steps, untrained=untrained)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -324,12 +324,14 @@ def test_the_driver_writes_an_advantage_per_sample(policy, client, write_rows, s
 
 @pytest.mark.parametrize("told", [False, True])
 def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(make_policy, workers, write_rows, told):
-    policy = make_policy(router_replay=True, reference_router_replay=told)
+    fields = ["input_ids", "input_lengths"]
+    policy = make_policy(router_replay=True, reference_router_replay=told, train_fields=fields)
     meta = policy.write_to_dataplane(write_rows([2, 1]), {"routed_experts": torch.zeros(2, 2, 1, 1).short()})
     policy.get_logprobs_from_meta(meta)
     policy.get_reference_policy_logprobs_from_meta(meta)
+    policy.train_from_meta(meta, 1.0)
     reads = {what: "routed_experts" in data for worker in workers for what, data in worker.seen}
-    assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told}
+    assert reads == {"get_logprobs": True, "get_reference_policy_logprobs": told, "train": True}
 
 
 @pytest.mark.parametrize("clears", [True, False])

@@ -1,4 +1,4 @@
-"""The rollout actor's first write: ids minted once, one put, a meta and a small carry for the driver."""
+"""The rollout actor's first write, with ids minted once; and what a run that is started again finds."""
 
 import pickle
 
@@ -7,7 +7,7 @@ import torch
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import DP_TRAIN_FIELDS
-from dataplane_integrations.rollout import DataPlaneRolloutMixin, mint_sample_ids
+from dataplane_integrations.rollout import DataPlaneRolloutMixin, FoundRollouts, mint_sample_ids, missing_groups
 
 
 @pytest.fixture
@@ -71,3 +71,30 @@ def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(rollout, clie
         with pytest.raises(error, match=named):
             rollout._first_write(make_batch([3, 1]), **arguments)
     assert client.list_samples("train").sample_ids == ["a_g0", "a_g1"]
+
+
+# --- what a run that is started again finds ---------------------------------------------------------------------------
+
+
+def test_a_prompt_is_missing_until_all_its_generations_are_committed(client):
+    uids = ["p2", "p0", "p1"]
+    assert missing_groups(client, "step-7", uids, 2) == uids
+    client.register_partition("step-7", ["x"], None, ["train"], grpo_group_size=2)
+    assert missing_groups(client, "step-7", uids, 2) == uids
+    client.put_samples(["p1_g0", "p2_g0", "p2_g1", "p9_g0", "p9_g1"], "step-7", {"x": [[1], [2], [3], [4], [5]]})
+    assert missing_groups(client, "step-7", uids, 2) == ["p0", "p1"]
+    client.clear_samples(["p2_g1"], "step-7")
+    assert missing_groups(client, "step-7", uids, 2) == uids
+    assert missing_groups(client, "step-7", [], 2) == []
+    with pytest.raises(InvalidRequestError, match="uids repeat"):
+        missing_groups(client, "step-7", ["p0", "p0"], 2)
+
+
+def test_the_share_is_that_of_all_starts(tmp_path):
+    path = tmp_path / "found.jsonl"
+    assert str(FoundRollouts(path)) == "no step was interrupted"
+    FoundRollouts(path).add(step=1, wanted=2400, found=2100)
+    FoundRollouts(path).add(step=2, wanted=2400, found=2012)
+    assert str(FoundRollouts(path)) == (
+        "4,112 of 4,800 rollouts of interrupted steps were found committed: 86 % of generation saved"
+    )

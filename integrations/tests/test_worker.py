@@ -171,6 +171,23 @@ def test_a_wrong_result_is_refused(worker, write_rows, result, error, message):
         worker.train_presharded(meta, 1.0)
 
 
+def test_calls_of_a_split_step_out_of_order_are_refused(worker, trainable_rows):
+    def refused(name, *arguments):
+        with pytest.raises(InvalidRequestError, match=f"{name} refused"):
+            getattr(worker, name)(*arguments)
+
+    meta = trainable_rows([2, 1])
+    refused("train_microbatch_presharded", meta)
+    refused("finish_train_step_presharded")
+    worker.abort_train_step_presharded()  # nothing to abort
+    worker.begin_train_step_presharded(1.0)
+    refused("begin_train_step_presharded", 1.0)
+    refused("train_presharded", meta, 1.0)
+    worker.train_microbatch_presharded(meta)
+    worker.abort_train_step_presharded()
+    refused("finish_train_step_presharded")
+
+
 # --- attaching -------------------------------------------------------------------------------------------------------
 
 

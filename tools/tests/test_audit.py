@@ -14,7 +14,6 @@ from dataplane_core.errors import LostSamplesError
 from dataplane_core.middleware import OperationMiddleware, Recording, recorder as recorder_module
 from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_tools import _audit as audit_module
-from dataplane_tools._history import History
 from dataplane_tools._survey import survey
 from dataplane_tools.commands import audit
 
@@ -182,7 +181,7 @@ def test_which_clients_were_closed(tmp_path, look):
 
 
 def test_a_client_that_ends_or_goes_on_while_it_is_looked_at(tmp_path, look, monkeypatch):
-    """Between the first reading of the recording and the report."""
+    """Between the first reading of the recording and the report, which leaves out what came meanwhile."""
     monkeypatch.setattr(recorder_module, "_MOST_SEGMENT_BYTES", 1 << 10)
     monkeypatch.setattr(recorder_module, "_LEAST_SEGMENT_BYTES", 1 << 10)
 
@@ -194,15 +193,20 @@ def test_a_client_that_ends_or_goes_on_while_it_is_looked_at(tmp_path, look, mon
 
     def meanwhile(recording, task):
         found = survey(recording, task)
+        step_on(ending, 2, len(put(ending, q(1))))
         ending.close()
+        going_on.register_partition("train", FIELDS, None, ["trainer"], 2)
+        going_on.clear_samples(put(going_on, q(2)), "train")
         goes_on()
         return found
 
     monkeypatch.setattr(audit_module, "survey", meanwhile)
     with recorded_run(tmp_path, role="ending") as ending, recorded_run(tmp_path, role="on") as going_on:
         (writer,) = [each.client for each in Recording(tmp_path).writers if each.role == "on"]
-        clients = look(tmp_path, "--json")[1]["clients"]
-        assert {each["role"]: each["state"] for each in clients} == {"ending": "open", "on": "open"}
+        step_on(ending, 1, len(put(ending, q(0))))
+        found = look(tmp_path, "--json")[1]
+        assert {each["role"]: each["state"] for each in found["clients"]} == {"ending": "open", "on": "open"}
+        assert ([each["step"] for each in found["steps"]], found["untrained"]) == ([1], [])
         before = Recording(tmp_path)
         goes_on()
         assert before.is_open(writer)
@@ -441,24 +445,27 @@ def test_without_tasks_a_step_is_of_what_was_read(tmp_path, finds):
     finds({}, steps=[2, 2], untrained=[("end of the partition", 2)])
 
 
-@pytest.mark.parametrize("reader", ["worker", "driver"])
-def test_without_tasks_a_step_is_of_its_trainer_and_not_of_who_reads_beside_it(tmp_path, finds, reader):
-    """Workers train for a driver that reads at the end; a driver that trains is no reward process."""
+@pytest.mark.parametrize(
+    ("driver_reads", "steps", "untrained"),
+    [
+        ({3: ("text", 4)}, [4, 4, 4], []),  # its workers train, it reads at the end
+        (dict.fromkeys((1, 2, 3), ("x", 2)), [2, 2, 2], [("cleared without a read", 6)]),  # it trains, they do not
+    ],
+)
+def test_without_tasks_a_step_is_of_who_trains_and_not_of_who_reads_beside_it(
+    tmp_path, finds, driver_reads, steps, untrained
+):
     with recorded_run(tmp_path, "worker", tasks=(), role="driver") as (driver, worker):
         for step in (1, 2, 3):
             driver.register_partition("train", FIELDS, None, [])
             ids = put(driver, q(2 * step, 2 * step + 1))
             worker.get_samples(ids, "train", ["x"])
-            if reader == "driver":
-                driver.get_samples(ids[:2], "train", ["x"])
-            elif step == 3:
-                driver.get_samples(ids, "train", ["text"])
+            if step in driver_reads:
+                field, count = driver_reads[step]
+                driver.get_samples(ids[:count], "train", [field])
             driver.mark_step(step)
-            driver.clear_samples(None if reader == "worker" else ids, "train")
-    if reader == "worker":
-        finds({}, steps=[4, 4, 4], untrained=[])
-    else:
-        finds({}, steps=[2, 2, 2], untrained=[("cleared without a read", 6)])
+            driver.clear_samples(ids, "train")
+    finds({}, steps=steps, untrained=untrained)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -589,21 +596,6 @@ def test_a_trainer_whose_clock_is_ahead_is_not_said_to_have_trained_on_nothing(t
 
     rewritten(tmp_path, cleared_early)
     finds({}, steps=[2], untrained=[], lacks="the clocks of hosts differ")
-
-
-def test_what_is_written_while_it_is_read_is_left_out(tmp_path):
-    with recorded_run(tmp_path, group_size=2) as trainer, recorded_run(tmp_path, role="rollout") as rollout:
-        put(trainer, q(0))
-        step_on(trainer, 1, 2)
-        recording = Recording(tmp_path)
-        found = survey(recording)
-        put(trainer, q(1))
-        step_on(trainer, 2, 2)
-        rollout.register_partition("train", FIELDS, None, ["trainer"], 2)
-        rollout.clear_samples(put(rollout, q(2)), "train")
-        history = History(recording, found)
-        assert [each.number for each in history.steps()] == [1]
-        assert history.untrained == {}
 
 
 def test_a_recording_of_nothing(tmp_path, look, finds):

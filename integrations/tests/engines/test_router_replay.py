@@ -1,7 +1,5 @@
 """Router replay: recorded experts ride with the tokens, and a mixture-of-experts Megatron model routes by them."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ import tiny_megatron
 import torch
 import torch.distributed as dist
 from layouts import told
-from tiers import in_long
 from tiny_megatron import TinyMegatronWorker, batch_of, loss_of, megatron_on_cpu
 from torch import Tensor
 
@@ -23,7 +20,6 @@ from dataplane_core.errors import InvalidRequestError, MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
-from dataplane_integrations.rollout import DataPlaneRolloutMixin
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.router_replay import (
     RoutingReplay,
@@ -61,60 +57,10 @@ def _batch(recorded=None):
     return BatchedDataDict({**batch_of(LENGTHS, seed=5), **experts})
 
 
-# --- the column -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["noop", *in_long("redis_store", "tq_simple", "tq_mooncake")])
-def plane(request, config_of):
-    """The driver's client of each backend."""
-    with connect(config_of(request.param)) as client:
-        yield client
-
-
-class Rollout(DataPlaneRolloutMixin):
-    """Makes the first write of a rollout that must have recorded its routing."""
-
-    def write(self, batch):
-        options = {"partition_id": "train", "required_fields": [ROUTED_EXPERTS_FIELD]}
-        return self._first_write(batch, sample_ids=IDS, **options).meta
-
-
-def test_recorded_experts_ride_with_the_tokens_to_every_stage(plane, toy_worker):
-    workers = [toy_worker(dp_rank=0), toy_worker(dp_rank=1)]
-    rollout = Rollout()
-    rollout.setup_data_plane(plane)
-    group = InProcessWorkerGroup(workers)
-    with DataPlanePolicy(group, plane, router_replay=True, train_fields=["input_ids", "input_lengths"]) as policy:
+def test_rows_without_their_routing_are_refused_at_the_fetch(client, toy_worker):
+    with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), client, router_replay=True) as policy:
         policy.prepare_step()
-        meta = rollout.write(_batch(_recorded()))
-        policy.get_logprobs_from_meta(meta)
-        policy.train_from_meta(meta, 1.0)
-
-    stored = plane.get_samples(meta.sample_ids, "train", [ROUTED_EXPERTS_FIELD])[ROUTED_EXPERTS_FIELD]
-    for row, recorded, length in zip(stored.unbind(), _recorded(), LENGTHS, strict=True):
-        assert torch.equal(row, recorded[:length]), "a row at its own length, bit for bit"
-    for what in ("get_logprobs", "train"):
-        seen = [data for worker in workers for name, data in worker.seen if name == what]
-        assert sum(data.size for data in seen) == len(LENGTHS)
-        for data in seen:
-            assert data[ROUTED_EXPERTS_FIELD].dtype == torch.int16
-            columns = (data["input_ids"], data[ROUTED_EXPERTS_FIELD], data["input_lengths"].tolist())
-            for ids, experts, length in zip(*columns, strict=True):
-                row = LENGTHS.index(length)
-                assert torch.equal(ids[:length], _batch()["input_ids"][row, :length])
-                assert torch.equal(experts[:length], _recorded()[row, :length])
-                assert bool((experts[length:] == -1).all()), "padding names no expert"
-
-
-def test_rows_without_their_routing_are_refused_at_the_write_and_at_the_fetch(plane, toy_worker):
-    rollout = Rollout()
-    rollout.setup_data_plane(plane)
-    with DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), plane, router_replay=True) as policy:
-        policy.prepare_step()
-        with pytest.raises(InvalidRequestError, match="the batch has no 'routed_experts', which is required"):
-            rollout.write(_batch())
-        assert plane.list_samples("train").size == 0
-        meta = kv_first_write(_batch(), sample_ids=IDS, dp_client=plane, partition_id="train")
+        meta = kv_first_write(_batch(), sample_ids=IDS, dp_client=client, partition_id="train")
         with pytest.raises(WorkerFailedError) as caught:
             policy.get_logprobs_from_meta(meta)
     assert isinstance(caught.value.__cause__, MissingDataError)
@@ -152,17 +98,16 @@ def _laid_out(lengths, **layout):
     return column[..., 0, 0].tolist()
 
 
-def test_rows_side_by_side_name_no_expert_beyond_their_length():
-    assert _laid_out([3, 8]) == [[1, 2, 3, -1, -1, -1, -1, -1], [9, 10, 11, 12, 13, 14, 15, 16]]
-    assert _laid_out([3, 8], context_rank=0, context_size=2) == [[1, 2, -1, -1], [9, 10, 15, 16]]
-    assert _laid_out([3, 8], context_rank=1, context_size=2) == [[3, -1, -1, -1], [11, 12, 13, 14]]
-
-
-def test_packed_rows_lie_one_after_another_each_cut_for_context_parallelism_by_itself():
+def test_rows_side_by_side_or_packed_are_cut_for_context_parallelism_and_name_no_expert_beyond_their_length():
     bounds = torch.tensor([0, 4, 12], dtype=torch.int32)
+    halves = [{"context_rank": rank, "context_size": 2} for rank in range(2)]
+    assert _laid_out([3, 8]) == [[1, 2, 3, -1, -1, -1, -1, -1], [9, 10, 11, 12, 13, 14, 15, 16]]
+    assert _laid_out([3, 8], **halves[0]) == [[1, 2, -1, -1], [9, 10, 15, 16]]
+    assert _laid_out([3, 8], **halves[1]) == [[3, -1, -1, -1], [11, 12, 13, 14]]
     assert _laid_out([3, 6], cu_seqlens_padded=bounds) == [[1, 2, 3, -1, 9, 10, 11, 12, 13, 14, -1, -1]]
-    halves = [_laid_out([3, 6], cu_seqlens_padded=bounds, context_rank=rank, context_size=2) for rank in range(2)]
-    assert halves == [[[1, -1, 9, 10, -1, -1]], [[2, 3, 11, 12, 13, 14]]]
+    # each row is cut by itself
+    assert _laid_out([3, 6], cu_seqlens_padded=bounds, **halves[0]) == [[1, -1, 9, 10, -1, -1]]
+    assert _laid_out([3, 6], cu_seqlens_padded=bounds, **halves[1]) == [[2, 3, 11, 12, 13, 14]]
 
 
 @pytest.mark.parametrize(
@@ -441,9 +386,8 @@ def _record(rank, layout):
     from megatron.core import parallel_state
 
     with _alone(layout) as (worker, _, meta):
-        data = worker._fetch(meta)
         with worker.replay.recording() as recorded:
-            worker.get_logprobs(data)
+            worker.get_logprobs(worker._fetch(meta))
         place, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         return recorded.routed_experts(len(LENGTHS)), tiny_megatron.tokens_of_rank([0, WIDTH], place, size)
 

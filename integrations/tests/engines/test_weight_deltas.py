@@ -228,9 +228,7 @@ def test_an_anchor_or_a_delta_that_was_dropped(noop, gone):
 
 #: Of NaNs, zeros, an infinity and the smallest bfloat16.
 _BITS = [0x7FC0, 0x7FC1, 0xFFC1, 0x8000, 0x0000, 0x7F80, 0x0001]
-_ODD = [
-    {"w": torch.tensor((_BITS[at:] + _BITS[:at]) * 500, dtype=torch.uint16).view(torch.bfloat16)} for at in range(7)
-]
+_ODD = [torch.tensor((_BITS[at:] + _BITS[:at]) * 500, dtype=torch.uint16).view(torch.bfloat16) for at in range(7)]
 _NOISE = [{"w": torch.randint(0, 256, (10_000,), dtype=torch.uint8)} for _ in range(3)]
 _TIED = torch.randn(500)
 

@@ -81,9 +81,10 @@ test-engines: setup  ## Run the tests with Ray, Mooncake, clusters, hosts, kills
 	@bash scripts/system_packages.sh tests
 	$(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup $(ENGINES)
 
-test-long: setup  ## Run all tests with seeds and counts turned up, then those of other trainers
+test-long: setup  ## Run all tests with seeds and counts turned up, forged bytes, then those of other trainers
 	@bash scripts/system_packages.sh tests
 	DATAPLANE_HYPOTHESIS_PROFILE=long $(PYTEST) loadgroup $(ENGINES) $(LONG) $(QUICK)
+	$(MAKE) fuzz INPUTS=450000
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 
 test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions

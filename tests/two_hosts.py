@@ -14,12 +14,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dataplane_testkit._timing import eventually
 
 _PROGRAM = Path(__file__).parent / "engines" / "hosts" / "crossing.py"
 _RAY_PORT = 6399
@@ -55,13 +56,15 @@ class Host:
 
     def kill(self) -> None:
         """Kills all that runs on this host, by process id."""
-        deadline = time.monotonic() + 30
-        while pids := _run("ip", "netns", "pids", self.name).split():
-            assert time.monotonic() < deadline, f"processes {pids} cannot be ended"
+
+        def are_gone() -> bool:
+            pids = _run("ip", "netns", "pids", self.name).split()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            time.sleep(0.05)
+            return not pids
+
+        eventually(are_gone, 30.0)
 
     def close(self) -> None:
         """Ends what still runs on the host, and the host."""
@@ -104,9 +107,8 @@ class Pair:
         """Starts a Redis server that both hosts can reach; its address."""
         words = ["--bind", host.address, "--protected-mode", "no", "--save", "", "--dir", str(self._folder)]
         self._started.append(host.start("redis-server", *words, stdout=subprocess.DEVNULL))
-        deadline = time.monotonic() + 60
-        while self.here.start("redis-cli", "-h", host.address, "ping", stdout=subprocess.DEVNULL).wait():
-            assert time.monotonic() < deadline
+        ping = "redis-cli", "-h", host.address, "ping"
+        eventually(lambda: self.here.start(*ping, stdout=subprocess.DEVNULL).wait() == 0, 60.0)
         return f"{host.address}:6379"
 
     def cut(self) -> None:
@@ -200,12 +202,10 @@ def _run(*words: str) -> str:
 
 
 def _await_ray(process: subprocess.Popen[str], log: Any) -> None:
-    deadline = time.monotonic() + 120
-    while True:
+    def runs() -> bool:
         log.seek(0)
         said = log.read()
-        if "Ray runtime started" in said:
-            return
         assert process.poll() is None, said
-        assert time.monotonic() < deadline, f"Ray did not start: {said}"
-        time.sleep(0.1)
+        return "Ray runtime started" in said
+
+    eventually(runs, 120.0, "the start of Ray")

@@ -161,14 +161,14 @@ def test_a_blocking_claim_waits_for_a_full_batch_and_another_takes_what_is_ready
     register(client)
     with pytest.raises(KeyError, match="no consumer task 'trian'"):
         client.claim_meta("train", "trian", ["x"], 1)
-    client.put_samples(["a", "b", "c"], "train", columns(3), tags=[{"input_lengths": 7}, {}, {}])
+    client.put_samples(["a", "b", "c"], "train", columns(3), tags=[{}, {"input_lengths": 7}, {}])
     for timeout_s in (0.1, -1):
         with pytest.raises(TimeoutError):
             client.claim_meta("train", "train", ["x"], 4, timeout_s=timeout_s)
     first = client.claim_meta("train", "train", ["x"], 1, dp_rank=0)
     rest = client.claim_meta("train", "train", ["x"], 4, dp_rank=0, blocking=False)  # the same rank gets none twice
-    assert (first.sample_ids, first.sequence_lengths) == (["a"], [7])
-    assert (rest.sample_ids, rest.sequence_lengths) == (["b", "c"], [0, 0])
+    assert (first.sample_ids, first.sequence_lengths) == (["a"], None)
+    assert (rest.sample_ids, rest.sequence_lengths) == (["b", "c"], [7, 0])
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from places import ROOT, Mutant
 from plugin import NOTED, Noting, Telling
 
 #: Their tests need an environment of their own.
-APART = {f"tests/{name}" for name in ("verl", "areal", "skyrl")}
+APART = {f"tests/long/{name}" for name in ("verl", "areal", "skyrl")}
 SLOWER = {"quick": ("engines", "long"), "engines": ("long",)}
 CAUGHT = ("caught", "hang")
 VERDICTS = (*CAUGHT, "not caught", "not run", "unsure", "equivalent", "gone")

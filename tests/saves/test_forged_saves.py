@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ def set_entry(name, value):
 
 #: What is forged -> changes the body of the manifest.
 CHANGES = {
-    "rows of a folder above": lambda body: body.__setitem__("rows_file", "../secret.bin"),
+    "rows of a folder above": lambda body: body.__setitem__("rows_file", "../rows.bin"),
     "rows of any file": lambda body: body.__setitem__("rows_file", "/etc/passwd"),
+    "no digest of a block": lambda body: body["blocks"][0].pop("xxh3_128"),
+    "blocks that are no list": lambda body: body.__setitem__("blocks", {}),
     "a huge size": lambda body: body["blocks"][0].__setitem__("size_bytes", 2**62),
     "more blocks than there are": set_entry("num_blocks", 2),
     "fewer than no blocks": set_entry("num_blocks", -1),
@@ -38,6 +41,8 @@ def save(tmp_path_factory, client):
     client.register_partition("p", ["x"], None, ["t"])
     client.put_samples(["a", "b"], "p", {"x": torch.arange(2)}, tags=[{}, {}])
     client.save(folder)
+    (rows,) = folder.glob("rows-*.bin")
+    shutil.copy(rows, folder.parent / "rows.bin")  # the right rows, in a place that no save names
     client.clear_samples(None, "p")
     return folder
 

@@ -63,10 +63,10 @@ def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq
     newest = client(tq, LastFirst())
     assert ask(newest, 2, task_name="u") == written[:-3:-1]
     groups = client(tq, GRPOGroupNSampler(2))
-    assert ask(groups, 4) == written[:4]
-    assert ask(groups, 4) == []
     with pytest.raises(ValueError, match="multiple"):
         ask(groups, 3)
+    assert ask(groups, 4) == written[:4]
+    assert ask(groups, 4) == []
     tq.kv_clear(keys[:1], "p")  # a group that is not whole any more
     tq.get_client().reset_consumption("p", "t")
     assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
@@ -104,7 +104,9 @@ def test_ranks_get_about_as_many_tokens(tq: ModuleType, lengths: list[int], dp_s
     arguments = {"dp_size": dp_size, "n_samples_per_prompt": 1}
     ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(dp_size)]
     size = len(lengths) // dp_size
-    got = [ask(one, size, dp_rank=rank, batch_index=0, partition_id="p") for rank, one in enumerate(ranks)]
+    got = [
+        ask(one, size, dp_rank=rank, batch_index=0, task_name="t", partition_id="p") for rank, one in enumerate(ranks)
+    ]
     assert sorted(row for part in got for row in part) == rows
     assert sorted(sum(lengths[rows.index(row)] for row in part) for part in got) == tokens
     assert ranks[0].check_consumption_status("t", "p")

@@ -8,10 +8,22 @@ from contextlib import contextmanager, suppress
 from dataplane_testkit.chaos import Event, History, judged
 from dataplane_testkit.chaos.history import read_calls
 from dataplane_testkit.chaos.shim import ShimClient
-from dataplane_testkit.chaos.worker import Hands, Plan
+from dataplane_testkit.chaos.worker import BASE, Hands, Plan
 
 #: Seconds that a client waits for its turn.
 _WAIT_S = 60
+
+
+def put(*names):
+    return lambda client: client.write("p0", names, BASE)
+
+
+def read(*names):
+    return lambda client: client.read("p0", names, BASE)
+
+
+def claim(count, task="once"):
+    return lambda client: client.claim("p0", task, count)
 
 
 class Killed(BaseException):

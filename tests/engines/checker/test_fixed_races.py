@@ -4,25 +4,13 @@ import itertools
 
 import pytest
 import redis
-from in_turn import Race
+from in_turn import Race, claim, put, read
 
 from dataplane_testkit.chaos.shim import load_shim
-from dataplane_testkit.chaos.worker import BASE, TASKS
+from dataplane_testkit.chaos.worker import TASKS
 
 FIELDS = {task: fields for task, (fields, _) in TASKS.items()}
 SHIMS = ("redis_hash.py:RedisHash", "dataplane_client.py:Dataplane")
-
-
-def put(*names):
-    return lambda client: client.write("p0", names, BASE)
-
-
-def read(*names):
-    return lambda client: client.read("p0", names, BASE)
-
-
-def claim(count, task="once"):
-    return lambda client: client.claim("p0", task, count)
 
 
 @pytest.fixture
@@ -78,10 +66,10 @@ def killed_in_a_put(race, order="AAAAA"):
 
 
 RACES = {
-    torn: "mixed",
-    claimed_at_once: "at most one claim",
-    put_at_once: "given once",
-    killed_in_a_put: "at most one claim",
+    torn: {"mixed"},
+    claimed_at_once: {"given once", "at most one claim", "ready"},
+    put_at_once: {"given once"},
+    killed_in_a_put: {"at most one claim"},
 }
 
 
@@ -92,13 +80,7 @@ def test_a_race_of_a_store_written_by_hand_is_found_each_time(act, race):
         act(mine)
         broken, seen = mine.rules()
         assert not broken, "Redis keeps what it promises"
-        assert RACES[act] in seen
-
-
-def test_two_claims_at_once_are_given_the_same(race):
-    mine = race()
-    claimed_at_once(mine)
-    assert mine.rules()[1] == {"given once", "at most one claim", "ready"}
+        assert RACES[act] <= seen
 
 
 def test_the_same_calls_one_after_the_other_break_nothing(race):

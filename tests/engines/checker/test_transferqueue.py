@@ -4,10 +4,10 @@ import asyncio
 import threading
 
 import pytest
-from in_turn import Race
+from in_turn import Race, put, read
 
 from dataplane_testkit.chaos.shim import load_shim
-from dataplane_testkit.chaos.worker import BASE, TASKS
+from dataplane_testkit.chaos.worker import TASKS
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,6 @@ def race(queue, tmp_path):
     race = Race(tmp_path, audit=queue, A=queue, B=queue)
     yield race
     race.stop()
-
-
-def put(client, *names):
-    return client.write("p0", names, BASE)
-
-
-def read(client, *names):
-    return client.read("p0", names, BASE)
 
 
 @pytest.fixture
@@ -59,28 +51,28 @@ def hold(queue, monkeypatch):
 
 
 def test_calls_one_after_the_other_keep_the_contract(race):
-    assert put(race["A"], "s0", "s1", "s2")
-    assert read(race["B"], "s2", "s0")
-    assert put(race["B"], "s1")
-    assert read(race["A"], "s1")
+    assert put("s0", "s1", "s2")(race["A"])
+    assert read("s2", "s0")(race["B"])
+    assert put("s1")(race["B"])
+    assert read("s1")(race["A"])
     for name in ("A", "B"):
         race[name].claim("p0", "once", 1)
     assert race["A"].clear("p0", ["s0"])
-    assert not read(race["B"], "s0")
+    assert not read("s0")(race["B"])
     race.audit("once", "train")
     assert race.rules() == (set(), set())
 
 
 def test_a_put_that_a_clear_overtakes_is_found_where_it_writes_over_another_sample(race, hold):
-    put(race["B"], "a")
+    put("a")(race["B"])
     arrived, go = hold()
-    late = threading.Thread(target=put, args=(race["A"], "a"))
+    late = threading.Thread(target=put("a"), args=(race["A"],))
     late.start()
     assert arrived.wait(60)
     race["B"].clear("p0", ["a"])
-    put(race["B"], "b")
-    assert read(race["B"], "b")
+    put("b")(race["B"])
+    assert read("b")(race["B"])
     go.set()
     late.join()
-    read(race["B"], "b")
+    read("b")(race["B"])
     assert race.rules() == ({"bits"}, set())

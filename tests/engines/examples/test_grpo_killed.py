@@ -29,6 +29,7 @@ from dataplane_core.errors import AlreadyRunningError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.rollout import FoundRollouts
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
+from dataplane_testkit._timing import eventually
 
 ROWS = 32  # of a step
 #: A busy machine may take minutes for a start.
@@ -108,15 +109,15 @@ def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_o
 
 def committed(plane: dict[str, Any]) -> dict[int, int]:
     """How many rollouts of each step are in the store. Nobody has it open, but for what still ends of a killed run."""
-    give_up = time.monotonic() + 60
-    while True:
-        try:
-            with connect(plane) as client:
-                names = client.list_partitions()
-                return {int(name.removeprefix("train-")): client.list_samples(name).size for name in names}
-        except AlreadyRunningError:
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+
+    def opened() -> DataPlaneClient | None:
+        with contextlib.suppress(AlreadyRunningError):
+            return connect(plane)
+        return None
+
+    with eventually(opened, 60.0) as client:
+        names = client.list_partitions()
+        return {int(name.removeprefix("train-")): client.list_samples(name).size for name in names}
 
 
 def rows_put(out: Path) -> Counter[str]:
@@ -131,12 +132,12 @@ def rows_put(out: Path) -> Counter[str]:
 
 
 def wait_for_rows(out: Path, count: int, run: subprocess.Popen[str]) -> None:
-    give_up = time.monotonic() + 400
-    while sum(rows_put(out).values()) < count:
-        assert time.monotonic() < give_up
+    def are_there() -> bool:
         if run.poll() is not None:
             pytest.fail(f"the run ended: {run.communicate()}")
-        time.sleep(0.01)
+        return sum(rows_put(out).values()) >= count
+
+    eventually(are_there, 400.0)
 
 
 def kill_all(run: subprocess.Popen[str]) -> None:

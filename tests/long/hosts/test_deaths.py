@@ -9,27 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dataplane_testkit._timing import eventually
+
 pytestmark = pytest.mark.timeout(900)
 
 _PROGRAM = Path(__file__).with_name("going_on.py")
 _STARTS_S = 60.0
+_SEEN_S = 2 * _STARTS_S
 #: Ray takes a node that does not answer for dead after about 30 s.
 _OP_TIMEOUT_S = 180.0
 _ACTS = ("put", "lease", "take", "read")
-
-
-def eventually(holds: Callable[[], Any], what: str, limit_s: float = 2 * _STARTS_S) -> Any:
-    give_up = time.monotonic() + limit_s
-    while not (found := holds()):
-        assert time.monotonic() < give_up, what
-        time.sleep(0.1)
-    return found
 
 
 class Process:
@@ -119,19 +114,15 @@ class Run:
             return [each["rounds"] for each in states]
 
         before = rounds()
-        eventually(
-            lambda: all(now > then + 2 for now, then in zip(rounds(), before, strict=True)),
-            "a process does not go on",
-            _OP_TIMEOUT_S,
-        )
+        eventually(lambda: all(now > then + 2 for now, then in zip(rounds(), before, strict=True)), _OP_TIMEOUT_S)
 
     def eventually_nodes(self, count: int) -> None:
         """Waits until Ray takes so many nodes for alive."""
-        eventually(lambda: self.owner.ask("num_nodes") == count, "Ray does not notice")
+        eventually(lambda: self.owner.ask("num_nodes") == count, _SEEN_S)
 
     def eventually_two_units(self) -> None:
         """Waits until both storage units serve."""
-        eventually(lambda: self.owner.ask("states_of_units") == ["serving"] * 2, "a storage unit does not start again")
+        eventually(lambda: self.owner.ask("states_of_units") == ["serving"] * 2, _SEEN_S)
 
     def check(self) -> list[str]:
         """Stops the processes. Each committed sample is there or lost, and was given once. Returns the lost ones."""
@@ -184,7 +175,7 @@ def test_the_head_dies_and_comes_back(mortal_pair: Any, tmp_path: Path, journal:
         run.all_go_on()
         late = run.start("read", pair.there)
         assert late.hear() == "connected"
-        eventually(lambda: late.ask("state")["rounds"], "the new process does nothing")
+        eventually(lambda: late.ask("state")["rounds"], _SEEN_S)
         late.close()
         assert run.check() == []
         run.close()
@@ -242,7 +233,7 @@ def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: 
             else:
                 pair.there.kill()
             meanwhile = [f"m{turn}-{row}" for row in range(6)]
-            eventually(lambda: "starting" in run.owner.ask("states_of_units"), "nobody notices")
+            eventually(lambda: "starting" in run.owner.ask("states_of_units"), _SEEN_S)
             run.owner.ask("put", meanwhile)
             assert run.owner.ask("lost", meanwhile) == [], "the other node serves on"
             run.owner.ask("clear_apart")

@@ -6,10 +6,12 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from dataplane_core.backends import blob_store
 from dataplane_core.spec import hooks, replies, requests
 from dataplane_testkit import BackendConformance, chapter_of
-from dataplane_testkit.rules import RULES
+from dataplane_testkit.rules import RULES, sentences
 
 _CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 
@@ -45,6 +47,14 @@ def test_rules_quote_what_their_source_says() -> None:
         if not _plain(quote) or _plain(quote).rstrip(".") not in _SOURCES[rule.source]
     ]
     assert not said, "what no source says:\n" + "\n".join(said)
+
+
+@pytest.mark.parametrize("chapter", ["machine", "chaos"])
+def test_each_rule_of_the_machine_and_of_chaos_is_a_sentence_of_the_contract(chapter: str) -> None:
+    assert len(sentences(chapter)) >= 20
+    assert [
+        name for name, text in sentences(chapter).items() if _plain(text).rstrip(".") not in _SOURCES["Contract"]
+    ] == []
 
 
 def test_rules_say_what_to_check_first() -> None:

@@ -274,6 +274,8 @@ class History:
             self._begun.append(reply)
         elif isinstance(step, commands.ClaimRequest) and reply is not None:
             self._claimed(step, reply)
+        elif isinstance(step, Stay) and dice.random() < 0.5:
+            self._next.append(lambda: self._finish(step.claim.partition_id))
         elif isinstance(step, commands.ClearRequest) and reply is not None:
             self._was_cleared(step)
         elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace":
@@ -391,9 +393,9 @@ class History:
             if_exists="keep" if keeps else "replace",
         )
 
-    def _finish(self) -> Step | None:
+    def _finish(self, name: str = "") -> Step | None:
         """As `finish_partition`: the group size is that of the partition."""
-        where = self.dice.choice(PARTITIONS)
+        where = name or self.dice.choice(PARTITIONS)
         known = told(self._ledger, commands.DescribeRequest(where), self._now)
         if known is None:
             return None

@@ -360,7 +360,7 @@ def clears_by_prefix(self, clear_samples, request):
 toy.row("ReturnsNone", "test_clear_hook_counts_its_rows", "Does its work and returns nothing.",
         clear_samples=lambda self, clear, request: clear(request) and None)
 
-toy.row("CountsEpochs", "test_register_hook_returns_the_registration",
+toy.row("CountsEpochs", HISTORY,
         "Registrations are numbered in the store, which forgets how far it had counted.",
         register_partition=numbers(epoch="{}"))
 

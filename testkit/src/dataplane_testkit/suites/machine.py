@@ -53,7 +53,7 @@ _BOUNDED: Final = {25: 16}
 #: How often a history that failed is run again at most, and for how many seconds, to find the calls that matter.
 _MOST_RUNS, _MOST_S = 150, 30.0
 #: Bytes of a cell that fits into a store without others, and into none with what a few refused puts leaked.
-_BRIM: Final = 9 * BOUNDED_BYTES // 10
+_BRIM: Final = 19 * BOUNDED_BYTES // 20
 #: The most seconds that a call may take that can be answered. Only a hang takes as long.
 _ANSWER_S: Final = 6 * PROMPT_S
 

@@ -57,7 +57,7 @@ _BRIM: Final = 19 * BOUNDED_BYTES // 20
 #: The most seconds that a call may take that can be answered. Only a hang takes as long.
 _ANSWER_S: Final = 6 * PROMPT_S
 
-#: What a comparison proves -> the sentence of docs/contract.md.
+#: What a comparison proves -> the sentence of docs/contract.md, and what to check first.
 RULES: Final = sentences("machine")
 
 
@@ -65,7 +65,8 @@ class Broken(AssertionError):
     """A store differs from the ledger."""
 
     def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f'{text}\nThe last call breaks the contract: "{RULES[rule]}"')
+        sentence, hint = RULES[rule]
+        super().__init__(f'{text}\nThe last call breaks the contract: "{sentence}"\nCheck first: {hint}')
 
 
 def same(rule: str, found: Any, expected: Any, what: str) -> None:

@@ -6,10 +6,12 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from dataplane_core.backends import blob_store
 from dataplane_core.spec import hooks, replies, requests
 from dataplane_testkit import BackendConformance, chapter_of
-from dataplane_testkit.rules import RULES
+from dataplane_testkit.rules import RULES, sentences
 
 _CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 
@@ -47,5 +49,14 @@ def test_rules_quote_what_their_source_says() -> None:
     assert not said, "what no source says:\n" + "\n".join(said)
 
 
+@pytest.mark.parametrize("chapter", ["machine", "chaos"])
+def test_each_rule_of_the_machine_and_of_chaos_is_a_sentence_of_the_contract(chapter: str) -> None:
+    quotes = [_plain(sentence).rstrip(".") for sentence, _ in sentences(chapter).values()]
+    assert len(quotes) >= 20
+    assert [quote for quote in quotes if quote not in _SOURCES["Contract"]] == []
+
+
 def test_rules_say_what_to_check_first() -> None:
-    assert not [name for name, rule in RULES.items() if len(rule.check_first) <= 20]
+    hints = {name: rule.check_first for name, rule in RULES.items()}
+    hints |= {name: hint for name, (_, hint) in sentences("machine").items()}
+    assert not [name for name, hint in hints.items() if len(hint) <= 20]

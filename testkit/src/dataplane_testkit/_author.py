@@ -104,7 +104,7 @@ class AuthorsClass:
     # ``backend`` is the started backend of the kit's client.
 
     def raw_get(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> Any:
-        """Reads one cell, which was put, without the backend's hooks and core's codec; for the chapter "matrix".
+        """Reads one cell, which was put, without the backend's hooks and core's codec; for the chapter "columns".
 
         Returns:
             The cell as the engine holds it: a frame if the wire format is bytes, otherwise the encoded tensor or item.
@@ -112,7 +112,7 @@ class AuthorsClass:
         raise NotImplementedError
 
     def held_bytes(self, backend: Backend) -> int:
-        """How many payload bytes the engine holds now; for the chapter "room".
+        """How many payload bytes the engine holds now; for the chapter "capacity".
 
         Use the sizes that the engine reports for its keys, files or segments, not a count of the backend. They may
         include overhead, because the tests only compare values. The kit does this itself for a `BlobStore`.
@@ -120,7 +120,7 @@ class AuthorsClass:
         raise NotImplementedError
 
     def lose_payload(self, backend: Backend, partition_id: str, sample_id: str, field: str) -> None:
-        """Deletes the payload of one cell in the engine, but not the backend's metadata; for the chapter "get".
+        """Deletes the payload of one cell in the engine, but not the backend's metadata; for the chapter "rows".
 
         It may also delete other cells of the sample that were put in the same call. The kit does this itself for a
         `LedgerBackend`.

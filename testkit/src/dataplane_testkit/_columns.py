@@ -188,31 +188,11 @@ def _ragged(lengths: Sequence[int], *trailing: int) -> Callable[[torch.dtype, in
     return lambda dtype, seed: _jagged_of(random_cells(dtype, (sum(lengths), *trailing), seed), torch.tensor(lengths))
 
 
-def _transposed(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return random_cells(dtype, (3, NUM_ROWS, 2), seed).transpose(0, 1)
-
-
-def _expanded(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return random_cells(dtype, (1, 1, 3), seed).expand(NUM_ROWS, 2, 3)
-
-
-def _strided_slice(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2]
-
-
 def _nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Each with another payload."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     exponent = torch.tensor(math.inf, dtype=dtype).view(whole)
     return (exponent | torch.arange(1, NUM_ROWS + 1, dtype=whole)).view(dtype)
-
-
-def _with_grad(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return random_cells(dtype, (NUM_ROWS, 3), seed).requires_grad_()
-
-
-def _jagged_with_grad(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return _jagged_of(random_cells(dtype, (sum(_LENGTHS),), seed).requires_grad_(), torch.tensor(_LENGTHS))
 
 
 def _jagged_with_holes(dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -265,14 +245,16 @@ _LAYS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
     "jagged_all_rows_empty": _ragged((0,) * NUM_ROWS),
     "jagged_with_trailing_dims": _ragged(_LENGTHS_WITH_EMPTY, 2, 3),
     "jagged_with_holes": _jagged_with_holes,
-    "jagged_with_grad": _jagged_with_grad,
+    "jagged_with_grad": lambda dtype, seed: _jagged_of(
+        random_cells(dtype, (sum(_LENGTHS),), seed).requires_grad_(), torch.tensor(_LENGTHS)
+    ),
     "strided_nested": _strided_nested(_LENGTHS),
     "strided_nested_with_empty_rows": _strided_nested(_LENGTHS_WITH_EMPTY),
-    "transposed": _transposed,
-    "expanded": _expanded,
-    "strided_slice": _strided_slice,
+    "transposed": lambda dtype, seed: random_cells(dtype, (3, NUM_ROWS, 2), seed).transpose(0, 1),
+    "expanded": lambda dtype, seed: random_cells(dtype, (1, 1, 3), seed).expand(NUM_ROWS, 2, 3),
+    "strided_slice": lambda dtype, seed: random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2],
     "nans": _nans,
-    "with_grad": _with_grad,
+    "with_grad": lambda dtype, seed: random_cells(dtype, (NUM_ROWS, 3), seed).requires_grad_(),
 }
 #: Layout -> the function that makes a column of a dtype and a seed, and its rows.
 LAYOUTS: Final = {layout: partial(_laid, lay) for layout, lay in _LAYS.items()}

@@ -1,9 +1,10 @@
-"""How much the kit tries, by the profile: ``brief`` less than usual, ``long`` many random examples. And the seed."""
+"""How much the kit tries, by the profile (``brief``, usual, ``long``), its seed, and how it shortens what failed."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
@@ -26,6 +27,21 @@ def new_seed() -> int:
     seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or random.SystemRandom().randrange(1_000_000))
     print(f"DATAPLANE_CONFORMANCE_SEED={seed}")
     return seed
+
+
+def fewest(items: list[_T], still: Callable[[list[_T]], list[_T] | None]) -> list[_T]:
+    """Leaves out parts of a list, ever smaller ones. ``still`` gets what is left, and returns what to go on with."""
+    size = max(1, len(items) // 2)
+    while size:
+        at = 0
+        while at < len(items):
+            found = still([*items[:at], *items[at + size :]])
+            if found is None:
+                at += size
+            else:
+                items = found
+        size //= 2
+    return items
 
 
 def kit_settings(max_examples: int, *, stateful_step_count: int = 50) -> settings:

@@ -133,11 +133,6 @@ def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
 # --- functions that run in a worker -----------------------------------------------------------------------------------
 
 
-def call(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
-    """Calls a method of the client."""
-    return getattr(client, method)(*arguments)
-
-
 def call_backend(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
     """Calls a method of the backend behind the client."""
     return getattr(backend_of(client), method)(*arguments)
@@ -165,8 +160,3 @@ def claim_and_tell(client: DataPlaneClient, partition_id: str, path: Path) -> No
 
     with Faults.of(client).after("claim", tell):
         client.claim_meta(partition_id, "train", ["x"], 1)
-
-
-def claim_leased(client: DataPlaneClient, partition_id: str, task: str, batch_size: int, lease_s: float) -> Any:
-    """Claims with a lease and returns the meta."""
-    return client.claim_meta(partition_id, task, ["x"], batch_size, blocking=False, lease_s=lease_s)

@@ -14,18 +14,15 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
-from dataplane_core.ledger import ClientRegister, Command, Ledger, commands
-from dataplane_core.spec import CallInfo, Capability, ClientInfo, FieldSpec, ListClientsRequest, Question, Sampler
+from dataplane_core.ledger import Command, Ledger, commands
+from dataplane_core.spec import Capability, FieldSpec, Question, Sampler
 
 _T = TypeVar("_T")
 
 #: Groups of three. The name of a partition is the beginning of that of the other one.
 IDS: Final = [f"q{group}_g{member}" for group in range(5) for member in range(3)]
-#: So many that an engine may take them in parts.
-MANY_IDS: Final = [f"many_g{number}" for number in range(8200)]
 PARTITIONS: Final = ("p", "pq")
 TASKS: Final = ("train", "eval")
-CLIENTS: Final = ("a", "b", "c")
 TAGS: Final[list[dict[str, Any]]] = [
     *({"v": each} for each in (0, 1, 2, 3, -1, 1.5, True, False, None, "a", float("nan"), float("inf"), 2**60)),
     *({"v": 2, "rare": "r"}, {"rare": True}, {"late": True}, {"input_lengths": 7}, {"input_lengths": 2, "v": 1}, {}),
@@ -151,17 +148,7 @@ class Stay:
     claim: commands.ClaimRequest
 
 
-@dataclass(frozen=True)
-class Lose:
-    """The engine loses a cell. It is cleared after a read has found that out."""
-
-    op = "lose"
-    partition_id: str
-    sample_id: str
-    field: str
-
-
-Step: TypeAlias = Command[Any] | Put | Repeat | Wait | Stay | Lose
+Step: TypeAlias = Command[Any] | Put | Repeat | Wait | Stay
 
 
 def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
@@ -173,11 +160,10 @@ def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
 
 
 class Model:
-    """What a store must answer: a ledger, the clients that announced themselves, and a clock that only steps move."""
+    """What a store must answer: a ledger, and a clock that only steps move."""
 
     def __init__(self, **options: Any) -> None:
         self.ledger = Ledger(**options)
-        self.clients = ClientRegister()
         self.now = 0.0
         self._done: dict[str, Put | commands.SettleRequest] = {}
 
@@ -195,10 +181,6 @@ class Model:
             case Repeat(request_id):
                 before = self._done.get(request_id)
                 return None if before is None else self.answer(before)
-            case commands.AnnounceRequest():
-                return self.clients.announce(step.client, step.ttl_s, self.now)
-            case ListClientsRequest():
-                return self.clients.listed(self.now, step.ended)
             case Command():
                 if isinstance(step, commands.SettleRequest) and step.request_id:
                     self._done[step.request_id] = step
@@ -292,6 +274,8 @@ class History:
             self._begun.append(reply)
         elif isinstance(step, commands.ClaimRequest) and reply is not None:
             self._claimed(step, reply)
+        elif isinstance(step, Stay) and dice.random() < 0.5:
+            self._next.append(lambda: self._finish(step.claim.partition_id))
         elif isinstance(step, commands.ClearRequest) and reply is not None:
             self._was_cleared(step)
         elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace":
@@ -409,9 +393,9 @@ class History:
             if_exists="keep" if keeps else "replace",
         )
 
-    def _finish(self) -> Step | None:
+    def _finish(self, name: str = "") -> Step | None:
         """As `finish_partition`: the group size is that of the partition."""
-        where = self.dice.choice(PARTITIONS)
+        where = name or self.dice.choice(PARTITIONS)
         known = told(self._ledger, commands.DescribeRequest(where), self._now)
         if known is None:
             return None
@@ -447,12 +431,6 @@ class History:
         """The very cells of an earlier put, with their values of now."""
         return replace(self.dice.choice(self._puts), number=self._number(), fault="") if self._puts else None
 
-    def _put_many(self) -> Step:
-        self._weights.pop("put_many")  # once
-        claim = commands.ClaimRequest("pq", "eval", [], len(MANY_IDS), all_or_nothing=False, token="many")
-        self._next += [lambda: Put("pq", MANY_IDS, {}, self._number(), tags=[{}] * len(MANY_IDS)), lambda: claim]
-        return commands.RegisterRequest("pq", [], None, list(TASKS), None, {}, f"e{self._number()}")
-
     def _begin(self) -> Step:
         return self._put().commands(self._ledger, self._now, self.dice.choice([3.0, 30.0]), 8)[0]
 
@@ -479,14 +457,6 @@ class History:
 
     def _clear_all(self) -> Step:
         return commands.ClearRequest(self._part(), None)
-
-    def _lose(self) -> Step | None:
-        put = next((each for each in reversed(self._puts) if each.columns), None)
-        if put is None or self.bounded:
-            return None
-        name, sample_id = next(iter(put.columns)), put.sample_ids[0]
-        there = told(self._ledger, commands.Locate(put.partition_id, [sample_id], [name]), self._now)
-        return Lose(put.partition_id, sample_id, name) if there and KINDS[put.columns[name]].size_bytes == 0 else None
 
     def _filter(self) -> dict[str, tuple[str, Any]] | None:
         wanted = Capability.TAG_FILTERS in self.able and self.dice.random() < 0.3
@@ -588,17 +558,6 @@ class History:
         tasks = self.dice.sample([*TASKS, *TASKS, "nobody"], self.dice.randint(1, 2))
         return commands.ConsumptionRequest(self._part(), list(dict.fromkeys(tasks)))
 
-    def _announce(self) -> Step:
-        calls = [CallInfo(operation="ping", partition_id="", running_s=0.5)] * self.dice.randint(0, 2)
-        about: dict[str, Any] = {"host": "a host", "role": "kit", "open_s": 1.0, "num_calls": len(calls)}
-        client = ClientInfo(client_id=self.dice.choice(CLIENTS), pid=self._number(), **about, calls=calls)
-        ends = [600.0, 600.0, 0.0, SHORT_S] if self.real else [600.0, 0.0, 2.0]
-        self._next.append(self._list_clients if self.dice.random() < 0.6 else self._announce)
-        return commands.AnnounceRequest(client, self.dice.choice(ends))
-
-    def _list_clients(self) -> Step:
-        return ListClientsRequest(ended=self.dice.random() < 0.5)
-
     def _wait(self) -> Step:
         return Wait(self.dice.choice([0.125, 0.5, 0.5, 1.0, 3.0, 10.0]))
 
@@ -606,15 +565,14 @@ class History:
 #: What operations need -> them, and how often each is drawn.
 _DRAWN: Final[dict[frozenset[str], dict[str, float]]] = {
     frozenset(): {"register": 0.7, "finish": 0.5, "put": 14, "put_tags": 2, "put_again": 1, "begin": 5, "commit": 5}
-    | {"read": 6, "clear": 3, "clear_all": 0.3, "lose": 0.7, "wait": 6},
+    | {"read": 6, "clear": 3, "clear_all": 0.3, "wait": 6},
     frozenset({Capability.REPEATABLE}): {"repeat": 2},
-    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 1.5, "consumed": 2, "put_many": 0.2},
+    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 1.5, "consumed": 2},
     frozenset({Capability.CLAIMS, Capability.SAMPLERS}): {"claim_of_rank": 3},
     frozenset({Capability.CLAIMS, Capability.LEASES}): {"settle": 6},
     frozenset({Capability.LISTING}): {"list": 2, "list_partitions": 0.3, "list_fields": 1, "inspect": 3},
     frozenset({Capability.CURSORS}): {"set_cursor": 0.8, "export": 1},
-    frozenset({Capability.CLIENTS}): {"announce": 1},
 }
-_ONLY_REAL: Final = ("put_many", "stay", "lose", "announce")
+_ONLY_REAL: Final = ("stay",)
 _OF_ROOM: Final = ("put", "put_again", "repeat", "read", "clear", "clear_all")
 _ONLY_VIRTUAL: Final = ("begin", "commit", "wait")

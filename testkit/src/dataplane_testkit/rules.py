@@ -80,11 +80,15 @@ _TEXT: Final = PAGE.read_text(encoding="utf-8")
 RULES: Final = dict(_rules(_TEXT))
 
 
-def sentences(chapter: str) -> dict[str, str]:
-    """What the kit's machine, or a chaos run, calls the rules that it finds broken -> their sentences."""
+def sentences(chapter: str) -> dict[str, tuple[str, str]]:
+    """What the kit's machine, or a chaos run, may find broken -> the sentence, and what to check first."""
     _, _, part = _TEXT.partition(f"\n## {chapter}\n")
-    found = re.findall(r"^- \*(.+?)\*: (.+?)(?=\n- |\n\n|\n?\Z)", part.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    found = {}
+    for item in part.partition("\n## ")[0].split("\n- *")[1:]:
+        name, _, text = " ".join(item.split()).partition("*: ")
+        sentence, _, hint = text.partition(" - Check first: ")
+        found[name] = sentence, hint
+    return found
 
 
 def lasts(limit_s: float) -> Callable[[_Test], _Test]:

@@ -168,8 +168,7 @@ toy.row("RaisesErrorsThatCannotTravel", "test_get_of_missing_samples_names_them[
 toy.row("PrintsErrorsAsReprs", "test_get_of_missing_samples_names_them[nothing]",
         "The message is in quotes, and does not name the backend.", get_samples=_says(_PrintsAsARepr))
 toy.row("RaisesPagesOfText", "test_get_of_missing_samples_names_them[nothing]",
-        "The message holds all that the store knows.",
-        get_samples=_says(errors.MissingDataError, hint="row " * 1000))
+        "The message holds all that the store knows.", get_samples=_says(errors.MissingDataError, hint="row " * 1000))
 toy.row("LeavesErrorsToTheClient", "test_get_of_missing_samples_names_them[a_few]",
         "Counts on core to notice that rows are missing.",
         get_samples=catches(errors.DataPlaneError, lambda self, request, error: RuntimeError(str(error))))
@@ -205,8 +204,7 @@ def reports_success_too_early(self, put_samples, request):
     threading.Thread(target=later, daemon=True).start()
     return spec.PutReply(num_samples=len(request.sample_ids))
 
-@toy(HISTORY,
-     "Counts the rows of a put, not those that are there already.")
+@toy(HISTORY, "Counts the rows of a put, not those that are there already.")
 def takes_more_than_were_registered(self, put_samples, request):
     partition = _partition(self, request)
     if partition is None or len(request.sample_ids) > (partition.info.num_samples or 0):
@@ -229,8 +227,7 @@ toy.row("StoresTagsAsNumbers", "test_tags_keep_their_types", "True comes back as
         put_samples=asks(tags=lambda request: request.tags and [
             {name: int(value) if value is True or value is False else value for name, value in row.items()}
             for row in request.tags]))
-toy.row("StoresTagsAsJson", "test_tags_keep_their_types",
-        "JSON has no NaN: it comes back as None.",
+toy.row("StoresTagsAsJson", "test_tags_keep_their_types", "JSON has no NaN: it comes back as None.",
         put_samples=asks(tags=lambda request: json.loads(
             json.dumps(request.tags), parse_constant=lambda name: None if name == "NaN" else float(name))))
 
@@ -257,8 +254,7 @@ toy.row("WritesTheGoodColumns", "test_a_field_keeps_its_schema[n_to_n1]",
 toy.row("IgnoresTheEpoch", HISTORY,
         "Writes what was checked against another registration.", put_samples=asks(epoch=None))
 
-@toy("test_the_last_write_wins",
-     "An overwrite drops the row and writes it anew, which resurrects it for consumers.")
+@toy(HISTORY, "An overwrite drops the row and writes it anew, which resurrects it for consumers.")
 def overwrites_by_deleting(self, put_samples, request):
     if request.columns and (again := _written(self, request)):
         self._service.call(commands.ClearRequest(request.partition_id, again))
@@ -303,8 +299,7 @@ def copies_on_the_way_in(self, put_samples, request):
             request.columns[name] = torch.frombuffer(kept[-1], dtype=column.dtype).view(column.shape).clone()
     return put_samples(request)
 
-@toy(HISTORY,
-     "A field has one dtype in the engine, that of the first put: wider integers of later ones are cut off.")
+@toy(HISTORY, "A field has one dtype in the engine, that of the first put: wider integers of later ones are cut off.")
 def keeps_the_width_of_the_first_put(self, store_write, write_id, columns, *rest):
     for name, column in columns.items():
         self.seen[name].append(column.dtype)
@@ -315,8 +310,7 @@ toy.row("StoresIntegersWide", "test_narrow_integers_take_less_room", "Narrow int
             write_id, {name: column.to(torch.int64) for name, column in columns.items()}, *rest))
 toy.row("CountsIntegersWide", HISTORY, "The capacity counts each integer as 8 bytes.",
         call_ledger=counts(lambda write: [8 * size for size in write.row_bytes]))
-toy.row("CountsSharedRowsForEachSample", HISTORY,
-        "The capacity counts a shared row as often as it is shared.",
+toy.row("CountsSharedRowsForEachSample", HISTORY, "The capacity counts a shared row as often as it is shared.",
         call_ledger=counts(lambda write: [
             size * max(1, list(write.positions or []).count(row)) for row, size in enumerate(write.row_bytes)]))
 
@@ -366,7 +360,7 @@ def clears_by_prefix(self, clear_samples, request):
 toy.row("ReturnsNone", "test_clear_hook_counts_its_rows", "Does its work and returns nothing.",
         clear_samples=lambda self, clear, request: clear(request) and None)
 
-toy.row("CountsEpochs", "test_register_hook_returns_the_registration",
+toy.row("CountsEpochs", HISTORY,
         "Registrations are numbered in the store, which forgets how far it had counted.",
         register_partition=numbers(epoch="{}"))
 
@@ -400,8 +394,7 @@ def claims_in_two_steps(self, claim, request):
 toy.row("LosesTheTail", HISTORY, "The last, smaller batch is never handed out.",
         register_partition=asks(num_samples=None))
 
-toy.row("ClaimsByName", HISTORY, "Sorts by id.",
-        claim=rows(lambda self, rows: sorted(rows, key=lambda row: row[0])))
+toy.row("ClaimsByName", HISTORY, "Sorts by id.", claim=rows(lambda self, rows: sorted(rows, key=lambda row: row[0])))
 toy.row("ClaimsWithoutTags", "test_claims_bring_tags", "Tags are left behind.",
         claim=rows(lambda self, rows: [(sample_id, {}) for sample_id, _ in rows]))
 toy.row("CutsLongLists", "test_large_groups_are_written_and_given_whole",
@@ -423,33 +416,28 @@ def keeps_the_end_open(self, register_partition, request):
 def _without_saying(**kept):
     return replies(shortfall=lambda claim: claim.shortfall and replace(claim.shortfall, **kept))
 
-toy.row("ForgetsWhoHolds", HISTORY,
-        "Says that samples are leased, and not by whom.", claim=_without_saying(leased=()))
+toy.row("ForgetsWhoHolds", HISTORY, "Says that samples are leased, and not by whom.", claim=_without_saying(leased=()))
 toy.row("ForgetsTheFilter", HISTORY,
         "Samples that do not match are not spoken of.", claim=_without_saying(num_not_matching=0))
 toy.row("ForgetsGroups", HISTORY,
         "Says that samples wait for their groups, and not for which.", claim=_without_saying(incomplete_groups={}))
 toy.row("SplitsGroups", "test_incomplete_groups_are_not_given", "Takes no notice of the group size.",
         register_partition=asks(grpo_group_size=None))
-toy.row("MendsGroups", HISTORY,
-        "A group whose cleared member was written again is given.",
+toy.row("MendsGroups", HISTORY, "A group whose cleared member was written again is given.",
         clear_samples=forgets(lambda partition: [
             partition.broken_groups, *(task.views for task in partition.tasks.values())]))
 toy.row("IgnoresFilters", "test_samples_match_the_filter", "Hands out whatever is ready.", claim=asks(tag_filter=None))
-toy.row("NeverFinishes", HISTORY,
-        "A registration that keeps takes num_samples only if it is not 0.",
+toy.row("NeverFinishes", HISTORY, "A registration that keeps takes num_samples only if it is not 0.",
         register_partition=asks(num_samples=lambda request: request.num_samples or None))
 toy.row("ReadyWithoutTheExtras", HISTORY, "A claim minds the registered fields only.",
         claim=asks(required_fields=["x"]))
-toy.row("RanksTakeWhatIsLeft", HISTORY,
-        "With the default sampler, each rank takes its batch for itself.",
+toy.row("RanksTakeWhatIsLeft", HISTORY, "With the default sampler, each rank takes its batch for itself.",
         claim=asks(dp_size=lambda request: None if request.sampler == "first_write" else request.dp_size))
 
 toy.row("TellsTheEndToOne", HISTORY, "Does not keep that there is no further batch.",
         claim=forgets(lambda partition: [batches.ended for batches in partition.batches.values()]))
 
-@toy(HISTORY,
-     "A sample that was cleared and written anew is of its batch again.")
+@toy(HISTORY, "A sample that was cleared and written anew is of its batch again.")
 def knows_batches_by_ids(self, put_samples, request):
     reply = put_samples(request)
     for batches in _partition(self, request).batches.values():
@@ -502,8 +490,7 @@ def wakes_all(self, put_samples, request):
         wake()
     return reply
 
-@toy("test_claims_with_many_filters_are_woken_when_they_need_not_wait",
-     "Keeps no more than 16 claims to wake.")
+@toy("test_claims_with_many_filters_are_woken_when_they_need_not_wait", "Keeps no more than 16 claims to wake.")
 def wakes_a_few(self, call_ledger_waking, deadline, command, wake):
     kept = self.seen["kept"]
     if len(kept) < 16 and command.token not in kept:
@@ -529,15 +516,13 @@ toy.row("ConsumesBeforeTheEnd", "test_num_samples_must_be_written_and_consumed",
         "Compares what was consumed with what is there, not with what will come.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_done == len(partition.rows) for task in tasks)))
-toy.row("CountsLeasesAsConsumed", HISTORY,
-        "What was claimed counts, acked or not.",
+toy.row("CountsLeasesAsConsumed", HISTORY, "What was claimed counts, acked or not.",
         check_consumption=consumes(lambda partition, tasks, right: partition.rows and all(
             task and task.num_held == len(partition.rows) for task in tasks)))
 
 # --- leases -----------------------------------------------------------------------------------------------------------
 toy.row("LeasesNeverExpire", "test_only_what_nobody_settles_goes_back",
-        "A crashed consumer keeps its samples for ever.",
-        claim=asks(lease_s=lambda request: request.lease_s and 1e9))
+        "A crashed consumer keeps its samples for ever.", claim=asks(lease_s=lambda request: request.lease_s and 1e9))
 toy.row("AcceptsExpiredAcks", "test_two_holders_never_both_succeed", "An ack always succeeds.",
         ack=catches(errors.LeaseExpiredError, lambda self, request, error: settles(self, None, request)))
 
@@ -562,7 +547,7 @@ def settles_row_by_row(self, nack, request):
 toy.row("UsesTokensAgain", HISTORY, "Tokens are numbered anew with every registration.",
         register_partition=lambda self, register, request: self.seen["numbered"].clear() or register(request),
         claim=numbers(token="token {}"))
-toy.row("CountsTokens", "test_lease_tokens_are_those_that_the_claim_drew",
+toy.row("CountsTokens", HISTORY,
         "Lease tokens are numbered in the store, which forgets how far it had counted.", claim=numbers(token="1.{}"))
 toy.row("AcksForAWhile", "test_only_what_nobody_settles_goes_back",
         "An ack is forgotten when the lease ends.", ack=settles)
@@ -626,8 +611,7 @@ toy.row("UnpicklesMessages", "test_nothing_is_unpickled",
 toy.row("DeclaresHalf", "test_declarations_are_consistent", "Leases without claims.",
         capabilities=_without(spec.Capability.CLAIMS))
 
-@toy(HISTORY,
-     "Wrong only in a history of several steps: a clear of one sample gives all of the task 'eval' out again.")
+@toy(HISTORY, "Wrong only in a history of several steps: a clear of one sample gives all of the task 'eval' out again.")
 def forgets_the_second_task(self, clear_samples, request):
     reply, partition = clear_samples(request), _partition(self, request)
     if request.sample_ids is not None and reply.num_samples and partition and "eval" in partition.tasks:
@@ -642,27 +626,24 @@ toy.row("GivesRoomToWhoeverAsks", "test_a_large_put_is_not_starved_by_small_ones
             None if isinstance(command, commands.WaitForRoom) else call(deadline, command)))
 toy.row("ExplainsWhatItDeclares", "test_declarations_are_consistent",
         "Declares claims, and says why it cannot have them.", why_not_declared={"claims": "the engine has no cursor"})
-toy.row("ListsTheDead", HISTORY,
+toy.row("ListsTheDead", "test_clients_that_ended_are_listed_if_asked_for",
         "Lists a client until it says that it closes.", announce=asks(ttl_s=lambda request: request.ttl_s and 9999.0))
-toy.row("ForgetsTheDead", HISTORY, "Lists only clients that are open.",
+toy.row("ForgetsTheDead", "test_clients_that_ended_are_listed_if_asked_for", "Lists only clients that are open.",
         list_clients=asks(ended=False))
-toy.row("SaysThatItIsAlone", HISTORY,
+toy.row("SaysThatItIsAlone", "test_announced_clients_are_listed",
         "Tells each client that there is no other, so that a thousand announce themselves all the time.",
         announce=replies(num_clients=1))
 toy.row("ForgetsTheCalls", "test_announced_clients_are_listed", "Lists clients without what they do.",
         announce=asks(client=lambda request: replace(request.client, calls=())))
-toy.row("CountsAllSamples", HISTORY,
-        "Says that each sample has each field.",
+toy.row("CountsAllSamples", HISTORY, "Says that each sample has each field.",
         inspect_partition=replies(num_rows=lambda found: dict.fromkeys(found.num_rows, found.num_samples)))
-toy.row("AnswersWithoutTheFilter", HISTORY, "Answers as if questions had no filter.",
-        inspect_partition=asks(
+toy.row("AnswersWithoutTheFilter", HISTORY, "Answers as if questions had no filter.", inspect_partition=asks(
             questions=lambda request: [replace(each, tag_filter=None) for each in request.questions]))
 
 def _note_leased(self, request, given):
     self.seen["leased"] += given.sample_ids if given.lease_tokens else []
 
-@toy(HISTORY, "Says who holds the sample that was claimed last.",
-     claim=then(_note_leased))
+@toy(HISTORY, "Says who holds the sample that was claimed last.", claim=then(_note_leased))
 def names_the_newest_lease(self, inspect_partition, request):
     found = inspect_partition(request)
     for name, task in found.tasks.items():
@@ -709,18 +690,15 @@ def _late(error, *, writes=False):
 
 toy.row("HasItsOwnWordForLate", "test_an_operation_that_is_late_may_be_called_again[put_samples]",
         "A deadline that has passed is an error like any other.", put_samples=_late(RuntimeError("late")))
-toy.row("SaysThatItDidNot", HISTORY,
-        "Writes what is late, and says that it did not.",
+toy.row("SaysThatItDidNot", HISTORY, "Writes what is late, and says that it did not.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="not_done"), writes=True))
-toy.row("SaysThatItDid", HISTORY,
-        "Drops what is late, and says that it was done.",
+toy.row("SaysThatItDid", HISTORY, "Drops what is late, and says that it was done.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="done")))
 toy.row("PutsEachTime", "test_a_repeated_put_leaves_the_newer_value[small]",
         "Declares that requests are repeatable, and does not look at their ids.",
         put_samples=asks(request_id=lambda request: new_id()))
 
-toy.row("ForgetsIdsWithThePartition", HISTORY,
-        "Keeps the ids of requests in the partition, which a clear drops.",
+toy.row("ForgetsIdsWithThePartition", HISTORY, "Keeps the ids of requests in the partition, which a clear drops.",
         clear_samples=notes(lambda request: [request] if request.sample_ids is None else []),
         put_samples=lambda self, put, request: put(
             replace(request, request_id=f"{request.request_id}{len(self.seen['noted'])}")))

@@ -161,8 +161,7 @@ def raises_at_the_end(self, read, first):
         raise IndexError(first)
     return records
 
-@toy("test_tags_keep_their_types",
-     "The journal can be written with a NaN in it, and then not be read.")
+@toy("test_tags_keep_their_types", "The journal can be written with a NaN in it, and then not be read.")
 def cannot_read_nan(self, read, first):
     records = read(first)
     if any(struct.pack(">d", math.nan) in record for record in records):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
+from dataplane_testkit._profiles import fewest
 from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, History
 from dataplane_testkit.chaos.index import Hold, Index, Row, Task
 from dataplane_testkit.chaos.rules import Finding, finding
@@ -117,18 +118,9 @@ def shrunk(history: History, found: Finding) -> History:
     last_s = max((call.begin_s for call in found.calls), default=math.inf)
     early = [call for call in calls if call.begin_s <= last_s]
     calls = early if still(early) else calls
-    size = max(1, len(calls) // 2)
-    while size:
-        place = 0
-        while place < len(calls):
-            part = [call for call in calls[place : place + size] if call.name in needed]
-            fewer = [*calls[:place], *part, *calls[place + size :]]
-            if len(fewer) < len(calls) and still(fewer):
-                calls = fewer
-                place += len(part)
-            else:
-                place += size
-        size //= 2
+    proof = [call for call in calls if call.name in needed]
+    others = [call for call in calls if call.name not in needed]
+    calls = [*proof, *fewest(others, lambda part: part if still([*proof, *part]) else None)]
     processes = {call.process for call in calls}
     events = tuple(each for each in history.events if each.process in processes or not each.process)
     return replace(history, calls=tuple(sorted(calls, key=lambda call: call.begin_s)), events=events)

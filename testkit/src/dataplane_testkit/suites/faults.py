@@ -25,6 +25,7 @@ from dataplane_testkit._columns import as_objects, ids, items_of
 from dataplane_testkit._store import Store, not_declared
 from dataplane_testkit._timing import bounded, eventually
 
+_FIELDS: Final = ("x", "y", "z")
 _LONG_S: Final = 600.0
 _SHORT_S: Final = 0.1
 
@@ -44,7 +45,7 @@ class Scene:
     def __init__(self, store: Store, case: Case) -> None:
         store.require(case.needs)
         self.store, self.client, self.case = store, store.client, case
-        self.partition = store.filled(3, tags=[{"n": number} for number in range(3)])
+        self.partition = store.filled(3, *_FIELDS, tags=[{"n": number} for number in range(3)])
         is_held = case.hook in ("ack", "nack", "renew")
         self.held: Any = store.claim(self.partition, 2, lease_s=_LONG_S) if is_held else None
 
@@ -129,7 +130,7 @@ def _dropped(scene: Scene) -> None:
 _TAGS: Final = [{"n": number} for number in range(3)]
 CASES: Final[dict[str, Case]] = {
     "register_partition": Case(
-        "register_partition", lambda s: s.client.register_partition(s.partition, ["x"], None, ["train"]), _opened_anew
+        "register_partition", lambda s: s.client.register_partition(s.partition, _FIELDS, None, ["train"]), _opened_anew
     ),
     "put_samples": Case("put_samples", lambda s: s.put("new", 3), lambda s: s.has(s0=0, s1=1, s2=2, new=3)),
     "put_samples_of_tags": Case(

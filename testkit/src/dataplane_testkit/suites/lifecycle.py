@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Final
 
 import pytest
@@ -22,7 +23,7 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids, naming
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
-from dataplane_testkit._workers import call, read_items
+from dataplane_testkit._workers import read_items
 from dataplane_testkit.suites.faults import CASES, Scene
 
 #: Seconds that the owner of a store starts later than the client that attaches.
@@ -143,9 +144,9 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             for worker in sorted(workers, key=lambda each: each not in owners):
                 ended.callback(worker.close)  # the owner is closed last
             assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
-            workers[0].run(call, "register_partition", "p", ["x"], None, ["train"])
+            workers[0].run(methodcaller("register_partition", "p", ["x"], None, ["train"]))
             for number, worker in enumerate(workers):
-                worker.run(call, "put_samples", [f"s{number}"], "p", {"x": torch.tensor([number])})
+                worker.run(methodcaller("put_samples", [f"s{number}"], "p", {"x": torch.tensor([number])}))
             assert workers[-1].run(read_items, "p", ids(_AT_ONCE), "x") == list(range(_AT_ONCE))
 
     def test_bootstrapping_over_other_options_is_refused(self, store: Store) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataplane_core.errors import InvalidRequestError, LostSamplesError
-from dataplane_core.spec import CallInfo, ClientInfo, PhaseInfo
+from dataplane_core.spec import CallInfo, ClientInfo, PhaseInfo, WorkInfo
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
 from dataplane_testkit._hooks import Hooks, backend_of
@@ -20,6 +20,17 @@ from dataplane_testkit._timing import STARTS_S, eventually
 _LONG_S = 600.0
 #: Rows of a put. Ten such puts reach every unit.
 _NUM_ROWS = 24
+
+
+def _client(**about: Any) -> ClientInfo:
+    made = ClientInfo(client_id=uuid.uuid4().hex, host="a host", pid=7, role="a role", open_s=1.5)
+    return replace(made, metrics_address="a host:8000", **about)
+
+
+def _close(store: Store, *clients: ClientInfo) -> None:
+    """The clients are closed. Otherwise other tests count them for minutes."""
+    for each in clients:
+        store.hooks.announce(each, 0.0)
 
 
 def _put_on_all_units(store: Store, partition: str) -> list[str]:
@@ -99,11 +110,7 @@ class ListingSuite(Suite, chapter="listing"):
     def test_announced_clients_are_listed(self, store: Store) -> None:
         calls = [CallInfo(operation="claim_meta", partition_id="schritt 1 \u2192 \u2713", running_s=3.25)]
         phases = [PhaseInfo(name="generate \u2713", running_s=2.5, partition_id="p", groups=("q1", "q\u00e9"))]
-        about: Any = {"host": "a host", "pid": 7, "open_s": 1.5, "metrics_address": "a host:8000"}
-        other = ClientInfo(client_id=uuid.uuid4().hex, role="a role", **about)
-        mine = replace(
-            other, client_id=uuid.uuid4().hex, role="rollout: 1 \u00e9\n\x00", calls=calls, num_calls=1, phases=phases
-        )
+        mine, other = _client(role="rollout: 1 \u00e9\n\x00", calls=calls, num_calls=1, phases=phases), _client()
         for each in (replace(mine, calls=[], num_calls=0), other, mine):
             told = store.hooks.announce(each, _LONG_S)
         assert told.num_clients >= 2, "announce does not say how many clients there are"
@@ -115,8 +122,27 @@ class ListingSuite(Suite, chapter="listing"):
             assert list(found.calls) == calls
             assert [replace(each, groups=tuple(each.groups)) for each in found.phases] == phases
             assert replace(found, heard_s=0.0, calls=calls, work=(), phases=phases) == mine
-        for each in (mine, other):
-            store.hooks.announce(each, 0.0)  # they are closed. Otherwise other tests count them for minutes
+        _close(store, mine, other)
+
+    def test_clients_that_ended_are_listed_if_asked_for(self, store: Store) -> None:
+        claim = WorkInfo(operation="claim_meta", partition_id="p", fields=("x",), tag_filter={"v": (">=", 7)})
+        closed, silent, back, other = _client(), _client(work=[claim]), _client(), _client()
+        for each in (closed, back, other):
+            store.hooks.announce(each, _LONG_S)
+        _close(store, closed, closed, back, _client())
+        store.hooks.announce(silent, 0.3)
+        store.hooks.announce(back, _LONG_S)
+        made = {each.client_id for each in (closed, silent, back, other)}
+
+        def states(ended: bool) -> dict[str, str]:
+            return {each.client_id: each.state for each in store.hooks.clients(ended=ended) if each.client_id in made}
+
+        is_open = {back.client_id: "open", other.client_id: "open"}
+        eventually(lambda: states(False) == is_open, what="that a silent client is not listed, and others are")
+        assert states(True) == {closed.client_id: "closed", silent.client_id: "silent", **is_open}
+        (found,) = (each for each in store.hooks.clients(ended=True) if each.client_id == silent.client_id)
+        assert [replace(each, fields=tuple(each.fields)) for each in found.work] == [claim]
+        _close(store, back, other)
 
     # --- units --------------------------------------------------------------------------------------------------------
 

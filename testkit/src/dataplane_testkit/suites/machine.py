@@ -17,16 +17,16 @@ from typing import Any, Final
 
 import torch
 
-from dataplane_core.backends import BlobStore, LedgerBackend
+from dataplane_core.backends import BlobStore
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError, LostReplyError, LostSamplesError, MissingDataError
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Claim, ClientInfo, ListClientsRequest, this_process
+from dataplane_core.spec import Capability, Claim, this_process
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
 from dataplane_testkit._hooks import Hooks, backend_of
-from dataplane_testkit._profiles import by_profile, is_long, new_seed
+from dataplane_testkit._profiles import by_profile, fewest, is_long, new_seed
 from dataplane_testkit._store import BOUNDED_BYTES, Store, check_error
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
 from dataplane_testkit.faults import Faults
@@ -38,7 +38,6 @@ from dataplane_testkit.histories import (
     SHORT_S,
     TASKS,
     History,
-    Lose,
     Model,
     Put,
     Repeat,
@@ -54,11 +53,11 @@ _BOUNDED: Final = {25: 16}
 #: How often a history that failed is run again at most, and for how many seconds, to find the calls that matter.
 _MOST_RUNS, _MOST_S = 150, 30.0
 #: Bytes of a cell that fits into a store without others, and into none with what a few refused puts leaked.
-_BRIM: Final = 9 * BOUNDED_BYTES // 10
+_BRIM: Final = 19 * BOUNDED_BYTES // 20
 #: The most seconds that a call may take that can be answered. Only a hang takes as long.
 _ANSWER_S: Final = 6 * PROMPT_S
 
-#: What a comparison proves -> the sentence of docs/contract.md.
+#: What a comparison proves -> the sentence of docs/contract.md, and what to check first.
 RULES: Final = sentences("machine")
 
 
@@ -66,7 +65,8 @@ class Broken(AssertionError):
     """A store differs from the ledger."""
 
     def __init__(self, rule: str, text: str) -> None:
-        super().__init__(f'{text}\nThe last call breaks the contract: "{RULES[rule]}"')
+        sentence, hint = RULES[rule]
+        super().__init__(f'{text}\nThe last call breaks the contract: "{sentence}"\nCheck first: {hint}')
 
 
 def same(rule: str, found: Any, expected: Any, what: str) -> None:
@@ -489,18 +489,6 @@ class StoreMachine:
         self.forget(step.partition_id, step.sample_ids)
         return reply
 
-    def take_lose(self, step: Lose) -> Any:
-        """The payload of a cell is lost, is missed by a read, and is cleared."""
-        can_lose = isinstance(self.store.backend, LedgerBackend) or self.store.case.supplies("lose_payload")
-        if not can_lose or (step.partition_id, step.sample_id, step.field) not in self.cells:
-            return None
-        partition = self.partition(step.partition_id)
-        self.store.lose(partition, step.sample_id, step.field)
-        _, error = _attempt(lambda: self.client.get_samples([step.sample_id], partition, [step.field]))
-        if not isinstance(error, LostSamplesError):
-            raise Broken("lost", f"a read of payload that is lost raised {error!r}, expected a LostSamplesError")
-        return self.take_clear(commands.ClearRequest(step.partition_id, [step.sample_id]))
-
     # --- reads --------------------------------------------------------------------------------------------------------
 
     def take_locate(self, step: commands.Locate) -> Any:
@@ -732,39 +720,6 @@ class StoreMachine:
         self.agree("reset", "reset_consumption", error, self.client.reset_consumption, *about)
         return reply
 
-    # --- clients ------------------------------------------------------------------------------------------------------
-
-    def take_announce(self, step: commands.AnnounceRequest) -> Any:
-        """Another client of the store says that it is there, or closes, or is silent from now on."""
-        reply, _ = self.expected(step)
-        info = replace(step.client, client_id=f"{self.base}{step.client.client_id}")
-        told = self.hooks.announce(info, step.ttl_s)
-        if told.num_clients < reply and step.ttl_s != SHORT_S:
-            raise Broken("clients", f"the store says that it has {told.num_clients} clients, but {reply} are listed")
-        if step.ttl_s == SHORT_S:
-            self.model.now += 2 * SHORT_S
-
-            def is_listed() -> bool:
-                return any(each.client_id == info.client_id for each in self.hooks.clients())
-
-            with proving("ended"):
-                eventually(lambda: not is_listed(), what="the end of a client that is silent")
-        return reply
-
-    def take_list_clients(self, step: ListClientsRequest) -> Any:
-        """Lists the clients that were announced."""
-        reply, _ = self.expected(step)
-        listed = self.hooks.clients(ended=step.ended)
-        mine = {each.client_id.removeprefix(self.base): each for each in listed if each.client_id.startswith(self.base)}
-
-        def about(each: ClientInfo) -> Any:
-            return each.pid, each.state, list(each.calls)
-
-        rule = "ended" if step.ended else "clients"
-        found = {name: about(each) for name, each in mine.items()}
-        same(rule, found, {each.client_id: about(each) for each in reply}, "the clients")
-        return reply
-
 
 def until_it_agrees(check: Callable[[], None]) -> None:
     """Asks again for a while: a store may tell a shortfall that it found a moment ago for another claim."""
@@ -843,17 +798,17 @@ class Failure:
 
 def shrunk(failure: Failure, again: Callable[[Sequence[Step]], Failure | None]) -> Failure:
     """The failure of a history with as few steps as leaving out steps can reach within a bounded number of runs."""
-    give_up, runs, size = time.monotonic() + _MOST_S, 0, len(failure.steps) // 2
-    while size:
-        at = 0
-        while at < len(failure.steps) and runs < _MOST_RUNS and time.monotonic() < give_up:
-            runs += 1
-            found = again([*failure.steps[:at], *failure.steps[at + size :]])
-            if found is None or len(found.steps) >= len(failure.steps):
-                at += size
-            else:
-                failure = found
-        size //= 2
+    give_up, runs = time.monotonic() + _MOST_S, iter(range(_MOST_RUNS))
+
+    def still(steps: list[Step]) -> list[Step] | None:
+        nonlocal failure
+        found = again(steps) if time.monotonic() < give_up and next(runs, None) is not None else None
+        if found is None or len(found.steps) >= len(failure.steps):
+            return None
+        failure = found
+        return found.steps
+
+    fewest(failure.steps, still)
     return failure
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.reduction import ForkingPickler
+from operator import methodcaller
 from typing import Any, Final
 from unittest import mock
 
@@ -70,36 +71,36 @@ class ProcessSuite(Suite, chapter="processes"):
             store.put(partition, [f"s{value}"], [{"n": value}], x=torch.tensor([value]))
             assert worker.run(_workers.read_items, partition, [f"s{value}"], "x") == [value]
         theirs = batch(2, x=torch.tensor([7, 8]), o=as_objects({"a": 1}, None))
-        worker.run(_workers.call, "put_samples", ["w0", "w1"], partition, theirs)
+        worker.run(methodcaller("put_samples", ["w0", "w1"], partition, theirs))
         found = store.get(partition, ["w1", "w0"], "x", "o")
         assert found["x"].tolist() == [8, 7]
         assert items_of(found["o"]) == [None, {"a": 1}]
 
     def test_registrations_and_clears_cross_processes(self, store: Store) -> None:
         (worker,), partition = store.deployment.workers(1), store.filled(3)
-        worker.run(_workers.call, "register_partition", partition, ["x"], None, ["train"])
+        worker.run(methodcaller("register_partition", partition, ["x"], None, ["train"]))
         assert not store.has(partition, "s0")
         store.put(partition, ids(3), x=torch.arange(3) / 2)
         assert worker.run(_workers.read_items, partition, ids(3), "x") == [0, 0.5, 1]
-        worker.run(_workers.call, "put_samples", ["w"], partition, batch(1, x=torch.tensor([4.0])))
+        worker.run(methodcaller("put_samples", ["w"], partition, batch(1, x=torch.tensor([4.0]))))
         store.client.clear_samples(["s1", "w"], partition)
         for gone in ("s1", "w"):
             with store.refusal(KeyError, f"'{gone}'"):
                 worker.run(_workers.read_items, partition, ["s0", gone], "x")
-        worker.run(_workers.call, "clear_samples", None, partition)
+        worker.run(methodcaller("clear_samples", None, partition))
         with store.refusal(KeyError, partition):
             store.get(partition, ["s0"])
 
     def test_a_lease_may_be_settled_elsewhere(self, store: Store) -> None:
         (worker,), partition = store.deployment.workers(1), store.filled(2)
-        meta = worker.run(_workers.claim_leased, partition, "train", 2, 600.0)
+        meta = worker.run(methodcaller("claim_meta", partition, "train", ["x"], 2, lease_s=600.0))
         assert not store.client.check_consumption_status(partition, ["train"])
         store.client.ack(meta)
-        assert worker.run(_workers.call, "check_consumption_status", partition, ["train"])
+        assert worker.run(methodcaller("check_consumption_status", partition, ["train"]))
 
     def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
         (worker,), partition = store.deployment.workers(1), store.filled(4)
-        lost = worker.run(_workers.claim_leased, partition, "train", 4, 0.5)
+        lost = worker.run(methodcaller("claim_meta", partition, "train", ["x"], 4, lease_s=0.5))
         assert lost.sample_ids == ids(4)
         worker.kill()
         found = eventually(lambda: store.claim(partition, 4, lease_s=600).sample_ids, what="the return of a lost claim")

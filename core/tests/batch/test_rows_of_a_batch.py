@@ -170,7 +170,9 @@ def test_a_slice_is_a_view_and_chunks_and_shards_are_copies_that_pickle_small():
         batch.shard_by_batch_size(6)[0],
         batch.shard_by_batch_size(6, allow_uneven_shards=True)[0],
     ]
-    batch["ids"].fill_(9), batch["table"].fill(9), batch["patches"].values().fill_(9)
+    batch["ids"].fill_(9)
+    batch["table"].fill(9)
+    batch["patches"].values().fill_(9)
     batch["names"][0] = "changed"
     for copied in copies:
         assert rows_of(copied) == [0]

@@ -62,6 +62,7 @@ SIX = batch_of(6)
 TAKEN = {
     "a slice": (lambda: [SIX.slice(2, 5), SIX.slice(6, 6)], [[2, 3, 4], []]),
     "chunks": (lambda: [SIX.chunk(rank, 3) for rank in range(3)], [[0, 1], [2, 3], [4, 5]]),
+    "one chunk": (lambda: [SIX.chunk(0, 1)], [[0, 1, 2, 3, 4, 5]]),
     **{
         f"indices in a {form.__name__}": (lambda form=form: [SIX.select_indices(form([3, 0, 3, -1]))], [[3, 0, 3, 5]])
         for form in (list, torch.tensor, np.array)

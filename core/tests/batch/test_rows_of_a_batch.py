@@ -62,6 +62,7 @@ SIX = batch_of(6)
 TAKEN = {
     "a slice": (lambda: [SIX.slice(2, 5), SIX.slice(6, 6)], [[2, 3, 4], []]),
     "chunks": (lambda: [SIX.chunk(rank, 3) for rank in range(3)], [[0, 1], [2, 3], [4, 5]]),
+    "one chunk": (lambda: [SIX.chunk(0, 1)], [[0, 1, 2, 3, 4, 5]]),
     **{
         f"indices in a {form.__name__}": (lambda form=form: [SIX.select_indices(form([3, 0, 3, -1]))], [[3, 0, 3, 5]])
         for form in (list, torch.tensor, np.array)
@@ -170,7 +171,9 @@ def test_a_slice_is_a_view_and_chunks_and_shards_are_copies_that_pickle_small():
         batch.shard_by_batch_size(6)[0],
         batch.shard_by_batch_size(6, allow_uneven_shards=True)[0],
     ]
-    batch["ids"].fill_(9), batch["table"].fill(9), batch["patches"].values().fill_(9)
+    batch["ids"].fill_(9)
+    batch["table"].fill(9)
+    batch["patches"].values().fill_(9)
     batch["names"][0] = "changed"
     for copied in copies:
         assert rows_of(copied) == [0]

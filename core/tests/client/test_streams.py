@@ -28,6 +28,7 @@ from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 NUM = 10
 IDS = [f"s{i}" for i in range(NUM)]
+ONLY_SYNC = pytest.mark.parametrize("opened", ["sync"], indirect=True)
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 2])
 
 
@@ -39,9 +40,6 @@ def client(faults, opened):
         made.register_partition("endless", ["x"], None, ["t"])
         made.put_samples(IDS, "p", {"x": torch.arange(NUM)})
         yield made
-
-
-only_sync = pytest.mark.parametrize("opened", ["sync"], indirect=True)
 
 
 def _consumed(client):
@@ -90,7 +88,7 @@ def test_what_is_not_acked_is_given_back_when_the_loop_is_left(client, prefetch,
     assert [name for batch in client.stream("p", "t", ["x"], 4) for name in batch.meta.sample_ids] == IDS[4:]
 
 
-@only_sync
+@ONLY_SYNC
 @PREFETCH
 def test_a_stream_in_a_reference_cycle_is_given_back_by_a_thread_that_has_a_lock_of_the_client(client, prefetch):
     class Holds:
@@ -113,7 +111,7 @@ def test_a_stream_in_a_reference_cycle_is_given_back_by_a_thread_that_has_a_lock
     _all_given_back(client)
 
 
-@only_sync
+@ONLY_SYNC
 def test_leases_are_renewed_while_a_batch_is_worked_on_and_while_it_is_read_ahead(client):
     def oldest_held_s():
         lease = client.describe("p").tasks["t"].oldest_lease
@@ -182,7 +180,7 @@ def test_closing_a_stream_or_its_client_ends_a_wait_which_is_listed(client, end,
         next(batches)
 
 
-@only_sync
+@ONLY_SYNC
 def test_closing_a_stream_whose_thread_is_between_two_batches_ends_a_wait(client):
     batches = client.stream("p", "t", ["x"], 1)
     batches._feed._free = SimpleQueue()
@@ -193,7 +191,7 @@ def test_closing_a_stream_whose_thread_is_between_two_batches_ends_a_wait(client
         waiting.result()
 
 
-@only_sync
+@ONLY_SYNC
 @pytest.mark.parametrize("faults", [Gate("claim", before=False)])
 def test_what_is_claimed_while_the_stream_is_closed_is_given_back(client, faults):
     batches = client.stream("p", "t", ["x"], 1, prefetch=0)
@@ -206,7 +204,7 @@ def test_what_is_claimed_while_the_stream_is_closed_is_given_back(client, faults
     assert _num_leased(client) == 0
 
 
-@only_sync
+@ONLY_SYNC
 def test_time_in_which_the_loop_works_does_not_count_for_the_timeout(client):
     client.put_samples(["a"], "endless", {"x": [1]})
     with client.stream("endless", "t", ["x"], 1, timeout_s=3.0) as batches:
@@ -218,7 +216,7 @@ def test_time_in_which_the_loop_works_does_not_count_for_the_timeout(client):
             next(batches)
 
 
-@only_sync
+@ONLY_SYNC
 def test_metas_are_held_until_their_leases_have_ended(client, faults):
     held = HeldMetas(client, 60.0)
     metas = [client.claim_meta("p", "t", ["x"], 4, lease_s=30.0) for _ in range(2)]
@@ -245,7 +243,7 @@ def test_metas_are_held_until_their_leases_have_ended(client, faults):
     assert _num_leased(client) == 0
 
 
-@only_sync
+@ONLY_SYNC
 def test_a_stream_is_refused_in_a_fork_and_a_batch_can_be_acked_by_hand(client):
     batches = client.stream("p", "t", ["x"], 2)
     next(batches)
@@ -265,7 +263,7 @@ def test_a_stream_is_refused_in_a_fork_and_a_batch_can_be_acked_by_hand(client):
     assert _consumed(client) == IDS[:2]
 
 
-@only_sync
+@ONLY_SYNC
 def test_a_thread_that_cannot_be_started_ends_the_stream(client, monkeypatch):
     def fail(thread):
         raise RuntimeError("can't start new thread")

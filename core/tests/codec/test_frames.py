@@ -176,8 +176,9 @@ def test_rows_that_claim_too_much_together_are_refused_and_so_is_a_cell_by_its_w
     assert unframe_cell(huge).shape == (2**45, 0)
     with pytest.raises(FrameError, match="together"):
         unframe_column([huge] * 9)
-    with pytest.raises(InvalidTypeError, match="at most 64 dims"):
-        frame_cell(torch.empty(0, MAX_CELL_BYTES))
+    for cell in (torch.empty(0, MAX_CELL_BYTES), {"t": torch.empty(0, MAX_CELL_BYTES)}):
+        with pytest.raises(InvalidTypeError, match="at most 64 dims"):
+            frame_cell(cell)
 
 
 def test_every_byte_of_a_frame_may_be_damaged_and_every_truncation_is_refused():

@@ -95,6 +95,8 @@ def test_a_width_grows_from_part_to_part():
     found = narrowed(values)
     assert found.dtype == torch.int32
     assert torch.equal(found.to(torch.int64), values)
+    rows = jagged([found[:3], found[3:7]])
+    assert same_rows(widened(rows, torch.int64), values[:7].split([3, 4]))
 
 
 @pytest.mark.parametrize(

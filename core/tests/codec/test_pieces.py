@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.codec import ALL_DTYPES, Piece, Ragged, merge_pieces, offsets_of
+from dataplane_core.codec import ALL_DTYPES, Piece, Ragged, merge_pieces, offsets_of, rows_in_order
 
 
 def cells_of(column):
@@ -57,3 +57,11 @@ def test_items_are_copied():
     merged = merge_pieces([Piece(stored, [1, 0], [0, 1])])
     assert merged[0] == {"a": [1]}
     assert merged[0] is not stored[1]
+
+
+def test_rows_in_order_are_known_in_any_form():
+    assert rows_in_order([3, 4, 5], 3, 3)
+    assert rows_in_order(range(3, 6), 3, 3)
+    assert rows_in_order([], 0, 0)
+    assert not rows_in_order([3, 5, 4], 3, 3)
+    assert not rows_in_order([3, 4], 3, 3)

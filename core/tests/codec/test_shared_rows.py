@@ -85,6 +85,8 @@ def test_small_equal_rows_are_sent_as_ever_and_columns_with_equal_rows_can_be_co
 def test_a_wire_without_shared_rows_gets_every_row():
     columns, _ = encode_columns(lazy([IMAGES[0]] * 3), 3, WireFormat())
     assert columns["x"].shape == (3, LENGTH, 4)
+    columns, _ = encode_columns(lazy([IMAGES[0], IMAGES[0].clone()]), 2, SHARED)
+    assert list(columns["x"].index) == [0, 0]
 
 
 @pytest.mark.parametrize("one_hash", [False, True])

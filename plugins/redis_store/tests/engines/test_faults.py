@@ -390,6 +390,7 @@ def test_a_small_column_beside_a_large_one_comes_with_the_reply_of_one_script(pl
     image = torch.rand(3, 100_000)
     client.register_partition("p", ["x", "image"], None, ["train"])
     client.put_samples(ids, "p", {"x": torch.arange(3), "image": image})
+    client.get_samples(ids, "p", ["x"])  # the server has the script now
     assert read() == [0, 1, 2]
     client.put_samples(["b"], "p", {"x": torch.tensor([7])})
     assert read() == [0, 7, 2]

@@ -9,7 +9,7 @@ import pytest
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
 from dataplane_mooncake import TQMooncakeBackend
-from dataplane_testkit import BackendConformance, Settings, run_chaos
+from dataplane_testkit import AuthorsClass, BackendConformance, Settings, run_chaos
 
 
 def options_of(instance, ray_address):
@@ -47,8 +47,12 @@ class TestTQMooncake(BackendConformance):
         return {**options, "num_storage_units": 2}
 
 
+class TQMooncake(AuthorsClass):
+    backend = "tq_mooncake"
+
+
 def test_a_random_history_keeps_the_contract(ray_address, tmp_path):
     """Of processes that are killed and stopped."""
     options = options_of("random", ray_address)
-    verdict = run_chaos(TestTQMooncake(), options, Settings.brief(), folder=tmp_path)
+    verdict = run_chaos(TQMooncake(), options, Settings.brief(), folder=tmp_path)
     assert verdict.passed, verdict

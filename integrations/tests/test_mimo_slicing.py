@@ -130,6 +130,7 @@ def test_modules_that_share_ranks_are_cut_each_by_its_own_parallelism():
     assert part["num_items"] == 4
 
 
+TOO_MANY_PATCHES = {**images((1, 2, 1), (1, 1, 1)), "hidden_states": rows(4, 2)}
 TWO = {"input_ids": rows(4), "modality_inputs": {"vision": {"pixels": rows(4)}}}
 
 
@@ -140,11 +141,7 @@ TWO = {"input_ids": rows(4), "modality_inputs": {"vision": {"pixels": rows(4)}}}
         ({"position_ids": rows(3, 5, 2)}, (0, 2), "'position_ids' has 5 rows on dim 1"),
         ({"modality_inputs": {"vision": {"pixels": rows(3)}}}, (0, 2), r"'modality_inputs\.vision\.pixels' has 3 rows"),
         ({"vision": images((1, 1, 1), (1, 1, 1), (1, 2, 1))}, (0, 2), r"'vision\.grid_thw' has 3 images"),
-        # images that do not fit their patches
-        (
-            {"vision": {**images((1, 2, 1), (1, 1, 1)), "hidden_states": rows(4, 2)}},
-            *((0, 2), r"'vision\.hidden_states' has 4 rows.*3"),
-        ),
+        ({"vision": TOO_MANY_PATCHES}, (0, 2), r"'vision\.hidden_states' has 4 rows.*3"),
         # a parallelism that makes no sense
         (TWO, (2, 2), "dp_rank 2 of dp_size 2"),
         (TWO, (-1, 2), "dp_rank -1"),

@@ -164,7 +164,9 @@ FAILURES = {
     "it cannot read": (lambda: _raise(_MISSING), "MissingDataError", "MissingDataError", "'a_g0' lacks 'advantages'"),
     "an error that cannot be pickled": (
         lambda: _raise(LocalError(3, "the socket is gone")),
-        *("LocalError", "DataPlaneError", "the socket is gone (3)"),
+        "LocalError",
+        "DataPlaneError",
+        "the socket is gone (3)",
     ),
     "a column that cannot be pickled": (_bad([lambda: None]), "", "", "pickle"),
     "a tensor without bytes": (_bad(torch.zeros(3, device="meta")), "InvalidTypeError", "InvalidTypeError", "layout"),

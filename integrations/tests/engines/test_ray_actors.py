@@ -50,22 +50,18 @@ def test_too_few_cpus_are_said_with_numbers():
     assert "num_cpus=" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("requests", "nodes", "message"),
-    [
-        (_requests(4, num_gpus=1), None, "ask for 4 GPUs, the cluster has 0"),
-        # two nodes of 4: the sum would do; a second node takes longer to start than all these tests
-        (_requests(1, num_cpus=6), [{"CPU": 4.0}, {"CPU": 4.0}], "'worker 0' cannot be placed: it asks for 6 CPUs"),
-        (_requests(3, num_cpus=3), None, r"ask for 9 logical CPUs, the cluster has 8, 2 of them free"),
-    ],
-)
-def test_what_the_cluster_lacks_is_said_and_what_others_hold_counts(monkeypatch, requests, nodes, message):
-    monkeypatch.setattr("dataplane_integrations.ray.actors._SETTLE_S", 0.0)  # nothing has ended
+def test_what_the_cluster_lacks_is_said_and_what_others_hold_counts(monkeypatch):
+    with pytest.raises(PlacementError, match="ask for 4 GPUs, the cluster has 0"):
+        check_placement(_requests(4, num_gpus=1))
     with start_actors(_requests(2, num_cpus=3)):
-        if nodes:
-            monkeypatch.setattr("dataplane_integrations.ray.actors._nodes", lambda: nodes)
-        with pytest.raises(PlacementError, match=message):
-            check_placement(requests)
+        monkeypatch.setattr("dataplane_integrations.ray.actors._SETTLE_S", 0.0)  # nothing has ended
+        with pytest.raises(PlacementError, match=r"ask for 2\.5 logical CPUs, the cluster has 8, 2 of them free"):
+            check_placement(_requests(1, num_cpus=2.5))
+    monkeypatch.undo()
+    # two nodes of 4: the sum would do; a second node takes longer to start than all these tests
+    monkeypatch.setattr("dataplane_integrations.ray.actors._nodes", lambda: [{"CPU": 4.0}, {"CPU": 4.0}])
+    with pytest.raises(PlacementError, match="'worker 0' cannot be placed: it asks for 6 CPUs, the largest of 2 nodes"):
+        check_placement(_requests(1, num_cpus=6))
 
 
 def test_a_constructor_that_raises_ends_the_others():

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[Any, list[list[int]]]] = {
     "context and tensor parallel": (((1, 2, 2), ("dp", "cp", "tp")), [[0, 1, 2, 3]]),
     "context parallel": (((2, 2, 1), ("dp", "cp", "tp")), [[0, 1], [2, 3]]),
     "split data axis": (((2, 1, 2), ("dp_replicate", "dp_shard", "tp")), [[0, 1], [2, 3]]),
+    "two data axes": (((2, 2, 1), ("dp_replicate", "dp_shard", "tp")), [[0], [1], [2], [3]]),
     "long names": (((1, 4), ("data_parallel", "tensor_parallel")), [[0, 1, 2, 3]]),
     "Megatron's data": ({}, [[0], [1], [2], [3]]),
     "Megatron's tensor, data": ({"tensor": 2}, [[0, 1], [2, 3]]),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -128,50 +129,63 @@ for place in range(100_000):
 FILTERS = TRAINER.replace("4, ", "4, tag_filter={'weight_version': ('>=', 7)}, ")
 HANGS = 'with client.phase("generate"):\n    time.sleep(1000)'
 CLOSES = "client.close()\ntime.sleep(1000)"
-#: For what is a fault only after five times the patience.
-IMPATIENT = {"patience_s": 0.3}
 
-#: What the process beside the trainer does, how the run differs, the cause, and texts of the verdict, which names
-#: this process.
-INCIDENTS = {
-    "stopped": (rollout(2), {"stops": 2}, "stopped", ["(rollout) is stopped"]),
-    "filter": (
+
+@dataclass
+class Incident:
+    """What the process beside the trainer does, the cause that is named, and texts of the verdict."""
+
+    cause: str
+    program: str
+    texts: list[str]
+    trainer: str = TRAINER
+    patience_s: float = 0.3  # for what is a fault only after five times the patience
+    num_samples: int | None = None
+    group_size: int | None = None
+    is_stopped: bool = False
+
+
+INCIDENTS = [
+    Incident("stopped", rollout(2), ["(rollout) is stopped"], patience_s=2.0, is_stopped=True),
+    Incident(
+        "filter",
         rollout(7),
-        {**IMPATIENT, "trainer": FILTERS},
-        *("filter", ["7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6."]),
+        ["7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6."],
+        trainer=FILTERS,
     ),
-    "group": (
+    Incident(
+        "group",
         PUTS_A_GROUP,
-        {**IMPATIENT, "group_size": 4},
-        *("group", ["'q17' has 3 of 4. 'q17_g3' was never put. It is made by ", "(rollout) in generate for "]),
+        ["'q17' has 3 of 4. 'q17_g3' was never put. It is made by ", "(rollout) in generate for "],
+        group_size=4,
     ),
-    "evicted": (PUTS_AND_CLEARS, IMPATIENT, "evicted", ["were cleared by ", "before they were given to it"]),
-    "short": (
-        *(rollout(10, then=CLOSES), {"num_samples": 12}),
-        *("short", ["10 of 12 samples came, and no more will.", "closed its client"]),
+    Incident("evicted", PUTS_AND_CLEARS, ["were cleared by ", "before they were given to it"]),
+    Incident(
+        "short",
+        rollout(10, then=CLOSES),
+        ["10 of 12 samples came, and no more will.", "closed its client"],
+        patience_s=2.0,
+        num_samples=12,
     ),
-    "silent": (
-        *(rollout(3, then=HANGS), IMPATIENT),
-        *("silent", ["It is alive, but silent in generate for ", "it last put samples "]),
-    ),
-}
+    Incident("silent", rollout(3, then=HANGS), ["It is alive, but silent in generate for ", "it last put samples "]),
+]
 
 
-@pytest.mark.parametrize(("program", "more", "cause", "texts"), INCIDENTS.values(), ids=INCIDENTS)
-def test_an_incident_is_told_with_its_cause_and_its_process(start_run, program, more, cause, texts):
-    run, sizes = start_run(patience_s=more.get("patience_s", 2.0)), (more.get("num_samples"), more.get("group_size"))
-    run.client.register_partition("step", ["x", "reward"], sizes[0], ["trainer"], sizes[1])
-    run.start("trainer", more.get("trainer", TRAINER))
-    producer = run.start("rollout", program)
-    if "stops" in more:
-        run.is_announced(producer, "put_samples", more["stops"])
+@pytest.mark.parametrize("incident", INCIDENTS, ids=lambda each: each.cause)
+def test_an_incident_is_told_with_its_cause_and_its_process(start_run, incident):
+    run = start_run(patience_s=incident.patience_s)
+    run.client.register_partition("step", ["x", "reward"], incident.num_samples, ["trainer"], incident.group_size)
+    run.start("trainer", incident.trainer)
+    producer = run.start("rollout", incident.program)
+    if incident.is_stopped:
+        run.is_announced(producer, "put_samples", 2)
         producer.send_signal(signal.SIGSTOP)
-    named = [] if cause == "filter" else [f"process {producer.pid} on "]
-    run.names(cause, *named, *texts)
+    named = [] if incident.cause == "filter" else [f"process {producer.pid} on "]
+    run.names(incident.cause, *named, *incident.texts)
 
 
 def test_a_task_whose_name_is_misspelt(start_run):
-    run = start_run(**IMPATIENT)
+    run = start_run(patience_s=0.3)
     run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
     claimer = run.start("trainer", TRAINER)
     run.client.put_samples([f"s{place}" for place in range(4)], "step", {"x": [1.0] * 4, "reward": [1.0] * 4})

@@ -434,7 +434,7 @@ toy.row("ReadyWithoutTheExtras", HISTORY, "A claim minds the registered fields o
 toy.row("RanksTakeWhatIsLeft", HISTORY, "With the default sampler, each rank takes its batch for itself.",
         claim=asks(dp_size=lambda request: None if request.sampler == "first_write" else request.dp_size))
 
-toy.row("TellsTheEndToOne", HISTORY, "Does not keep that there is no further batch.",
+toy.row("TellsTheEndToOne", "test_the_end_is_the_same_for_all_ranks", "Does not keep that there is no further batch.",
         claim=forgets(lambda partition: [batches.ended for batches in partition.batches.values()]))
 
 @toy(HISTORY, "A sample that was cleared and written anew is of its batch again.")

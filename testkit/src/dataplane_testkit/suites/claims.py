@@ -97,3 +97,13 @@ class ClaimSuite(Suite, chapter="claims"):
         again = batch(one, 0, None)
         assert again.sample_ids == ["s0", "s1"]
         assert batch(two, 0, 0) == again, "a new registration does not begin with batch 0"
+
+    def test_the_end_is_the_same_for_all_ranks(self, store: Store) -> None:
+        partition = store.filled(2, num_samples=2)
+        claim = partial(store.claim, partition, 1, lease_s=_LONG_S, dp_size=2, blocking=True, timeout_s=30.0)
+        first = [claim(dp_rank=rank, batch_index=0) for rank in (0, 1)]
+        assert [meta.sample_ids for meta in first] == [["s0"], ["s1"]]
+        assert claim(dp_rank=0, batch_index=1).size == 0
+        store.client.nack(first[0])
+        assert claim(dp_rank=1, batch_index=1).size == claim(dp_rank=0, batch_index=1).size == 0
+        assert [claim(dp_rank=rank, batch_index=2).sample_ids for rank in (1, 0)] == [[], ["s0"]]

@@ -180,7 +180,6 @@ def test_a_length_out_of_range_is_refused_with_its_place(pack):
             for bins in ([[0]], [[0, 1], [1]], [[0], [2]], [[0, 1]])
         ),
     ],
-    ids=str,
 )
 def test_what_cannot_be_packed_is_refused(call, said):
     with pytest.raises(InvalidRequestError, match=said):

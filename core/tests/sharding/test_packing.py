@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.sharding import (
@@ -103,6 +103,13 @@ def test_packers_do_what_they_say(problem, seed):
     assert concatenative(lengths, capacity) == next_fit(lengths, capacity)
     assert first_fit_decreasing(lengths, capacity) == first_fit(falling, lengths, capacity)
     assert first_fit_shuffle(lengths, capacity, seed=seed) == first_fit(shuffled, lengths, capacity)
+
+
+@given(problems())
+@example(([5, 11, 10, 5, 5, 7], 12))  # long ones in pairs with medium ones
+@example(([16, 11, 5, 4, 7], 20))
+def test_modified_first_fit_decreasing_goes_through_the_five_phases(problem):
+    lengths, capacity = problem
     bins = modified_first_fit_decreasing(lengths, capacity)
     assert [[lengths[position] for position in each] for each in bins] == five_phases(lengths, capacity)
 

@@ -140,7 +140,6 @@ def test_puts_and_reads_under_way_go_on(two):
 
 def test_a_master_that_stays_away_is_named_and_worth_another_try(two, connect, ray_address, monkeypatch):
     owner, patient = two
-    client = connect(bootstrap=False, op_timeout_s=3.0, ray_address=ray_address, instance="again")
 
     def refuse(deadline):
         raise RuntimeError("not now")
@@ -148,6 +147,7 @@ def test_a_master_that_stays_away_is_named_and_worth_another_try(two, connect, r
     with monkeypatch.context() as away:
         away.setattr(instance(owner), "unmount_all", refuse)
         kill_master(owner)
+        client = connect(bootstrap=False, op_timeout_s=3.0, ray_address=ray_address, instance="again")
         with pytest.raises(DataPlaneError, match=r"mooncake_master at .* of instance 'again' (died|is dead)") as error:
             client.put_samples(["t"], "p", values(1, ["t"]))
         assert error.value.retryable

@@ -2,9 +2,12 @@
 mounted. So all tests share an instance."""
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import threading
+import time
 
 import pytest
 import ray
@@ -138,24 +141,78 @@ def test_puts_and_reads_under_way_go_on(two):
     assert list(client.list_samples("p").sample_ids) == []
 
 
-def test_a_master_that_stays_away_is_named_and_worth_another_try(two, connect, ray_address, monkeypatch):
-    owner, patient = two
-    client = connect(bootstrap=False, op_timeout_s=3.0, ray_address=ray_address, instance="again")
+@pytest.fixture
+def away(two, monkeypatch):
+    """The master of ``two`` dies, and is away until ``away`` is called."""
+    owner, _ = two
+    unmount = instance(owner).unmount_all
 
     def refuse(deadline):
         raise RuntimeError("not now")
 
-    with monkeypatch.context() as away:
-        away.setattr(instance(owner), "unmount_all", refuse)
-        kill_master(owner)
-        with pytest.raises(DataPlaneError, match="the mooncake_master at") as error:
-            client.put_samples(["t"], "p", values(1, ["t"]))
-        assert error.value.retryable
+    monkeypatch.setattr(instance(owner), "unmount_all", refuse)
+    kill_master(owner)
+    return lambda: monkeypatch.setattr(instance(owner), "unmount_all", unmount)
+
+
+_ATTACHES = """
+import json, sys
+import ray
+from dataplane_core import connect
+config = json.loads(sys.argv[1])
+ray.init(config["options"]["ray_address"], log_to_driver=False)
+print("now", flush=True)
+with connect(config, bootstrap=False) as client:
+    client.put_samples(["t"], "p", {"x": [[7] * 1000]})
+    print(client.get_samples(["t"], "p", ["x"])["x"].sum().item(), flush=True)
+"""
+
+
+def test_a_client_attaches_while_the_master_is_away(two, away, ray_address, python):
+    options = {"ray_address": ray_address, "instance": "again", "local_buffer_size_bytes": 4 << 20}
+    config = json.dumps({"backend": "tq_mooncake", "options": options, "op_timeout_s": 90.0})
+    with python.start("-c", _ATTACHES, config, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "now\n"
+            time.sleep(3.0)  # most of the tries fall into the time without a master
+            assert process.poll() is None
+            away()
+            assert process.stdout.readline() == "7000\n"
+        finally:
+            process.kill()
+
+
+def test_a_master_that_stays_away_is_named_and_worth_another_try(two, away, connect, ray_address):
+    owner, patient = two
+    client = connect(bootstrap=False, op_timeout_s=3.0, ray_address=ray_address, instance="again")
+    with pytest.raises(DataPlaneError, match="the mooncake_master at") as error:
+        client.put_samples(["t"], "p", values(1, ["t"]))
+    assert error.value.retryable
+    away()
     patient.put_samples(["t"], "p", values(1, ["t"]))
     assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(1, ["t"])["x"])
 
 
-def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, pid_of):
+@pytest.fixture
+def kill_unit(pid_of):
+    return lambda client, number: os.kill(pid_of(instance(client).units[number].actor), signal.SIGKILL)
+
+
+def test_a_unit_that_dies_with_the_master_comes_back_too(two, kill_unit):
+    owner, client = two
+    client.put_samples(NAMES, "p", values(1))
+    kill_unit(owner, 0)
+    kill_master(owner)
+    with pytest.raises(LostSamplesError) as lost:
+        client.get_samples(NAMES, "p", ["x"])
+    assert list(lost.value.missing_samples) == NAMES
+    client.clear_samples(NAMES, "p")
+    client.put_samples(NAMES, "p", values(2))
+    eventually(lambda: len(instance(owner).segments) == 2, 60.0)
+    assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(2)["x"])
+
+
+def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
     """Of 40 samples, each of its own put, both units hold some."""
     owner, client = two
     names = [f"u{number}" for number in range(40)]
@@ -164,7 +221,7 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, pid_of):
     held = client.claim_meta("p", "train", ["x"], 40, lease_s=600.0)
     places = listening(owner)
 
-    os.kill(pid_of(instance(owner).units[0].actor), signal.SIGKILL)
+    kill_unit(owner, 0)
 
     with pytest.raises(LostSamplesError) as error:
         client.get_samples(names, "p", ["x"])

@@ -88,6 +88,7 @@ def test_rates_and_partitions_that_are_cleared(client):
     client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
     now += 4.0
     assert asked(looks).partitions["step-1"]["written_per_s"] == 0.5
+    assert asked(Looks(client, "step-1")).partitions.keys() == {"step-1"}
     client.clear_samples(None, "step-1")
     assert asked(looks).partitions == {}
     assert "0 partitions" in shown(looks)

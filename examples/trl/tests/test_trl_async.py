@@ -169,9 +169,10 @@ def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(c
 
 
 def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version_is_given_back(
-    client: DataPlaneClient, worker: StoreRolloutWorker
+    client: DataPlaneClient,
 ) -> None:
     def refused(error: type[Exception], named: str) -> None:
+        worker = StoreRolloutWorker(client, "answers", "train", claim_size=2)
         worker.start()
         eventually(lambda: not worker._thread.is_alive())
         for call in (worker.check_health, worker.update_model_version):
@@ -183,7 +184,7 @@ def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version
     refused(InvalidRequestError, r"sample 'p0_g0' of 'answers' has no tag 'weight_version'")
     assert counts(client) == (2, 0)
     client.clear_samples(None, "answers")
-    refused(UnknownPartitionError, "'answers'")
+    refused(UnknownPartitionError, "answers")
 
 
 def test_the_end_of_the_partition_is_said(client: DataPlaneClient, worker: StoreRolloutWorker) -> None:

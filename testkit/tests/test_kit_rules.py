@@ -206,7 +206,7 @@ OF_PLAIN = {
 
 
 def test_what_an_author_gives_is_used_and_what_is_left_out_is_not_run(run):
-    more = ("copied_no_more", "order_asked_for", "later_puts_add", "test_counts", "of_my_own")
+    more = ("copied_no_more", "order_asked_for", "get_all_fields", "test_counts", "of_my_own")
     result, reports = run(STORES, "-k", " or ".join((*OF_PLAIN, *more)))
     assert not {"failed", "errors"} & result.parseoutcomes().keys()
     found = selected(reports["plain"])

@@ -318,7 +318,7 @@ class History:
                 self._next.append(lambda: commands.ClearRequest(step.partition_id, ids))
             elif again == "put":
                 self._next.append(lambda: self._put(step.partition_id, ids))
-                self._next.append(lambda: self._claim(step.partition_id))
+                self._next += [lambda: self._claim(step.partition_id)] if "claim" in self._weights else []
             else:
                 self._next.append(self._repeat)
 

@@ -92,7 +92,7 @@ _TESTS = {
     "CarriesRows": (_COLUMNS, 35, {"test_narrow_integers_take_less_room": "not declared"}),
     "CarriesBytes": (_COLUMNS, 35, {}),
     "StandsStill": ("nobody_settles", 1, {}),
-    "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 8, {}),
+    "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 6, {}),
     "Plain": (f"{_BLOBS} or {_PROCESSES}", 50, {}),
     "OneCapacity": ("clients_with_other_room", 0, {_OTHER_ROOM: "not declared"}),
 }

@@ -188,8 +188,7 @@ def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
 MEGATRON_AUTHOR = """
 import contextlib, sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
-from tiny_megatron import TinyMegatronTrainer, megatron_on_cpu
-from tiny_policy import loss_of as my_loss
+from tiny_megatron import TinyMegatronTrainer, loss_of as my_loss, megatron_on_cpu
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ended = contextlib.ExitStack()

@@ -255,7 +255,7 @@ class History:
             else:
                 (name,) = self.dice.choices(list(self._weights), list(self._weights.values()))
                 drawn = getattr(self, f"_{name}")()
-            if drawn is not None:
+            if drawn is not None and _NEEDED.get(type(drawn), frozenset()) <= self.able:
                 return drawn
 
     def heard(self, step: Step, reply: Any) -> None:
@@ -318,7 +318,7 @@ class History:
                 self._next.append(lambda: commands.ClearRequest(step.partition_id, ids))
             elif again == "put":
                 self._next.append(lambda: self._put(step.partition_id, ids))
-                self._next += [lambda: self._claim(step.partition_id)] if "claim" in self._weights else []
+                self._next.append(lambda: self._claim(step.partition_id))
             else:
                 self._next.append(self._repeat)
 
@@ -572,6 +572,12 @@ _DRAWN: Final[dict[frozenset[str], dict[str, float]]] = {
     frozenset({Capability.CLAIMS, Capability.LEASES}): {"settle": 6},
     frozenset({Capability.LISTING}): {"list": 2, "list_partitions": 0.3, "list_fields": 1, "inspect": 3},
     frozenset({Capability.CURSORS}): {"set_cursor": 0.8, "export": 1},
+}
+#: What steps need that follow others of which a store may be able without them.
+_NEEDED: Final[Mapping[type, frozenset[str]]] = {
+    commands.ClaimRequest: frozenset({Capability.CLAIMS}),
+    commands.InspectRequest: frozenset({Capability.LISTING}),
+    commands.SetCursorRequest: frozenset({Capability.CURSORS}),
 }
 _ONLY_REAL: Final = ("stay",)
 _OF_ROOM: Final = ("put", "put_again", "repeat", "read", "clear", "clear_all")

@@ -234,17 +234,17 @@ class Engine(QueueEngine):
                 waits, watch = True, self._watch()
                 check_head(self.config.instance)
                 self._refresh(deadline)
-                if time.monotonic() + 2 * _COMES_BACK_S >= deadline:
-                    raise BackendUnavailableError(
-                        f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
-                        f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
-                        hint="The process that bootstrapped the instance starts it again: try again, or raise "
-                        "op_timeout_s.",
-                    ) from error
                 time.sleep(_COMES_BACK_S)
                 watch.check()  # Ray has had the time to answer
         except OperationTimeoutError:
-            return False
+            if not waits:
+                return False
+            raise BackendUnavailableError(
+                f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
+                f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
+                hint="The process that bootstrapped the instance starts it again: try again, or raise "
+                "op_timeout_s.",
+            ) from error
         # the first request to a new master may fail; and it does not know what a put began with the old one
         return waits or error.code in (NOT_FOUND, UNREACHABLE)
 

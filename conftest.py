@@ -161,6 +161,12 @@ class Python:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Tests that are coroutines run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def warm_python() -> Callable[..., AbstractContextManager[Python]]:
     """``with warm_python(name, executable, env) as python``: a `Python` of another environment."""
     return _warm

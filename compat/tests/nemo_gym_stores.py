@@ -1,7 +1,6 @@
 """Stores of NeMo Gym's token calls over a stand-in for its records: the fixtures that tests of them share."""
 
 import asyncio
-import functools
 import sys
 from pathlib import Path
 
@@ -60,11 +59,7 @@ def on(*backends):
     """Runs a coroutine as a test, on each of these backends."""
 
     def decorate(test):
-        @functools.wraps(test)
-        def run(**given):
-            asyncio.run(test(**given))
-
-        return pytest.mark.parametrize("config", backends, indirect=True)(run)
+        return pytest.mark.anyio(pytest.mark.parametrize("config", backends, indirect=True)(test))
 
     return decorate
 

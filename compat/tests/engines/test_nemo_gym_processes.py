@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from nemo_gym_stores import (
     STAND_IN,
@@ -28,7 +29,6 @@ on_shared = pytest.mark.parametrize("config", SHARED, indirect=True)
 
 @pytest.mark.parametrize("config", ["shm_store"], indirect=True)
 def test_read_and_export_show_the_rows(store, config, tmp_path, capsys):
-    pq = pytest.importorskip("pyarrow.parquet")
     (tmp_path / "run.json").write_text(json.dumps(config))
     name, run = store._partition, str(tmp_path / "run.json")
 

@@ -20,6 +20,8 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 
+pytestmark = pytest.mark.anyio
+
 NOOP = {"backend": "noop"}
 
 

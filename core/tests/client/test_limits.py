@@ -14,6 +14,8 @@ from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendError
 from dataplane_noop import NoopBackend
 
+pytestmark = pytest.mark.anyio
+
 NO_THREAD = RuntimeError("can't start new thread")
 
 

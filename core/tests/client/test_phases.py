@@ -11,6 +11,8 @@ from dataplane_core.client.phases import Phases
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_testkit._timing import STARTS_S, eventually
 
+pytestmark = pytest.mark.anyio
+
 
 def names(phases):
     return [each.name for each in phases.told(0.0)]

@@ -10,6 +10,8 @@ from tensordict import NonTensorStack, TensorDict
 from dataplane_core import KVBatchMeta, connect, connect_async
 from dataplane_testkit.faults import Faults
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
 def client():

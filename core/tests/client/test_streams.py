@@ -26,6 +26,8 @@ from dataplane_core.errors import (
 )
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
+pytestmark = pytest.mark.anyio
+
 NUM = 10
 IDS = [f"s{i}" for i in range(NUM)]
 ONLY_SYNC = pytest.mark.parametrize("opened", ["sync"], indirect=True)

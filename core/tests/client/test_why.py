@@ -20,6 +20,8 @@ from dataplane_core.middleware import Metrics
 from dataplane_core.spec import ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
+pytestmark = pytest.mark.anyio
+
 CLAIM = ("p", "train", ["x", "y"], 2)
 
 

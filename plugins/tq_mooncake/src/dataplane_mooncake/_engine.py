@@ -242,8 +242,7 @@ class Engine(QueueEngine):
             raise BackendUnavailableError(
                 f"{what} failed: the mooncake_master at {self._instance.details['master']} of instance "
                 f"{self.config.instance!r} died, and was not back by the deadline ({error}).",
-                hint="The process that bootstrapped the instance starts it again: try again, or raise "
-                "op_timeout_s.",
+                hint="The process that bootstrapped the instance starts it again: try again, or raise op_timeout_s.",
             ) from error
         # the first request to a new master may fail; and it does not know what a put began with the old one
         return waits or error.code in (NOT_FOUND, UNREACHABLE)

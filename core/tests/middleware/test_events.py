@@ -12,7 +12,7 @@ from dataplane_core.middleware import EventFile, Metrics, OperationEvent, events
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def event(**changes):

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import ClaimTimeoutError, ConfigError, InvalidRequestError, InvalidTypeError
 from dataplane_core.middleware import Metrics, OperationEvent, merge_snapshots
+from dataplane_core.middleware.events import WaitingClaims
+from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_testkit._timing import Background
 
 
 @pytest.fixture
@@ -33,6 +36,35 @@ def metrics(client):
 
 def columns(num_samples=2):
     return {"x": torch.zeros(num_samples, 3), "y": torch.zeros(num_samples)}
+
+
+def test_a_claim_is_one_event_however_often_it_asks(client, events, metrics):
+    with pytest.raises(ClaimTimeoutError):
+        client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
+    (event,) = [each for each in events if each.op == "claim"]
+    assert (event.status, event.error) == ("timeout", "ClaimTimeoutError")
+    assert event.wall_ms >= 200, "the time that its user waited"
+    told = metrics.snapshot()["operations"]["claim"]
+    assert (told["calls"], told["errors"]) == (1, 1)
+    claim = Background(lambda: client.claim_meta("p", "t", ["x"], 2))
+    for name in "ab":
+        client.put_samples([name], "p", {"x": torch.zeros(1)})
+    claim.result()
+    assert [each.status for each in events if each.op == "claim"] == ["timeout", "ok"]
+
+
+def test_claims_that_were_cancelled_wait_no_longer(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    waiting, unanswered = WaitingClaims(), Claim()
+    asked = [ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True) for _ in range(3)]
+    assert all(waiting.goes_on(each, waiting.began(each), unanswered) for each in asked)
+    now += 10
+    assert waiting.goes_on(asked[0], waiting.began(asked[0]), unanswered)
+    assert len(waiting) == 3
+    now += 10
+    assert len(waiting) == 1
+    assert waiting.began(asked[0]) == 100.0
 
 
 def test_every_operation_is_one_event_and_counts_in_the_totals(client, events, metrics):

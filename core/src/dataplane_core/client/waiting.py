@@ -58,7 +58,6 @@ class ClaimWait:
         self._pacer = pacer
         self._start = time.monotonic()
         self._since = since or (lambda: self._start)
-        self._pause_s = 0.0
         self._warn_at = math.inf if warn_after_s is None else self._start + _spread(warn_after_s)
 
     @property
@@ -97,7 +96,7 @@ class ClaimWait:
         now = time.monotonic()
         give_up = self.gives_up_at
         self.request.deadline = max(give_up, now + _LAST_ASK_S)
-        self.request.explain = give_up - now <= self._pause_s
+        self.request.explain = now >= give_up  # it is the last question
         return self.request
 
     def pause_s(self, claim: Claim) -> float | None:
@@ -110,9 +109,7 @@ class ClaimWait:
             return None
         request = self.request
         request.since = claim.version
-        now = time.monotonic()
-        give_up = self.gives_up_at
-        if request.explain and now >= give_up:
+        if request.explain:
             where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
             raise ClaimTimeoutError(
                 f"{where} timed out after {self._timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples "
@@ -120,11 +117,12 @@ class ClaimWait:
                 num_ready=claim.num_ready,
                 shortfall=claim.shortfall,
             )
+        now = time.monotonic()
+        give_up = self.gives_up_at
         if request.wake is not None and claim.ask_again_s:
             return max(0.0, min(claim.ask_again_s, give_up - now, self._warn_at - now))
         pause_s = max(backoff_s(now - self._start), claim.ask_again_s, self._pacer.pause_s(request.token))
-        self._pause_s = min(pause_s, LONGEST_PAUSE_S)
-        return max(0.0, min(self._pause_s, give_up - now, self._warn_at - now))
+        return max(0.0, min(pause_s, LONGEST_PAUSE_S, give_up - now, self._warn_at - now))
 
 
 class Waiters:

@@ -8,10 +8,11 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -20,7 +21,7 @@ import msgspec
 from xxhash import xxh3_64_hexdigest
 
 from dataplane_core.codec import row_nbytes
-from dataplane_core.errors import Verdict
+from dataplane_core.errors import ClaimTimeoutError, Verdict
 from dataplane_core.spec import Claim, ClaimRequest, ClearReply, SampleList, WireBatch
 
 with suppress(ImportError):  # Windows has none
@@ -31,6 +32,7 @@ __all__ = [
     "LineFile",
     "OperationEvent",
     "Status",
+    "WaitingClaims",
     "is_followed",
     "line_of",
     "log_event",
@@ -44,9 +46,13 @@ _log = logging.getLogger(__name__)
 #: One of so many samples is named in the file wherever it appears. All processes choose the same ones.
 _FOLLOW_ONE_OF: Final = 16
 _SUM: Final = b',"sum":"'
-#: How often, and after how many seconds each, `hold` asks for a lock that a reader has for a moment.
-_HOLD_TRIES: Final = 50
-_HOLD_PAUSE_S: Final = 0.002
+#: How often, and after how many seconds each, a writer asks for the lock of a file that another has for a moment.
+_LOCK_TRIES: Final = 50
+_LOCK_PAUSE_S: Final = 0.002
+#: A claim that waits and did not ask for this many seconds no longer waits. It asks every 10 s at least.
+_ASKS_AGAIN_S: Final = 15.0
+#: If more claims wait, those that no longer do are dropped.
+_MOST_WAITING: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +64,14 @@ class OperationEvent:
         partition_id: The partition.
         n_keys: Samples named by the request, or handed out, listed or dropped by the reply.
         n_bytes: Payload bytes written or read.
-        wall_ms: Milliseconds inside the hook, inner middleware included.
-        status: How it ended.
+        wall_ms: Milliseconds inside the hook, inner middleware included. Of a claim that waited, those that its user
+            waited.
+        status: How it ended. A claim that waited in vain ends with ``timeout``.
         error: The name of the error's class, or "".
         task: The consumer task of a claim, an ack and the like, or "".
         fields: The fields of a put or a get.
         sample_ids: Those samples. Empty where a whole partition is cleared.
         drops_all: Whether it drops what the partition held: a clear of all, or a registration that replaces another.
-        waits: Whether it is a question of a claim that waits and was not answered, so that it asks again.
         verdict: Why the claim waits, in an event of its own each time that the client finds it out (``warn_after_s`` of
             the config). ``wall_ms`` is then the time for which the task has got nothing.
     """
@@ -81,7 +87,6 @@ class OperationEvent:
     fields: Sequence[str] = ()
     sample_ids: Sequence[str] = field(default=(), repr=False)
     drops_all: bool = False
-    waits: bool = False
     verdict: Verdict | None = None
 
 
@@ -97,21 +102,64 @@ def log_event(event: OperationEvent) -> None:
     _log.info("%s", event)
 
 
+class WaitingClaims:
+    """The claims of a client that wait. Each asks the store many times, and is one operation of its user.
+
+    Its length is how many wait. Safe for threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may claim in the middle of a claim
+        self._began: dict[str, tuple[float, float]] = {}  # token -> when it first asked, and when it asked last
+
+    def __len__(self) -> int:
+        since = time.perf_counter() - _ASKS_AGAIN_S
+        with self._lock:
+            self._began = {token: (began, last) for token, (began, last) in self._began.items() if last > since}
+            return len(self._began)
+
+    def began(self, request: ClaimRequest) -> float:
+        """When a claim first asked, on `time.perf_counter`'s clock. Called before each question."""
+        now = time.perf_counter()
+        with self._lock:
+            return self._began.get(request.token, (now, now))[0]
+
+    def goes_on(self, request: ClaimRequest, began: float, claim: Claim | None) -> bool:
+        """Whether a claim asks again after this answer. Called after each question, with None if it failed."""
+        waits = claim is not None and request.all_or_nothing and not (claim.answered or request.explain)
+        with self._lock:
+            if waits:
+                self._began[request.token] = began, time.perf_counter()
+            else:
+                self._began.pop(request.token, None)
+            are_many = len(self._began) > _MOST_WAITING
+        if are_many:
+            len(self)  # drops those that were cancelled
+        return waits
+
+
 def observe(
-    operation: str, request: Any, note: Callable[[OperationEvent, Any], None], n_bytes: int = 0
+    operation: str,
+    request: Any,
+    note: Callable[[OperationEvent, Any], None],
+    waiting: WaitingClaims,
+    n_bytes: int = 0,
 ) -> Generator[None, Any, Any]:
     """The body of a wrapper of pluggy that notes the operation when it has ended.
 
     Args:
         operation: The name of the hook.
         request: Its request.
-        note: Called with the event, and with the reply; or with None, if the operation failed.
+        note: Called with the event, and with the reply; or with None, if the operation failed. Not called for a
+            question of a claim that asks again.
+        waiting: The claims of this client that wait.
         n_bytes: The payload of a put. That of a read is counted.
     """
-    start = time.perf_counter()
+    claims = isinstance(request, ClaimRequest)
+    start = waiting.began(request) if claims else time.perf_counter()
     status: Status = "ok"
     name_of_error = ""
-    waits, drops_all = False, getattr(request, "if_exists", "") == "replace"
+    drops_all = getattr(request, "if_exists", "") == "replace"
     sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
     n_keys = len(sample_ids)
     fields: Iterable[str] = getattr(request, "columns", getattr(request, "fields", ()))
@@ -121,7 +169,8 @@ def observe(
         if isinstance(reply, (Claim, SampleList)):
             sample_ids = reply.sample_ids
             n_keys = len(sample_ids)
-            waits = isinstance(reply, Claim) and asks_again(request, reply)
+            if isinstance(reply, Claim) and request.all_or_nothing and not reply.answered:
+                status, name_of_error = "timeout", ClaimTimeoutError.__name__  # which the client raises
         elif isinstance(reply, ClearReply) and request.sample_ids is None:
             drops_all, n_keys = True, reply.num_samples
         elif isinstance(reply, WireBatch):
@@ -130,28 +179,24 @@ def observe(
     except BaseException as error:
         status = "timeout" if isinstance(error, TimeoutError) else "error"
         name_of_error = type(error).__name__
+        reply = None
         raise
     finally:
-        event = OperationEvent(
-            op=operation,
-            partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
-            n_keys=n_keys,
-            n_bytes=n_bytes,
-            wall_ms=(time.perf_counter() - start) * 1e3,
-            status=status,
-            error=name_of_error,
-            task=getattr(request, "task_name", ""),
-            fields=tuple(fields),
-            sample_ids=sample_ids,
-            drops_all=drops_all,
-            waits=waits,
-        )
-        note(event, reply if status == "ok" else None)
-
-
-def asks_again(request: ClaimRequest, claim: Claim) -> bool:
-    """Whether this is a question of a claim that waits, and not its last one."""
-    return request.all_or_nothing and not (claim.answered or request.explain)
+        if not (claims and waiting.goes_on(request, start, reply)):
+            event = OperationEvent(
+                op=operation,
+                partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
+                n_keys=n_keys,
+                n_bytes=n_bytes,
+                wall_ms=(time.perf_counter() - start) * 1e3,
+                status=status,
+                error=name_of_error,
+                task=getattr(request, "task_name", ""),
+                fields=tuple(fields),
+                sample_ids=sample_ids,
+                drops_all=drops_all,
+            )
+            note(event, reply)
 
 
 def line_of(event: OperationEvent, sample_ids: Sequence[str]) -> dict[str, Any]:
@@ -196,6 +241,7 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b", buffering=0)
         self._shared = shared
+        self._lock = threading.RLock()  # a signal handler may write in the middle of a line
         self._sealed = sealed
         self.size_bytes = 0
 
@@ -209,26 +255,45 @@ class LineFile:
         line = {"at": round(time.time(), 6), **line}
         data = (sealed(_compact(line)) if self._sealed else json.dumps(line, default=_plain).encode()) + b"\n"
         descriptor = self._file.fileno()
-        end = os.fstat(descriptor).st_size  # 0 for a pipe
-        if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line, or one that another process is writing
-            data = b"\n" + data
-        if self._file.write(data) != len(data):
-            if not self._shared:
-                os.ftruncate(descriptor, end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self._alone():
+            end = os.fstat(descriptor).st_size  # 0 for a pipe
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line
+                data = b"\n" + data
+            if self._file.write(data) != len(data):
+                if not self._shared:
+                    os.ftruncate(descriptor, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.size_bytes += len(data)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the ``with`` lasts, no other process and no other thread writes a line of a shared file."""
+        if not self._shared:
+            yield
+            return
+        with self._lock:
+            is_locked = self._try_to_lock()  # not for ever: a process may be stopped while it has the lock
+            try:
+                yield
+            finally:
+                if is_locked:
+                    fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
 
     def hold(self) -> None:
         """From now on `is_held` tells every process of the host that this one writes the file, until its end."""
-        for _ in range(_HOLD_TRIES):
+        self._try_to_lock()  # a process in `is_held` has the lock for a moment
+
+    def _try_to_lock(self) -> bool:
+        for _ in range(_LOCK_TRIES):
             try:
                 fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # a process is in `is_held`
-                time.sleep(_HOLD_PAUSE_S)
+            except BlockingIOError:
+                time.sleep(_LOCK_PAUSE_S)
             except (OSError, NameError):  # a file system without locks, or Windows
-                return
+                return False
             else:
-                return
+                return True
+        return False
 
     def close(self) -> None:
         """Closes the file."""
@@ -280,13 +345,13 @@ class EventFile:
     """Appends a JSON line per operation, and per step, to a file.
 
     Processes of one host can share a file, because a line is written at once. A full disk may leave a part of a line.
-    The next event begins on a line of its own. So a line may be empty, where two processes wrote at once.
+    The next event begins on a line of its own.
 
-    A line has ``at`` (the end, in seconds
-    since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``; where they apply ``task``, ``fields``,
-    ``status`` and ``error`` of a failure, ``drops_all``, and ``ids``: the samples that are followed, one in 16.
+    A line has ``at`` (the end, in seconds since 1970), ``op``, ``partition``, ``rows``, ``bytes`` and ``seconds``;
+    where they apply ``task``, ``fields``, ``status`` and ``error`` of a failure, ``drops_all``, and ``ids``: the
+    samples that are followed, one in 16.
 
-    Other operations that name and hand out no samples leave no line unless they fail: a claim that waits asks often.
+    Other operations that name and hand out no samples leave no line unless they fail.
 
     Args:
         path: The file. Its folder is made. ``{host}`` stands for the name of this host.

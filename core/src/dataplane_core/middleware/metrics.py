@@ -25,7 +25,7 @@ from dataplane_core.arguments import check_iterable, takes
 from dataplane_core.codec import cell_nbytes
 from dataplane_core.errors import InvalidRequestError, Verdict
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import EventFile, OperationEvent, observe
+from dataplane_core.middleware.events import EventFile, OperationEvent, WaitingClaims, observe
 from dataplane_core.spec import (
     ClearRequest,
     PutRequest,
@@ -173,6 +173,7 @@ class Metrics(OperationMiddleware):
         self._moved_rows: Mapping[str, int] = {}
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of `snapshot`
         self._totals: dict[str, _Total] = {}
+        self._waiting = WaitingClaims()
         self._held: dict[str, _Held] = {}
         self._live_bytes = 0  # of all partitions
         self._peak_bytes = 0
@@ -250,7 +251,6 @@ class Metrics(OperationMiddleware):
                 wall_ms=verdict.waited_s * 1e3,
                 status="ok",
                 task=verdict.task_name,
-                waits=True,
                 verdict=verdict,
             )
             self._on_event(event)
@@ -258,8 +258,8 @@ class Metrics(OperationMiddleware):
     # --- the operations -----------------------------------------------------------------------------------------------
 
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
-        """Counts an operation. A waiting claim makes one event each time it asks."""
-        return (yield from observe(operation, request, lambda event, _: self._count(event), n_bytes))
+        """Counts an operation."""
+        return (yield from observe(operation, request, lambda event, _: self._count(event), self._waiting, n_bytes))
 
     @hookimpl(wrapper=True)
     def register_partition(self, request: RegisterRequest) -> Generator[None, Any, Any]:

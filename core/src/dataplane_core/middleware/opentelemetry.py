@@ -6,7 +6,6 @@ to the program, which sets up OpenTelemetry's SDK; without it nothing is recorde
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +14,9 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.codec import row_nbytes
+from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import asks_again
+from dataplane_core.middleware.events import WaitingClaims
 from dataplane_core.spec import Claim, SampleList, TagValue, WireBatch, hookimpl
 
 try:
@@ -30,8 +30,6 @@ except ImportError as error:
 #: Begins the names of the tags that carry the context of a put. The rest is the first of its fields, so that puts of
 #: several stages to a sample each keep theirs.
 _TAG: Final = "~trace."
-#: Claims that began to wait and were not seen again count as given up beyond this number.
-_MOST_WAITING: Final = 10_000
 
 
 class OpenTelemetryConfig(BaseModel):
@@ -69,8 +67,7 @@ class OpenTelemetry(OperationMiddleware):
         super().__init__(**options)
         self._tracer: Tracer = trace.NoOpTracer()
         self._backend = ""
-        self._lock = threading.RLock()  # a signal handler may claim in the middle of a claim
-        self._waiting: dict[str, int] = {}  # token of a claim -> when it first asked
+        self._waiting = WaitingClaims()
 
     def start(self, context: MiddlewareContext) -> None:
         """Takes the program's tracer."""
@@ -104,18 +101,19 @@ class OpenTelemetry(OperationMiddleware):
     @hookimpl(wrapper=True)
     def claim(self, request: Any) -> Generator[None, Claim, Claim]:
         """One span for all questions of a claim that waits."""
-        now = time.time_ns()
-        with self._lock:
-            start = self._waiting.setdefault(request.token, now)
-            if len(self._waiting) > _MOST_WAITING:
-                del self._waiting[next(iter(self._waiting))]
+        began = self._waiting.began(request)
+        claim: Claim | None = None
+        error: BaseException | None = None
         try:
-            claim: Claim = yield
-        except BaseException as error:
-            self._end_claim(request, start, None, error)
+            claim = yield
+            if request.all_or_nothing and not claim.answered:
+                error = ClaimTimeoutError("it waited in vain")
+        except BaseException as raised:
+            error = raised
             raise
-        if not asks_again(request, claim):
-            self._end_claim(request, start, claim, None)
+        finally:
+            if not self._waiting.goes_on(request, began, claim):
+                self._end_claim(request, began, claim, error)
         return replace(claim, tags=_without_marks(claim.tags))
 
     @hookimpl(wrapper=True)
@@ -130,15 +128,13 @@ class OpenTelemetry(OperationMiddleware):
         """A context manager for the span of an operation."""
         return self._tracer.start_as_current_span(f"dataplane.{op}", attributes=self._attributes(request), **options)
 
-    def _end_claim(self, request: Any, start: int, claim: Claim | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._waiting.pop(request.token, None)
+    def _end_claim(self, request: Any, began: float, claim: Claim | None, error: BaseException | None) -> None:
         span: Span = self._tracer.start_span(
             "dataplane.claim",
             kind=SpanKind.CONSUMER,
             attributes=self._attributes(request),
             links=[] if claim is None else _links(claim.tags, self.config.max_links),
-            start_time=start,
+            start_time=time.time_ns() - int((time.perf_counter() - began) * 1e9),
         )
         span.set_attribute("dataplane.samples", 0 if claim is None else len(claim.sample_ids))
         if error is not None:

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,8 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel, Field
 
 from dataplane_core.middleware.base import MiddlewareContext
-from dataplane_core.middleware.events import OperationEvent, asks_again
+from dataplane_core.middleware.events import OperationEvent
 from dataplane_core.middleware.metrics import Metrics, MetricsConfig
-from dataplane_core.spec import Claim, ClaimRequest, hookimpl
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -32,10 +30,6 @@ except ImportError as error:
 
 _LABELS: Final = ("backend", "operation")
 _BUCKETS_S: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
-#: A claim that waits and did not ask for this many seconds no longer counts. It asks every 10 s at least.
-_ASKS_AGAIN_S: Final = 15.0
-#: If more claims wait, those that no longer count are dropped.
-_MOST_WAITING: Final = 10_000
 
 
 class PrometheusConfig(MetricsConfig):
@@ -76,7 +70,6 @@ class Prometheus(Metrics):
         super().__init__(**options)
         self._endpoint: _Endpoint | None = None
         self._backend = ""
-        self._waiting: dict[str, float] = {}  # token -> when it asked last
 
     def start(self, context: MiddlewareContext) -> None:
         """Opens the endpoint, unless the process has one."""
@@ -92,24 +85,6 @@ class Prometheus(Metrics):
         if endpoint is not None:
             endpoint.leave(self)
 
-    @hookimpl(wrapper=True)
-    def claim(self, request: ClaimRequest) -> Generator[None, Claim, Claim]:
-        """Counts a claim when it is answered, or gives up."""
-        waits = False
-        try:
-            claim: Claim = yield from self.around("claim", request)
-            waits = asks_again(request, claim)
-            return claim
-        finally:
-            with self._lock:
-                if waits:
-                    self._waiting[request.token] = time.monotonic()
-                else:
-                    self._waiting.pop(request.token, None)
-                are_many = len(self._waiting) > _MOST_WAITING
-            if are_many:
-                self._num_waiting()  # drops claims that were cancelled
-
     def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
         """Counts an operation, and that it is under way."""
         assert self._endpoint is not None
@@ -120,19 +95,13 @@ class Prometheus(Metrics):
     def _count(self, event: OperationEvent) -> None:
         super()._count(event)
         endpoint = self._endpoint
-        if endpoint is None or event.waits:
+        if endpoint is None:
             return
         labels = (self._backend, event.op)
         endpoint.operations.labels(*labels, event.status, event.error).inc()
         endpoint.seconds.labels(*labels).observe(event.wall_ms / 1e3)
         endpoint.samples.labels(*labels).inc(event.n_keys)
         endpoint.bytes.labels(*labels).inc(event.n_bytes)
-
-    def _num_waiting(self) -> int:
-        since = time.monotonic() - _ASKS_AGAIN_S
-        with self._lock:
-            self._waiting = {token: at for token, at in self._waiting.items() if at > since}
-            return len(self._waiting)
 
 
 class _Endpoint:
@@ -164,7 +133,7 @@ class _Endpoint:
         self.bytes = Counter("dataplane_bytes", "Payload bytes moved.", _LABELS, registry=registry)
         self.in_flight = Gauge("dataplane_operations_in_flight", "Operations under way.", _LABELS, registry=registry)
         waiting = Gauge("dataplane_waiting_claims", "Claims that wait.", registry=registry)
-        waiting.set_function(lambda: sum(client._num_waiting() for client in list(self.clients)))
+        waiting.set_function(lambda: sum(len(client._waiting) for client in list(self.clients)))
         moved = Gauge("dataplane_moved_rows", "Rows put and read, by their path.", ("path",), registry=registry)
         for path in ("memory", "wire"):
             moved.labels(path).set_function(partial(self._moved_rows, path))

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -31,7 +32,16 @@ from dataplane_core.codec import cell_digests, decode_columns, row_nbytes, take_
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import LineFile, OperationEvent, finite, is_followed, is_held, line_of, observe
+from dataplane_core.middleware.events import (
+    LineFile,
+    OperationEvent,
+    WaitingClaims,
+    finite,
+    is_followed,
+    is_held,
+    line_of,
+    observe,
+)
 from dataplane_core.middleware.recording import (
     DROPPED,
     FORMAT,
@@ -131,6 +141,7 @@ class Recorder(OperationMiddleware):
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of a line
         self._segment: _Segment | None = None
         self._wire = WireFormat()
+        self._waiting = WaitingClaims()
         self._num_lost = 0
         self._failed = False
         self._pid = os.getpid()
@@ -185,14 +196,15 @@ class Recorder(OperationMiddleware):
         """Records an operation that is no put."""
         if operation not in _RECORDED:
             return (yield)
-        return (yield from observe(operation, request, partial(self._note, request, {}, b"")))
+        return (yield from observe(operation, request, partial(self._note, request, {}, b""), self._waiting))
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, Any, Any]:
         """Records a put, with digests and rows of its cells."""
         n_bytes = sum(row_nbytes(request.columns, len(request.sample_ids))) if request.columns else 0
         more, block = self._content(request)
-        return (yield from observe("put_samples", request, partial(self._note, request, more, block), n_bytes))
+        note = partial(self._note, request, more, block)
+        return (yield from observe("put_samples", request, note, self._waiting, n_bytes))
 
     # --- what a line says ---------------------------------------------------------------------------------------------
 
@@ -231,8 +243,10 @@ class Recorder(OperationMiddleware):
         return more, block
 
     def _note(self, request: Any, more: Mapping[str, Any], block: bytes, event: OperationEvent, reply: Any) -> None:
-        if event.op == "claim" and event.status == "ok" and not self._tells(request, event, reply):
-            return
+        if isinstance(reply, Claim):
+            if not self._tells(request, reply):
+                return
+            event = replace(event, status="ok", error="")  # a recording has what the store answered, in time or not
         line = line_of(event, event.sample_ids)
         found = {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
         line |= {name: value for name, value in found.items() if value is not None}
@@ -248,14 +262,14 @@ class Recorder(OperationMiddleware):
             line |= more
         self._append(line, block if event.status == "ok" else b"")
 
-    def _tells(self, request: ClaimRequest, event: OperationEvent, reply: Claim) -> bool:
+    def _tells(self, request: ClaimRequest, reply: Claim) -> bool:
         """Whether a claim is worth a line. Those that get nothing come often: the first of several alike is."""
         asked = (request.required_fields, request.tag_filter)
         key = request.partition_id, request.task_name
         if reply.answered:
             self._empty.pop(key, None)
             return True
-        if event.waits or self._empty.get(key) == asked:
+        if self._empty.get(key) == asked:
             return False
         if len(self._empty) >= _MOST_EMPTY:
             self._empty.clear()

@@ -101,7 +101,7 @@ def test_processes_that_share_a_file_of_events_do_not_mix_their_lines(tmp_path, 
     path = tmp_path / "events.jsonl"
     started = [python.start("-c", EVENTS, path, name, 500, 1 << 30) for name in ("a", "b", "c")]
     assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
-    found = [json.loads(line) for line in path.read_text().splitlines() if line]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(found) == 1500
     assert all(name.startswith(f"{line['partition']}_") for line in found for name in line["ids"])
 

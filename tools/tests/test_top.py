@@ -31,8 +31,8 @@ def asked(looks):
     return looks
 
 
-def shown(looks):
-    console = Console(width=118, file=io.StringIO())
+def shown(looks, width=118):
+    console = Console(width=width, file=io.StringIO())
     console.print(screen(looks))
     return console.file.getvalue()
 
@@ -53,6 +53,12 @@ def test_the_flow_and_the_stage_that_lags(client):
     assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
     assert lines[3:5] == ["written 8/16", "→ score 6/16 2 2 0"]
     assert lines[5].startswith(f"→ train 0/16 8 6 2 lags {holder}")
+
+
+@pytest.mark.parametrize("width", [50, 61, 80])
+def test_where_there_is_little_room_the_counts_are_still_whole(client, width):
+    lines = [" ".join(line.split()) for line in shown(asked(Looks(client)), width).splitlines()]
+    assert lines[2:6] == ["step-1 done left ready leased", "written 8/16", "→ score 6/16 2 2 0", "→ train 0/16 8 6 2"]
 
 
 def test_one_question_at_a_time(client):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +29,8 @@ from dataplane_tools._inspect import (
 _MOST_PARTITIONS: Final = 4
 _MOST_CLIENTS: Final = 10
 _BAR: Final = 24
+#: How many characters wide the screen must be to have room for all columns.
+_WIDE: Final = 100
 #: The columns of a stage that are shown where the screen has no room for all.
 _NARROW: Final = (0, 1, 3, 4, 5)
 
@@ -123,8 +125,22 @@ class Looks:
         self.clients = [client_report(each) for each in found if each.state != "closed"]
 
 
-def screen(looks: Looks, *, narrow: bool = False) -> RenderableType:
-    """What is shown. ``narrow``: without bars, rates, leases, hosts and processes."""
+class _Fitting:
+    """What is shown, as it fits."""
+
+    def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
+        self._wide, self._narrow = wide, narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._wide if options.max_width >= _WIDE else self._narrow
+
+
+def screen(looks: Looks) -> RenderableType:
+    """What is shown. Where there is little room: without bars, rates, leases, hosts and processes."""
+    return _Fitting(_screen(looks, False), _screen(looks, True))
+
+
+def _screen(looks: Looks, narrow: bool) -> RenderableType:
     capacity = capacity_of(looks.client)
     held = size_text(looks.held_bytes)
     plural = "partition" if len(looks.partitions) == 1 else "partitions"

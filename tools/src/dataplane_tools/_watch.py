@@ -159,7 +159,7 @@ class Watcher(Thread):
 
     def _look(self, looks: Looks, wish: Wish, before: Wish | None) -> Seen:
         """``before``: the wish of the last look. None: look at all again."""
-        seen = Seen(wish, screen(looks, narrow=wish.samples))
+        seen = Seen(wish, screen(looks))
         if not wish.samples:
             return seen
         seen.partition_ids = list(looks.partitions) or looks.client.list_partitions()

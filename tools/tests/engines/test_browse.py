@@ -266,13 +266,15 @@ def test_an_unknown_partition_is_refused_at_once(store, config):
 
 
 @contextmanager
-def terminal(python, *words):
+def terminal(python, *words, width=140):
     """A command in a terminal of its own, and what reads until a text is shown."""
     outside, inside = pty.openpty()
-    termios.tcsetwinsize(inside, (40, 140))
+    termios.tcsetwinsize(inside, (40, width))
     before = termios.tcgetattr(inside)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
-    process = python.start("-m", "dataplane_core", *words, env={**os.environ, "TERM": "xterm-256color"}, **streams)
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment["TERM"] = "xterm-256color"
+    process = python.start("-m", "dataplane_core", *words, env=environment, **streams)
     shown = ""
 
     def read_until(text):
@@ -281,8 +283,9 @@ def terminal(python, *words):
         while text is None or text not in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown):
             if select.select([outside], [], [], 0.2)[0]:
                 shown += os.read(outside, 65536).decode(errors="replace")
-            elif text is None or time.monotonic() > end:  # None: all that is there
+            elif text is None or process.poll() is not None:  # None: all that is there
                 break
+            assert time.monotonic() < end, f"never: {text}. It shows {shown[-2000:]}"
         return shown
 
     try:
@@ -294,10 +297,12 @@ def terminal(python, *words):
         os.close(inside)
 
 
-@pytest.mark.parametrize(("words", "text"), [(["browse", "--sort", "reward"], "q1_g1"), (["top"], "written")])
-def test_a_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python, words, text):
+@pytest.mark.parametrize(
+    ("words", "text", "width"), [(["browse", "--sort", "reward"], "q1_g1", 140), (["top"], "written", 80)]
+)
+def test_a_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python, words, text, width):
     fill(store)
-    with terminal(python, words[0], config, *words[1:]) as (outside, read_until, process, is_restored):
+    with terminal(python, words[0], config, *words[1:], width=width) as (outside, read_until, process, is_restored):
         assert text in read_until(text)
         assert not is_restored()
         os.write(outside, b"q")

@@ -85,6 +85,18 @@ def test_the_drivers_plan_is_trusted_and_without_plan_and_settings_rows_stay_as_
     assert data.elem_counts_per_gb is None
 
 
+def test_a_plan_of_other_rows_and_values_beside_other_tokens_are_refused(worker, write_rows, client, monkeypatch):
+    meta = write_rows([3, 1])
+    for plan in ([[[0, 1]]], [[[0, 1], [0, 1]]], [[[0, 2]], [[0, 2]]]):
+        meta.extra_info["micro_batch_indices"] = plan
+        with pytest.raises(InvalidRequestError, match="its microbatch plan covers"):
+            worker.get_logprobs_presharded(meta)
+    del meta.extra_info["micro_batch_indices"]
+    monkeypatch.setattr(worker, "get_logprobs", lambda data, **_: {"logprobs": torch.zeros(2, 2)})
+    with pytest.raises(InvalidRequestError, match="'logprobs' is 2 wide, and the tokens 3"):
+        worker.get_logprobs_presharded(meta)
+
+
 def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(worker, write_rows, client):
     worker.cfg = DYNAMIC
     meta = write_rows([4, 1, 3, 2, 2])

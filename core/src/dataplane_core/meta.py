@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,13 +13,20 @@ from typing import Any, Final, TypeVar
 
 from dataplane_core.arguments import check_dict, check_list, check_meta
 from dataplane_core.errors import InvalidRequestError, preview, printable
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE, PLAN_KEYS
 
-__all__ = ["KVBatchMeta", "rows_of"]
+__all__ = ["KVBatchMeta", "PerPart", "rows_of"]
 
 _T = TypeVar("_T")
 
 #: Ids, or names, that a printed meta shows.
 _SHOWN: Final = 8
+#: The attributes that have one value per row, or are None.
+_PER_ROW: Final = ("sequence_lengths", "tags", "lease_tokens", "token_starts")
+
+
+class PerPart(list[Any]):
+    """The values of a key of ``extra_info`` in a meta that was joined: one for each part, None where it has none."""
 
 
 @dataclass(repr=False)
@@ -38,6 +46,8 @@ class KVBatchMeta:
         tags: One dict per row, aligned with ``sample_ids``, or None. Change them with `stamp_tags`, since a meta
             and its shards share these dicts.
         lease_tokens: Proof of the lease on each row, aligned with ``sample_ids``, or None.
+        token_starts: Where the tokens of each row began in the batch of `kv_first_write`, aligned with ``sample_ids``.
+            `write_columns` cuts columns of the same batch by it. None: all rows begin at 0, as those that were read do.
 
     Raises:
         InvalidRequestError: A per-row list does not align 1:1 with ``sample_ids``.
@@ -57,9 +67,10 @@ class KVBatchMeta:
     extra_info: dict[str, Any] = field(default_factory=dict)
     tags: list[dict[str, Any]] | None = None
     lease_tokens: list[str] | None = None
+    token_starts: list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sequence_lengths", "tags", "lease_tokens"):
+        for name in _PER_ROW:
             column = getattr(self, name)
             if column is not None and len(column) != len(self.sample_ids):
                 raise InvalidRequestError(
@@ -109,10 +120,14 @@ class KVBatchMeta:
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """The rows at ``indices``, in that order; repeats are allowed.
 
+        A microbatch plan in ``extra_info`` is left out, unless these are all rows in their order.
+
         Raises:
             InvalidRequestError: An index is no integer (a mask is not taken), or lies outside ``[-size, size)``.
         """
-        picked = rows_of(self, self._row_numbers("subset", indices), self.extra_info)
+        rows = self._row_numbers("subset", indices)
+        kept = self.extra_info if rows == list(range(self.size)) else _without_plan(self.extra_info)
+        picked = rows_of(self, rows, kept)
         picked.tags = None if picked.tags is None else list(map(dict, picked.tags))  # values are primitives
         return picked
 
@@ -123,12 +138,18 @@ class KVBatchMeta:
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
         """The rows of this meta followed by those of ``others``.
 
-        Fields are merged in order. Lengths, tags and tokens become None unless every part has them. ``extra_info``
-        and ``task_name`` are this meta's.
+        Fields are merged in order. Lengths, tags and tokens become None unless every part has them. ``task_name`` is
+        this meta's.
+
+        Of ``extra_info``, ``pad_to_multiple`` becomes the least common multiple and ``global_forward_pad_seqlen`` the
+        largest. A microbatch plan is left out. Another key keeps its value if all parts have the same; else it holds a
+        `PerPart` with the value of each part, such as the metrics of each group.
 
         Raises:
-            InvalidRequestError: The parts belong to different partitions.
+            InvalidRequestError: The parts belong to different partitions, or are leased to different tasks.
         """
+        if not others:
+            return self.subset(range(self.size))
         parts = (self, *others)
         for other in others:
             check_meta("KVBatchMeta.concat: each of others", other)
@@ -137,6 +158,11 @@ class KVBatchMeta:
                     f"KVBatchMeta.concat: partition_ids must match, got '{self.partition_id}' and "
                     f"'{other.partition_id}'."
                 )
+            if other.task_name != self.task_name and self.lease_tokens is not None and other.lease_tokens is not None:
+                raise InvalidRequestError(
+                    f"KVBatchMeta.concat: the parts are leased to task '{self.task_name}' and to task "
+                    f"'{other.task_name}'. Expected one task: an ack names one."
+                )
         field_lists = [part.fields for part in parts if part.fields is not None]
         return KVBatchMeta(
             partition_id=self.partition_id,
@@ -144,9 +170,12 @@ class KVBatchMeta:
             sample_ids=[sample_id for part in parts for sample_id in part.sample_ids],
             fields=list(dict.fromkeys(name for names in field_lists for name in names)) if field_lists else None,
             sequence_lengths=_join([part.sequence_lengths for part in parts]),
-            extra_info=copy.deepcopy(self.extra_info),
+            extra_info=_joined_info([part.extra_info for part in parts]),
             tags=copy.deepcopy(_join([part.tags for part in parts])),
             lease_tokens=_join([part.lease_tokens for part in parts]),
+            token_starts=_join([part.token_starts or [0] * part.size for part in parts])
+            if any(part.token_starts for part in parts)
+            else None,
         )
 
     def drop(self, indices: Iterable[int]) -> KVBatchMeta | None:
@@ -221,11 +250,39 @@ def rows_of(meta: KVBatchMeta, rows: Sequence[int], extra_info: dict[str, Any]) 
         meta,
         sample_ids=_values_at(meta.sample_ids, rows),
         fields=None if meta.fields is None else list(meta.fields),
-        sequence_lengths=None if meta.sequence_lengths is None else _values_at(meta.sequence_lengths, rows),
         extra_info=copy.deepcopy(extra_info),
-        tags=None if meta.tags is None else _values_at(meta.tags, rows),
-        lease_tokens=None if meta.lease_tokens is None else _values_at(meta.lease_tokens, rows),
+        **{name: None if (each := getattr(meta, name)) is None else _values_at(each, rows) for name in _PER_ROW},
     )
+
+
+def _without_plan(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in extra_info.items() if name not in PLAN_KEYS}
+
+
+def _joined_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in _without_plan(part)):
+        values = [part[name] for part in parts if part.get(name) is not None]
+        if name == PAD_TO_MULTIPLE and values:
+            joined[name] = math.lcm(*values)
+        elif name == GLOBAL_FORWARD_PAD_SEQLEN and values:
+            joined[name] = max(values)
+        else:
+            joined[name] = _of_parts([part.get(name) for part in parts])
+    return copy.deepcopy(joined)
+
+
+def _of_parts(values: Sequence[Any]) -> Any:
+    """The value of all parts, or one for each."""
+    found = PerPart(each for value in values for each in (value if isinstance(value, PerPart) else [value]))
+    return found[0] if all(_is_same(each, found[0]) for each in found) else found
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    try:
+        return left is right or bool(left == right)
+    except (ValueError, RuntimeError):  # arrays and tensors of several values
+        return False
 
 
 def _values_at(column: Sequence[_T], rows: Sequence[int]) -> list[_T]:

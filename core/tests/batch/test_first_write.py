@@ -9,7 +9,7 @@ from token_rows import form, jagged
 
 from dataplane_core.batch import BatchedDataDict, kv_first_write, read_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES, PAD_TO_MULTIPLE
 
 IDS = [f"prompt_g{number}" for number in range(4)]
 LENGTHS = [3, 6, 1, 4]
@@ -109,11 +109,16 @@ def test_without_lengths_nothing_is_cut(client):
         write(client, batch, token_aligned_fields=["input_ids"])
 
 
-def test_given_tags_and_info_are_not_changed_and_their_own_values_win(client):
+def test_given_tags_and_info_are_not_changed_and_what_the_write_shows_wins(client):
     tags, info = [{"input_lengths": 1}, {}, {}, {}], {PAD_TO_MULTIPLE: 16, GLOBAL_FORWARD_PAD_SEQLEN: 32}
     meta = write(client, make_batch(), tags=tags, extra_info=info)
-    assert [row["input_lengths"] for row in meta.tags] == [1, 6, 1, 4]
+    assert [row["input_lengths"] for row in meta.tags] == [3, 6, 1, 4]
+    assert client.list_samples("train").tags == meta.tags
     assert meta.extra_info == info
+    came_along = {GLOBAL_FORWARD_PAD_SEQLEN: 4, MICRO_BATCH_INDICES: [[[0, 1]]]}
+    assert write(client, make_batch(), extra_info=came_along).extra_info == {
+        GLOBAL_FORWARD_PAD_SEQLEN: 6, PAD_TO_MULTIPLE: 1
+    }  # fmt: skip
     assert write(client, make_batch(), extra_info=info, pad_to_multiple=8).extra_info[PAD_TO_MULTIPLE] == 8
     assert (tags, info[PAD_TO_MULTIPLE]) == ([{"input_lengths": 1}, {}, {}, {}], 16)
 

@@ -8,6 +8,7 @@ import torch
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES, PAD_TO_MULTIPLE
 
 
 def meta(**changes):
@@ -74,6 +75,35 @@ def test_concat_joins_rows_merges_fields_and_keeps_what_all_parts_have():
     assert joined.lease_tokens == ["1.1", "1.2", "1.3", "2.1"]
     with pytest.raises(ValueError, match="partition_ids must match"):
         meta().concat(meta(partition_id="q"))
+
+
+def test_concat_keeps_what_each_part_says_of_its_rows():
+    infos = (
+        {PAD_TO_MULTIPLE: 8, GLOBAL_FORWARD_PAD_SEQLEN: 32, "metrics": {"reward": 1.0}, "run": "a"},
+        {PAD_TO_MULTIPLE: 12, GLOBAL_FORWARD_PAD_SEQLEN: 48, "metrics": {"reward": 0.5}, "run": "a"},
+        {"metrics": {"reward": 0.0}, "run": "a", MICRO_BATCH_INDICES: [[[0, 3]]]},
+    )
+    one, two, three = (meta(extra_info=info) for info in infos)
+    metrics = [info["metrics"] for info in infos]
+    joined = one.concat(two).concat(three)
+    assert joined.extra_info == {PAD_TO_MULTIPLE: 24, GLOBAL_FORWARD_PAD_SEQLEN: 48, "metrics": metrics, "run": "a"}
+    assert joined.extra_info == one.concat(two, three).extra_info
+    assert one.concat().extra_info == infos[0]
+    with pytest.raises(InvalidRequestError, match="leased to task"):
+        one.concat(meta(task_name="other"))
+    turned = meta(token_starts=[3, 0, 1]).subset([1, 0])
+    assert turned.token_starts == [0, 3]
+    assert turned.concat(meta()).token_starts == [0, 3, 0, 0, 0]
+
+
+def test_a_microbatch_plan_stays_only_on_all_rows_in_their_order():
+    planned = meta(extra_info={MICRO_BATCH_INDICES: [[[0, 3]]], "run": "a"})
+    assert all(
+        each.extra_info == planned.extra_info
+        for each in (planned.with_fields(["z"]), planned.subset([0, 1, 2]), planned.slice(0, 3), planned.concat())
+    )
+    others = planned.subset([1, 0, 2]), planned.slice(0, 2), planned.drop([0]), planned.concat(planned)
+    assert [each.extra_info for each in others] == [{"run": "a"}] * 4
 
 
 def test_drop_takes_repeats_in_any_order_and_gives_none_when_nothing_stays():

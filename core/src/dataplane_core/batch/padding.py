@@ -1,13 +1,14 @@
 """Finds the padding of a batch that is written: which columns are cut to the tokens of their rows, and where these are.
 
-Lengths alone do not tell on which side a row is padded, and most generation code pads on the left. An attention mask in
-the batch does. Without one, what would be cut off must look like padding; else tokens would be lost without a word.
+Lengths alone do not tell on which side a row is padded. An attention mask in the batch does, and the first write notes
+in the meta where the tokens of each row began, for the columns that are written later. Without a mask, rows begin at 0.
 
 Shape legend: ``N`` rows, ``S`` padded sequence length, ``K`` elements of a cell.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -29,13 +30,19 @@ _PARTS: Final = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+_log = logging.getLogger(__name__)
+_has_warned = False
 #: How many places of all rows are compared together; what is compared then stays in the processor's cache.
 _BLOCK: Final = 256
 
 
 def find_cut(
-    where: str, columns: Mapping[str, Any], lengths: Sequence[int] | None, declared: Collection[str] | None
-) -> tuple[list[str], torch.Tensor | None]:
+    where: str,
+    columns: Mapping[str, Any],
+    lengths: Sequence[int] | None,
+    declared: Collection[str] | None,
+    began: Sequence[int] | None = None,
+) -> tuple[list[str], list[int] | None]:
     """The columns to cut to the tokens of their rows, and where these begin.
 
     Args:
@@ -45,29 +52,29 @@ def find_cut(
         declared: Names of the columns to cut. What is cut off them is not looked at. None: dense columns as wide as
             ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or hold only padding outside
             the rows' tokens.
+        began: Where the tokens of each row begin if ``columns`` have no attention mask. None: at 0.
 
     Returns:
-        Names, and the place of each row's first token, (N,) int64. None: all begin at 0.
+        Names, and the place of each row's first token. None: all begin at 0.
 
     Raises:
-        InvalidRequestError: The attention mask and the lengths contradict each other; or without a mask, what would be
-            cut off a row does not look like padding. Names the row.
+        InvalidRequestError: The attention mask and the lengths contradict each other, or a column that is not named
+            in `schema.PER_TOKEN_FIELDS` holds no padding where the other columns have it. Names the row.
     """
     named = [name for name in columns if name in (declared or ()) and not is_per_sample(name, columns[name])]
     if not lengths:
         return named if lengths is None else [], None
     counts = np.asarray(lengths, dtype=np.int64)
     starts = _starts(where, columns.get(ATTENTION_MASK_FIELD), counts)
-    shifted = starts is not None and bool(starts.any())
-    names = named
-    if declared is None:
-        names = _padded_columns(where, columns, counts, starts if shifted else None)
-        if starts is None:
-            known = [name for name in names if name in PER_TOKEN_FIELDS]
-            # the ids tell where the padding is; beyond a row's tokens, a model's outputs may hold anything
-            for name in [INPUT_IDS_FIELD] if INPUT_IDS_FIELD in known else known:
-                _check_right_padded(where, name, columns[name], counts)
-    return names, torch.from_numpy(starts) if shifted else None
+    if starts is None and began is not None:
+        starts = np.asarray(began, dtype=np.int64)
+    shifted = starts if starts is not None and starts.any() else None
+    checked = PER_TOKEN_FIELDS if declared is None else PER_TOKEN_FIELDS & set(named)
+    _check_widths(where, columns, counts, checked, shifted is not None)
+    names = named if declared is not None else _padded_columns(where, columns, counts, shifted)
+    if starts is None and INPUT_IDS_FIELD in names:
+        _warn_of_tokens_cut_off(where, columns[INPUT_IDS_FIELD], counts)
+    return names, None if shifted is None else shifted.tolist()
 
 
 def _starts(where: str, mask: Any, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -95,6 +102,38 @@ def _starts(where: str, mask: Any, counts: NDArray[np.int64]) -> NDArray[np.int6
     return np.where(is_right_padded, 0, firsts)
 
 
+def _check_widths(
+    where: str, columns: Mapping[str, Any], counts: NDArray[np.int64], names: Collection[str], shifted: bool
+) -> None:
+    """Checks that columns with an element per token have one for each token, so that each lies beside its own.
+
+    Raises:
+        InvalidRequestError: One has fewer. Names it.
+    """
+    ids = columns.get(INPUT_IDS_FIELD)
+    width = ids.shape[1] if isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() > 1 else None
+    for name, column in columns.items():
+        found = row_lengths(column) if name in names and not is_per_sample(name, column) else None
+        if found is None:
+            continue
+        if column.is_nested:
+            short = np.flatnonzero(found.numpy() < counts)
+            told = f"row {short[0]} has {found[short[0]]} elements and {counts[short[0]]} tokens" if len(short) else ""
+        elif width is None:
+            wanted = int(counts.max(initial=0))
+            told = f"it is {column.shape[1]} wide, and the longest row has {wanted} tokens"
+            told = told if column.shape[1] < wanted else ""
+        else:
+            told = f"it is {column.shape[1]} wide, and '{INPUT_IDS_FIELD}' {width}"
+            told = told if column.shape[1] < width or (shifted and column.shape[1] > width) else ""
+        if told:
+            raise InvalidRequestError(
+                f"{where} refused: field '{name}' has an element per token, but {told}. Expected one for each token.",
+                hint="Values of the next token (S - 1 of them) get one more in front; those of the response alone get "
+                "zeros for the prompt. For a column that is something else, use another name.",
+            )
+
+
 def _padded_columns(
     where: str, columns: Mapping[str, Any], counts: NDArray[np.int64], starts: NDArray[np.int64] | None
 ) -> list[str]:
@@ -108,10 +147,7 @@ def _padded_columns(
     found = []
     for name in token_columns(dense, counts.tolist() if tokens is None else tokens):
         column = dense[name]
-        if name in PER_TOKEN_FIELDS:
-            if name == INPUT_IDS_FIELD or column.shape[1] >= longest:
-                found.append(name)
-        elif column.shape[1] >= longest and _is_padded(where, name, column, counts, starts):
+        if name in PER_TOKEN_FIELDS or (column.shape[1] >= longest and _is_padded(where, name, column, counts, starts)):
             found.append(name)
     return found
 
@@ -137,50 +173,42 @@ def _is_padded(
     if len(wrong):
         raise InvalidRequestError(
             f"{where} refused: field '{name}' is as wide as '{INPUT_IDS_FIELD}', but in row {wrong[0]} it holds other "
-            f"values than padding where '{ATTENTION_MASK_FIELD}' counts no token. Expected one value there.",
+            f"values than padding where the row has no token by '{ATTENTION_MASK_FIELD}'. Expected one value there.",
             hint="Name the columns that have an element per token in token_aligned_fields; all others stay whole.",
         )
     return True
 
 
-def _check_right_padded(where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64]) -> None:
-    """Checks that what follows the tokens of each row looks like padding.
+def _warn_of_tokens_cut_off(where: str, ids: Any, counts: NDArray[np.int64]) -> None:
+    """Warns, once in a process, if what follows the tokens of a row does not look like padding.
 
-    It must be one value for each row. Of token ids, it must be the same one for all rows, and none may begin with it,
-    since a single token is one value too. And rows may not all begin with zeros that their ends lack.
-
-    Raises:
-        InvalidRequestError: It does not. Names the row.
+    Padding is one value for each row, and rows do not all begin with zeros that their ends lack.
     """
-    cells = _cells(column)
+    global _has_warned
+    if _has_warned or not isinstance(ids, torch.Tensor) or ids.is_nested or ids.dim() < 2:
+        return
+    cells = _cells(ids)
     width = cells.shape[1]
     if not cells.size or width < counts.max(initial=0):
         return  # too narrow: the cut says so
-    last = cells[:, -1]
-    short = np.flatnonzero(counts < width)
     wrong = _row_that_varies(cells, counts)
-    if wrong is None and name == INPUT_IDS_FIELD:
-        pad = last[short[:1]]
-        odd = short[(last[short] != pad).any(axis=1) | (cells[short, 0] == pad).all(axis=1)].tolist()
-        # a row that begins with its padding is as good if the cells from the other side would be the same
-        wrong = next((row for row in odd if not _same_from_both_sides(cells[row], counts[row])), None)
     if wrong is None:
-        filled = short[counts[short] > 0]
+        filled = np.flatnonzero((counts < width) & (counts > 0)).tolist()
         gaps = np.minimum(width - counts, counts)
-        if all(last[row].any() and not cells[row, : gaps[row]].any() for row in filled.tolist()):
-            wrong = int(filled[0]) if len(filled) else None
+        if filled and all(cells[row, -1].any() and not cells[row, : gaps[row]].any() for row in filled):
+            wrong = int(filled[0])
     if wrong is not None:
-        raise InvalidRequestError(
-            f"{where} refused: row {wrong} of field '{name}' has {counts[wrong]} tokens by its length, and what "
-            "follows them does not look like padding. Expected rows that are padded on the right, with one value.",
-            hint=f"Put the column '{ATTENTION_MASK_FIELD}' (N, S) into the batch: 1 at each token, 0 at padding on "
-            "either side. If what follows the tokens is padding all the same, name the columns to cut in "
-            "token_aligned_fields.",
+        _has_warned = True
+        _log.warning(
+            "%s: row %d of field '%s' has %d tokens by its length, and what follows them does not look like padding. "
+            "It was cut off. If the rows are padded on the left, put the column '%s' (N, S) into the batch: 1 at each "
+            "token, 0 at padding. This is said once.",
+            where,
+            wrong,
+            INPUT_IDS_FIELD,
+            counts[wrong],
+            ATTENTION_MASK_FIELD,
         )
-
-
-def _same_from_both_sides(row: NDArray[Any], count: int) -> bool:
-    return np.array_equal(row[:count], row[len(row) - count :])
 
 
 def _row_that_varies(cells: NDArray[Any], counts: NDArray[np.int64]) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from tensordict import TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
@@ -38,6 +39,7 @@ from dataplane_core.schema import (
     MULTIMODAL_FIELDS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
+    PLAN_KEYS,
     padded_length,
 )
 from dataplane_core.spec import check_tags
@@ -68,6 +70,9 @@ def read_columns(
     message_logs: bool = False,
 ) -> BatchedDataDict:
     """Reads the rows of a meta as the batch that trainers compute on. Blocks until they are read.
+
+    Padded rows begin at 0, also if they were written with padding on the left. ``meta.token_starts`` is then set to
+    None, so that `write_columns` cuts what was computed from the batch as the batch is.
 
     Only token columns are padded, all to one width. Every other column comes back as it was written: jagged if its rows
     differ in length, such as the patches of a sample's images, else dense. A dense column that is at least as wide as
@@ -133,6 +138,8 @@ def pad_columns(
 ) -> BatchedDataDict:
     """Right-pads the token columns of a batch that was read jagged, in place, as `read_columns` does for ``padded``.
 
+    As there, ``meta.token_starts`` is set to None.
+
     Each jagged column is dropped as soon as it is padded.
 
     Args:
@@ -145,6 +152,7 @@ def pad_columns(
     Raises:
         InvalidRequestError: A pad value does not fit a column's dtype.
     """
+    meta.token_starts = None
     lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
     tokens = token_columns(
         batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, padded=True
@@ -200,7 +208,8 @@ def write_columns(
         meta: N rows, each id once.
         fields: N rows, of any kind that `put_samples` takes. Tensors may be padded beyond the longest row.
         token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
-            ``meta.sequence_lengths`` and written as jagged. No other column is cut. Names that ``fields`` lacks are
+            ``meta.sequence_lengths`` and written as jagged: from ``meta.token_starts`` on, or by the column
+            ``attention_mask`` where ``fields`` have one. No other column is cut. Names that ``fields`` lacks are
             ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default. A column that is named in
             `schema.PER_TOKEN_FIELDS`, but is of shape (N,) or (N, 1), is never cut.
 
@@ -219,9 +228,8 @@ def write_columns(
         return meta.with_fields(())
     _check_rows(where, columns, meta.size)
     lengths = meta.sequence_lengths
-    packed = _packed(
-        where, given, columns, meta.size, lengths, token_aligned_fields, "the meta has no sequence_lengths"
-    )
+    lacks = "the meta has no sequence_lengths"
+    packed, _ = _packed(where, given, columns, meta.size, lengths, token_aligned_fields, lacks, meta.token_starts)
     client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
     return meta.with_fields(columns)
 
@@ -257,24 +265,28 @@ def kv_first_write(
       an embedding that happens to be as wide, nor a column that is narrower than the longest row, such as
       ``advantages`` of shape (N, 1).
 
+    The tokens of a row begin where the column ``attention_mask`` says, else at 0.
+
     Args:
         batch: N rows, of any kind that `put_samples` takes. ``input_lengths`` (N,) gives the tokens per row; without it
             nothing is cut.
         sample_ids: N ids, each once.
         dp_client: An open client.
         partition_id: A registered partition.
-        extra_info: Copied into the meta.
+        extra_info: Copied into the meta, without a microbatch plan. A padded length that is shorter than the longest
+            row becomes that.
         task_name: The meta's task name.
         pad_to_multiple: Readers of the meta round their padded length up to a multiple of this many tokens; recorded in
             ``extra_info``.
-        tags: N dicts of primitives. If the batch has the column ``input_lengths``, it is added as a tag, so that claims
-            return the lengths.
+        tags: N dicts of primitives. If the batch has the column ``input_lengths``, it becomes a tag, so that claims
+            return the lengths; also in place of one that came along.
         token_aligned_fields: Names of the columns to cut, instead of the rule above.
         required_fields: Names of columns that the batch must have, else nothing is written. For columns that a later
             stage needs and only this writer knows, such as ``routed_experts`` for router replay.
 
     Returns:
-        The meta of the rows, with fields, ``sequence_lengths`` and tags.
+        The meta of the rows, with fields, ``sequence_lengths``, tags, and ``token_starts`` if rows were padded on the
+        left.
 
     Raises:
         InvalidRequestError: A required column is missing, the number of ids differs from the batch size, or other sizes
@@ -295,7 +307,7 @@ def kv_first_write(
         )
     _check_rows(where, batch, len(ids))
     rows = None if tags is None else check_tags(tags, len(ids))
-    info = dict(extra_info or {})
+    info = {name: value for name, value in (extra_info or {}).items() if name not in PLAN_KEYS}
     if pad_to_multiple != 1 or PAD_TO_MULTIPLE not in info:
         info[PAD_TO_MULTIPLE] = pad_to_multiple
     lengths: list[int] | None = None
@@ -303,11 +315,13 @@ def kv_first_write(
         what = f"{where} refused: field '{INPUT_LENGTHS_FIELD}'"
         lengths = as_lengths(what, batch[INPUT_LENGTHS_FIELD]).tolist() if ids else []
     if lengths is not None:
-        rows = [{INPUT_LENGTHS_TAG: length} for length in lengths] if rows is None else rows
+        rows = [{} for _ in ids] if rows is None else rows
         for row, length in zip(rows, lengths, strict=True):
-            row.setdefault(INPUT_LENGTHS_TAG, length)
+            row[INPUT_LENGTHS_TAG] = length
+    if lengths and info.get(GLOBAL_FORWARD_PAD_SEQLEN):
+        info[GLOBAL_FORWARD_PAD_SEQLEN] = max(info[GLOBAL_FORWARD_PAD_SEQLEN], *lengths)
     lacks = f"the batch has no '{INPUT_LENGTHS_FIELD}'"
-    packed = _packed(where, given, batch, len(ids), lengths, token_aligned_fields, lacks)
+    packed, starts = _packed(where, given, batch, len(ids), lengths, token_aligned_fields, lacks)
     if ids:
         dp_client.put_samples(ids, partition_id, fields=packed, tags=rows)
     return KVBatchMeta(
@@ -318,6 +332,7 @@ def kv_first_write(
         sequence_lengths=lengths,
         extra_info=info,
         tags=rows,
+        token_starts=starts,
     )
 
 
@@ -339,8 +354,11 @@ def _packed(
     lengths: Sequence[int] | None,
     declared: Collection[str] | None,
     lacks: str,
-) -> Columns:
-    """The columns of what was given as they are written. Adds the call to the message of a refusal.
+    began: Sequence[int] | None = None,
+) -> tuple[Columns, list[int] | None]:
+    """The columns of what was given as they are written, and where the tokens of each row begin (None: at 0).
+
+    Adds the call to the message of a refusal.
 
     Args:
         where: The call.
@@ -350,8 +368,9 @@ def _packed(
         lengths: The tokens of each row, if they are known.
         declared: Names of the columns to cut, if the caller named them.
         lacks: What says the lengths, and was not there, if they are not known.
+        began: Where the tokens of each row begin, as far as the columns do not say so themselves.
     """
-    aligned, starts = find_cut(where, columns, lengths if num_rows else [], declared)
+    aligned, starts = find_cut(where, columns, lengths if num_rows else [], declared, began)
     if aligned and lengths is None:
         raise InvalidRequestError(
             f"{where} refused: token_aligned_fields name {preview(aligned)}, but {lacks} to cut them by."
@@ -365,14 +384,15 @@ def _packed(
     others = {name: column for name, column in columns.items() if name not in kept}
     try:
         if cut:
-            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=cut, starts=starts)
+            began_at = None if starts is None else torch.tensor(starts, device="cpu")
+            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=cut, starts=began_at)
         else:
             packed = to_tensordict(others, num_rows)
         return Columns(
             {name: kept[name] if name in kept else packed.get(name) for name in columns},
             {name: items for name, items in getattr(given, "lists", {}).items() if name not in cut},
             getattr(given, "ints", ()),
-        )
+        ), starts
     except (InvalidRequestError, InvalidTypeError) as error:
         error.message = f"{where} refused: {error.message}"
         raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
 
 import torch
@@ -39,6 +40,7 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
     MESSAGE_LOG_FIELDS,
     MULTIMODAL_FIELDS,
@@ -305,6 +307,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         if all(part is None for part in plan):
             data, order = self._planned(data, stage, gbs)
             return data, meta if order is None else meta.subset(order)
+        _check_plan(meta, plan[0], data.size)
         data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb = plan
         return data, meta
 
@@ -411,7 +414,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """
         if not self._is_replica_leader():
             return
-        meta, fields = _without_repeats(meta, fields)
+        meta, fields = _without_repeats(replace(meta, token_starts=None), fields)  # rows that were read begin at 0
         declared = self.token_aligned_fields if token_aligned_fields is None else token_aligned_fields
         write_columns(self._require_dp_client(), meta, fields, token_aligned_fields=declared)
 
@@ -526,6 +529,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> None:
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
         result = self._run(lambda: compute(data, micro_batch_size=micro_batch_size))
+        _check_width(result, names["result_key"], data.get(INPUT_IDS_FIELD))
         self._write_back_result_field(meta, result, **names)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -642,6 +646,40 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "global_loss, grad_norm and all_mb_metrics."
             )
         return {**result, "is_replica_leader": self._is_replica_leader()}
+
+
+def _check_plan(meta: KVBatchMeta, micro_batch_indices: Any, num_rows: int) -> None:
+    """Checks that the microbatches of a plan cover each row once.
+
+    Raises:
+        InvalidRequestError: They do not: the plan was made for other rows.
+    """
+    covered: list[int] = []
+    for pairs in micro_batch_indices or []:
+        first = len(covered)
+        covered += [first + row for start, end in pairs for row in range(start, end)]
+    if sorted(covered) != list(range(num_rows)):
+        raise InvalidRequestError(
+            f"meta of '{meta.partition_id}' refused: its microbatch plan covers {len(covered)} rows, and it has "
+            f"{num_rows}. Expected each row once.",
+            hint="The plan was made for other rows. Shard the meta again: shard_meta_for_dp.",
+        )
+
+
+def _check_width(result: Any, name: str, ids: Any) -> None:
+    """Checks that a result has a value for each token that was computed on.
+
+    Raises:
+        InvalidRequestError: It has fewer.
+    """
+    column = result.get(name) if isinstance(result, Mapping) else None
+    dense = all(isinstance(each, Tensor) and not each.is_nested and each.dim() > 1 for each in (column, ids))
+    if dense and column.shape[1] < ids.shape[1]:
+        raise InvalidRequestError(
+            f"write-back refused: '{name}' is {column.shape[1]} wide, and the tokens {ids.shape[1]}. Expected a value "
+            "for each token.",
+            hint="Values of the next token (S - 1 of them) get one more in front: 0 for the first token.",
+        )
 
 
 def _without_repeats(meta: KVBatchMeta, fields: Mapping[str, Any]) -> tuple[KVBatchMeta, Mapping[str, Any]]:

@@ -45,6 +45,18 @@ def test_turns_are_joined_to_columns_and_only_what_was_generated_is_trained_on()
         flatten_message_logs([LOGS[0], [{"role": "user", "content": "hi"}]], [2, 0])
 
 
+def test_none_in_a_turn_is_as_if_it_were_not_there_and_its_own_mask_stays():
+    """As logs are that went through Arrow, where each turn has all keys."""
+    keys = dict.fromkeys(("generation_logprobs", "routed_experts", "token_mask", "tool_calls"))
+    logs = [[keys | each for each in log] for log in LOGS]
+    logs[0][3]["token_mask"] = [0]  # another policy generated it
+    columns, _ = flatten_message_logs(logs, [2, 4])
+    assert columns["token_mask"].tolist() == [[0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]
+    assert "routed_experts" not in columns
+    with pytest.raises(InvalidRequestError, match="a turn of sample 0 lacks 'token_ids'"):
+        flatten_message_logs([[turn("user", 1) | {"token_ids": None}]], [1])
+
+
 def test_further_tensors_of_turns_go_along_per_token_or_per_image():
     experts = torch.ones(1, 2, 3, dtype=torch.int8)
     images = torch.rand(4, 6)
@@ -84,6 +96,7 @@ class Rollouts(SyncRolloutActor):
             "reward/format": torch.tensor([0.5, 0.5]),
             "loss_multiplier": torch.ones(2),
             "truncated": [False, True],
+            "boxes": [[[1, 2], [3]], [[4]]],
         }
         return BatchedDataDict(made), {"environments": list(task_to_env)}
 
@@ -123,6 +136,9 @@ def test_one_call_writes_the_rows_and_returns_meta_carry_and_metrics(rollouts, c
         "prompt_ids_for_adv": [[1, 2, 99, 99], [6, 7, 8, 9]],
         "reward/format": [0.5, 0.5],
     }
+    read = read_columns(client, meta, ["content", "boxes"])
+    assert read["content"].tolist() == [[turn["content"] for turn in log] for log in LOGS]
+    assert read["boxes"].tolist() == [[[1, 2], [3]], [[4]]]
     names = ["input_ids", "turn_lengths", "turn_roles", "turn_contents"]
     logs = rebuild_message_logs(read_columns(client, meta, names))
     assert [[turn["token_ids"].tolist() for turn in log] for log in logs] == [

@@ -91,7 +91,7 @@ class RTensorStore:
         if not is_dense or tensor.dtype not in DTYPE_CODES:
             held = f"a tensor of {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InvalidTypeError(f"store refused: got {held}. Expected a dense tensor of numbers or bools.")
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)  # B
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)  # B
         form = torch.tensor([[DTYPE_CODES[tensor.dtype], *tensor.shape]], dtype=torch.int64, device="cpu")
         self.client.put_samples([shard_id], _PARTITION, {_BYTES: flat.unsqueeze(0), _FORM: form})
 

@@ -66,6 +66,13 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(store):
     assert bits(one) == bits(tensors[7])
 
 
+def test_views_come_back_as_they_look(store):
+    pair = torch.tensor([[1 + 2j, 3 - 4j]])
+    views = [pair.conj(), pair.conj().imag, pair.T, pair.expand(3, 2)]
+    for back, view in zip(store.fetch([shard(store.store(each)) for each in views]), views, strict=True):
+        assert torch.equal(back, view)
+
+
 def test_views_and_tensors_with_gradients_can_be_stored_and_changed_afterwards(store):
     tensor = torch.arange(12.0).view(3, 4)
     grad = torch.ones(2, requires_grad=True)

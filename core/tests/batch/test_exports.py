@@ -99,6 +99,12 @@ def test_the_schema_does_not_depend_on_the_rows():
     assert str(tables[0].schema.field("tokens").type) == "large_list<item: float>"
 
 
+@pytest.mark.parametrize("item", ["a \ud83d", ["\ud83d"]])
+def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_the_field(item):
+    with pytest.raises(InvalidTypeError, match="field 'x' holds text with half of a surrogate pair"):
+        to_arrow({"x": [item]})
+
+
 @pytest.mark.parametrize("items", [["a", 1], [{"a": 1}, "a"], [{"a": torch.zeros(1)}, None]], ids=repr)
 def test_objects_that_arrow_has_no_type_for_are_refused(items):
     with pytest.raises(

@@ -148,6 +148,12 @@ def _arrow(name: str, column: Ragged | torch.Tensor | np.ndarray[Any, Any]) -> A
                 f"field '{name}' holds objects that Arrow has no common type for: {error}.",
                 hint="Leave the field out, or turn its items into strings: json.dumps(item).",
             ) from error
+        except UnicodeEncodeError as error:
+            raise InvalidTypeError(
+                f"field '{name}' holds text with half of a surrogate pair, which Arrow has no form for: {error}.",
+                hint="Such text comes from a cut in the middle of a character. Replace it: "
+                "text.encode(errors='replace').decode().",
+            ) from error
     if isinstance(column, torch.Tensor) and column.dim() > 1:  # (N, L, ...)
         column = ragged_of_dense(column)
     values = column.values if isinstance(column, Ragged) else column

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dataplane_core.batch import BatchedDataDict, split_message_logs, stack_or_nest
+from dataplane_core.batch.selection import object_array
 from dataplane_core.codec import as_column
-from dataplane_core.errors import InvalidRequestError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     INPUT_IDS_FIELD,
@@ -34,6 +35,9 @@ from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, Ro
 
 _TOKENS: Final = "token_ids"
 _LOGPROBS: Final = "generation_logprobs"
+_MASK: Final = "token_mask"
+#: What a turn may have as a list, and the dtype of its tensor.
+_OF_LISTS: Final = {_TOKENS: torch.int64, _LOGPROBS: torch.float32, _MASK: torch.int64}
 #: Columns of one value per row that a rollout must have; the driver gets them.
 _PER_ROW: Final = ("total_reward", "loss_multiplier", "truncated", "length")
 #: Columns that the driver gets only if it asks for them.
@@ -156,7 +160,9 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
             made["message_log"], made["length"], pad_token_id=self.tokenizer.pad_token_id or 0
         )
         columns["sample_mask"] = made["loss_multiplier"]
-        columns.update({name: made[name] for name in made if name != "message_log" and name not in columns})
+        columns["content"] = columns[TURN_CONTENTS_FIELD]  # what trainers log
+        others = [name for name in made if name != "message_log" and name not in columns]
+        columns.update({name: _column_of(made[name]) for name in others})
         carry = {
             **{name: as_column(f"rollout_to_tq refused: '{name}'", made[name]) for name in _PER_ROW},
             **{name: columns[name] for name in (INPUT_LENGTHS_FIELD, RESPONSE_TOKEN_LENGTHS_FIELD)},
@@ -200,6 +206,16 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
         return policy.get(name) if isinstance(policy, Mapping) else getattr(policy, name, None)
 
 
+def _column_of(values: Any) -> Any:
+    """What a rollout returned of its rows. Lists that are no column, such as nested ones, are objects."""
+    if isinstance(values, list):
+        try:
+            as_column("a column", values)
+        except InvalidTypeError:
+            return object_array(values)
+    return values
+
+
 def _call(engine: Any, name: str) -> Any:
     method = getattr(engine, name, None)
     return None if method is None else method()
@@ -213,9 +229,10 @@ def flatten_message_logs(
 ) -> tuple[BatchedDataDict, Tensor]:
     """Makes columns of message logs: the turns of each sample, end to end.
 
-    A turn has ``role``, ``content`` and ``token_ids``; a turn that was generated also has ``generation_logprobs``. Its
-    other tensors have a row per token, except those of `schema.MULTIMODAL_FIELDS`, which have a row per patch or image.
-    Values that are not tensors are dropped.
+    A turn has ``role``, ``content`` and ``token_ids``; a turn that was generated also has ``generation_logprobs``. It
+    may have a ``token_mask`` of its own, such as for tokens that another policy generated. None is as if it were not
+    there. Its other tensors have a row per token, except those of `schema.MULTIMODAL_FIELDS`, which have a row per
+    patch or image. Values that are not tensors are dropped.
 
     Args:
         message_logs: Per sample its turns. Not changed.
@@ -224,9 +241,9 @@ def flatten_message_logs(
 
     Returns:
         The columns, padded: ``input_ids``, ``generation_logprobs`` (0 where nothing was generated), ``token_mask`` (1
-        on the tokens that were generated) and the other tensors per token (N, S, ...), with zeros (``routed_experts``:
-        -1) for turns that lack them; ``input_lengths`` (N,); multimodal columns, jagged; and what `split_message_logs`
-        returns. And the token ids of the prompts (N, P).
+        on the tokens that were generated, where the turn does not say it) and the other tensors per token (N, S, ...),
+        with zeros (``routed_experts``: -1) for turns that lack them; ``input_lengths`` (N,); multimodal columns,
+        jagged; and what `split_message_logs` returns. And the token ids of the prompts (N, P).
 
     Raises:
         InvalidRequestError: No samples, a turn lacks a key, or a tensor does not have a row per token.
@@ -260,12 +277,15 @@ def flatten_message_logs(
 
 def _masked(turn: Mapping[str, Any], sample: int) -> dict[str, Any]:
     """A copy of a turn, with its tokens as a tensor and their mask. Only generated turns have logprobs."""
-    if _TOKENS not in turn:
+    made = {name: value for name, value in turn.items() if value is not None}  # as Arrow and others say "not there"
+    if _TOKENS not in made:
         raise InvalidRequestError(f"flatten_message_logs refused: a turn of sample {sample} lacks '{_TOKENS}'.")
-    tokens = _tensor(turn[_TOKENS], torch.int64)
-    generated = turn["role"] == "assistant" and _LOGPROBS in turn
-    lists = {_LOGPROBS: _tensor(turn[_LOGPROBS], torch.float32)} if turn.get(_LOGPROBS) is not None else {}
-    return {**turn, **lists, _TOKENS: tokens, "token_mask": torch.full_like(tokens, int(generated))}
+    for name, dtype in _OF_LISTS.items():
+        if name in made:
+            made[name] = _tensor(made[name], dtype)
+    generated = made["role"] == "assistant" and _LOGPROBS in made
+    made.setdefault(_MASK, torch.full_like(made[_TOKENS], int(generated)))
+    return made
 
 
 def _tensor(values: Any, dtype: torch.dtype) -> Tensor:

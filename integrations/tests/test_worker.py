@@ -105,6 +105,11 @@ def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(work
     assert sorted_meta.sequence_lengths == [1, 2, 2, 3, 4]
     assert sorted_meta.sample_ids == ["p0_g1", "p1_g1", "p2_g0", "p1_g0", "p0_g0"]
     assert data.micro_batch_indices == [[[0, 3], [3, 4], [4, 5]]]
+    prepared = worker._apply_packing_prep(worker._fetch(meta))
+    assert (prepared.micro_batch_indices, prepared["input_lengths"].tolist()) == (
+        data.micro_batch_indices,
+        data["input_lengths"].tolist(),
+    )
     logprob_data, _ = worker._attach_or_repack_pack_metadata(worker._fetch(meta), meta, "logprob")
     assert logprob_data.micro_batch_indices == [[[0, 4], [4, 5]]]
     assert worker.get_logprobs_presharded(meta) is None

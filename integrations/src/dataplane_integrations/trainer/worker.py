@@ -311,6 +311,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb = plan
         return data, meta
 
+    def _apply_packing_prep(self, data: BatchedDataDict) -> BatchedDataDict:
+        """The rows with a microbatch plan for training that is made here, in the order of the plan: see `_planned`."""
+        return self._planned(data, "train", None)[0]
+
     def _planned(
         self, data: BatchedDataDict, stage: Stage, gbs: int | None
     ) -> tuple[BatchedDataDict, list[int] | None]:

@@ -26,34 +26,44 @@ def browser():
         yield browser
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """A page of 2,000 samples, 500 groups of 4. The first sample's prompt is evil, and the last lacks its reward."""
-    folder = tmp_path_factory.mktemp("page")
-    words = ["zero ", "one ", "two ", "three ", EVIL]
-    rows = [[0, 1, 2, number % 4] for number in range(2000)]
-    rows[0][0] = 4
-    ids = [f"q{number // 4}_g{number % 4}" for number in range(2000)]
+def written(folder, words, columns, ids, more=None, tags=None):
+    """A page of samples, whose token ids number words."""
+    names = dict.fromkeys([*columns, *(more or {})])
     with connect({"backend": "noop"}) as client, pytest.MonkeyPatch.context() as patch:
-        client.register_partition("train", ["input_ids", "token_mask", "advantages", "reward", "info"], None, [])
-        columns = {
-            "input_ids": rows,
-            "token_mask": [[False, False, True, True]] * 2000,
-            "info": [{"evil": EVIL[:-1]}] * 2000,
-            "advantages": [[0.0, 0.0, float(number % 3 - 1), 0.5] for number in range(2000)],
-        }
-        tags = [{"seed": 2**62 + n, "time": 1_732_665_123 + n, "text": f"tag {n}"} for n in range(2000)]
+        client.register_partition("train", list(names), None, [])
         client.put_samples(ids, "train", columns, tags=tags)
-        client.put_samples(ids[:-1], "train", {"reward": torch.arange(1999) % 7 / 4})
+        if more:
+            client.put_samples(ids[:-1], "train", more)
         client.save(folder / "save")
-        (folder / "words_of_ids.py").write_text(
+        module = f"words_of_{folder.name}"
+        (folder / f"{module}.py").write_text(
             f"WORDS = {words!r}\ndef decode(ids):\n    return ''.join(WORDS[each] for each in ids)\n"
         )
         patch.syspath_prepend(str(folder))
         path = str(folder / "page.html")
-        tokenizer = ["--tokenizer", "words_of_ids:decode"]
-        assert main(["read", str(folder / "save"), "train", "--html", path, *tokenizer]) == 0
+        assert main(["read", str(folder / "save"), "train", "--html", path, "--tokenizer", f"{module}:decode"]) == 0
     return path
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A page of 2,000 samples, 500 groups of 4. The first sample's prompt is evil, and the last lacks its reward."""
+    rows = [[0, 1, 2, number % 4] for number in range(2000)]
+    rows[0][0] = 4
+    columns = {
+        "input_ids": rows,
+        "token_mask": [[False, False, True, True]] * 2000,
+        "info": [{"evil": EVIL[:-1]}] * 2000,
+        "advantages": [[0.0, 0.0, float(number % 3 - 1), 0.5] for number in range(2000)],
+    }
+    return written(
+        tmp_path_factory.mktemp("page"),
+        ["zero ", "one ", "two ", "three ", EVIL],
+        columns,
+        [f"q{number // 4}_g{number % 4}" for number in range(2000)],
+        more={"reward": torch.arange(1999) % 7 / 4},
+        tags=[{"seed": 2**62 + n, "time": 1_732_665_123 + n, "text": f"tag {n}"} for n in range(2000)],
+    )
 
 
 @pytest.fixture
@@ -178,3 +188,24 @@ def test_keys_go_through_the_samples_and_links_lead_to_them(opened, page):
     opened.run("location.hash = '#%'")
     opened.run("location.hash = '#none'")
     shows(opened, "q8_g0")
+
+
+def test_of_a_long_sample_only_what_is_near_the_view_is_in_the_document(browser, tmp_path):
+    tokens = 20_000
+    ids = [[0, *([1] * 8000), *(2 + (number * (7 if row else 3)) % 5 for number in range(tokens))] for row in range(2)]
+    mask = [[False] * 8001 + [True] * tokens] * 2
+    columns = {"input_ids": ids, "token_mask": mask, "advantages": [[0.5] * len(ids[0])] * 2}
+    path = written(
+        tmp_path, ["a", "\U0001f600", "two ", "three ", "four\n", "five ", "six "], columns, ["q0_g0", "q0_g1"]
+    )
+    browser.errors.clear()
+    browser.open(path)
+    shows(browser, "q0_g0")
+    spans = "document.querySelectorAll('#sample .answer span[data-value]').length"
+    assert browser.run(spans) < tokens / 2
+    assert texts(browser, ".group p") == ["too long to be compared: nothing is marked"]
+    assert texts(browser, ".group mark") == []
+    bottom = "(() => { const pane = document.getElementById('sample'); pane.scrollTop = pane.scrollHeight })()"
+    browser.wait(f"{bottom}, {spans} === {tokens}")
+    assert texts(browser, "#sample .prompt pre") == ["a" + "\U0001f600" * 8000], "no character is cut in two"
+    assert browser.errors == []

@@ -9,6 +9,7 @@ const rows = page.rows;
 const place = new Map(rows.map((row, index) => [row.id, index]));
 const ROW = 26; // pixels, as in the styles
 const MOST_WORDS = 4e6; // of one answer times those of another, for a comparison
+const MORE = 6000; // characters of a text that are added at a time
 
 let shown = rows.map((_, index) => index); // those that the search leaves, in order
 let current = -1; // an index of `rows`
@@ -24,13 +25,66 @@ const clean = (text) =>
 
 function element(tag, attributes, ...children) {
   const made = document.createElement(tag);
+  made.append(...children.flat().map((child) => (child instanceof Node ? child : clean(child))));
+  // after the children: each child that is added to an element with `dir` makes Chromium look at all of them
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, value);
   }
-  made.append(...children.flat().map((child) => (child instanceof Node ? child : clean(child))));
   return made;
 }
+
+// A `pre` with parts of a text, strings and elements: the first ones, and more as soon as its end is near the view.
+function long(parts) {
+  const left = pieces(parts);
+  const made = element("pre", {});
+  const end = element("span", {});
+  end.more = () => {
+    const some = [];
+    for (let count = 0; count < MORE; ) {
+      const next = left.next();
+      if (next.done) {
+        end.remove();
+        break;
+      }
+      some.push(next.value);
+      count += (next.value.textContent ?? next.value).length;
+    }
+    if (end.parentNode) end.before(...some);
+    else made.append(...some);
+  };
+  made.append(end);
+  end.more();
+  if (end.parentNode) ends.observe(end);
+  made.dir = "auto";
+  return made;
+}
+
+function* pieces(parts) {
+  for (const part of parts) {
+    if (part instanceof Node) {
+      yield part;
+      continue;
+    }
+    for (let from = 0, to = 0; from < part.length; from = to) {
+      to = from + MORE;
+      if (/[\ud800-\udbff]/.test(part[to - 1] ?? "")) to++; // half of a character
+      yield clean(part.slice(from, to));
+    }
+  }
+}
+
+const ends = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (!isIntersecting) continue;
+      target.more();
+      ends.unobserve(target); // it tells of changes only
+      if (target.parentNode) ends.observe(target);
+    }
+  },
+  { root: at("sample"), rootMargin: "99999999px 0px 1000px" }, // what is above the view, too
+);
 
 const text = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(6)) : String(value));
 const said = (row) => row.parts.map((part) => part.text).join("\n");
@@ -138,6 +192,7 @@ async function drawSample() {
   const isColored = (part) => numbers && part.stop > part.start && !(written && part.role === "prompt");
   const range = bounds(row.parts.filter(isColored).flatMap((part) => numbers.slice(part.start, part.stop)));
   const facts = Object.entries({ ...row.values, tokens: tokens.pieces.length });
+  ends.disconnect();
   at("sample").replaceChildren(
     element("h2", {}, element("a", { href: "#" + encodeURIComponent(row.id) }, row.id)),
     element("div", { class: "facts" }, facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, text(value))))),
@@ -146,7 +201,7 @@ async function drawSample() {
     ...row.parts.flatMap((part) => {
       const inside = isColored(part) ? colored(tokens, numbers, part, range) : [part.text];
       const further = part.calls === null ? [] : [element("pre", {}, JSON.stringify(part.calls, null, 2))];
-      return element("div", { class: /^\w+$/.test(part.role) ? part.role : "" }, title(part.role), element("pre", { dir: "auto" }, inside), further);
+      return element("div", { class: /^\w+$/.test(part.role) ? part.role : "" }, title(part.role), long(inside), further);
     }),
     ...Object.entries(row.images).flatMap(([name, source]) => title(name, element("img", { src: source, alt: name }))),
     ...Object.entries(row.objects).flatMap(([name, value]) => title(name, element("pre", {}, JSON.stringify(value, null, 2)))),
@@ -161,15 +216,18 @@ const bounds = (numbers) =>
     .reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 
 // Below zero red, above it green; the stronger, the nearer to the sample's largest.
-function colored(tokens, numbers, part, range) {
+function* colored(tokens, numbers, part, range) {
   const most = Math.max(...range.map(Math.abs)) || 1;
-  return tokens.pieces.slice(part.start, part.stop).map((piece, offset) => {
-    const value = numbers[part.start + offset];
-    if (value === null) return element("span", {}, piece);
+  for (let token = part.start; token < part.stop; token++) {
+    const value = numbers[token];
+    if (value === null) {
+      yield element("span", {}, tokens.pieces[token]);
+      continue;
+    }
     const share = `rgba(var(${value < 0 ? "--down" : "--up"}), ${((0.6 * Math.abs(value)) / most).toFixed(3)})`;
     const style = typeof value === "number" ? `background: ${share}` : "outline: 1px dashed";
-    return element("span", { style, title: `${color} ${text(value)}`, "data-value": value }, piece);
-  });
+    yield element("span", { style, title: `${color} ${text(value)}`, "data-value": value }, tokens.pieces[token]);
+  }
 }
 
 // --- a group ----------------------------------------------------------------------------------------------------------
@@ -180,7 +238,7 @@ const answerOf = (row) => {
 };
 const wordsOf = (words) => words.match(/\s+|[\p{L}\p{N}_]+|./gsu) ?? [];
 
-// For each word of `mine`, whether it is in a longest sequence that it has in common with `other`.
+// For each word of `mine`, whether it is in a longest sequence that it has in common with `other`. Null: too long for that.
 function common(mine, other) {
   let start = 0;
   let end = 0;
@@ -189,7 +247,7 @@ function common(mine, other) {
   while (end < rest && mine[mine.length - 1 - end] === other[other.length - 1 - end]) end++;
   const [height, width] = [mine.length - start - end, other.length - start - end];
   const same = mine.map((_, index) => index < start || index >= mine.length - end);
-  if (height * width > MOST_WORDS) return same;
+  if (height * width > MOST_WORDS) return null;
   const best = Array.from({ length: height + 1 }, () => new Uint16Array(width + 1));
   for (let i = height - 1; i >= 0; i--)
     for (let j = width - 1; j >= 0; j--)
@@ -202,6 +260,15 @@ function common(mine, other) {
   return same;
 }
 
+// Words, where those that are not `same` are marked: one mark for neighbors.
+function* marked(words, same) {
+  for (let from = 0, to = 0; from < words.length; from = to) {
+    while (to < words.length && same[to] === same[from]) to++;
+    const piece = words.slice(from, to).join("");
+    yield same[from] ? piece : element("mark", {}, piece);
+  }
+}
+
 const groupOf = (row) => (row.group ? rows.flatMap((each, index) => (each.group === row.group ? [index] : [])) : []);
 
 function drawGroup(row) {
@@ -211,14 +278,15 @@ function drawGroup(row) {
   const differs = new Set(page.columns.filter((name) => members.some((index) => rows[index].values[name] !== row.values[name])));
   const answers = members.map((index) => {
     const words = wordsOf(answerOf(rows[index]));
-    const same = index === current ? null : common(words, mine);
-    const inside = same === null ? [words.join("")] : words.map((word, at) => (same[at] ? clean(word) : element("mark", {}, word)));
+    const same = index === current ? words.map(() => true) : common(words, mine);
+    const inside = same === null ? [words.join("")] : marked(words, same);
     const facts = Object.entries(rows[index].values).filter(([name]) => differs.has(name));
     return element(
       "section",
       { class: index === current ? "on" : "", onclick: () => select(index), "data-id": rows[index].id },
       title(rows[index].id, element("div", { class: "facts" }, facts.map(([name, value]) => `${name} ${text(value)}`).join(", "))),
-      element("pre", { dir: "auto" }, inside),
+      same === null ? element("p", { class: "facts" }, "too long to be compared: nothing is marked") : [],
+      long(inside),
     );
   });
   return title(`${row.group}: ${members.length} answers; marked is what ${row.id} has not`, element("div", { class: "group" }, answers));

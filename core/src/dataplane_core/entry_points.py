@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from dataplane_core.errors import DuplicatePluginError, PluginImportError, UnknownBackendError
+from dataplane_core.errors import DataPlaneError, DuplicatePluginError, PluginImportError, UnknownBackendError
 
 BACKEND_GROUP: Final = "dataplane.backends"
 MIDDLEWARE_GROUP: Final = "dataplane.middleware"
@@ -26,10 +29,18 @@ KNOWN_BACKENDS: Final[dict[str, str]] = {
     "tq_simple": "dataplane-tq-simple",
     "tq_mooncake": "dataplane-mooncake-backend",
 }
-#: What to install, where that is more than this distribution.
-_INSTALL: Final = {
-    "tq_mooncake": "dataplane-mooncake (where a CUDA wheel of Mooncake is installed: dataplane-mooncake-backend)",
+#: Distribution of this project -> its folders in a checkout, from which it is installed. No index has it.
+_FOLDERS: Final = {
+    "dataplane-core": ("core",),
+    "dataplane-tools": ("tools",),
+    "dataplane-testkit": ("testkit",),
+    **{package: (f"plugins/{name}",) for name, package in KNOWN_BACKENDS.items()},
+    "dataplane-mooncake-backend": ("plugins/tq_mooncake", "plugins/tq_mooncake_non_cuda"),
 }
+#: Seconds after which it is said what is being imported.
+_LONG_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
 
 #: Commands of this project, in the order of the help -> the distribution that contains it, and what it does.
 KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -103,7 +114,7 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
         kind: ``backend``, ``middleware`` or ``command``, for messages.
 
     Raises:
-        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
+        UnknownBackendError: Not installed. The message lists the names found, and says how to install a known one.
         DuplicatePluginError: Two distributions register the name.
         PluginImportError: Its import fails. The cause is the original error.
     """
@@ -118,15 +129,50 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
             hint="Uninstall all but one.",
         )
     (point,) = points.values()
-    try:
-        return point.load()
-    except Exception as error:
-        record = _record(point)
+    if EntryPoint.pattern.match(point.value) is None:
         raise PluginImportError(
-            f"{kind} '{name}' ({record.distribution} {record.version}) cannot be imported: "
-            f"{type(error).__name__}: {error}",
+            f"{_told(kind, point)} cannot be imported: its entry point is {point.value!r}. Expected module:attribute.",
             backend=name,
-        ) from error
+        )
+    with plugin_code(kind, point, "imported"):
+        return point.load()
+
+
+@contextmanager
+def plugin_code(kind: str, point: EntryPoint | PluginRecord, what: str) -> Iterator[None]:
+    """Runs code of a plugin: what goes wrong in it names the plugin, and what takes long is logged.
+
+    Args:
+        kind: As for `load_plugin`.
+        point: The plugin.
+        what: What is done with it, such as "imported".
+
+    Raises:
+        PluginImportError: The code raised something that is no `DataPlaneError`, or tried to end the program.
+    """
+    told = _told(kind, point)
+    late = threading.Timer(_LONG_S, _log.warning, (f"{told} is still being {what} after {_LONG_S:g} s.",))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    except DataPlaneError:
+        raise
+    except (Exception, SystemExit) as error:
+        name = type(error).__name__
+        raise PluginImportError(f"{told} cannot be {what}: {name}: {error}", backend=point.name) from error
+    finally:
+        late.cancel()
+
+
+def _told(kind: str, point: EntryPoint | PluginRecord) -> str:
+    record = point if isinstance(point, PluginRecord) else _record(point)
+    return f"{kind} '{record.name}' ({record.distribution} {record.version})"
+
+
+def install_command(package: str) -> str:
+    """The command that installs a distribution of this project."""
+    return f"pip install {' '.join(f'./{folder}' for folder in _FOLDERS[package])}"
 
 
 def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
@@ -139,7 +185,7 @@ def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
         parts.append(f"Did you mean '{near}'?")
     known = name if name in packages else near if near not in found else None
     if known in packages:
-        parts.append(f"Install '{known}' with: pip install {_INSTALL.get(known, packages[known])}")
+        parts.append(f"Install '{known}' in a checkout of dataplane: {install_command(packages[known])}")
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
     )

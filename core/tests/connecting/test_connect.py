@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from typing import ClassVar
 
 import pytest
 
 from dataplane_core import BlobStore, DataPlaneConfig, connect
-from dataplane_core.connecting import connect_backend, find_plugins
+from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -144,20 +143,3 @@ def test_the_hint_of_a_fork_is_true_for_the_backend(cls, hint, monkeypatch):
         fork.setattr(os, "getpid", lambda: client._pid + 1)
         monkeypatch.setattr(Door, "attach", [None])
         connect_backend(cls, config, bootstrap=False).close()
-
-
-def test_a_plugin_that_is_installed_or_removed_meanwhile_is_noticed(tmp_path, monkeypatch):
-    """What is installed is read once, and again after a change."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def is_found():
-        return "of-this-test" in [each.name for each in find_plugins()]
-
-    assert not is_found()
-    info = tmp_path / "acme_late-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-late\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[dataplane.backends]\nof-this-test = acme_late:Mine\n")
-    assert is_found()
-    shutil.rmtree(info)
-    assert not is_found()

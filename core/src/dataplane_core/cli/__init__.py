@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Final
 
 from dataplane_core.cli.commands import Command, complete_backends
-from dataplane_core.entry_points import COMMAND_GROUP, KNOWN_COMMANDS, find_plugins, load_plugin
+from dataplane_core.entry_points import COMMAND_GROUP, KNOWN_COMMANDS, find_plugins, install_command, load_plugin
 from dataplane_core.errors import DataPlaneError
 
 __all__ = ["Command", "complete_backends", "main"]
@@ -73,7 +73,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | No
     offered = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     installed = {record.name: f"of {record.distribution}" for record in find_plugins(COMMAND_GROUP)}
     for name, (package, summary) in KNOWN_COMMANDS.items():
-        offered.add_parser(name, help=summary if name in installed else f"{summary} (pip install {package})")
+        offered.add_parser(name, help=summary if name in installed else f"{summary} ({install_command(package)})")
     for name in sorted(installed.keys() - KNOWN_COMMANDS.keys()):
         offered.add_parser(name, help=installed[name])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dataplane_core.cli._isolated import ask
 from dataplane_core.connecting import find_plugins, load_backend
+from dataplane_core.entry_points import install_command
 from dataplane_core.errors import DataPlaneError, printable
 
 
@@ -58,7 +59,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _print(rows: list[dict[str, Any]]) -> None:
     if not rows:
-        print("no backends are installed; for a first one: pip install dataplane-noop")
+        print(f"no backends are installed; for a first one: {install_command('dataplane-noop')}")
         return
     width = max(len(row["name"]) for row in rows)
     for row in rows:

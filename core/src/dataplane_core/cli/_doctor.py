@@ -14,7 +14,7 @@ from typing import Any, Final
 # nothing that imports torch: a process of its own examines the backends
 from dataplane_core.cli._isolated import ask
 from dataplane_core.config import DataPlaneConfig, load_config
-from dataplane_core.entry_points import MIDDLEWARE_GROUP, find_plugins, unknown_plugin
+from dataplane_core.entry_points import MIDDLEWARE_GROUP, find_plugins, install_command, unknown_plugin
 from dataplane_core.errors import ConfigError, DataPlaneError, printable
 
 _EXAMINATION: Final = "dataplane_core.cli._examination"
@@ -96,7 +96,7 @@ def _error(what: str, hint: str | None) -> dict[str, Any]:
 
 def _print(reports: list[dict[str, Any]]) -> None:
     if not reports:
-        print("no backends are installed; for a first one: pip install dataplane-noop")
+        print(f"no backends are installed; for a first one: {install_command('dataplane-noop')}")
         return
     counts: Counter[str] = Counter()
     for report in reports:

@@ -123,6 +123,10 @@ def _check_middleware(plugin: Any) -> None:
                 f"{label}: '{method}' is not an operation.", hint=f"Did you mean '{near[0]}'?" if near else None
             )
         _check_signature(label, method, member)
+        if not inspect.isgeneratorfunction(member):
+            raise PluginSignatureError(
+                f"{label}, hook '{method}': is no generator. Expected 'reply = yield' where the operation is to run."
+            )
         found += 1
     if not found:
         raise PluginSignatureError(f"{label} wraps no operation. Expected methods marked @hookimpl(wrapper=True).")

@@ -15,7 +15,7 @@ from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, program_name, refuse_in_fork
 from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config, validate_model
 from dataplane_core.connecting.manager import build_manager, check_backend_class
-from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, load_plugin
+from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, find_plugins, load_plugin, plugin_code
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -247,10 +247,12 @@ def _middleware(item: Any) -> Any:
             hint=f"Write only '{name}' if it needs no options.",
         )
     cls = load_plugin(MIDDLEWARE_GROUP, str(name), "middleware")
+    record = next(each for each in find_plugins(MIDDLEWARE_GROUP) if each.name == name)
     if not (isinstance(cls, type) and issubclass(cls, Middleware)):
         raise ConfigError(f"middleware '{name}' gives {cls!r}. Expected a dataplane_core.middleware.Middleware.")
     validated = _validated(cls.Config, options or {}, f"options of middleware '{name}'")
-    return cls(**{key: getattr(validated, key) for key in type(validated).model_fields})
+    with plugin_code("middleware", record, "made"):
+        return cls(**{key: getattr(validated, key) for key in type(validated).model_fields})
 
 
 def _validated(model: type[_M], options: Mapping[str, Any], label: str) -> _M:

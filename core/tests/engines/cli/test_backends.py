@@ -8,7 +8,7 @@ import pytest
 
 from dataplane_core.cli import _backends, main
 from dataplane_core.connecting import find_plugins
-from dataplane_core.entry_points import BACKEND_GROUP, COMMAND_GROUP, KNOWN_BACKENDS, KNOWN_COMMANDS
+from dataplane_core.entry_points import BACKEND_GROUP, COMMAND_GROUP, KNOWN_BACKENDS, KNOWN_COMMANDS, install_command
 
 
 def test_the_list_names_backend_distribution_and_version(capsys):
@@ -41,3 +41,6 @@ def test_every_backend_and_command_of_this_project_is_known_with_its_package(gro
         project = tomllib.loads(path.read_text())["project"]
         found |= dict.fromkeys(project.get("entry-points", {}).get(group, ()), project["name"])
     assert found == known
+    for package in set(known.values()):
+        for folder in install_command(package).split()[2:]:
+            assert (root / folder / "pyproject.toml").is_file()

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dataplane_core.batch import BatchedDataDict, split_message_logs, stack_or_nest
-from dataplane_core.batch.selection import object_array
 from dataplane_core.codec import as_column
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.meta import KVBatchMeta
@@ -212,7 +212,7 @@ def _column_of(values: Any) -> Any:
         try:
             as_column("a column", values)
         except InvalidTypeError:
-            return object_array(values)
+            return NonTensorStack(*values)
     return values
 
 

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
-from tensordict import NonTensorStack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -212,7 +212,7 @@ def _column_of(values: Any) -> Any:
         try:
             as_column("a column", values)
         except InvalidTypeError:
-            return NonTensorStack(*values)
+            return np.fromiter(values, dtype=object, count=len(values))
     return values
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -134,13 +134,21 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
             f"{_told(kind, point)} cannot be imported: its entry point is {point.value!r}. Expected module:attribute.",
             backend=name,
         )
-    with plugin_code(kind, point, "imported"):
-        return point.load()
+    late = threading.Timer(_LONG_S, _log.warning, (f"{_told(kind, point)} is still being imported.",))
+    late.daemon = True
+    if point.module not in sys.modules:
+        with suppress(RuntimeError):  # the system gives no thread
+            late.start()
+    try:
+        with plugin_code(kind, point, "imported"):
+            return point.load()
+    finally:
+        late.cancel()
 
 
 @contextmanager
 def plugin_code(kind: str, point: EntryPoint | PluginRecord, what: str) -> Iterator[None]:
-    """Runs code of a plugin: what goes wrong in it names the plugin, and what takes long is logged.
+    """Runs code of a plugin: what goes wrong in it names the plugin.
 
     Args:
         kind: As for `load_plugin`.
@@ -150,19 +158,14 @@ def plugin_code(kind: str, point: EntryPoint | PluginRecord, what: str) -> Itera
     Raises:
         PluginImportError: The code raised something that is no `DataPlaneError`, or tried to end the program.
     """
-    told = _told(kind, point)
-    late = threading.Timer(_LONG_S, _log.warning, (f"{told} is still being {what} after {_LONG_S:g} s.",))
-    late.daemon = True
-    late.start()
     try:
         yield
     except DataPlaneError:
         raise
     except (Exception, SystemExit) as error:
         name = type(error).__name__
-        raise PluginImportError(f"{told} cannot be {what}: {name}: {error}", backend=point.name) from error
-    finally:
-        late.cancel()
+        text = f"{_told(kind, point)} cannot be {what}: {name}: {error}"
+        raise PluginImportError(text, backend=point.name) from error
 
 
 def _told(kind: str, point: EntryPoint | PluginRecord) -> str:

@@ -3,7 +3,7 @@
 import msgpack
 import pytest
 from histories import saved_and_loaded
-from ledgers import ledger as registered
+from ledgers import ledger as registered, register
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger import commands, to_state
@@ -61,6 +61,30 @@ def test_batches_whose_rows_are_cleared_cost_nothing(made, options):
         for number in (1, 400, 800):
             with pytest.raises(InvalidRequestError, match="samples of it were cleared"):
                 claim(ledger, number, 2, **options)
+
+
+def test_what_one_claim_chose_for_all_ranks_stays_so(made):
+    ranks = {"dp_size": 3, "all_or_nothing": True, "lease_s": 5.0}
+    made.apply(register(5), 0.0)
+    put(made, *"abcde")
+    for ledger in (made, saved_and_loaded(made)):
+        claims = [
+            commands.ClaimRequest("p", "t", [], 1, token=f"{index} {rank}", dp_rank=rank, batch_index=index, **ranks)
+            for index, rank in [(0, 2), (0, 0), (0, 1), (1, 2), (1, 1), (1, 0), (2, 0)]
+        ]
+        found = [(each.token, ledger.apply(each, 0.0)) for each in claims]
+        assert [(token, "".join(claim.sample_ids), claim.num_ranks) for token, claim in found] == [
+            *[("0 2", "c", 3), ("0 0", "a", 3), ("0 1", "b", 3)],
+            *[("1 2", "", 2), ("1 1", "e", 2), ("1 0", "d", 2), ("2 0", "", 0)],
+        ]
+        ledger.apply(commands.NackRequest("p", "t", ["a"], ["0 2"]), 0.0)
+        for later in (ledger, saved_and_loaded(ledger)):
+            end = commands.ClaimRequest("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
+            assert not later.apply(commands.MayClaim(end), 0.0)
+            told = later.apply(end, 0.0)
+            assert (list(told.sample_ids), told.exhausted, told.num_ranks) == ([], True, 0)
+            assert claim(later, 3, **ranks) == ["a"]
+            assert claim(later, 1, **ranks) == ["d"]
 
 
 def test_batches_of_any_index_are_refused_once_they_are_gone_and_no_others(made):

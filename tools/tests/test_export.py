@@ -23,6 +23,8 @@ from dataplane_core import connect
 from dataplane_core.batch import split_message_logs
 from dataplane_core.codec import object_column
 from dataplane_core.errors import (
+    BackendUnavailableError,
+    CorruptDataError,
     InvalidRequestError,
     InvalidTypeError,
     MissingDataError,
@@ -528,6 +530,26 @@ def test_rows_of_a_partition_that_is_registered_anew_while_they_are_read(written
     with pytest.raises(StalePartitionError, match="registered anew"):
         export_partition(written, "p", tmp_path / "out", fields=["tokens"])
     assert rows(tmp_path / "out") == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_was_read_before_the_store_ended_is_kept(client, other, tmp_path, before):
+    def ends():
+        raise BackendUnavailableError("the store is gone.")
+
+    out = tmp_path / "out"
+    client.register_partition("p", ["x"], None, ["trainer"])
+    put(client, "a", "b")
+    before(client, "claim_meta", 2, ends)
+    with pytest.raises(BackendUnavailableError):
+        follow_partition(client, "p", out)
+    assert ids_in(out) == ["a", "b"]
+    with pytest.raises(CorruptDataError, match="--unfinished"):
+        import_folder(out, other)
+    assert import_folder(out, other, unfinished=True).num_rows == 2
+    put(client, "c")
+    assert follow(client, out) == 3
+    assert ids_in(out) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("room", [0, 4, 300])

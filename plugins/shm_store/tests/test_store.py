@@ -11,7 +11,7 @@ from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import ExtentService, Layout, Release
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
-from dataplane_shm._messages import Begin, Find, Status
+from dataplane_shm._messages import Begin, Drop, Find, Status
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -112,6 +112,12 @@ def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(
     with pytest.raises(StalePartitionError, match="abandoned"):
         clients.call(commands.CommitPut(write_id))
     assert clients.status.num_extents == 1
+
+
+def test_dropped_payload_is_said_to_be_gone_and_rows_that_do_not_exist_are_not_dropped(clients):
+    clients.put(["a", "b"], 10, 1)
+    clients.call(Drop([(1, 0), (1, -1), (1, 2), (9, 0)]))
+    assert clients.call(Find(commands.Locate("p", ["a", "b"], ["x"]), 1)).gone == [(1, 0)]
 
 
 def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch):

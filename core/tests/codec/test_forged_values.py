@@ -1,13 +1,35 @@
 """Values from bytes that nobody of this package wrote: refused, and without more memory than the bytes are worth."""
 
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+import msgpack
 import pytest
 import torch
 
 from dataplane_core.errors import CorruptDataError
+from dataplane_core.packed import unpack_msgpack, unpack_msgpack_stream
 from dataplane_core.spec import FieldSpec, Seconds, TagValue, fits
+
+
+def peak_of(call):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError):
+            call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_forged_lengths_of_nested_lists_allocate_nothing():
+    claims = b"\xdd\x00\x03\xff\xff" * 400 + b"\xc0" * 2**18  # 400 lists in each other, each said to have 262,143 items
+    assert peak_of(lambda: unpack_msgpack(claims)) < 4 * len(claims)
+    assert peak_of(lambda: list(unpack_msgpack_stream(b"\x01" + claims + b"\xc1"))) < 4 * len(claims)
+    assert unpack_msgpack(msgpack.packb([None] * 2**18)) == [None] * 2**18
+    assert list(unpack_msgpack_stream(msgpack.packb(list(range(2000))) * 2)) == [list(range(2000))] * 2
+
 
 #: A type, values that fit it, and values that do not.
 FORMS = [
@@ -34,6 +56,21 @@ def test_a_value_fits_a_type_or_not(form, good, bad):
         assert fits(value, form) is is_good
         assert fits({"a": value, "more": 0}, Whole) is is_good
     assert not fits({}, Whole)
+
+
+def test_a_text_that_is_no_spec_is_refused():
+    numbers = "tensor:int64:"
+    after = ["1", "-1:", "1:3", "3:3", "2:-3", "2:1e3", "2:" + "9" * 30, "999:", "2:\u0663"]
+    for text in (
+        "",
+        "tensor",
+        "object:int64:0:",
+        "tensor:__doc__:1:",
+        "a:b:c:d:e",
+        *(numbers + each for each in after),
+    ):
+        with pytest.raises(CorruptDataError, match="is no spec of a field"):
+            FieldSpec.from_text(text)
 
 
 def test_a_spec_whose_dtype_torch_lacks_says_so():

@@ -90,13 +90,15 @@ def before(monkeypatch):
 
 @pytest.fixture
 def federation():
-    """A store in which one task moves, and another one is starved."""
+    """A store of two partitions with 3 samples each: one task claimed one of them, and another one is starved."""
     config = {"backend": "noop", "middleware": ["prometheus"], "announce_s": 0.2, "warn_after_s": 0.5}
     with connect(config) as client:
-        client.register_partition("p", ["x", "y"], None, ["score", "train"])
-        client.put_samples(["a"], "p", {"x": torch.zeros(1)})
-        waiting = Background(lambda: client.claim_meta("p", "train", ["x", "y"], 1, timeout_s=600.0))
+        for name in ("step-1", "step-2"):
+            client.register_partition(name, ["x", "y"], None, ["score", "train"])
+            client.put_samples(["a", "b", "c"], name, {"x": torch.zeros(3)})
+        client.claim_meta("step-1", "score", ["x"], 1)
+        waiting = Background(lambda: client.claim_meta("step-1", "train", ["x", "y"], 3, timeout_s=600.0))
         yield Federation(client, lambda: client)
-        client.clear_samples(None, "p")
+        client.clear_samples(None, "step-1")
         with pytest.raises(KeyError):
             waiting.result()

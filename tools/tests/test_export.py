@@ -403,22 +403,6 @@ def test_folders_that_have_something_else(written, tmp_path):
         import_folder(tmp_path / "file", written)
 
 
-def test_an_export_that_was_killed_starts_over(written, tmp_path, monkeypatch, before):
-    def killed():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 2)
-    before(written, "get_samples", 2, killed)
-    with pytest.raises(KeyboardInterrupt):
-        export_partition(written, "p", tmp_path / "out", shard_bytes=1)
-    with pytest.raises(CorruptDataError, match="was not completed"):
-        import_folder(tmp_path / "out", written, "q")
-    (tmp_path / "out" / ".part-00001.parquet.new").write_bytes(b"half")
-    assert export_partition(written, "p", tmp_path / "out", shard_bytes=1).num_rows == 4
-    assert ids_in(tmp_path / "out") == ["a", "b", "c", "d"]
-    assert not (tmp_path / "out" / ".part-00001.parquet.new").exists()
-
-
 # --- following --------------------------------------------------------------------------------------------------------
 
 

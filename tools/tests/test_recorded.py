@@ -97,14 +97,6 @@ def test_samples_are_shown_as_text_with_the_step_after_their_put_and_on_a_page(f
     assert "second" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_field_named_step_is_not_hidden_by_a_tag(folder, capsys):
-    with run_of(folder) as client:
-        client.register_partition("train", ["step"], None, [])
-        client.put_samples(["a"], "train", {"step": torch.tensor([7])})
-        client.mark_step(1)
-    assert read(capsys, folder)[0]["a"] == {"step": 7}
-
-
 def test_of_a_sample_that_was_put_again_the_newest_row_is_shown(folder, capsys):
     with run_of(folder) as client:
         client.register_partition("train", ["x"], None, [])
@@ -165,44 +157,6 @@ def test_a_client_that_records_less_is_said(folder, capsys):
     samples, err = read(capsys, folder)
     assert samples["a"] == {"x": 1.0, "r": 1, "q": 2}
     assert "Not recorded, so not shown: 2 of them, by clients that recorded payload 'digests'" in err
-
-
-def test_a_tail_that_a_kill_cut_off_is_said_and_damaged_rows_are_an_error(folder, capsys):
-    run_that_puts(folder, "a", "b")
-    (lines,) = folder.glob("*-000000.jsonl")
-    *_, second_put, end_mark = lines.read_bytes().splitlines(keepends=True)
-    assert second_put.count(b'"put_samples"') == 1
-    lines.write_bytes(lines.read_bytes().removesuffix(end_mark)[:-20])
-    samples, err = read(capsys, folder)
-    assert list(samples) == ["a"]
-    assert err.count("is cut off") == 1
-    (rows,) = folder.glob("*.rows")
-    rows.write_bytes(bytes(each ^ 1 for each in rows.read_bytes()))
-    assert main(["read", str(folder)]) == 1
-    assert "are not as they were written" in capsys.readouterr().err
-
-
-def test_the_partition_must_be_known(folder, capsys):
-    with run_of(folder) as client:
-        for name in ("one", "two"):
-            client.register_partition(name, ["x"], None, [])
-            client.put_samples(["a"], name, {"x": torch.ones(1)})
-    assert main(["read", str(folder)]) == 1
-    assert "which partition? There are 2: 'one', 'two'." in capsys.readouterr().err
-    assert main(["read", str(folder), "three"]) == 1
-    assert "three" in capsys.readouterr().err
-    assert list(read(capsys, folder, "two")[0]) == ["a"]
-
-
-def test_what_is_kept_of_the_rows_is_bounded(folder, capsys, monkeypatch):
-    monkeypatch.setattr(_recorded, "_KEPT_BYTES", 20_000)
-    with run_of(folder) as client:
-        client.register_partition("train", ["x"], None, [])
-        for row in range(8):
-            client.put_samples([f"s{row}"], "train", {"x": torch.full((1, 2000), float(row))})
-    with _recorded.opened_recording(str(folder), "train") as client:
-        found = client.get_samples([f"s{row}" for row in range(8)], "train", ["x"])["x"]
-        assert torch.equal(found, torch.arange(8.0).reshape(8, 1).expand(8, 2000))
 
 
 def test_large_blocks_of_several_columns_are_read_once(folder, monkeypatch):
@@ -276,13 +230,3 @@ def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
     assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
     assert "is cut off" in capsys.readouterr().err
     assert "is cut off" in (tmp_path / "flow.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("what", ["no recording", "nothing moved"])
-def test_flow_of_a_folder_without_operations_is_an_error(folder, capsys, what):
-    folder.mkdir()
-    if what == "nothing moved":
-        run_that_puts(folder)
-    assert main(["flow", str(folder)]) == 1
-    said = "no recording in" if what == "no recording" else "has no line with an operation"
-    assert said in capsys.readouterr().err

@@ -373,19 +373,6 @@ def test_many_clients_at_once(unit, path):
     eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
 
 
-def test_a_reader_that_stops_reading_holds_up_nobody(unit):
-    client = unit.client("wire")
-    client.put({1: ExtentPlan([torch.ones(1, 16 << 20, dtype=torch.uint8)], 1)}, soon())
-    slow = unit.session("wire")
-    channel = slow._take("get", soon())
-    channel.sendall(slow._messages.encode_request(Fetch([(1, [0], [0])])))
-    assert channel.recv(1)
-    client.put({2: plan(columns_of([3]))}, soon())
-    assert unit.memory().pinned_bytes >= 16 << 20
-    channel.close()
-    eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
-
-
 _OTHER = """
 import sys, time
 import torch

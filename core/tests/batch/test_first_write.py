@@ -154,7 +154,3 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_written(client, column
     with pytest.raises(error, match=named):
         write(client, make_batch(**columns), **kwargs)
     assert client.list_samples("train").size == 0
-
-
-def test_a_batch_that_has_the_required_columns_is_written(client):
-    assert write(client, make_batch(), required_fields=["input_ids", "text"]).size == 4

@@ -190,14 +190,6 @@ def test_columns_that_do_not_fit_are_refused_with_call_and_field(client, meta, c
         write_columns(client, replace(meta, **changes), {"x": column}, token_aligned_fields=["x"])
 
 
-@pytest.mark.parametrize("name", ["x", "input_ids"])
-@pytest.mark.parametrize("num_rows", [2, 5])
-def test_a_wrong_number_of_rows_is_refused_without_declaration_too(client, meta, name, num_rows):
-    columns = {name: torch.ones(num_rows, 5), "scores": torch.ones(num_rows, 5)}
-    with pytest.raises(InvalidRequestError, match=rf"'{name}' has {num_rows} rows\. Expected 4"):
-        write_columns(client, meta, columns)
-
-
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 

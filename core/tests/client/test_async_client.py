@@ -13,9 +13,7 @@ from gates import Gate
 
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, connect_async
 from dataplane_core.errors import (
-    BackendUnavailableError,
     ClientClosedError,
-    InvalidRequestError,
     OperationTimeoutError,
     UnknownPartitionError,
 )
@@ -55,18 +53,6 @@ async def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
         given = [sample_id for meta in await asyncio.gather(*claims) for sample_id in meta.sample_ids]
         assert sorted(given) == sorted(f"s{i}" for i in range(200))
         assert num_threads <= threading.active_count() + 2
-
-
-async def test_arguments_are_checked_as_by_the_synchronous_client():
-    async with await _open() as client:
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            await client.claim_meta("p", "t", ["x"], 1, lease=3.0)
-        with pytest.raises(InvalidRequestError, match="batch_size"):
-            await client.claim_meta("p", "t", ["x"], 0)
-    with pytest.raises(InvalidRequestError, match="threads"):
-        await connect_async(NOOP, threads=0)
-    with pytest.raises(BackendUnavailableError):
-        await connect_async(NOOP, bootstrap=False)
 
 
 async def _cancelled(task):

@@ -89,33 +89,6 @@ async def test_a_thread_that_has_just_taken_a_call_is_not_counted_on_for_the_nex
     threads.close()
 
 
-async def test_one_thread_is_enough_for_calls_one_after_the_other():
-    threads = CallThreads("test", 4)
-
-    for number in range(20):
-        call = threads.submit(lambda number=number: number)
-        await call.end()
-        assert call.result == number
-    assert len(threads._threads) == 1
-    threads.close()
-
-
-async def test_a_thread_that_cannot_be_started_is_not_counted_on(monkeypatch):
-    threads = CallThreads("test", 1)
-
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="can't start"):
-            threads.submit(int)
-    call = threads.submit(int)
-    await asyncio.wait_for(call.end(), 30)
-    assert call.result == 0
-    threads.close()
-
-
 def test_event_loops_that_have_ended_are_not_kept():
     threads = CallThreads("test", 1)
     go_on = threading.Event()

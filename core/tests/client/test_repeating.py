@@ -118,13 +118,3 @@ def test_a_store_that_is_gone_for_good_is_not_to_be_asked_again_and_a_put_that_w
         with pytest.raises(RoomTimeoutError) as caught:
             put(client, LostReplyError("gone."), late)
         assert (caught.value, caught.value.outcome) == (late, "not_done")
-
-
-def test_the_deadline_ends_it():
-    class Down(Fails):
-        def put_samples(self, request):
-            raise LostReplyError("gone.")
-
-    client = connect_backend(Down, DataPlaneConfig(backend="fails", op_timeout_s=0.3), bootstrap=True)
-    with client, pytest.raises(LostReplyError):
-        put(client)

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from queue import SimpleQueue
 
 import pytest
 import torch
@@ -183,17 +182,6 @@ def test_closing_a_stream_or_its_client_ends_a_wait_which_is_listed(client, end,
 
 
 @ONLY_SYNC
-def test_closing_a_stream_whose_thread_is_between_two_batches_ends_a_wait(client):
-    batches = client.stream("p", "t", ["x"], 1)
-    batches._feed._free = SimpleQueue()
-    waiting = Background(lambda: next(batches))
-    eventually(lambda: len(batches._feed._threads) == 2, what="both threads run")
-    batches.close()
-    with pytest.raises(ClientClosedError, match="the stream"):
-        waiting.result()
-
-
-@ONLY_SYNC
 @pytest.mark.parametrize("faults", [Gate("claim", before=False)])
 def test_what_is_claimed_while_the_stream_is_closed_is_given_back(client, faults):
     batches = client.stream("p", "t", ["x"], 1, prefetch=0)
@@ -263,16 +251,6 @@ def test_a_stream_is_refused_in_a_fork_and_a_batch_can_be_acked_by_hand(client):
     assert next(batches).meta.sample_ids == IDS[2:4]
     batches.close()
     assert _consumed(client) == IDS[:2]
-
-
-@ONLY_SYNC
-def test_a_thread_that_cannot_be_started_ends_the_stream(client, monkeypatch):
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    with pytest.raises(RuntimeError, match="can't start"):
-        next(client.stream("p", "t", ["x"], 4))
 
 
 def test_a_program_that_ends_in_the_middle_gives_back_what_it_holds(python):

@@ -14,7 +14,7 @@ import pytest
 from dataplane_core import connect, connect_async
 from dataplane_core.client import async_client, claims, waiting
 from dataplane_core.client.announcing import Work
-from dataplane_core.errors import ClaimTimeoutError, UnknownPartitionError, UnknownTaskError
+from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import Metrics
 from dataplane_core.spec import ClaimRequest
@@ -102,17 +102,6 @@ def test_ready_counts_what_the_task_claims():
         assert client.claim_meta("p", "score", ["x"], 1).size == 1
         score = client.why("p", "score")[0]
         assert (score.state, score.backlog, score.num_ready) == ("moves", 1, 1)
-
-
-def test_names_that_are_not_there():
-    with connect(config()) as client:
-        assert client.why() == []
-        filled(client)
-        with pytest.raises(UnknownTaskError, match="'trainr'"):
-            client.why(task_name="trainr")
-        with pytest.raises(UnknownPartitionError, match="'q'"):
-            client.why("q")
-        assert [each.task_name for each in client.why()] == ["train", "score"]
 
 
 @pytest.mark.usefixtures("thorough")

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from dataplane_core.codec import join_row, join_rows, split_rows
 from dataplane_core.codec.header import MAX_CELL_BYTES
 from dataplane_core.codec.tensors import DTYPE_CODES
-from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import FrameError, InvalidTypeError
 
 
 def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, rank=None, zero=0):
@@ -87,15 +87,6 @@ def test_memory_of_large_rows_is_used_again_once_nobody_holds_it():
     assert len(places) < 10
 
 
-def test_splitting_copies_no_large_frame():
-    one, two = b"a" * 2000, b"b" * 2000
-    data, offsets = join_rows([[[one, b"small"], [two, b"short"]]])
-    view = memoryview(data)
-    (first, second), (_, last) = split_rows([view[start:stop] for start, stop in pairwise(offsets)])
-    data[:] = bytes(data).replace(b"a", b"A").replace(b"b", b"B")
-    assert (bytes(first), bytes(second), bytes(last)) == (one.upper(), two.upper(), b"short")
-
-
 # --- rows of frames ---------------------------------------------------------------------------------------------------
 
 
@@ -111,14 +102,6 @@ def test_the_frames_of_a_row_come_back_whoever_joined_them(columns):
         assert [data[start:stop] for start, stop in pairwise(offsets)] == rows
 
 
-def test_no_rows_are_joined_and_columns_of_unequal_length_are_refused():
-    data, offsets = join_rows([[[], []]])
-    assert (data, offsets.tolist(), split_rows([])) == (bytearray(), [0], [])
-    for columns, lengths in (([[b"a"], [b"b", b"c"]], r"\[1, 2\]"), ([], r"\[\]")):
-        with pytest.raises(InvalidRequestError, match=lengths):
-            join_rows([columns])
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 GOOD = join_row([b"a", b"bc"])
@@ -127,24 +110,13 @@ MALFORMED = {
     "a later version": frame(version=2),
     "an unknown kind": frame(kind=3),
     "flags": frame(zero=1),
-    "dtype code 0": frame(code=0),
     "an unknown dtype": frame(code=22),
-    "too many dims": frame(dims=(1,) * 65, payload=b"\x00" * 4),
-    "a negative dim": frame(dims=(-2,)),
-    "a huge dim": frame(dims=(2**62,)),
-    "a huge dim without content": frame(dims=(2**62, 0), payload=b""),
-    "an overflow to 8 bytes": frame(dims=(2**32, 2**31, 2)),
-    "an overflow to 0": frame(dims=(2**32, 2**32), payload=b""),
     "a long payload": frame(payload=b"\x00" * 9),
-    "an object of rank 0": frame(kind=2, code=2, dims=(), payload=b"\xc0"),
     "an object of floats": frame(kind=2, code=12, dims=(1,), payload=b"\x00" * 4),
 }
 MALFORMED_ROWS = {
     "another magic": b"X" + GOOD[1:],
     "a later version": GOOD[:3] + b"\x02" + GOOD[4:],
-    "a huge count": GOOD[:4] + b"\xff" * 4 + GOOD[8:],
-    "a negative size": GOOD[:8] + b"\xff" * 8 + GOOD[16:],
-    "a huge size": GOOD[:8] + b"\xff" * 7 + b"\x7f" + GOOD[16:],
     "more bytes": GOOD + b"z",
 }
 
@@ -163,12 +135,6 @@ def test_a_malformed_row_of_frames_is_refused_and_named(data):
     with pytest.raises(FrameError) as caught:
         split_rows([GOOD, data])
     assert caught.value.row == 1
-
-
-@pytest.mark.parametrize("other", [torch.zeros(2).int(), torch.zeros(2, 1), torch.tensor(0.0), "ab"], ids=repr)
-def test_frames_that_do_not_fit_one_column_name_the_row(other):
-    with pytest.raises(FrameError, match=r"row 2: .*does not fit row 0"):
-        unframe_column([frame(), frame(), frame_cell(other)])
 
 
 def test_rows_that_claim_too_much_together_are_refused_and_so_is_a_cell_by_its_writer():

@@ -10,14 +10,10 @@ from dataplane_core import WireFormat, connect
 from dataplane_core.codec import (
     DTYPE_CODES,
     Columns,
-    Piece,
-    Ragged,
     cell_digests,
     decode_columns,
     encode_columns,
-    merge_pieces,
     narrowed,
-    offsets_of,
     widened,
 )
 from dataplane_core.codec.narrow import LEAST_BYTES
@@ -88,17 +84,6 @@ def test_a_column_is_never_widened_or_cut_off(wide):
             assert torch.equal(widened(found, wide), values)
 
 
-def test_a_width_grows_from_part_to_part():
-    values = torch.zeros(1 << 20, dtype=torch.int64)
-    for number, most in enumerate((1, 300, -5, 70_000)):
-        values[number * 250_000 :] = most
-    found = narrowed(values)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.to(torch.int64), values)
-    rows = jagged([found[:3], found[3:7]])
-    assert same_rows(widened(rows, torch.int64), values[:7].split([3, 4]))
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.bool, torch.float64, torch.uint64, torch.int64], ids=str
 )
@@ -135,50 +120,6 @@ def test_columns_are_sent_narrow_and_come_back_unless_they_may_not(wire):
     columns, specs = encode_columns({"s": scalars}, MANY, wire)
     assert dtypes_of(columns["s"]) == {torch.uint8}
     assert torch.equal(decode_columns(columns, specs, MANY, wire)["s"], scalars)
-
-
-def test_a_wire_of_tensors_gets_them_only_if_it_says_so():
-    columns, _ = encode_columns({"x": torch.zeros(4, 1_000).long()}, 4, WireFormat())
-    assert dtypes_of(columns["x"]) == {torch.int64}
-    with pytest.raises(ValueError, match="narrow needs an engine with all dtypes"):
-        WireFormat(narrow=True, dtypes=frozenset({torch.uint8}))
-
-
-@pytest.mark.parametrize("wire", [FRAMES, ROWS], ids=["frames", "rows"])
-@pytest.mark.parametrize("kind", ["scalars", "dense", "ragged", "dense, two dims", "ragged, two dims"])
-def test_cells_of_several_widths_are_joined(wire, kind):
-    trailing = (2,) if "two dims" in kind else ()
-    cells, column, specs = [], [], {}
-    for low in (0, -1, 60_000, 1 << 20, 1 << 40):
-        rows = [torch.full((2_100 + row * ("ragged" in kind), *trailing), low) for row in range(2)]
-        if kind == "scalars":
-            rows = list(torch.full((3_000,), low))
-        sent, specs = encode_columns({"x": jagged(rows) if "ragged" in kind else torch.stack(rows)}, len(rows), wire)
-        cells += rows
-        column += list(sent["x"])
-    last = len(cells) - 1
-    for order in (list(range(len(cells))), [last, 0, 5, 4, 0]):
-        found = decode_columns({"x": [column[row] for row in order]}, specs, len(order), wire)["x"]
-        assert same_rows(found, [cells[row] for row in order])
-    assert len(dtypes_of(column)) == 5
-
-
-@pytest.mark.parametrize("jagged_rows", [False, True])
-def test_pieces_of_several_widths_are_merged(jagged_rows):
-    wides, pieces = [], []
-    for number, (low, high) in enumerate(LIMITS):
-        values = torch.arange(4_000).view(-1, 2) % 100
-        values[0, 0], values[-1, -1] = low, high
-        lengths = torch.tensor([700, 600, 700]) if jagged_rows else torch.tensor([500] * 4)
-        stored = narrowed(values)
-        column = Ragged(stored, offsets_of(lengths)) if jagged_rows else stored.view(4, 500, 2)
-        pieces.append(Piece(column, [2, 0], [2 * number + 1, 2 * number]))
-        split = values.split(lengths.tolist())
-        wides += [split[0], split[2]]
-    assert same_rows(merge_pieces(pieces, dtype=torch.int64), wides)
-    small = narrowed(torch.arange(20_000) % 3)
-    for rows, positions, expected in (([5, 6], [0, 1], [2, 0]), ([6, 1, 5], [2, 0, 1], [1, 2, 0])):
-        assert merge_pieces([Piece(small, rows, positions)], dtype=torch.int64).tolist() == expected
 
 
 @WIRES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from dataplane_core.codec import (
     ALL_DTYPES,
@@ -88,33 +88,3 @@ def test_every_shape_comes_back_in_frames_and_in_items(dtype, random_cell, asser
                 assert (type(found), found.dtype, found.shape) == (torch.Tensor, dtype, row.shape)
                 assert bits(found) == bits(row)
                 assert found.numel() == 0 or found.data_ptr() != row.data_ptr()
-
-
-@EACH_WIRE
-def test_many_columns_travel_together(wire, random_cell, assert_rows):
-    lengths = [4, 1, 3]
-    rows = {
-        "ids": [random_cell((length,), torch.int64, length) for length in lengths],
-        "logprobs": [random_cell((length,), torch.float32, length) for length in lengths],
-        "reward": [random_cell((), torch.float16, length) for length in lengths],
-        "deep": [random_cell((5, 2, 3), torch.bfloat16, length) for length in lengths],
-    }
-    fields = TensorDict({name: column_of(each) for name, each in rows.items()}, batch_size=[3])
-    fields["texts"] = NonTensorStack("x", {"y": [1, None]}, b"z")
-    columns, specs = encode_columns(fields, 3, wire)
-    # the specs say what the caller wrote, not what travels
-    assert [specs[name].to_text() for name in ("ids", "reward", "deep", "texts")] == [
-        *("tensor:int64:1:", "tensor:float16:0:", "tensor:bfloat16:3:2,3", "object::0:"),
-    ]
-    raised = decode_columns(columns, specs, 3, wire)
-    assert list(raised) == [*rows, "texts"]
-    for name, each in rows.items():
-        assert_rows(raised[name], each)
-    assert raised["texts"].tolist() == ["x", {"y": [1, None]}, b"z"]
-    total = raised["ids"] + raised["logprobs"]  # jagged columns of equal lengths can be combined
-    assert total.values().shape == (8,)
-
-
-def test_a_frame_may_come_as_a_view_of_other_units():
-    frame = memoryview(bytearray(frame_cell(torch.arange(4.0))))
-    assert unframe_cell(frame.cast("H")).tolist() == [0, 1, 2, 3]

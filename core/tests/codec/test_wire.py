@@ -11,7 +11,7 @@ from framing import FRAMES, frame_column
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataplane_core.codec import as_columns, cell_nbytes, decode_columns, encode_columns, encode_item, num_rows
+from dataplane_core.codec import as_columns, decode_columns, encode_columns, encode_item, num_rows
 from dataplane_core.errors import BackendError, FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import FieldSpec, WireFormat
 
@@ -122,13 +122,6 @@ def test_what_needs_no_change_is_not_copied():
     columns, specs = encode_columns({"x": NonTensorStack(item)}, 1, NATIVE)
     assert columns["x"][0] is item
     assert decode_columns(columns, specs, 1, NATIVE)["x"].tolist()[0] is item
-
-
-def test_cell_nbytes_counts_what_travels():
-    assert cell_nbytes(torch.zeros(3, 2), 3) == 8
-    assert cell_nbytes(jagged([2, 1, 3], 2), 3).tolist() == [16, 8, 24]
-    assert cell_nbytes([b"abc", b""], 2).tolist() == [3, 0]
-    assert cell_nbytes([torch.zeros(2), torch.zeros(1)], 2).tolist() == [8, 4]
 
 
 # --- what is taken ----------------------------------------------------------------------------------------------------
@@ -340,15 +333,6 @@ WRONG_REPLIES = [
 def test_a_reply_that_is_not_what_the_spec_says_is_a_backend_error(column, spec, wire):
     with pytest.raises((BackendError, FrameError), match=r"'x'|float99"):
         raised(column, spec, wire)
-
-
-def test_the_error_says_what_came_and_what_was_expected():
-    with pytest.raises(BackendError, match=r"float64 cells of shape \(L, 3\)\. Expected float32 cells of shape \(L, 2"):
-        raised(jagged([1, 2, 3], 3).double(), DEEP)
-    with pytest.raises(BackendError, match=r"2 rows\. Expected 3"):
-        raised(torch.zeros(2), SCALARS)
-    with pytest.raises(BackendError, match="no spec for field 'x'"):
-        decode_columns({"x": torch.zeros(3)}, {}, 3, JAGGED)
 
 
 def test_another_container_of_the_same_cells_is_fine():

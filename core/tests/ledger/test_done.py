@@ -1,45 +1,9 @@
 """Requests with ids: carried out once, kept for their time, forgotten alike in every process."""
 
-import pytest
-from histories import saved_and_loaded
-from ledgers import begin, ledger
+from ledgers import ledger
 
-from dataplane_core.errors import AlreadyDoneError
 from dataplane_core.ledger import StateReader, commands, to_state
 from dataplane_core.ledger.done import KEPT_S
-
-
-def begun(made, request_id, now=0.0):
-    return made.apply(begin(["a"], ttl_s=30.0, request_id=request_id), now)
-
-
-def commit(made, write_id, now=0.0):
-    return made.apply(commands.CommitPut(write_id), now)
-
-
-def test_a_put_is_carried_out_once_until_its_time_is_over():
-    made = ledger()
-    commit(made, begun(made, "r"))
-    for now in (0.0, 30.0 + KEPT_S - 0.1):
-        for state in (made, saved_and_loaded(made, now)):
-            with pytest.raises(AlreadyDoneError):
-                begun(state, "r", now)
-    assert made.held_bytes == 8
-    late = 2 * (30.0 + KEPT_S)
-    commit(made, begun(made, "other", late), late)
-    commit(made, begun(made, "r", late), late)
-
-
-def test_of_two_puts_with_one_id_the_second_commit_is_refused_and_its_room_is_free():
-    made = ledger()
-    one, two = begun(made, "r"), begun(made, "r")
-    commit(made, two)
-    with pytest.raises(AlreadyDoneError):
-        commit(saved_and_loaded(made), one)
-    with pytest.raises(AlreadyDoneError):
-        commit(made, one)
-    assert made.held_bytes == 8
-    assert made.apply(commands.AbortPut(one), 0.0) == [(one, 0)]
 
 
 def test_what_is_forgotten_depends_on_records_and_not_on_clocks():

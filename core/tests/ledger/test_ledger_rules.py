@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from ledgers import INT, begin, claim, ledger, put
 
-from dataplane_core.errors import CapacityExceededError, MissingDataError, SchemaMismatchError, StalePartitionError
+from dataplane_core.errors import CapacityExceededError, SchemaMismatchError, StalePartitionError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 
@@ -54,16 +54,6 @@ def test_a_put_is_judged_by_another_bound_without_a_trace():
     assert pickle.dumps(made) == before
 
 
-def test_an_overwrite_frees_the_row_it_replaces_once_no_cell_names_it():
-    made = ledger()
-    first, _ = put(made, ["a"], "xy")
-    _, freed = put(made, ["a"])
-    assert freed == []
-    _, freed = put(made, ["a"], "y")
-    assert freed == [(first, 0)]
-    assert made.held_bytes == 16
-
-
 def test_an_abandoned_put_is_reaped_with_its_payload():
     made = ledger()
     begun = made.apply(begin(["a", "b"]), 0.0)
@@ -83,25 +73,6 @@ def test_aborting_a_committed_put_frees_nothing():
     assert made.apply(commands.Locate("p", ["a"], ["x"]), 0.0).parts[0].write_id == write_id
 
 
-def test_locate_groups_rows_by_write_and_names_what_is_missing():
-    made = ledger()
-    first, _ = put(made, ["a", "b", "c"], "xy")
-    second, _ = put(made, ["b"], "y")
-    parts = {part.write_id: [] for part in made.apply(commands.Locate("p", ["c", "b", "a"], ["x", "y"]), 0.0).parts}
-    for part in made.apply(commands.Locate("p", ["c", "b", "a"], ["x", "y"]), 0.0).parts:
-        parts[part.write_id].append((part.fields, part.slots, part.rows, part.positions))
-    assert parts == {
-        first: [(("x", "y"), (0, 1), [0, 2], [2, 0]), (("x",), (0,), [1], [1])],
-        second: [(("y",), (0,), [1], [0])],
-    }
-    with pytest.raises(MissingDataError) as missing:
-        made.apply(commands.Locate("p", ["a", "zz"], ["x"]), 0.0)
-    assert missing.value.missing_samples == ("zz",)
-    with pytest.raises(MissingDataError, match="'a' lacks 'z'") as cells:
-        made.apply(commands.Locate("p", ["a"], ["x", "z"]), 0.0)
-    assert cells.value.missing_cells == {"a": ("z",)}
-
-
 # --- rows that samples share ------------------------------------------------------------------------------------------
 
 
@@ -117,29 +88,6 @@ def put_shared(made, ids, positions, row_bytes, now=0.0):
     write_id = made.apply(both, now)
     made.apply(commands.CommitPut(write_id), now)
     return write_id
-
-
-def test_a_shared_row_is_free_with_the_last_of_its_samples():
-    made = ledger()
-    write_id = put_shared(made, ["a", "b", "c"], [0, 1, 0], [100, 200])
-    assert made.held_bytes == 303
-    located = made.apply(commands.Locate("p", ["c", "b", "a"], ["y"]), 0.0)
-    assert located.refs == [(write_id + 3, 0), (write_id + 3, 1), (write_id + 3, 0)]
-    assert made.apply(commands.ClearRequest("p", ["a"]), 0.0) == (1, [(write_id, 0)])
-    made.apply(commands.Collected([(write_id, 0)]), 0.0)
-    assert made.held_bytes == 302
-    assert made.apply(commands.ClearRequest("p", ["c"]), 0.0) == (1, [(write_id, 2), (write_id + 3, 0)])
-    assert made.held_bytes == 201
-
-
-def test_an_unfinished_put_frees_each_of_its_rows_once():
-    made = ledger()
-    shared = commands.BeginPut("p", ["a", "b"], {"y": INT}, [commands.Write(["y"], [9], [0, 0])], ttl_s=10.0)
-    write_id = made.apply(shared, 0.0)
-    assert made.held_bytes == 9
-    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id, 0)]
-    assert made.apply(commands.AbortPut(write_id), 0.0) == [(write_id, 0)]
-    assert made.held_bytes == 0
 
 
 def test_ids_of_the_writes_of_a_put_are_not_given_again():

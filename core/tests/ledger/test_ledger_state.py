@@ -6,7 +6,6 @@ import pytest
 from histories import saved_and_loaded
 from ledgers import begin, claim, ledger, put
 
-from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.ledger import commands
 
 LARGE = 1 << 127
@@ -43,28 +42,3 @@ def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
     made.apply(commands.Expire([], [100]), 2.0)
     for each in (made, saved_and_loaded(made, 2.0)):
         assert each.apply(commands.AbortPut(100), 3.0) == [(100, 0)]
-
-
-def test_a_ledger_that_is_not_self_expiring_keeps_what_is_due_until_it_is_told():
-    made = ledger(self_expiring=False, capacity_bytes=16)
-    put(made, ["a", "b"], write_id=LARGE)
-
-    def claimed(token, now):
-        return made.apply(claim(2, all_or_nothing=False, lease_s=5.0, token=token), now).sample_ids
-
-    assert claimed("one", 0.0) == ["a", "b"]
-    made.apply(commands.RenewRequest("p", "t", ["b"], ["one"], 50.0), 1.0)
-    assert made.apply(commands.Due(), 4.9) is None
-    assert claimed("two", 6.0) == []
-    due = made.apply(commands.Due(), 6.0)
-    assert due.leases == [("p", "t", "one", ["a"])]
-    made.apply(due, 6.0)
-    assert made.apply(commands.Due(), 6.0) is None
-    with pytest.raises(LeaseExpiredError):
-        made.apply(commands.AckRequest("p", "t", ["a"], ["one"]), 6.0)
-    assert claimed("two", 6.0) == ["a"]
-    made.apply(commands.Expire(due.leases, []), 0.0)  # told twice: another holds it now
-    made.apply(commands.AckRequest("p", "t", ["a"], ["two"]), 6.0)
-    made.apply(commands.AckRequest("p", "t", ["b"], ["one"]), 6.0)
-    made.apply(commands.Expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], [LARGE + 9]), 0.0)
-    assert made.apply(commands.ConsumptionRequest("p", ["t"]), 0.0)

@@ -89,15 +89,6 @@ def test_one_who_was_woken_and_does_not_ask_again_keeps_nobody_waiting():
     assert made.woken == ["a", "b", "a"]
 
 
-def test_one_who_asks_no_more_is_forgotten():
-    made = Waiting()
-    made.claim("never asks again")
-    for second in range(0, 60, 5):
-        made.now = float(second)
-        made.claim("asks")
-    assert len(made.service._waiting) == 1
-
-
 def test_questions_are_apart_and_a_put_looks_at_a_few_of_many(monkeypatch):
     made = Waiting()
     for number in range(200):
@@ -124,22 +115,6 @@ def test_a_claim_that_is_woken_asks_by_itself_only_when_a_lease_may_end():
     assert list(made.claim("b").sample_ids) == ["1"]
 
 
-def test_a_claim_that_waits_learns_of_a_lease_that_was_given_after_it_asked():
-    made = Waiting()
-    made.claim("waits", 2)
-    made.put("1")
-    assert list(made.claim("holder", lease_s=4.0).sample_ids) == ["1"]
-    made.put("2")
-    assert made.woken == ["waits"]
-    assert made.claim("waits", 2).ask_again_s == 4.0
-    made.now = 1.0
-    made.service.call(commands.RenewRequest("p", "t", ["1"], ["holder"], 2.0))  # it ends sooner: at 3.0
-    assert made.woken == ["waits", "waits"]
-    assert made.claim("waits", 2).ask_again_s == 2.0
-    made.now = 3.0
-    assert list(made.claim("waits", 2).sample_ids) == ["1", "2"]
-
-
 def test_of_claims_that_ask_the_same_one_learns_of_a_lease_and_only_if_it_would_ask_too_late():
     made = Waiting()
     for name in "abc":
@@ -162,17 +137,13 @@ def test_of_claims_that_ask_the_same_one_learns_of_a_lease_and_only_if_it_would_
     assert made.woken == ["a", "b", "other", "c"]
 
 
-def test_a_claim_that_takes_the_last_sample_wakes_those_who_wait_for_nothing_more():
-    made = Waiting(num_samples=2)
-    made.put("1", "2")
-    made.claim("b", fields=("y",))
-    assert made.claim("a", 2).sample_ids
-    assert made.woken == ["b"]
-    assert made.claim("b", fields=("y",)).exhausted
-
-
-def test_claims_and_puts_that_ended_are_forgotten():
-    made = Waiting(100)
+def test_claims_that_ended_or_are_not_asked_again_are_forgotten():
+    made = Waiting()
+    made.claim("never asks again")
+    for second in range(0, 60, 5):
+        made.now = float(second)
+        made.claim("a")
+    assert len(made.service._waiting) == 1
     made.claim("a")
     made.claim("a", explain=True)
     made.claim("b")

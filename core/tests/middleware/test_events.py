@@ -3,7 +3,6 @@
 import json
 import socket
 
-import numpy as np
 import pytest
 import torch
 
@@ -40,13 +39,6 @@ def test_a_line_says_what_was_moved_where_and_how_long_it_took(file, tmp_path):
         "op": "put_samples", "partition": "p", "rows": 2, "bytes": 8, "seconds": 0.0015, "fields": ["x"]
     }  # fmt: skip
     assert step == {"op": "step", "step": 7, "staleness": 1}
-
-
-def test_numbers_of_numpy_and_torch_go_into_a_step_and_those_that_are_not_finite_stay_out(file, tmp_path):
-    file.step(np.int64(7), staleness=np.float32(1.5), reward=torch.tensor(2.0), loss=float("nan"), kl=float("inf"))
-    (step,) = lines(tmp_path / "events.jsonl")
-    del step["at"]
-    assert step == {"op": "step", "step": 7, "staleness": 1.5, "reward": 2.0}
 
 
 def test_operations_of_no_sample_leave_a_line_only_if_they_fail(file, tmp_path):

@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     UnsupportedOperationError,
 )
-from dataplane_core.middleware import Recording, is_recording, recorder as recorder_module
+from dataplane_core.middleware import Recording, recorder as recorder_module
 
 
 def recorded(folder, payload="digests", backend="noop", **options):
@@ -123,27 +123,6 @@ def test_digests_do_not_depend_on_the_backend_and_tell_a_changed_cell(tmp_path):
         assert other[field][0] == first[field][0]
         assert other[field][1] != first[field][1]
     assert np.array([first["reward"][0]], dtype=np.uint64).astype("<u4").view(np.float32)[0] == 0.5
-
-
-@pytest.mark.parametrize("backend", ["noop", "sqlite"])
-def test_with_all_the_rows_come_back_bit_for_bit(folder, backend):
-    with recorded(folder, "all", backend) as client:
-        client.register_partition("p", list(COLUMNS), 2, ["t"])
-        client.put_samples(["a", "b"], "p", COLUMNS)
-        client.put_samples(["a", "b"], "p", tags=[{"k": 1}, {"k": 2}])
-    recording = Recording(folder)
-    put, tags = [each for each in recording.records() if each.op == "put_samples"]
-    ids, columns = recording.rows(put)
-    assert ids == ["a", "b"]
-    assert [row.tolist() for row in columns["ids"].unbind()] == [[1, 2, 3], [70_000]]
-    assert columns["ids"].dtype == torch.int64
-    assert torch.equal(columns["bf16"].view(torch.int16), COLUMNS["bf16"].view(torch.int16))
-    assert torch.equal(columns["reward"].view(torch.int32), COLUMNS["reward"].view(torch.int32))
-    assert columns["none"].shape == (2, 0)
-    assert columns["said"].tolist() == COLUMNS["said"]
-    assert (tags.tags, tags.fields, tags.block) == ([{"k": 1}, {"k": 2}], [], None)
-    with pytest.raises(MissingDataError, match="were not recorded"):
-        recording.rows(tags)
 
 
 def test_a_share_of_the_samples_is_the_same_in_every_process_and_digests_are_of_all(tmp_path):
@@ -324,16 +303,6 @@ def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------
-
-
-def test_a_second_run_in_a_folder_goes_on_in_it(folder):
-    for name in ("a", "b"):
-        with recorded(folder) as client:
-            client.register_partition(name, ["x"], None, ["t"])
-    assert [each.partition for each in records(folder) if each.op != "end"] == ["a", "b"]
-    assert len(Recording(folder).writers) == 2
-    assert is_recording(folder)
-    assert not is_recording(folder.parent)
 
 
 def test_what_cannot_be_read_or_continued_is_refused(folder, tmp_path):

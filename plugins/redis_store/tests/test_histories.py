@@ -15,7 +15,6 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_redis import Acknowledged, LostCallsError, _acknowledged
-from dataplane_redis._scripts import STORE_VERSION
 from dataplane_testkit import backend_of
 
 
@@ -154,17 +153,6 @@ def test_a_store_that_was_emptied_is_not_the_one_that_a_client_knew(pair, connec
         with pytest.raises(BackendUnavailableError, match="holds no instance"):
             connect(url=server.url, namespace="history", bootstrap=False)
         assert server.admin("DBSIZE") == 0
-
-
-def test_a_save_of_an_emptied_store_leaves_the_last_save_as_it_is(pair, connect, tmp_path):
-    server, one, _ = pair
-    one.save(tmp_path / "save", {"step": 1})
-    server.admin("FLUSHALL")
-    with pytest.raises(StalePartitionError, match="no longer holds the store"):
-        one.save(tmp_path / "save", {"step": 2})
-    other = connect(url=server.url, namespace="loaded")
-    assert other.load(tmp_path / "save") == {"step": 1}
-    assert other.get_samples(["a"], "p", ["x"])["x"].tolist() == [[1] * SMALL]
 
 
 def test_a_put_that_meets_an_emptied_store_writes_nothing(pair, connect, monkeypatch):
@@ -316,12 +304,14 @@ def test_a_clear_of_many_samples_leaves_other_calls_remembered(pair, monkeypatch
 
 
 def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):
-    one = connect(url=plain.url, namespace="kept")
+    one = connect(url=plain.url, namespace="kept", capacity_bytes=100_000)
     attached = connect(url=plain.url, namespace="kept", bootstrap=False)
     one.register_partition("p", ["x"], None, ["train"])
-    two = connect(url=plain.url, namespace="kept")  # equal options
+    two = connect(url=plain.url, namespace="kept", capacity_bytes=100_000)  # equal options
     one.close()  # is no longer the owner
     attached.put_samples(["a"], "p", columns(1, SMALL, 1))
+    with pytest.raises(RuntimeError, match="100000 bytes"):  # the capacity is the instance's
+        attached.put_samples(["b"], "p", columns(1, LARGE, 1))
     with pytest.raises(AlreadyRunningError, match=r"HDEL 'dp:\{kept\}:instance' owner"):
         connect(url=plain.url, namespace="kept", capacity_bytes=1 << 30)
     two.close()
@@ -330,10 +320,3 @@ def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):
     attached.put_samples(["b"], "p", columns(1, SMALL, 1))  # nobody ended it
     three = connect(url=plain.url, namespace="kept", capacity_bytes=1 << 30)
     assert three.list_samples("p").sample_ids == attached.list_samples("p").sample_ids == ["a", "b"]
-
-
-def test_an_instance_of_another_version_is_refused(plain, connect):
-    plain.admin("HSET", "dp:{newer}:instance", "version", "1000")
-    for bootstrap in (True, False):
-        with pytest.raises(ValueError, match=rf"of version 1000\. Expected {STORE_VERSION}"):
-            connect(url=plain.url, namespace="newer", bootstrap=bootstrap)

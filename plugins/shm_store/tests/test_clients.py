@@ -7,19 +7,17 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.hosting.session import _Line
 from dataplane_core.spec import GetRequest
 from dataplane_testkit import backend_of
@@ -232,16 +230,6 @@ def test_a_closed_client_has_no_session_though_its_errors_are_kept(owner, config
     assert len(errors) == 3
 
 
-def test_numbers_and_strings_of_numpy_are_taken_as_pythons(owner):
-    put(owner)
-    name, seconds = np.str_("p"), np.float64(30)
-    assert owner.get_samples(np.array(IDS), name, np.array(["y"]))["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    meta = owner.claim_meta(name, np.str_("train"), ["y"], 1, timeout_s=seconds, lease_s=seconds)
-    owner.renew(meta, np.float64(60))
-    owner.ack(meta)
-    owner.clear_samples(np.array(IDS), name)
-
-
 def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner, stopped):
     put(owner)
     connection = backend_of(owner)._memory.session
@@ -336,26 +324,3 @@ def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(own
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         connection._idle.extend(idle)
     assert owner.list_samples("p").sample_ids == IDS
-
-
-def test_a_client_that_cannot_map_the_memory_leaves_no_session(owner, config, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError("no room for a mapping")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dataplane_core.backends.shared_memory.Arena", refuse)
-        with pytest.raises(DataPlaneError, match="no room for a mapping") as kept:
-            connect(config, bootstrap=False)
-    eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
-    assert kept.value.__traceback__ is not None
-
-
-def test_a_process_that_may_start_no_more_threads_connects(owner, config, monkeypatch):
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    put(owner)
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    for either in (config, with_views(config)):
-        with connect(either, bootstrap=False) as client:
-            assert client.get_samples(IDS, "p", ["y"])["y"].tolist() == [0, 1, 2, 3]

@@ -100,13 +100,6 @@ def test_the_book_is_where_it_was(controller):
     assert controller.units()[0][0].num_lost == 0
 
 
-def test_a_book_without_a_put_comes_back(controller):
-    before = controller.units()
-    controller.again()
-    assert controller.units() == before
-    controller.put()
-
-
 def test_the_number_of_a_spread_is_never_used_again(controller):
     """A client may still know what it was."""
     write_id = controller.put()

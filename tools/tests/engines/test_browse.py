@@ -213,18 +213,6 @@ def test_a_store_that_ends_and_the_next_one(nowhere):
         stores.pop().close()
 
 
-def test_an_answer_that_comes_while_it_ends_is_dropped(store, config):
-    fill(store)
-
-    async def check(screen):
-        await screen.shows(*REWARDS)
-        seen = screen.app._seen
-        await screen.app.screen.query("*").remove()
-        screen.app.on_seen(seen)
-
-    browse(config, check)
-
-
 def test_only_the_rows_on_the_screen_are_read(store, config):
     ids = [f"s{row}" for row in range(10_000)]
     store.register_partition("step-1", ["x"], None, [])

@@ -126,9 +126,7 @@ for place in range(100_000):
     client.clear_samples([f"s{place}"], "step")
     time.sleep(0.05)
 """
-FILTERS = TRAINER.replace("4, ", "4, tag_filter={'weight_version': ('>=', 7)}, ")
 HANGS = 'with client.phase("generate"):\n    time.sleep(1000)'
-CLOSES = "client.close()\ntime.sleep(1000)"
 
 
 @dataclass
@@ -138,9 +136,7 @@ class Incident:
     cause: str
     program: str
     texts: list[str]
-    trainer: str = TRAINER
     patience_s: float = 0.3  # for what is a fault only after five times the patience
-    num_samples: int | None = None
     group_size: int | None = None
     is_stopped: bool = False
 
@@ -148,25 +144,12 @@ class Incident:
 INCIDENTS = [
     Incident("stopped", rollout(2), ["(rollout) is stopped"], patience_s=2.0, is_stopped=True),
     Incident(
-        "filter",
-        rollout(7),
-        ["7 samples do not pass its filter (weight_version >= 7).", "'s6', has weight_version 6."],
-        trainer=FILTERS,
-    ),
-    Incident(
         "group",
         PUTS_A_GROUP,
         ["'q17' has 3 of 4. 'q17_g3' was never put. It is made by ", "(rollout) in generate for "],
         group_size=4,
     ),
     Incident("evicted", PUTS_AND_CLEARS, ["were cleared by ", "before they were given to it"]),
-    Incident(
-        "short",
-        rollout(10, then=CLOSES),
-        ["10 of 12 samples came, and no more will.", "closed its client"],
-        patience_s=2.0,
-        num_samples=12,
-    ),
     Incident("silent", rollout(3, then=HANGS), ["It is alive, but silent in generate for ", "it last put samples "]),
 ]
 
@@ -174,22 +157,13 @@ INCIDENTS = [
 @pytest.mark.parametrize("incident", INCIDENTS, ids=lambda each: each.cause)
 def test_an_incident_is_told_with_its_cause_and_its_process(start_run, incident):
     run = start_run(patience_s=incident.patience_s)
-    run.client.register_partition("step", ["x", "reward"], incident.num_samples, ["trainer"], incident.group_size)
-    run.start("trainer", incident.trainer)
+    run.client.register_partition("step", ["x", "reward"], None, ["trainer"], incident.group_size)
+    run.start("trainer", TRAINER)
     producer = run.start("rollout", incident.program)
     if incident.is_stopped:
         run.is_announced(producer, "put_samples", 2)
         producer.send_signal(signal.SIGSTOP)
-    named = [] if incident.cause == "filter" else [f"process {producer.pid} on "]
-    run.names(incident.cause, *named, *incident.texts)
-
-
-def test_a_task_whose_name_is_misspelt(start_run):
-    run = start_run(patience_s=0.3)
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "trainr"])
-    claimer = run.start("trainer", TRAINER)
-    run.client.put_samples([f"s{place}" for place in range(4)], "step", {"x": [1.0] * 4, "reward": [1.0] * 4})
-    run.names("name", "claims for 'trainer'. Is that a typing error?", f"process {claimer.pid} on ", task="trainr")
+    run.names(incident.cause, f"process {producer.pid} on ", *incident.texts)
 
 
 def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(start_run):

@@ -38,19 +38,6 @@ def test_a_row_whose_index_is_damaged_is_named_with_its_sample_and_fields(byte):
             blobs[key] = kept
 
 
-def test_tags_that_are_no_finite_numbers_leave_the_store_readable_to_all():
-    cls = journaled()
-    odd = [float("nan"), float("inf"), -float("inf"), None]
-    with open_client(cls) as one, open_client(cls, bootstrap=False) as two:
-        one.register_partition("p", ["x"], 4, ["t"])
-        one.put_samples(list("abcd"), "p", {"x": torch.arange(4)}, tags=[{"input_lengths": each} for each in odd])
-        balanced = {"dp_size": 2, "sampler": "balanced"}
-        parts = [each.claim_meta("p", "t", ["x"], 2, rank, **balanced) for rank, each in enumerate((one, two))]
-        assert sorted(parts[0].sample_ids + parts[1].sample_ids) == list("abcd")
-        for client in (one, two):
-            assert repr(client.list_samples("p").tags) == repr([{"input_lengths": each} for each in odd])
-
-
 def test_what_was_refused_for_want_of_room_shifts_nothing_in_a_process_with_more_room():
     cls = journaled()
     with open_client(cls, capacity_bytes=100, on_full="raise") as one:
@@ -147,15 +134,6 @@ def test_the_stores_methods_know_how_long_the_operation_may_take():
         assert sorted(left) == ["append", "delete", "get", "put", "read"]
         assert all(400 < seconds <= 500 for seconds in left.values())
         assert backend_of(client).seconds_left() == 60  # no operation
-
-
-@pytest.mark.parametrize("record", [b"", b"\xc1", b"\x93\x01\x02\x03"])
-def test_a_journal_that_cannot_be_read_is_an_error_not_a_crash(record):
-    cls = journaled()
-    with open_client(cls) as client:
-        backend_of(client).journal[0] = record
-        with pytest.raises(CorruptDataError, match="journal record 0"):
-            client.list_samples("p")
 
 
 @pytest.mark.parametrize(("one", "other"), [("append", "read"), ("read", "append")])

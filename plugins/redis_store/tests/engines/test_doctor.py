@@ -9,6 +9,7 @@ from redis_servers import wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
+from dataplane_core.errors import ConfigError
 from dataplane_redis import RedisBackend
 from dataplane_redis._scripts import STORE_VERSION
 from dataplane_redis.config import RedisConfig
@@ -67,18 +68,29 @@ def test_a_private_server_says_what_it_keeps_and_is_not_started():
     assert what.startswith(f"{shutil.which('redis-server')} is Redis ")
 
 
-def test_a_server_that_may_evict_is_an_error_with_the_command_that_mends_it(start_server):
+def test_a_server_that_may_evict_is_an_error_with_the_command_that_mends_it_as_for_connect(
+    start_server, connect, caplog
+):
     server = start_server("--maxmemory-policy", "allkeys-lru", "--appendonly", "yes", "--appendfsync", "always")
     ((what, hint),) = findings(Level.ERROR, url=server.url)
     assert f"The Redis server at 127.0.0.1:{server.port} has maxmemory-policy 'allkeys-lru'" in what
     assert "redis-cli CONFIG SET maxmemory-policy noeviction" in hint
     ((what, _),) = findings(Level.WARNING, url=server.url, allow_eviction=True)
     assert "which allow_eviction accepts" in what
+    with pytest.raises(ConfigError, match=r"allkeys-lru.*noeviction"):
+        connect(url=server.url)
+    connect(url=server.url, allow_eviction=True).ping()
     server.admin("CONFIG", "SET", "maxmemory-policy", "noeviction")
     assert findings(Level.ERROR, url=server.url) == findings(Level.WARNING, url=server.url) == []
     answers, durable = findings(Level.OK, url=server.url)
     assert "answers and is Redis " in answers[0]
     assert "durable: every put is synced" in durable[0]
+    caplog.set_level("INFO", logger="dataplane_redis")
+    connect(url=server.url)
+    assert "durable: every put is synced" in caplog.text
+    server.admin("CONFIG", "SET", "appendfsync", "everysec")
+    ((what, _),) = findings(Level.WARNING, url=server.url)
+    assert "a crash may lose the last writes" in what
 
 
 def test_a_server_without_persistence_is_a_warning_with_the_commands(plain):
@@ -97,12 +109,15 @@ def test_a_server_with_replicas_may_lose_its_newest_writes(start_server):
     assert "wait_replicas" in hint
 
 
-def test_an_instance_of_another_version_is_an_error(plain, connect):
+def test_an_instance_of_another_version_is_an_error_as_for_connect(plain, connect):
     connect(url=plain.url, namespace="doctored")
     assert findings(Level.ERROR, url=plain.url, namespace="doctored") == []
     plain.admin("HSET", "dp:{doctored}:instance", "version", "1000")
     ((what, _),) = findings(Level.ERROR, url=plain.url, namespace="doctored")
     assert f"holds an instance of version 1000. Expected {STORE_VERSION}." in what
+    for bootstrap in (True, False):
+        with pytest.raises(ValueError, match=rf"of version 1000\. Expected {STORE_VERSION}"):
+            connect(url=plain.url, namespace="doctored", bootstrap=bootstrap)
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path):

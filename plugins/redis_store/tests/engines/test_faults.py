@@ -21,8 +21,7 @@ from dataplane_core.errors import (
     LostReplyError,
     OperationTimeoutError,
 )
-from dataplane_redis._protocol import ArrayReader, to_error
-from dataplane_redis._scripts import pack_strings
+from dataplane_redis._protocol import to_error
 from dataplane_testkit import backend_of
 
 
@@ -143,27 +142,6 @@ def test_a_clear_of_which_a_part_is_done_may_have_been_done_or_not(start_server,
     assert 0 < made.list_samples("p").size < len(ids)
 
 
-class Arriving:
-    """A socket on which some bytes arrive before it is closed."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def settimeout(self, timeout_s):
-        pass
-
-    def recv_into(self, buffer):
-        size = min(len(buffer), len(self.data))
-        buffer[:size], self.data = self.data[:size], self.data[size:]
-        return size
-
-
-def test_a_row_that_is_larger_than_expected_is_read():
-    row = bytes(range(256)) * 2000
-    reader = ArrayReader(Arriving(b"*2\r\n$%d\r\n%b\r\n$1\r\nz\r\n" % (len(row), row)), 10, time.monotonic() + 60.0)
-    assert [bytes(each) for each in reader.read()] == [row, b"z"]
-
-
 def is_busy(server):
     with redis.Redis(unix_socket_path=str(server.socket)) as probe:
         try:
@@ -240,18 +218,6 @@ def test_a_script_that_starts_between_two_steps_is_waited_for(start_server, conn
     made.put_samples(["b"], "p", columns(1, 100_000, 1))
     assert made.get_samples(["a", "b"], "p", ["x"])["x"].sum() == 100_000
     assert met == [name]
-
-
-def test_a_dead_server_is_named_and_a_restarted_one_found(start_server, connect, hurries):
-    server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
-    made.put_samples(["a"], "p", columns(1))
-    server.kill()
-    with hurries(30.0), pytest.raises(BackendUnavailableError, match="cannot be reached") as caught:
-        made.get_samples(["a"], "p", ["x"])  # it is refused at once
-    assert caught.value.__cause__ is not None
-    server.start()
-    assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
 
 
 def test_a_server_killed_under_load_loses_nothing_committed(start_server, connect):
@@ -345,26 +311,6 @@ def test_undoing_a_put_keeps_its_deadline_and_the_next_put_has_its_room(start_se
     assert made.list_samples("p").sample_ids == ["b"]
     made.clear_samples(["b"], "p")
     assert int(server.admin("HGET", backend_of(made)._session.base + b":instance", "held")) == 0
-
-
-def test_a_put_that_was_given_up_leaves_nothing(plain, connect):
-    made = connect(url=plain.url, namespace="reaped", capacity_bytes=1000, partition="p")
-    backend = backend_of(made)
-    write = os.urandom(16)
-    parts = [[pack_strings(["x", "tensor:int64:1:"]), [900], ""]]
-    asked = {"name": "p", "ids": ["a"], "parts": parts, "tags": "", "capacity": 1000, "ttl_s": 0.05, "request": ""}
-    asked |= {"write": write, "wait_s": 0.0}
-
-    def put(**more):
-        return backend._session.run("t", time.monotonic() + 5, "put", **asked, **more)
-
-    kind, epoch, known = put(mode="begin", epoch="", known=b"")
-    assert kind == b"ok"
-    key = b"dp:{reaped}:w:%s" % write.hex().encode()
-    plain.admin("HSET", key, "0", "rows of a writer that died")
-    made.put_samples(["b"], "p", columns(1, 50))  # has room again: it waits until there is
-    assert plain.admin("EXISTS", key) == 0
-    assert put(mode="commit", epoch=epoch, known=known)[0] == b"abandoned"
 
 
 @pytest.mark.parametrize("num_samples", [None, 4])

@@ -5,7 +5,6 @@ import signal
 import textwrap
 import time
 import uuid
-from collections import Counter
 
 import pytest
 import torch
@@ -76,18 +75,6 @@ def test_each_node_holds_as_much_as_another(cluster, client, namespace, num_puts
     assert sum(sizes(cluster, namespace)) < sum(held) * (1 - 0.4 / num_puts), "cleared rows stayed"
     client.clear_samples(None, "p")
     assert num_keys(cluster, namespace) == 0
-
-
-def test_buckets_are_spread_over_any_number_of_nodes():
-    placing = Placing("any", NUM_BUCKETS)
-    slots = [placing.slot_of(bucket) for bucket in range(NUM_BUCKETS)]
-    write = placing.new_spread_write(NUM_BUCKETS, NUM_BUCKETS << 20)
-    assert [key_slot(placing.key_of(write, bucket)) for bucket in range(NUM_BUCKETS)] == slots
-    for num_nodes in range(2, 13):
-        shares = Counter(slot * num_nodes // 16384 for slot in slots)
-        assert max(shares.values()) <= 1.15 * min(shares[node] for node in range(num_nodes))
-    assert sorted(placing.buckets_of(write)) == list(range(NUM_BUCKETS))
-    assert placing.write_of(placing.key_of(write, 3)) == write
 
 
 def test_a_put_that_is_refused_leaves_nothing(cluster, client, namespace, connect, monkeypatch):
@@ -244,19 +231,6 @@ def test_a_read_that_meets_a_clear_or_an_overwrite(cluster, client, namespace, c
     with pytest.raises(KeyError, match="s0") as raised:
         other.get_samples(names(8), "p", ["x"])
     assert not isinstance(raised.value, LostSamplesError)
-
-
-def test_rows_that_a_node_lost_are_named(cluster, client, namespace):
-    client.put_samples(names(8), "p", rows(8))
-    found = payload_keys(cluster, namespace)
-    node = next(number for number in range(3) if found[number])
-    for key in found[node]:
-        cluster[node].admin("UNLINK", key)
-    with pytest.raises(LostSamplesError) as raised:
-        client.get_samples(names(8), "p", ["x"])
-    kept = [name for name in names(8) if name not in raised.value.missing_samples]
-    assert 0 < len(kept) == 8 - len(found[node])
-    assert client.get_samples(kept, "p", ["x"])["x"].shape == (len(kept), WIDE)
 
 
 def test_a_slot_that_is_moving_and_one_that_has_moved(cluster, client, namespace):

@@ -12,7 +12,6 @@ import torch
 from redis_servers import wait_until
 
 from dataplane_core.errors import BackendUnavailableError, ConfigError
-from dataplane_redis import _server
 from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
 
@@ -48,15 +47,6 @@ def test_close_ends_the_server_and_leaves_no_folder(connect):
     assert not runs(pid)
     assert not folder.exists()
     assert not folder.with_name(".life.lock").exists()
-
-
-def test_a_stopped_server_is_ended_too(connect, monkeypatch):
-    monkeypatch.setattr(_server, "_END_S", 0.1)  # then it is killed
-    client = connect(server="private", namespace="stopped")
-    pid = backend_of(client)._server.pid
-    os.kill(pid, signal.SIGSTOP)
-    client.close()
-    assert not runs(pid)
 
 
 @pytest.mark.parametrize("operation", ["put", "read", "claim", "wait"])
@@ -112,18 +102,6 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
     wait_until(lambda: not runs(pid))
     client.register_partition("p", ["x"], None, ["train"])  # nothing removed what is the new owner's
     assert connect(bootstrap=False, server="private", namespace=namespace).list_samples("p").size == 0
-
-
-def test_no_binary_says_how_to_install_it(connect, monkeypatch):
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(BackendUnavailableError, match="apt-get install redis-server"):
-        connect(server="private")
-
-
-def test_without_a_url_the_server_is_private(connect):
-    connect(namespace="unnamed").register_partition("p", ["x"], None, ["t"])
-    attached = connect(bootstrap=False, server="private", namespace="unnamed")
-    assert attached.list_samples("p").sample_ids == []
 
 
 @pytest.mark.parametrize(

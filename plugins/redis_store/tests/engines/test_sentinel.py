@@ -117,33 +117,6 @@ def test_a_service_is_named_and_followed(plane, connect, only_woken):
     pool.shutdown()
 
 
-def test_a_large_put_whose_server_became_a_replica_before_its_commit_begins_again(
-    start_server, start_sentinel, connect, monkeypatch
-):
-    old = start_server()
-    new, sentinel = start_server().follow(old), start_sentinel()
-    sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
-    client = connect(url=f"redis+sentinel://127.0.0.1:{sentinel.port}/plane", op_timeout_s=60, partition="p")
-    write, met = backend_of(client)._write, []
-
-    def fails_over_first(*args):
-        if not met:
-            met.append(1)
-            old.replicate_to(new)
-            sentinel.admin("SENTINEL", "REMOVE", "plane")
-            new.admin("REPLICAOF", "NO", "ONE")
-            old.follow(new)  # the client's connections stay
-            sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", new.port, 1)
-        return write(*args)
-
-    monkeypatch.setattr(backend_of(client), "_write", fails_over_first)
-    client.put_samples(["a"], "p", columns(1, LARGE, 7))
-    assert met
-    assert new.info("replication")["role"] == "master"
-    assert (client.get_samples(["a"], "p", ["x"])["x"] == 7).all()
-    assert new.admin("ZCARD", backend_of(client)._session.base + b":pending") == 1  # its mark
-
-
 def state_of(sentinel):
     """What a sentinel says of the service."""
     return sentinel.admin("SENTINEL MASTER", "plane")

@@ -5,13 +5,11 @@ import traceback
 from urllib.parse import quote
 
 import pytest
-import torch
 
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError
+from dataplane_core.errors import BackendUnavailableError, ConfigError
 from dataplane_redis import RedisConfig
 from dataplane_redis._server import check_server
-from dataplane_testkit import backend_of
 
 _SECRET = "s3cret-of-the-test"
 
@@ -79,29 +77,6 @@ def test_a_url_that_redis_does_not_read_is_refused(connect, url):
     assert _SECRET not in told(caught.value)
 
 
-def test_durability_is_stated(plain, start_server, connect, caplog):
-    caplog.set_level("INFO", logger="dataplane_redis")
-
-    def found(server):
-        return backend_of(connect(url=server.url)).durability(time.monotonic() + 20)
-
-    assert not found(plain).survives_kill
-    assert "no persistence" in caplog.text
-    server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    assert found(server).survives_kill
-    assert "durable: every put is synced" in caplog.text
-    server.admin("CONFIG", "SET", "appendfsync", "everysec")
-    assert not found(server).survives_kill
-    assert "a crash may lose the last writes" in caplog.text
-
-
-def test_an_evicting_server_is_refused_unless_allowed(start_server, connect):
-    server = start_server("--maxmemory-policy", "allkeys-lru")
-    with pytest.raises(ConfigError, match=r"allkeys-lru.*noeviction"):
-        connect(url=server.url)
-    connect(url=server.url, allow_eviction=True).ping()
-
-
 def test_a_server_that_is_too_old_is_refused():
     class Old:
         label = "the Redis server at old:6379"
@@ -111,22 +86,6 @@ def test_a_server_that_is_too_old_is_refused():
 
     with pytest.raises(ConfigError, match=r"6\.2\.14.*7\.0"):
         check_server(Old(), RedisConfig(url="redis://old"), time.monotonic() + 1)
-
-
-def test_the_marker_says_whether_an_instance_runs(plain, connect):
-    with pytest.raises(BackendUnavailableError, match="holds no instance"):
-        connect(bootstrap=False, url=plain.url, namespace="marked")
-    owner = connect(url=plain.url, namespace="marked", capacity_bytes=1000, partition="p")
-    with pytest.raises(AlreadyRunningError, match="capacity_bytes"):
-        connect(url=plain.url, namespace="marked")
-    again = connect(url=plain.url, namespace="marked", capacity_bytes=1000)  # as after a crash of the owner
-    owner.close()
-    attached = connect(bootstrap=False, url=plain.url, namespace="marked")
-    with pytest.raises(RuntimeError, match="1000 bytes"):  # the capacity is the instance's
-        attached.put_samples(["a"], "p", {"x": torch.zeros(1, 5000)})
-    again.close()
-    with pytest.raises(BackendUnavailableError, match="holds no instance"):
-        connect(bootstrap=False, url=plain.url, namespace="marked")
 
 
 def test_nothing_listens(connect):

@@ -160,45 +160,33 @@ def test_a_folder_whose_lock_is_lost_or_damaged_still_says_what_it_holds(left, l
     assert re.search(r"is open in no process\..*does not say who.* 2 samples in 'p': 4 MiB", of_folder(left))
 
 
-def no_arena(folder):
-    (folder / "arena").unlink()
-
-
-def half_an_arena(folder):
-    os.truncate(folder / "arena", 4096)
-
-
-def no_journal(folder):
+def journal_of(folder):
     (journal,) = folder.glob("journal/*/journal")
-    journal.unlink()
+    return journal
 
 
-def damaged_journal(folder):
-    (journal,) = folder.glob("journal/*/journal")
-    data = journal.read_bytes()
-    journal.write_bytes(data[:100] + b"x" + data[101:])
+def change_a_byte(path):
+    data = path.read_bytes()
+    path.write_bytes(data[:100] + b"x" + data[101:])
 
 
-def a_file(folder):
+def hold_only(folder, name):
+    """A file of others in the place of the store; or a file instead of the folder."""
     shutil.rmtree(folder)
-    folder.touch()
-
-
-def others_files(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
-    (folder / "notes.txt").touch()
+    if name:
+        folder.mkdir()
+    (folder / name).touch()
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (no_arena, r"/arena has 0 bytes"),
-        (half_an_arena, r"/arena has 4096 bytes"),
-        (no_journal, "its journal was removed"),
-        (damaged_journal, r"cannot be read: the journal in {}/journal"),
-        (a_file, "Not a directory"),
-        (others_files, "holds 'notes.txt', and no store"),
+        (lambda folder: (folder / "arena").unlink(), r"/arena has 0 bytes"),
+        (lambda folder: os.truncate(folder / "arena", 4096), r"/arena has 4096 bytes"),
+        (lambda folder: journal_of(folder).unlink(), "its journal was removed"),
+        (lambda folder: change_a_byte(journal_of(folder)), r"cannot be read: the journal in {}/journal"),
+        (lambda folder: hold_only(folder, ""), "Not a directory"),
+        (lambda folder: hold_only(folder, "notes.txt"), "holds 'notes.txt', and no store"),
     ],
 )
 def test_a_folder_that_is_damaged_or_holds_no_store_is_an_error_as_for_connect(left, damage, said):

@@ -261,16 +261,6 @@ def test_views_of_several_processes_stay_whatever_the_order_in_which_they_began(
     life.kill()
 
 
-def test_a_larger_store_has_the_rows_of_before_also_those_without_a_digest(folder):
-    life = Life(folder)
-    life.register()
-    life.put(["large"], 100_000, 7)
-    life.kill()
-    life = Life(folder, 2 * CAPACITY)
-    assert life.read(["large"]) == [bytes([7]) * 100_000]
-    life.kill()
-
-
 def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
     life = Life(folder)
     life.register()
@@ -407,63 +397,6 @@ def test_any_byte_of_the_arena_may_be_damaged(folder):
     assert found_lost > 300
 
 
-def test_any_byte_of_the_journal_may_be_damaged(folder):
-    """It is refused before anything is served, or all is there: it was in the mark at the end."""
-    wanted = filled(folder, 2)
-    (journal,) = folder.glob("journal/*/journal")
-    data = journal.read_bytes()
-    refused = 0
-    for at in range(0, len(data), 7):
-        journal.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
-        copy = folder.with_name("copy")
-        shutil.copytree(folder, copy)
-        try:
-            life = Life(copy)
-        except CorruptDataError:
-            refused += 1
-        else:
-            there = life.ids_there()
-            assert dict(zip(there, life.read(there), strict=True)) == wanted
-            life.kill()
-        shutil.rmtree(copy)
-    assert refused > len(data) // 7 - 20
-
-
-def test_memory_that_is_made_ready_ahead_leaves_room_on_the_disk(folder, monkeypatch):
-    for free_bytes, touched_bytes in ((CAPACITY, 0), (2 * CAPACITY, 1 << 18)):
-        monkeypatch.setattr(Arena, "free_bytes", free_bytes)
-        life = Life(folder, touch_ahead_bytes=1 << 18)
-        life.store.kept.touch_ahead()
-        assert life.store.kept.touch_until == touched_bytes
-        life.close()
-
-
-def test_a_copy_that_was_made_while_the_store_ran_serves_no_wrong_bytes(folder):
-    """The arena is newer than the journal: places that the journal knows may hold other rows by now."""
-    life = Life(folder, CAPACITY // 16)
-    life.register()
-    wanted = {}
-    for number in range(40):
-        ids = [f"s{number}-{each}" for each in range(3)]
-        life.put(ids, 3000, number + 1)
-        wanted.update(dict.fromkeys(ids, bytes([number + 1]) * 3000))
-        if number == 3:
-            shutil.copytree(folder / "journal", folder.with_name("journal"))
-        if number >= 3:
-            life.clear([f"s{number - 3}-{each}" for each in range(3)])
-    life.close()
-    copy = folder.with_name("copy")
-    shutil.copytree(folder, copy)
-    shutil.rmtree(copy / "journal")
-    shutil.move(folder.with_name("journal"), copy / "journal")
-    life = Life(copy, CAPACITY // 16)
-    there = life.ids_there()
-    rows = life.read(there)
-    assert None in rows
-    assert all(row in (wanted[each], None) for each, row in zip(there, rows, strict=True))
-    life.kill()
-
-
 def test_rows_without_a_digest_are_lost_with_the_memory_that_held_them(folder):
     """The machine was started again: what was not on the disk is gone, and nobody can say what is there."""
     life = Life(folder)
@@ -488,34 +421,6 @@ def test_rows_without_a_digest_are_lost_with_the_memory_that_held_them(folder):
 
 
 # --- the end of the machine -------------------------------------------------------------------------------------------
-
-
-def test_all_that_is_answered_is_on_the_disk_but_that_a_put_was_begun(folder, monkeypatch):
-    life = Life(folder, sync=True)
-    life.register()
-    synced = []
-    sync = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(fd) or sync(fd))
-
-    def syncs(request):
-        synced.clear()
-        life.call(request)
-        return len(synced)
-
-    put, layout = life.put_of(["a"], 100)
-    assert syncs(Begin(put, [layout])) == 0
-    assert syncs(commands.AbortPut(put.write_id)) == 1
-    assert syncs(commands.PutTags("p", ["b"], [{"n": 1}])) == 1
-    assert syncs(commands.RegisterRequest("q", ["x"], None, ["t"], None, {}, "e2")) == 1
-    assert syncs(commands.SetCursorRequest("p", "t", [])) == 1
-    assert syncs(commands.ListRequest("p")) == 0
-    put, layout = life.put_of(["c"], 100)
-    with life.settled_together():
-        life.call(Begin(put, [layout]))
-        life.call(commands.PutTags("p", ["b"], [{"n": 2}]))
-        synced.clear()
-    assert len(synced) == 1
-    life.kill()
 
 
 #: What the disk has beside what was synced, and which part of that at its beginning it does not have.

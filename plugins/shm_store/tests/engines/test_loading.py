@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 import uuid
 from functools import partial
@@ -12,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from dataplane_core import StreamingDataset, connect
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, InvalidRequestError, InvalidTypeError
-from dataplane_testkit import Faults
+from dataplane_core.errors import ClientClosedError, InvalidRequestError
 from dataplane_testkit._timing import eventually
 
 NUM = 24
@@ -116,44 +114,6 @@ def test_no_batch_waits_in_the_loader_for_another_one(config, tmp_path):
                 (tmp_path / "trained").touch()
         assert workers == [0, 0, 1]
         assert client.check_consumption_status("p", ["t"])
-
-
-def test_a_renewal_that_fails_is_tried_again():
-    tries, again, faults = [], threading.Event(), Faults()
-
-    def fails_first(request):
-        tries.append(request)
-        if len(tries) == 1:
-            raise BackendUnavailableError("not for the moment.")
-        again.set()
-
-    with connect({"backend": "noop", "middleware": [faults]}) as client, faults.before("renew", fails_first):
-        _fill(client)
-        batches = iter(StreamingDataset(client, "p", "t", ["x"], 4, lease_s=9.0))
-        next(batches)
-        assert again.wait(60)
-        batches.close()
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_a_loader_of_ones_own_without_workers_ends_with_its_loop(config, left):
-    with connect(config) as client:
-        _fill(client)
-        num_threads = threading.active_count()
-        dataset = StreamingDataset(config, "p", "t", ["x"], 4, lease_s=600.0)
-        for batch in DataLoader(dataset, batch_size=None):
-            if left:
-                break
-            client.ack(batch.meta)
-        eventually(lambda: threading.active_count() <= num_threads, what="its threads end")
-        assert client.describe("p").tasks["t"].num_leased == 0
-        assert len(client.list_consumed("p", "t")) == (0 if left else NUM)
-
-
-def test_how_long_a_batch_is_held_is_checked():
-    for wrong, error in (("1h", InvalidTypeError), (float("nan"), InvalidRequestError)):
-        with pytest.raises(error, match="most_held_s"):
-            StreamingDataset({"backend": "noop"}, "p", "t", ["x"], 4, most_held_s=wrong)
 
 
 def test_a_client_serves_no_worker(config):

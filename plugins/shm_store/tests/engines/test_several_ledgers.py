@@ -81,17 +81,6 @@ def test_a_client_with_another_number_finds_no_store(client, config, number):
         connect({**config, "num_ledgers": number, "attach_wait_s": 0.1}, bootstrap=False)
 
 
-def test_of_clients_that_connect_with_auto_one_bootstraps_all(client, config):
-    fresh = {**config, "options": {"namespace": f"auto-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
-    with connect(fresh, bootstrap="auto") as first, connect(fresh, bootstrap="auto") as second:
-        assert len({store._process.pid for store in backend_of(first)._stores}) == 3
-        assert (first.bootstrapped, second.bootstrapped) == (True, False)
-        fill(first, ["a", "b", "c", "d"])
-        assert second.list_partitions() == ["a", "b", "c", "d"]
-    with pytest.raises(BackendUnavailableError):
-        connect({**fresh, "attach_wait_s": 0.1}, bootstrap=False)
-
-
 def test_a_dead_ledger_ends_its_partitions_and_no_other(config):
     fresh = {**config, "options": {"namespace": f"dead-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
     with connect(fresh) as client:

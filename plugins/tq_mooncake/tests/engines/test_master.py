@@ -1,6 +1,5 @@
 """Masters of our own: on free ports, awaited, ended by process id, with their owner at the latest."""
 
-import os
 import socket
 import time
 
@@ -9,8 +8,6 @@ import pytest
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_mooncake import _master, machine
 from dataplane_mooncake._master import Master, MasterWatch
-from dataplane_mooncake._store import StoreSettings, open_engine
-from dataplane_mooncake.config import TQMooncakeConfig
 
 
 def in_60_s():
@@ -33,20 +30,6 @@ def test_masters_run_beside_each_other_and_each_is_ended_alone(runs):
         one.stop()
         two.stop()
     assert not runs(pids[1])
-
-
-def test_the_memcpy_switch_reaches_the_engine_whatever_it_inherited(monkeypatch):
-    master = Master("127.0.0.1")
-    try:
-        master.start(in_60_s())
-        for option, value in ((True, "1"), (False, "0")):
-            monkeypatch.setenv("MC_STORE_MEMCPY", "inherited")
-            config = TQMooncakeConfig(store_memcpy=option)
-            settings = StoreSettings(master.address, "127.0.0.1", "tcp", (), 0, config.store_memcpy)
-            open_engine(settings, segment_size_bytes=0).close()
-            assert os.environ["MC_STORE_MEMCPY"] == value
-    finally:
-        master.stop()
 
 
 def test_a_port_that_was_taken_meanwhile_is_not_taken_for_ours(monkeypatch):

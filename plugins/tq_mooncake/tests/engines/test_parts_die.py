@@ -199,20 +199,6 @@ def kill_unit(pid_of):
     return lambda client, number: os.kill(pid_of(instance(client).units[number].actor), signal.SIGKILL)
 
 
-def test_a_unit_that_dies_with_the_master_comes_back_too(two, kill_unit):
-    owner, client = two
-    client.put_samples(NAMES, "p", values(1))
-    kill_unit(owner, 0)
-    kill_master(owner)
-    with pytest.raises(LostSamplesError) as lost:
-        client.get_samples(NAMES, "p", ["x"])
-    assert list(lost.value.missing_samples) == NAMES
-    client.clear_samples(NAMES, "p")
-    client.put_samples(NAMES, "p", values(2))
-    eventually(lambda: len(instance(owner).segments) == 2, 60.0)
-    assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(2)["x"])
-
-
 def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
     """Of 40 samples, each of its own put, both units hold some."""
     owner, client = two

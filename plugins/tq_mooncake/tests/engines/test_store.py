@@ -462,14 +462,6 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     assert endpoint.rpartition(":")[0] == here
 
 
-def test_its_processes_run_at_the_priority_of_any_other(client):
-    """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
-    names = ["tqm-store/unit-0", "tqm-store/unit-1", "tqm-store"]
-    actors = [ray.get_actor(name, namespace="dataplane") for name in names]
-    asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
-    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
-
-
 def located(client, sample_id):
     (part,) = backend_of(client).call_ledger(time.monotonic() + 60, commands.Locate("p", [sample_id], ["x"])).parts
     return [part.write_id + position for position in part.positions]

@@ -106,17 +106,6 @@ def test_rows_of_two_units_come_back_in_order(client):
     assert sum(each.num_rows for each in client.list_units()) == 10
 
 
-def test_a_put_goes_to_one_unit_of_its_node_that_has_room(engine, ray_cluster):
-    options = {"instance": "engine", "ray_address": ray_cluster}
-    with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
-        client.register_partition("near", ["x"], None, ["train"])
-        client.put_samples(IDS, "near", {"x": ROWS})
-        assert sorted(each.num_rows for each in client.list_units()) == [0, 20]
-        client.put_samples([f"b{each}" for each in IDS], "near", {"x": ROWS})
-        assert [each.num_rows for each in client.list_units()] == [20, 20], "the other one holds less"
-        client.clear_samples(None, "near")
-
-
 # --- a good guest ----------------------------------------------------------------------------------------------------
 
 

@@ -53,37 +53,26 @@ def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_the_policy_gra
     assert_close(logprobs.grad, torch.tensor([[-2.0 / 3, 0.0, 2.0 * 1.5 / 3]]))
 
 
-def test_masked_samples_and_tokens_count_for_nothing() -> None:
-    torch.manual_seed(0)
-    data = columns(
-        **{
-            name: torch.randn(2, 5).tolist()
-            for name in ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages")
-        },
-        token_mask=[[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]],
-        sample_mask=[1, 0],
-    )
-    logprobs = torch.randn(2, 5, requires_grad=True)
-    loss, _ = ClippedPolicyLoss()(logprobs, data, torch.tensor(2.0))
-    loss.backward()
-    assert logprobs.grad is not None
-    assert_close((logprobs.grad != 0).int(), torch.tensor([[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.int32))
-
-
-def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole() -> None:
+def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole_and_masked_samples_count_for_nothing() -> None:
     torch.manual_seed(0)
     names = ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages")
     whole = BatchedDataDict({name: torch.randn(6, 5) for name in names})
     whole["token_mask"] = (torch.rand(6, 5) < 0.6).float()
-    whole["sample_mask"] = torch.ones(6)
-    logprobs = torch.randn(6, 5)
+    whole["sample_mask"] = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    logprobs = torch.randn(6, 5, requires_grad=True)
     tokens = whole["token_mask"].sum()
     loss_fn = ClippedPolicyLoss()
     parts = [
         loss_fn(logprobs[cut], BatchedDataDict({name: column[cut] for name, column in whole.items()}), tokens)[0]
         for cut in (slice(0, 1), slice(1, 4), slice(4, 6))
     ]
-    assert_close(torch.stack(parts).sum(), loss_fn(logprobs, whole, tokens)[0])
+    loss, _ = loss_fn(logprobs, whole, tokens)
+    assert_close(torch.stack(parts).sum(), loss)
+    loss.backward()
+    assert logprobs.grad is not None
+    counted = whole["token_mask"].bool() & (whole["sample_mask"] == 1).unsqueeze(1)
+    assert not logprobs.grad[~counted].any()
+    assert bool(logprobs.grad[counted].any())
 
 
 def test_advantages_are_relative_to_the_group() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from grpo.config import ModelConfig
@@ -11,21 +9,12 @@ from grpo.generate import generate
 from grpo.model import Transformer, build_model, token_logprobs
 from grpo.packing import packed_token_logprobs
 from grpo.parallel import SplitLinear
-from grpo.rollout import RolloutWorker
 from grpo.task import EOS_ID, PAD_ID, encode
 from grpo.weights import load_packed_weights, pack_weights
 from torch.testing import assert_close
 
 CONFIG = ModelConfig(width=32, layers=2, heads=2, context=24)
 PROMPTS = ["1+2=", "345+678=", "12+34=", "9+10="] * 3
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A rollout worker sets torch's number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -88,20 +77,3 @@ def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model: 
         assert_close(cut(hidden), block.qkv(hidden))
         block.qkv = cut
     assert (pack_weights(model) == packed).all()
-
-
-def test_a_rollout_worker_returns_the_first_columns_of_a_step(model: Transformer) -> None:
-    worker = RolloutWorker(CONFIG, max_new_tokens=6, temperature=1.0, seed=0)
-    worker.load_weights(pack_weights(model))
-    batch, carry = worker.generate(7, ["1+2=", "34+56="], 4)
-    lengths = batch["input_lengths"]
-    assert batch["input_ids"].shape == batch["token_mask"].shape == batch["generation_logprobs"].shape
-    assert batch["input_ids"].dtype == lengths.dtype == torch.int64
-    assert lengths.tolist() == carry.input_lengths
-    assert batch["token_mask"].sum(dim=1).tolist() == (lengths - torch.tensor([4] * 4 + [6] * 4)).tolist()
-    assert bool((batch["generation_logprobs"][batch["token_mask"] == 1] < 0).all())
-    assert not batch["generation_logprobs"][batch["token_mask"] == 0].any()
-    assert len(carry.answers) == 8
-    assert len(set(carry.answers[:4])) > 1  # the answers of a group are drawn apart
-    repeated, _ = worker.generate(7, ["1+2=", "34+56="], 4)
-    assert torch.equal(repeated["input_ids"], batch["input_ids"])

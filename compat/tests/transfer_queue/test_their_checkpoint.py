@@ -79,14 +79,6 @@ def test_rows_tags_and_what_was_consumed_come_over(noop: ModuleType, tmp_path: P
     assert noop.get_client().check_consumption_status("t", "train")
 
 
-def test_new_rows_get_numbers_that_the_checkpoint_does_not_have(noop: ModuleType, tmp_path: Path) -> None:
-    write_theirs(tmp_path / "checkpoint", x=[torch.tensor(n) for n in range(1030)])
-    noop.load_checkpoint(tmp_path / "checkpoint")
-    new = noop.get_client().put(TensorDict({"x": torch.arange(3)}, batch_size=[3]), partition_id="train")
-    assert min(new.global_indexes) >= 1030
-    assert len(noop.get_client().store.list_sample_ids("train")) == 1033
-
-
 class Harmful:
     """Unpickled without a restriction, it makes a folder."""
 

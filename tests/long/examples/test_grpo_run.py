@@ -20,10 +20,6 @@ def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
     assert_like(in_memory, run(config, tmp_path / "out", path=backend), backend)
 
 
-def test_a_run_repeats_bit_for_bit(tmp_path: Path, in_memory: Finished) -> None:
-    assert run(write_config(tmp_path), tmp_path / "out").results == in_memory.results
-
-
 def run_ahead(folder: Path, config: Path, staleness: int, path: str) -> tuple[list[Any], dict[str, Any], Finished]:
     """An asynchronous run: its results, its evaluation, itself."""
     made = run(config, folder, "--mode", "async", "--staleness", str(staleness), path=path)

@@ -1,7 +1,5 @@
 """The GRPO loss against values computed by hand, and its independence of how a batch is cut."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,11 +10,11 @@ from torch.testing import assert_close
 from dataplane_core.batch import BatchedDataDict
 
 
-def columns(**values: object) -> BatchedDataDict:
+def columns(**values):
     return BatchedDataDict({name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()})
 
 
-def test_loss_equals_the_hand_computed_value() -> None:
+def test_loss_equals_the_hand_computed_value():
     data = columns(
         prev_logprobs=[[0.0, -1.0, -2.0, -9.0]],
         reference_policy_logprobs=[[0.0, -1.5, -1.0, -9.0]],
@@ -37,7 +35,7 @@ def test_loss_equals_the_hand_computed_value() -> None:
     assert metrics["generation_logprob_error"].item() == pytest.approx(0.25 / 4)
 
 
-def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_the_policy_gradient() -> None:
+def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_the_policy_gradient():
     data = columns(
         prev_logprobs=[[-1.0, -1.0, -1.0]],
         reference_policy_logprobs=[[0.0, 0.0, 0.0]],
@@ -53,7 +51,7 @@ def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_the_policy_gra
     assert_close(logprobs.grad, torch.tensor([[-2.0 / 3, 0.0, 2.0 * 1.5 / 3]]))
 
 
-def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole_and_masked_samples_count_for_nothing() -> None:
+def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole_and_masked_samples_count_for_nothing():
     torch.manual_seed(0)
     names = ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages")
     whole = BatchedDataDict({name: torch.randn(6, 5) for name in names})
@@ -75,7 +73,7 @@ def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole_and_masked_samples_cou
     assert bool(logprobs.grad[counted].any())
 
 
-def test_advantages_are_relative_to_the_group() -> None:
+def test_advantages_are_relative_to_the_group():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     expected = [0.75 / math.sqrt(3 / 16)] + [-0.25 / math.sqrt(3 / 16)] * 3 + [0.0] * 4
     assert_close(group_advantages(rewards, 4), torch.tensor(expected), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,5 @@
 """The model of the GRPO example: generation against a plain forward, packed rows, layers cut for tensor parallelism."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from grpo.config import ModelConfig
@@ -18,11 +16,11 @@ PROMPTS = ["1+2=", "345+678=", "12+34=", "9+10="] * 3
 
 
 @pytest.fixture
-def model() -> Transformer:
+def model():
     return build_model(CONFIG, seed=3)
 
 
-def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forward(model: Transformer) -> None:
+def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forward(model):
     prompts, generator = [encode(prompt) for prompt in PROMPTS], torch.Generator().manual_seed(0)
     done = generate(model, prompts, max_new_tokens=6, temperature=1.0, generator=generator)
     finished = 0
@@ -44,7 +42,7 @@ def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forw
     assert_close(done.logprobs, torch.where(is_answer, plain, 0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not_see_the_padding() -> None:
+def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not_see_the_padding():
     lengths = torch.tensor([5, 9, 1, 7])
     ids = torch.randint(1, 10, (4, 12), generator=torch.Generator().manual_seed(0))
     outcomes = []
@@ -62,7 +60,7 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not
     assert torch.equal(one == 0, padded == 0)
 
 
-def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model: Transformer) -> None:
+def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model):
     packed = pack_weights(model)
     packed.flags.writeable = False  # as Ray hands them out
     other = Transformer(CONFIG)

@@ -1,11 +1,7 @@
 """Rows by index: numbers for rows without keys, hashes for rows with keys, claims and what they consumed."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +11,11 @@ from dataplane_compat.transfer_queue._indexes import Numbers, index_of
 from dataplane_compat.transfer_queue.client import TransferQueueClient
 
 
-def column(*values: int) -> TensorDict:
+def column(*values):
     return TensorDict({"x": torch.tensor([[value] for value in values])}, batch_size=[len(values)])
 
 
-def test_new_rows_are_numbered_without_gaps(tq: ModuleType) -> None:
+def test_new_rows_are_numbered_without_gaps(tq):
     client = tq.get_client()
     first, second = client.put(column(1, 2), partition_id="p"), client.put(column(3), partition_id="q")
     start = first.global_indexes[0]
@@ -31,7 +27,7 @@ def test_new_rows_are_numbered_without_gaps(tq: ModuleType) -> None:
     assert tq.kv_list() == {"p": {}, "q": {}}  # they have no keys
 
 
-def test_rows_of_several_partitions_in_one_batch(tq: ModuleType) -> None:
+def test_rows_of_several_partitions_in_one_batch(tq):
     client = tq.get_client()
     rows = tq.BatchMeta.concat([client.put(column(n), partition_id=f"p{n % 2}") for n in range(4)])
     rows.reorder([2, 1, 3, 0])
@@ -43,7 +39,7 @@ def test_rows_of_several_partitions_in_one_batch(tq: ModuleType) -> None:
         client.get_data(rows)
 
 
-def test_objects_of_several_partitions_stay_objects(tq: ModuleType) -> None:
+def test_objects_of_several_partitions_stay_objects(tq):
     client = tq.get_client()
     images = [torch.zeros(3, 4, 5), torch.ones(3, 6, 7)]
     parts = []
@@ -57,8 +53,8 @@ def test_objects_of_several_partitions_stay_objects(tq: ModuleType) -> None:
         client.put(TensorDict({"image": NonTensorStack(*images)}, batch_size=[2]), metadata=rows)
 
 
-def test_a_parser_may_give_images_of_any_size(tq: ModuleType) -> None:
-    def load(columns: dict[str, Any]) -> None:
+def test_a_parser_may_give_images_of_any_size(tq):
+    def load(columns):
         columns["image"] = [torch.full((3, len(url), 2), 1.0) for url in columns["image"]]
 
     data = TensorDict({"image": NonTensorStack("a", "bcd")}, batch_size=[2])
@@ -66,7 +62,7 @@ def test_a_parser_may_give_images_of_any_size(tq: ModuleType) -> None:
     assert [image.shape for image in tq.get_client().get_data(rows)["image"]] == [(3, 1, 2), (3, 3, 2)]
 
 
-def schema_of(tq: ModuleType, partition_id: str, field: str = "x") -> tuple[bool, Any]:
+def schema_of(tq, partition_id, field="x"):
     """What a reader learns of the rows: whether they are nested, and their shape."""
     schema = tq.get_client().get_meta([field], 1, partition_id, mode="force_fetch").field_schema[field]
     return schema["is_nested"], schema["shape"]
@@ -77,7 +73,7 @@ JAGGED = torch.nested.as_nested_tensor([torch.ones(4)] * 2, layout=torch.jagged)
 
 @pytest.mark.parametrize("by_another", [False, True], ids=["", "by another process"])
 @pytest.mark.parametrize("second", [torch.ones(2, 6), JAGGED], ids=["of another length", "jagged"])
-def test_a_field_is_nested_once_its_rows_differ(tq: ModuleType, second: torch.Tensor, by_another: bool) -> None:
+def test_a_field_is_nested_once_its_rows_differ(tq, second, by_another):
     client = tq.get_client()
     other = TransferQueueClient("other", client.store) if by_another else client
     client.put(TensorDict({"x": torch.ones(2, 4), "n": torch.ones(2)}, batch_size=[2]), partition_id="p")
@@ -96,14 +92,14 @@ def test_a_field_is_nested_once_its_rows_differ(tq: ModuleType, second: torch.Te
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_strided_column_is_nested_and_so_is_what_the_store_got_otherwise(tq: ModuleType) -> None:
+def test_a_strided_column_is_nested_and_so_is_what_the_store_got_otherwise(tq):
     column = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.strided)
     tq.get_client().put(TensorDict({"x": column}, batch_size=[2]), partition_id="p")
     tq.get_client().store.put_samples(["a"], "q", {"x": torch.ones(1, 4)})  # how long its rows are is not known
     assert schema_of(tq, "p") == schema_of(tq, "q") == (True, None)
 
 
-def test_a_key_has_one_index_in_all_processes(tq: ModuleType) -> None:
+def test_a_key_has_one_index_in_all_processes(tq):
     """The numbers are part of what other processes and saved batches hold: they must not change."""
     assert index_of("train", "a") == 8933179974885650581
     assert index_of("train", "~index:17") == 17
@@ -118,7 +114,7 @@ def test_a_key_has_one_index_in_all_processes(tq: ModuleType) -> None:
         client.kv_retrieve_keys([5], "train")
 
 
-def test_retrieving_may_create_rows(tq: ModuleType) -> None:
+def test_retrieving_may_create_rows(tq):
     client = tq.get_client()
     assert client.kv_retrieve_meta("a", "train").size == 0
     assert not client.kv_retrieve_meta(["a", "b"], "train", create=True).is_ready
@@ -128,7 +124,7 @@ def test_retrieving_may_create_rows(tq: ModuleType) -> None:
             client.kv_retrieve_meta(wrong, "train")
 
 
-def test_a_put_writes_only_tags_that_changed(tq: ModuleType) -> None:
+def test_a_put_writes_only_tags_that_changed(tq):
     tq.kv_batch_put(["a"], "p", column(1), [{"status": "running", "n": 1}])
     client = tq.get_client()
     rows = pickle.loads(pickle.dumps(client.kv_retrieve_meta("a", "p")))
@@ -138,7 +134,7 @@ def test_a_put_writes_only_tags_that_changed(tq: ModuleType) -> None:
     assert tq.kv_list() == {"p": {"a": {"status": "finished", "n": 2}}}
 
 
-def test_each_task_gets_each_row_once(tq: ModuleType) -> None:
+def test_each_task_gets_each_row_once(tq):
     client = tq.get_client()
     rows = client.put(column(*range(5)), partition_id="p")
     rows.update_custom_meta([{"n": n} for n in range(5)])
@@ -159,7 +155,7 @@ def test_each_task_gets_each_row_once(tq: ModuleType) -> None:
     assert client.reset_consumption("nowhere")
 
 
-def test_what_was_produced(tq: ModuleType) -> None:
+def test_what_was_produced(tq):
     client = tq.get_client()
     assert client.get_production_status(["x"], "p") == (None, None)
     rows = client.put(column(1, 2), partition_id="p")
@@ -177,7 +173,7 @@ def test_what_was_produced(tq: ModuleType) -> None:
     assert client.get_consumption_status("t", "p") == (None, None)
 
 
-def test_two_processes_take_different_numbers(tq: ModuleType) -> None:
+def test_two_processes_take_different_numbers(tq):
     store = tq.get_client().store
     one, other = Numbers(store), Numbers(store)
     taken = [one.take(3), other.take(3), one.take(2), other.take(2000), one.take(1)]

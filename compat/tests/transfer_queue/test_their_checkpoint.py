@@ -1,16 +1,11 @@
 """Checkpoints that TransferQueue saved. They are made with its own classes, without Ray, or by a run of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +20,7 @@ from dataplane_core.errors import CorruptDataError, InvalidTypeError, Unsupporte
 pytest.importorskip("transfer_queue")
 
 
-def write_theirs(folder: Path, **cells: list[Any]) -> None:
+def write_theirs(folder, **cells):
     """A checkpoint with rows ``k0``, ``k1``, ... of the partition ``train``."""
     from transfer_queue.controller import DataPartitionStatus
     from transfer_queue.storage.simple_storage import StorageUnitData
@@ -56,13 +51,13 @@ def write_theirs(folder: Path, **cells: list[Any]) -> None:
 
 
 @pytest.fixture
-def noop() -> Iterator[ModuleType]:
+def noop():
     module.init({"backend": "noop", "controller": {"polling_mode": True}})
     yield module
     module.close()
 
 
-def test_rows_tags_and_what_was_consumed_come_over(noop: ModuleType, tmp_path: Path) -> None:
+def test_rows_tags_and_what_was_consumed_come_over(noop, tmp_path):
     folder = tmp_path / "checkpoint"
     write_theirs(folder, x=[torch.ones(2), torch.zeros(2), torch.ones(2)], info=[{"a": 1}, None, "text"])
     noop.kv_put("old", "other", tag={})
@@ -82,14 +77,14 @@ def test_rows_tags_and_what_was_consumed_come_over(noop: ModuleType, tmp_path: P
 class Harmful:
     """Unpickled without a restriction, it makes a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.folder),)
 
 
-def test_code_in_a_checkpoint_does_not_run(noop: ModuleType, tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_does_not_run(noop, tmp_path):
     write_theirs(tmp_path / "checkpoint", x=[Harmful(tmp_path / "harm")])
     noop.kv_put("old", "other", tag={})
     with pytest.raises(InvalidTypeError, match=r"posix\.mkdir.*Expected tensors") as caught:
@@ -99,7 +94,7 @@ def test_code_in_a_checkpoint_does_not_run(noop: ModuleType, tmp_path: Path) -> 
     assert list(noop.kv_list()) == ["other"], "it is read before anything is changed"
 
 
-def test_a_config_may_allow_other_classes(tmp_path: Path) -> None:
+def test_a_config_may_allow_other_classes(tmp_path):
     write_theirs(tmp_path / "checkpoint", x=[Path("a"), Path("b")])
     module.init({"backend": "noop", "allow_pickle": True})
     try:
@@ -109,7 +104,7 @@ def test_a_config_may_allow_other_classes(tmp_path: Path) -> None:
         module.close()
 
 
-def test_checkpoints_that_cannot_be_loaded(noop: ModuleType, tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_loaded(noop, tmp_path):
     folder = tmp_path / "checkpoint"
     write_theirs(folder, x=[torch.ones(2)])
     unit = folder / "simple_storage" / "su_0_u.pkl"
@@ -131,17 +126,17 @@ def test_checkpoints_that_cannot_be_loaded(noop: ModuleType, tmp_path: Path) -> 
         noop.load_checkpoint(folder)
 
 
-def _call(function: Any, *arguments: Any, state: Any = None) -> Any:
+def _call(function, *arguments, state=None):
     """An object that unpickles as a call, and then gets a state."""
 
     class Call:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return (function, arguments) if state is None else (function, arguments, state)
 
     return Call()
 
 
-def _numpy_pickle(kind: str) -> bytes:
+def _numpy_pickle(kind):
     """A dtype of objects that says that it holds none: numpy would take the bytes for the address of an object."""
     plain = (3, "|", None, None, None, -1, -1, 0)
     dtype, address = _call(np.dtype, "O8", False, True, state=plain), b"A" * 8
@@ -159,7 +154,7 @@ def _numpy_pickle(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["scalar", "frombuffer", "state of an array", "a field"])
-def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path: Path, python: Any, kind: str) -> None:
+def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path, python, kind):
     (tmp_path / "x.pkl").write_bytes(_numpy_pickle(kind))
     script = "import sys, pathlib; from dataplane_compat.transfer_queue._their_pickles import load_pickle\n"
     script += "print(load_pickle(pathlib.Path(sys.argv[1]), False))"
@@ -177,7 +172,7 @@ def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path: Path, python
         (b"cnumpy\ndtype\nX\x02\x00\x00\x00f8\x85R", b"(K\x03X\x01\x00\x00\x00>t"),
     ],
 )
-def test_a_file_changes_nothing_that_it_names(tmp_path: Path, named: bytes, state: bytes) -> None:
+def test_a_file_changes_nothing_that_it_names(tmp_path, named, state):
     (tmp_path / "x.pkl").write_bytes(b"\x80\x02" + named + state + b"b.")
     with suppress(Exception):
         load_pickle(tmp_path / "x.pkl", False)
@@ -186,8 +181,8 @@ def test_a_file_changes_nothing_that_it_names(tmp_path: Path, named: bytes, stat
     assert np.dtype("f8").isnative
 
 
-def test_a_tensor_lies_inside_of_its_storage(tmp_path: Path) -> None:
-    def load(tensor: Any) -> Any:
+def test_a_tensor_lies_inside_of_its_storage(tmp_path):
+    def load(tensor):
         (tmp_path / "x.pkl").write_bytes(pickle.dumps(tensor))
         return load_pickle(tmp_path / "x.pkl", False)
 
@@ -228,7 +223,7 @@ def test_a_tensor_lies_inside_of_its_storage(tmp_path: Path) -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("protocol", [3, pickle.HIGHEST_PROTOCOL])
-def test_what_a_file_may_hold(tmp_path: Path, cell: Any, protocol: int) -> None:
+def test_what_a_file_may_hold(tmp_path, cell, protocol):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(cell, protocol))
     loaded = load_pickle(tmp_path / "x.pkl", False)
     if isinstance(cell, torch.Tensor):
@@ -238,7 +233,7 @@ def test_what_a_file_may_hold(tmp_path: Path, cell: Any, protocol: int) -> None:
         assert loaded == cell
 
 
-def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop: ModuleType, tmp_path: Path) -> None:
+def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop, tmp_path):
     write_theirs(tmp_path, x=[torch.ones(2)])
     noop.load_checkpoint(tmp_path)
     noop.kv_put("new", "train", tag={})
@@ -248,7 +243,7 @@ def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop: ModuleT
 
 
 @pytest.mark.parametrize("cell", [2**100, {1, 2}], ids=repr)
-def test_a_checkpoint_that_the_store_does_not_take_removes_nothing(noop: ModuleType, tmp_path: Path, cell: Any) -> None:
+def test_a_checkpoint_that_the_store_does_not_take_removes_nothing(noop, tmp_path, cell):
     write_theirs(tmp_path, x=[torch.ones(2)], y=[cell])
     noop.kv_put("old", "other", tag={})
     with pytest.raises((TypeError, ValueError), match="'y'"):
@@ -256,14 +251,14 @@ def test_a_checkpoint_that_the_store_does_not_take_removes_nothing(noop: ModuleT
     assert noop.kv_list() == {"other": {"old": {}}}
 
 
-def _set_counter(folder: Path, count: int) -> None:
+def _set_counter(folder, count):
     path = folder / "controller_state.pkl"
     state = pickle.loads(path.read_bytes())
     state["index_manager"]["global_index_counter"] = count
     path.write_bytes(pickle.dumps(state))
 
 
-def test_numbers_go_on_after_very_many(noop: ModuleType, tmp_path: Path) -> None:
+def test_numbers_go_on_after_very_many(noop, tmp_path):
     write_theirs(tmp_path, x=[torch.ones(2)])
     _set_counter(tmp_path, 10**15)
     noop.load_checkpoint(tmp_path)
@@ -275,7 +270,7 @@ def test_numbers_go_on_after_very_many(noop: ModuleType, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("count", [-1, 2**62 + 1])
-def test_a_number_of_rows_that_cannot_be_is_refused(noop: ModuleType, tmp_path: Path, count: int) -> None:
+def test_a_number_of_rows_that_cannot_be_is_refused(noop, tmp_path, count):
     write_theirs(tmp_path, x=[torch.ones(2)])
     _set_counter(tmp_path, count)
     noop.kv_put("old", "other", tag={})

@@ -1,12 +1,7 @@
 """The GRPO example as a program: whole runs, shortened; recorded, and run again without generation."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
-from grpo_runs import Finished, assert_like, run, write_config
+from grpo_runs import assert_like, run, write_config
 
 from dataplane_core.middleware import Recording
 
@@ -14,7 +9,7 @@ from dataplane_core.middleware import Recording
 pytestmark = pytest.mark.timeout(540)
 
 
-def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
+def test_a_run_trains_reports_and_evaluates(in_memory):
     records = in_memory.metrics
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     for record in records:
@@ -38,15 +33,11 @@ def test_a_run_trains_reports_and_evaluates(in_memory: Finished) -> None:
     assert "after GRPO" in out
 
 
-def test_a_recorded_run_over_shm_store_equals_the_run_in_memory_bit_for_bit(
-    in_memory: Finished, recorded: Finished
-) -> None:
+def test_a_recorded_run_over_shm_store_equals_the_run_in_memory_bit_for_bit(in_memory, recorded):
     assert_like(in_memory, recorded, "shm_store")
 
 
-def test_a_replay_gives_the_losses_of_the_run_bit_for_bit(
-    recorded: Finished, tmp_path: Path, ray_server: str, python: Any
-) -> None:
+def test_a_replay_gives_the_losses_of_the_run_bit_for_bit(recorded, tmp_path, ray_server, python):
     folder = recorded.folder / "recording"
     config = write_config(tmp_path, ray={"address": ray_server})
     replay = run(config, tmp_path / "out", "--replay", str(folder), path="recording", python=python)

@@ -1,10 +1,5 @@
 """Whole runs of the GRPO example with its options: tensor parallelism, packing, Megatron, portions and others."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from grpo.train import main
 from grpo_runs import Finished, run, write_config
@@ -12,7 +7,7 @@ from grpo_runs import Finished, run, write_config
 MEGATRON = ("--workers", "megatron")
 
 
-def assert_like(in_memory: Finished, options: Finished) -> None:
+def assert_like(in_memory, options):
     """The run with options computed what the first steps of the plain one did, but for rounding."""
     for expected, record in zip(in_memory.results, options.results, strict=False):
         for what in ("reward", "advantages_sha256", "tokens", "mean_length"):
@@ -35,18 +30,14 @@ def assert_like(in_memory: Finished, options: Finished) -> None:
         ("in-memory", MEGATRON),
     ],
 )
-def test_a_run_with_options_trains_as_the_plain_run_does(
-    in_memory: Finished, tmp_path: Path, path: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_run_with_options_trains_as_the_plain_run_does(in_memory, tmp_path, path, arguments):
     made = run(write_config(tmp_path, grpo={"steps": 2}), tmp_path / "out", *arguments, path=path)
     assert [record["path"] for record in made.metrics] == [path] * 2
     assert_like(in_memory, made)
 
 
 @pytest.mark.parametrize("arguments", [("--tp", "2"), (), MEGATRON], ids=" ".join)
-def test_portions_train_as_the_plain_run_does_and_reading_ahead_changes_no_bit(
-    in_memory: Finished, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+def test_portions_train_as_the_plain_run_does_and_reading_ahead_changes_no_bit(in_memory, tmp_path, arguments):
     plain, ahead = (
         run(
             write_config(tmp_path, grpo={"steps": 2}, portions={"per_step": 3, "read_ahead": depth}),
@@ -71,15 +62,15 @@ def test_portions_train_as_the_plain_run_does_and_reading_ahead_changes_no_bit(
     ],
     ids=" ".join,
 )
-def test_a_whole_run_learns(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_whole_run_learns(tmp_path, arguments):
     assert main(["--out", str(tmp_path), *arguments]) == 0
-    evaluation: dict[str, Any] = Finished(tmp_path, "").evaluation
+    evaluation = Finished(tmp_path, "").evaluation
     for kind in ("sampled", "greedy"):
         assert evaluation["before"][kind] < 0.1
         assert evaluation["after"][kind] > 0.8
 
 
-def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(tmp_path: Path) -> None:
+def test_dynamic_sampling_trains_on_groups_whose_rewards_differ(tmp_path):
     config = write_config(tmp_path, grpo={"steps": 2})
     records = run(config, tmp_path / "out", "--dynamic-sampling", path="tq_simple").results
     for record in records:

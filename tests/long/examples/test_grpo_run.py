@@ -1,38 +1,32 @@
 """Whole runs of the GRPO example repeat bit for bit, over every backend, also with rollouts ahead of training."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
-from grpo_runs import Finished, assert_like, run, write_config
+from grpo_runs import assert_like, run, write_config
 
 pytestmark = pytest.mark.timeout(540)
 
 
 @pytest.mark.parametrize("backend", ["tq_simple", "redis_store", "tq_mooncake"])
-def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(
-    tmp_path: Path, in_memory: Finished, ray_server: str, backend: str
-) -> None:
+def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(tmp_path, in_memory, ray_server, backend):
     config = write_config(tmp_path, ray={"address": ray_server})
     assert_like(in_memory, run(config, tmp_path / "out", path=backend), backend)
 
 
-def run_ahead(folder: Path, config: Path, staleness: int, path: str) -> tuple[list[Any], dict[str, Any], Finished]:
+def run_ahead(folder, config, staleness, path):
     """An asynchronous run: its results, its evaluation, itself."""
     made = run(config, folder, "--mode", "async", "--staleness", str(staleness), path=path)
     return made.results, made.evaluation, made
 
 
-def ahead(made: Finished) -> list[bool]:
+def ahead(made):
     """Per step but the last, whether generating for the next one began before training on this one had ended."""
     pairs = itertools.pairwise(made.metrics)
     return [later["spans"]["generate"][0] < step["spans"]["train"][1] for step, later in pairs]
 
 
-def overlap(made: Finished) -> bool:
+def overlap(made):
     """Whether answers of some step were being generated while the workers trained on an earlier one."""
     steps = itertools.combinations(made.metrics, 2)
     pairs = [(step["spans"]["train"], later["spans"]["generate"]) for step, later in steps]
@@ -40,7 +34,7 @@ def overlap(made: Finished) -> bool:
 
 
 @pytest.mark.parametrize("path", ["tq_simple", "tq_mooncake"])
-def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memory: Finished, path: str) -> None:
+def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path, in_memory, path):
     records, evaluation, made = run_ahead(tmp_path / "out", write_config(tmp_path), 0, path)
     assert [record.pop("staleness") for record in records] == [0, 0, 0, 0]
     assert (records, evaluation) == (in_memory.results, in_memory.evaluation)
@@ -53,8 +47,8 @@ def test_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path: Path, in_memor
     [(1, [0, 1, 1, 1], ["tq_simple"]), (3, [0, 1, 2, 3], ["tq_simple", "tq_mooncake"])],
 )
 def test_stale_rollouts_are_made_with_the_weights_of_a_fixed_step_and_repeat_over_backends(
-    tmp_path: Path, in_memory: Finished, ray_server: str, staleness: int, made_with: list[int], others: list[str]
-) -> None:
+    tmp_path, in_memory, ray_server, staleness, made_with, others
+):
     config = write_config(tmp_path, ray={"address": ray_server})
     runs = {path: run_ahead(tmp_path / path, config, staleness, path) for path in ("redis_store", *others)}
     records, evaluation, made = runs["redis_store"]

@@ -39,27 +39,20 @@ def test_rows_of_several_partitions_in_one_batch(tq):
         client.get_data(rows)
 
 
-def test_objects_of_several_partitions_stay_objects(tq):
-    client = tq.get_client()
-    images = [torch.zeros(3, 4, 5), torch.ones(3, 6, 7)]
-    parts = []
-    for number, image in enumerate(images):
-        data = TensorDict({"image": NonTensorStack(image)}, batch_size=[1])
-        parts.append(client.put(data, partition_id=f"p{number}"))
-    rows = tq.BatchMeta.concat(parts)
-    for _ in range(2):
-        read = client.get_data(rows)
-        assert all(torch.equal(*pair) for pair in zip(read["image"], images, strict=True))
-        client.put(TensorDict({"image": NonTensorStack(*images)}, batch_size=[2]), metadata=rows)
-
-
-def test_a_parser_may_give_images_of_any_size(tq):
+def test_images_of_any_size_stay_objects_in_batches_of_several_partitions_also_if_a_parser_gave_them(tq):
     def load(columns):
         columns["image"] = [torch.full((3, len(url), 2), 1.0) for url in columns["image"]]
 
-    data = TensorDict({"image": NonTensorStack("a", "bcd")}, batch_size=[2])
-    rows = tq.get_client().put(data, partition_id="p", data_parser=load)
-    assert [image.shape for image in tq.get_client().get_data(rows)["image"]] == [(3, 1, 2), (3, 3, 2)]
+    client = tq.get_client()
+    parts = [
+        client.put(TensorDict({"image": NonTensorStack(*urls)}, batch_size=[len(urls)]), None, partition_id, load)
+        for partition_id, urls in (("p", ["a", "bcd"]), ("q", ["ef", "g"]))
+    ]
+    rows = tq.BatchMeta.concat(parts)
+    for _ in range(2):
+        images = list(client.get_data(rows)["image"])
+        assert [image.shape for image in images] == [(3, n, 2) for n in (1, 3, 2, 1)]
+        client.put(TensorDict({"image": NonTensorStack(*images)}, batch_size=[4]), metadata=rows)
 
 
 def schema_of(tq, partition_id, field="x"):

@@ -51,8 +51,10 @@ def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq
     keys = [f"{number}" for number in (5, 3, 9, 1, 7, 0)]
     tq.kv_batch_put(keys, "p", TensorDict({"x": torch.arange(6)}, batch_size=[6]))
     written = tq.get_client().kv_retrieve_meta(keys, "p").global_indexes
-    newest = client(tq, LastFirst())
-    assert ask(newest, 2, task_name="u") == written[:-3:-1]
+    newest = client(tq, LastFirst())  # whose rows stay
+    assert ask(newest, 2, task_name="u") == ask(newest, 2, task_name="u") == written[:-3:-1]
+    assert ask(newest, 7, task_name="u") == []
+    assert not newest.check_consumption_status("u", "p")
     groups = client(tq, GRPOGroupNSampler(2))
     with pytest.raises(ValueError, match="multiple"):
         ask(groups, 3)
@@ -61,14 +63,6 @@ def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq
     tq.kv_clear(keys[:1], "p")  # a group that is not whole any more
     tq.get_client().reset_consumption("p", "t")
     assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
-
-
-def test_a_sampler_of_a_user(tq):
-    rows = fill(tq, 4)
-    one = client(tq, LastFirst())
-    assert ask(one, 2) == ask(one, 2) == [rows[3], rows[2]]
-    assert ask(one, 5) == []
-    assert not one.check_consumption_status("t", "p")
 
 
 def test_processes_of_a_rank_get_the_same_rows(tq):

@@ -74,26 +74,6 @@ def test_rows_tags_and_what_was_consumed_come_over(noop, tmp_path):
     assert noop.get_client().check_consumption_status("t", "train")
 
 
-class Harmful:
-    """Unpickled without a restriction, it makes a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-def test_code_in_a_checkpoint_does_not_run(noop, tmp_path):
-    write_theirs(tmp_path / "checkpoint", x=[Harmful(tmp_path / "harm")])
-    noop.kv_put("old", "other", tag={})
-    with pytest.raises(InvalidTypeError, match=r"posix\.mkdir.*Expected tensors") as caught:
-        noop.load_checkpoint(tmp_path / "checkpoint")
-    assert "allow_pickle" in str(caught.value.hint)
-    assert not (tmp_path / "harm").exists()
-    assert list(noop.kv_list()) == ["other"], "it is read before anything is changed"
-
-
 def test_a_config_may_allow_other_classes(tmp_path):
     write_theirs(tmp_path / "checkpoint", x=[Path("a"), Path("b")])
     module.init({"backend": "noop", "allow_pickle": True})
@@ -102,28 +82,6 @@ def test_a_config_may_allow_other_classes(tmp_path):
         assert module.kv_batch_get(["k0", "k1"], "train").get("x").tolist() == [Path("a"), Path("b")]
     finally:
         module.close()
-
-
-def test_checkpoints_that_cannot_be_loaded(noop, tmp_path):
-    folder = tmp_path / "checkpoint"
-    write_theirs(folder, x=[torch.ones(2)])
-    unit = folder / "simple_storage" / "su_0_u.pkl"
-    whole = unit.read_bytes()
-    unit.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CorruptDataError, match="damaged"):
-        noop.load_checkpoint(folder)
-    unit.unlink()
-    with pytest.raises(CorruptDataError, match="0 of 1 storage units"):
-        noop.load_checkpoint(folder)
-    unit.write_bytes(pickle.dumps({"format": "transfer_queue_hybrid_storage_v1"}))
-    with pytest.raises(UnsupportedOperationError, match="ssd_offload"):
-        noop.load_checkpoint(folder)
-    (folder / "metadata.json").write_text('{"storage_saved": false}')
-    with pytest.raises(UnsupportedOperationError, match="no data of rows"):
-        noop.load_checkpoint(folder)
-    (folder / "metadata.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"metadata\.json"):
-        noop.load_checkpoint(folder)
 
 
 def _call(function, *arguments, state=None):
@@ -242,15 +200,6 @@ def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop, tmp_pat
     assert sorted(noop.kv_list("train")["train"]) == ["k0", "new"]
 
 
-@pytest.mark.parametrize("cell", [2**100, {1, 2}], ids=repr)
-def test_a_checkpoint_that_the_store_does_not_take_removes_nothing(noop, tmp_path, cell):
-    write_theirs(tmp_path, x=[torch.ones(2)], y=[cell])
-    noop.kv_put("old", "other", tag={})
-    with pytest.raises((TypeError, ValueError), match="'y'"):
-        noop.load_checkpoint(tmp_path)
-    assert noop.kv_list() == {"other": {"old": {}}}
-
-
 def _set_counter(folder, count):
     path = folder / "controller_state.pkl"
     state = pickle.loads(path.read_bytes())
@@ -269,11 +218,55 @@ def test_numbers_go_on_after_very_many(noop, tmp_path):
     assert len(client.store.list_sample_ids("~tq:blocks")) < 200
 
 
-@pytest.mark.parametrize("count", [-1, 2**62 + 1])
-def test_a_number_of_rows_that_cannot_be_is_refused(noop, tmp_path, count):
-    write_theirs(tmp_path, x=[torch.ones(2)])
-    _set_counter(tmp_path, count)
+class Harmful:
+    """Unpickled without a restriction, it makes a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+UNIT = Path("simple_storage", "su_0_u.pkl")
+METADATA = Path("metadata.json")
+HYBRID = pickle.dumps({"format": "transfer_queue_hybrid_storage_v1"})
+
+
+def halve(folder):
+    whole = (folder / UNIT).read_bytes()
+    (folder / UNIT).write_bytes(whole[: len(whole) // 2])
+
+
+def as_saved(folder):
+    """Nothing is changed: a cell is what is refused."""
+
+
+#: A cell, what happens to the folder then, the error, and what its text names.
+REFUSED = {
+    "code": (Harmful(), as_saved, InvalidTypeError, r"posix\.mkdir.*Expected tensors"),
+    "an object that no store takes": ({1, 2}, as_saved, TypeError, "'y'"),
+    "a number that no store takes": (2**100, as_saved, (TypeError, ValueError), "'y'"),
+    "a negative counter": (0, lambda folder: _set_counter(folder, -1), CorruptDataError, "-1"),
+    "a huge counter": (0, lambda folder: _set_counter(folder, 2**62 + 1), CorruptDataError, str(2**62 + 1)),
+    "half a unit": (0, halve, CorruptDataError, "damaged"),
+    "no unit": (0, lambda folder: (folder / UNIT).unlink(), CorruptDataError, "0 of 1 storage units"),
+    "a unit on disks": (0, lambda at: (at / UNIT).write_bytes(HYBRID), UnsupportedOperationError, "ssd_offload"),
+    "a save without rows": (
+        0,
+        lambda folder: (folder / METADATA).write_text('{"storage_saved": false}'),
+        UnsupportedOperationError,
+        "no data of rows",
+    ),
+    "no save": (0, lambda folder: (folder / METADATA).unlink(), FileNotFoundError, r"metadata\.json"),
+}
+
+
+@pytest.mark.parametrize(("cell", "change", "error", "named"), REFUSED.values(), ids=REFUSED)
+def test_a_checkpoint_that_is_refused_removes_nothing(noop, tmp_path, monkeypatch, cell, change, error, named):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "checkpoint"
+    write_theirs(folder, x=[torch.ones(2)], y=[cell])
+    change(folder)
     noop.kv_put("old", "other", tag={})
-    with pytest.raises(CorruptDataError, match=str(count)):
-        noop.load_checkpoint(tmp_path)
-    assert list(noop.kv_list()) == ["other"]
+    with pytest.raises(error, match=named):
+        noop.load_checkpoint(folder)
+    assert noop.kv_list() == {"other": {"old": {}}}, "it is read before anything is changed"
+    assert not Path("harm").exists()

@@ -1,7 +1,6 @@
 """Weights of which only the changes are sent: bit-equal at every version, chains, anchors, and who dies in between."""
 
 import gc
-import io
 import itertools
 import signal
 import subprocess
@@ -20,7 +19,6 @@ from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
     InvalidRequestError,
-    InvalidTypeError,
     LostSamplesError,
     MissingDataError,
     OperationTimeoutError,
@@ -387,38 +385,6 @@ def test_clients_that_are_strict_about_fields(caplog, strict, delta):
             publish_weights(client, version, model(version), delta=delta)
             assert_same(reader.wait(STARTS_S), model(version))
     assert not caplog.messages
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "named"),
-    [
-        ({"more": {"extra._extra_state": io.BytesIO()}}, InvalidTypeError, r"extra\._extra_state.*BytesIO"),
-        ({"more": {"none": torch.eye(3).to_sparse()}}, InvalidTypeError, "weight 'none'.*sparse"),
-        ({"more": {"none": torch.empty(3, device="meta")}}, InvalidTypeError, "weight 'none'.*meta"),
-        ({"more": {7: torch.ones(3)}}, InvalidTypeError, "the name 7"),
-        *(
-            ({"more": {name: torch.ones(1)}, "delta": delta}, InvalidRequestError, f"named '{name}'")
-            for name in ("weight_version", "weight_header", "weight_bytes", "weight_bytes.7")
-            for delta in (True, False)
-        ),
-        ({"anchor_every": 0}, InvalidRequestError, "anchor_every=0"),
-        ({"anchor_every": "3"}, InvalidTypeError, "anchor_every must be an int, got str"),
-        ({"keep": 2.5}, InvalidTypeError, "keep must be an int, got float"),
-        ({"version": None}, InvalidTypeError, "version must be an int, got NoneType"),
-        ({"weights": [torch.ones(1)]}, InvalidTypeError, "weights must be a dict, got list"),
-    ],
-)
-def test_a_call_that_is_refused_leaves_no_half_version(noop, options, error, named):
-    reader = WeightReader(noop, "r")
-    publish_weights(noop, 0, model(0), delta=True)
-    arguments = {"version": 1, "weights": {**model(1), **options.get("more", {})}, "delta": True, **options}
-    arguments.pop("more", None)
-    with pytest.raises(error, match=named):
-        publish_weights(noop, **arguments)
-    assert rows(noop) == {0: 0}
-    assert_same(reader.newest(), model(0))
-    publish_weights(noop, 1, model(1), delta=True)
-    assert_same(reader.newest(), model(1))
 
 
 @pytest.mark.parametrize("damage", [None, {}, {"parts": 3}, "a bit of the bytes"])

@@ -8,10 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("docs", "core", "testkit", "tools", "plugins", "integrations", "compat", "examples")
-PAGES = [
-    *ROOT.glob("*.md"),
-    *(p for top in TOPS for p in ROOT.glob(f"{top}/**/*.md")),
-]
+PAGES = [*ROOT.glob("*.md"), *(p for top in TOPS for p in ROOT.glob(f"{top}/**/*.md"))]
 PROMISES = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 
 

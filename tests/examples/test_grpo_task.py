@@ -15,15 +15,7 @@ def read(path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("345.", 1.0),
-        ("345", 0.75),
-        ("349.", 0.75),
-        ("3456.", 0.6),
-        ("345345", 0.5),
-        (".", 0.0),
-    ],
+    ("answer", "expected"), [("345.", 1.0), ("345", 0.75), ("349.", 0.75), ("3456.", 0.6), ("345345", 0.5), (".", 0.0)]
 )
 def test_the_reward_is_the_share_that_is_right_and_only_the_whole_ended_answer_is_exact(answer, expected):
     problem = Problem("234=", "345")

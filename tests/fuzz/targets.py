@@ -885,10 +885,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
         [b"0", [b"q0", struct.pack("<Q?", 1, True)]],
     ]
     return [
-        (
-            lambda client: client.get_samples(ids, "p", ["x"]),
-            [[b"ok", [row, row], layouts, b"epoch", [cells, cells]]],
-        ),
+        (lambda client: client.get_samples(ids, "p", ["x"]), [[b"ok", [row, row], layouts, b"epoch", [cells, cells]]]),
         (lambda client: client.get_samples(ids, "p", ["x"]), [[b"missing", [row, None], layouts, b"epoch"]]),
         (lambda client: client.list_samples("p"), [[b"ok", [b"a", b"b"], [tags, b""], b"epoch", b""]]),
         (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=1.0), [[b"ok", 0, [b"a", b"b"], [tags, tags]]]),
@@ -967,11 +964,7 @@ class _Socket:
 
 
 def _arrays() -> list[bytes]:
-    return [
-        _resp([b"a" * 3, b"", None]) + _resp([b"b" * 3000]),
-        b"-ERR no\r\n",
-        _resp([]) + _resp([b"c"] * 20),
-    ]
+    return [_resp([b"a" * 3, b"", None]) + _resp([b"b" * 3000]), b"-ERR no\r\n", _resp([]) + _resp([b"c"] * 20)]
 
 
 def _read_arrays(data: bytes) -> None:

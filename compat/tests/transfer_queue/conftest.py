@@ -6,10 +6,7 @@ from tiers import in_long
 import dataplane_compat.transfer_queue as module
 
 
-@pytest.fixture(
-    scope="module",
-    params=["noop", *in_long("shm_store", "redis_store")],
-)
+@pytest.fixture(scope="module", params=["noop", *in_long("shm_store", "redis_store")])
 def session(request):
     module.init({"backend": request.param, "op_timeout_s": 120, "controller": {"polling_mode": True}})
     yield module

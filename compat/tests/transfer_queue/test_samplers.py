@@ -6,11 +6,7 @@ from tensordict import TensorDict
 
 from dataplane_compat.transfer_queue._claims import Claims
 from dataplane_compat.transfer_queue.client import TransferQueueClient
-from dataplane_compat.transfer_queue.sampler import (
-    BaseSampler,
-    GRPOGroupNSampler,
-    SeqlenBalancedSampler,
-)
+from dataplane_compat.transfer_queue.sampler import BaseSampler, GRPOGroupNSampler, SeqlenBalancedSampler
 from dataplane_core.errors import BackendUnavailableError, ConfigError
 
 

@@ -158,9 +158,7 @@ def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(c
     assert counts(client) == (20, 0)
 
 
-def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version_is_given_back(
-    client,
-):
+def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version_is_given_back(client):
     def refused(error, named):
         worker = StoreRolloutWorker(client, "answers", "train", claim_size=2)
         worker.start()

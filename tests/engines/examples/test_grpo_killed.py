@@ -68,9 +68,7 @@ def rows_of(client):
     }
 
 
-def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_other_runs_are_refused(
-    tmp_path,
-):
+def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_other_runs_are_refused(tmp_path):
     file, found = write_config(tmp_path, saving=GOES_ON, data_plane={"backend": "noop"}), tmp_path / "found.jsonl"
     config = load_config(file, {})
     with connect({"backend": "noop"}) as client:

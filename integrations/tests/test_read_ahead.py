@@ -50,13 +50,6 @@ def test_results_and_an_error_come_in_order_and_no_more_than_the_depth_run_ahead
     assert done == list(range(len(done)))
 
 
-def test_the_next_read_runs_while_the_caller_computes():
-    begun = [threading.Event() for _ in range(3)]
-    for number, take in enumerate(read_ahead([event.set for event in begun], 1)):
-        take()
-        assert all(event.wait(WAIT_S) for event in begun[: number + 2])
-
-
 def test_what_nobody_got_is_discarded_at_the_close_and_the_rest_is_never_read(monkeypatch):
     read_now, may_end = threading.Event(), threading.Event()
     done, discarded, cancelled = [], [], []

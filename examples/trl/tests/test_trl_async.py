@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ from dataplane_core.errors import (
 )
 from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer
 from dataplane_integrations.weights import WeightReader
-from dataplane_testkit._timing import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,6 +63,13 @@ def write(client, *groups, **tags):
 
 def take(worker, count):
     return [worker.rollout_buffer.get(timeout=WITHIN_S) for _ in range(count)]
+
+
+def eventually(holds):
+    give_up = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
 
 
 def counts(client):
@@ -131,7 +138,7 @@ def test_a_claim_is_acked_a_call_after_the_trainer_took_it_and_one_sample_more(c
     write(client, *range(4))
     worker.start()
     worker.update_model_version(1)
-    eventually(lambda: worker.rollout_buffer.qsize() == 8, WITHIN_S)
+    eventually(lambda: worker.rollout_buffer.qsize() == 8)
     for taken, acked in ((4, 0), (1, 2), (3, 4), (0, 6)):
         take(worker, taken)
         worker.update_model_version(2)
@@ -143,10 +150,10 @@ def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(c
     write(client, *range(10))
     worker = StoreRolloutWorker(client, "answers", "train", claim_size=2, buffer_size=4)
     worker.start()
-    eventually(lambda: worker.rollout_buffer.qsize() == 4, WITHIN_S)
+    eventually(lambda: worker.rollout_buffer.qsize() == 4)
     assert counts(client) == (16, 4)
     take(worker, 2)
-    eventually(lambda: worker.rollout_buffer.qsize() == 4, WITHIN_S)
+    eventually(lambda: worker.rollout_buffer.qsize() == 4)
     worker.stop()
     assert counts(client) == (20, 0)
 
@@ -155,7 +162,7 @@ def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version
     def refused(error, named):
         worker = StoreRolloutWorker(client, "answers", "train", claim_size=2)
         worker.start()
-        eventually(lambda: not worker._thread.is_alive(), WITHIN_S)
+        eventually(lambda: not worker._thread.is_alive())
         for call in (worker.check_health, worker.update_model_version):
             with pytest.raises(error, match=named):
                 call(1)
@@ -178,7 +185,7 @@ def test_the_end_of_the_partition_is_said(client, worker):
     worker.update_model_version(1)
     worker.update_model_version(2)
     client.ack(worker._claims[0][1])  # the rest of a run, so that nothing comes back
-    eventually(lambda: not worker._thread.is_alive(), WITHIN_S)
+    eventually(lambda: not worker._thread.is_alive())
     with pytest.raises(ClaimTimeoutError, match="'answers' is finished"):
         worker.check_health(60)
 
@@ -250,7 +257,7 @@ def test_killed_processes_are_named_and_what_they_held_comes_back():
                 worker.check_health(0)
             return str(caught.value)
 
-        eventually(lambda: "rollout 7" in said(), WITHIN_S)
+        eventually(lambda: "rollout 7" in said())
         worker.stop()
 
 

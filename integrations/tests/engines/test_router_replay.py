@@ -382,31 +382,32 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
 
 
-def _record_and_replay(rank, layout):
+def _record_and_replay(rank):
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
-    seen = {}
-    with _alone(layout) as (worker, client, meta):
+    with _alone(LAYOUTS["one"]) as (worker, client, meta):
         meta.fields = list(_batch())
         data = worker._fetch(meta)
+        inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
 
         def logprobs():
             return worker.get_logprobs(data)["logprobs"]
 
-        def stored(meta, *fields):
-            found = client.get_samples(meta.sample_ids, "train", list(fields))
-            return [found.get(name).values() for name in fields]
+        def stored(name):
+            return client.get_samples(meta.sample_ids, "train", [name])[name].values()
+
+        def apart(one, other):
+            return (one - other).abs().max().item()
 
         with worker.replay.recording() as recorded:
             generated = logprobs()
         experts = recorded.routed_experts(len(LENGTHS))
-        seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
+        assert experts.shape == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
+        assert experts.dtype == torch.int16
 
         meta = _write(client, "train", experts[:, : max(LENGTHS)])
         meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
         worker.get_logprobs_presharded(meta)
-        inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
-        [replayed] = stored(meta, "prev_logprobs")
-        seen["replayed"] = (replayed - generated[inside]).abs().max().item()
+        assert apart(stored("prev_logprobs"), generated[inside]) <= 1e-6
 
         worker.replay.clear()
         with torch.no_grad():
@@ -414,46 +415,28 @@ def _record_and_replay(rank, layout):
                 if "router" in name:
                     parameter.neg_()  # chooses those that it chose last
         drifted = logprobs()
-        seen["drifted"] = (drifted - generated).abs().max().item()
+        assert apart(drifted, generated) > 1e-2, "another router, another model"
         right = worker.installed[-1]
         beyond = right.clone()
         beyond[0, 1, 0, 0] = EXPERTS
-        calls = [lambda wrong=wrong: worker.replay.check(wrong) for wrong in (right.float(), beyond)]
-        seen["refusals"] = [told(call)[2] for call in (*calls, lambda: worker.replay.install(right[:, :, :1]))]
-        worker.replay.install(right[:, :4])
-        seen["refusals"].append(told(logprobs)[2])
+        for refused, part in (
+            (lambda: worker.replay.check(right.float()), "dtype torch.float32. Expected signed integers"),
+            (lambda: worker.replay.check(beyond), "row 0, token 1, layer 0 names an expert of 4 or above"),
+            (lambda: worker.replay.install(right[:, :, :1]), "Expected (rows, tokens, 2 layers, 2 experts)"),
+            (lambda: (worker.replay.install(right[:, :4]), logprobs()), "sees 32 tokens, routed_experts holds 16"),
+        ):
+            assert part in told(refused)[2]
         worker.replay.clear()
-        seen["cleared"] = torch.equal(logprobs(), drifted)
+        assert torch.equal(logprobs(), drifted)
 
         worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed
         worker.get_reference_policy_logprobs_presharded(replace(meta, fields=list(LP_SEED_FIELDS)))
-        policy, reference = stored(meta, "prev_logprobs", "reference_policy_logprobs")
-        seen["policy"] = (policy - reference).abs().max().item()
-        seen["reference"] = torch.equal(reference, drifted[inside])
+        assert apart(stored("prev_logprobs"), stored("reference_policy_logprobs")) > 1e-2
+        assert torch.equal(stored("reference_policy_logprobs"), drifted[inside]), "its routers choose for themselves"
         worker.replay.remove()
         routers = [each for each in worker.model.modules() if hasattr(each, "router_replay")]
-        seen["removed"] = all(router.router_replay is None for router in routers)
-    return seen
+        assert all(router.router_replay is None for router in routers)
 
 
 def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks):
-    [seen] = ranks(1, _record_and_replay, LAYOUTS["one"], timeout_s=150)
-    assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
-    assert seen["dtype"] == "torch.int16"
-    assert seen["replayed"] <= 1e-6
-    assert seen["drifted"] > 1e-2, "another router, another model"
-    assert seen["cleared"]
-    assert seen["policy"] > 1e-2
-    assert seen["reference"], "the reference policy's routers choose for themselves"
-    assert seen["removed"]
-    for said, part in zip(
-        seen["refusals"],
-        (
-            "dtype torch.float32. Expected signed integers",
-            "row 0, token 1, layer 0 names an expert of 4 or above",
-            "Expected (rows, tokens, 2 layers, 2 experts)",
-            "sees 32 tokens, routed_experts holds 16",
-        ),
-        strict=True,
-    ):
-        assert part in said
+    ranks(1, _record_and_replay, timeout_s=150)

@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from layouts import told
 from tiny_megatron import TinyMegatronWorker, batch_of, loss_of, megatron_on_cpu
-from torch import Tensor
 
 from dataplane_core import connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
@@ -32,7 +30,7 @@ LENGTHS = [5, 2, 7, 3]
 IDS = [f"p{row}_g0" for row in range(len(LENGTHS))]
 WIDTH = 8
 EXPERTS, CHOSEN = 4, 2
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "one": {"experts": EXPERTS},
     "TP2": {"experts": EXPERTS, "tensor": 2, "sequence_parallel": True},
     "PP2": {"experts": EXPERTS, "pipeline": 2},
@@ -195,7 +193,7 @@ def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks
 
 
 def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong():
-    sizes: dict[str, Any] = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
+    sizes = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
     rows = [torch.tensor([[0, 1], [3, 2]]).expand(length, 2, 2).short() for length in (3, 1)]
     column = stack_or_nest(rows)
     check_routed_experts(column, [3, 1], sample_ids=["a", "b"], **sizes)
@@ -301,7 +299,7 @@ def _choices(worker, run):
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
-    maps: dict[int, list[Tensor]] = {}
+    maps = {}
 
     def keep(router, _, output):
         parts = [torch.empty_like(output[1]) for _ in range(dist.get_world_size(group))]

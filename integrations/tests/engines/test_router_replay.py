@@ -336,7 +336,7 @@ def _route_by(worker, config, meta):
     worker.close_data_plane()
     layers = [router.layer_number - 1 for router in _routers(worker)]  # of this stage
     installed = [experts[:, :, layers] for experts in worker.installed]
-    if not (worker.packed or worker.model.config.sequence_parallel):
+    if not worker.packed:
         # what was recorded names the layers of this stage, for the tokens of this rank
         experts = recorded.routed_experts(len(LENGTHS)).long()
         there = torch.cat(own)

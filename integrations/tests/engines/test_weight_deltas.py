@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bits import bits
 from hypothesis import given, strategies as st
 from tiers import in_long
 
@@ -30,19 +31,12 @@ from dataplane_testkit._timing import STARTS_S, Background
 SHM = {"backend": "shm_store", "options": {"capacity_bytes": 40_000_000}}
 
 
-def raw(tensor):
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-            assert raw(found[name]) == raw(value), name
-            assert found[name].is_contiguous()
-        else:
-            assert found[name] == value, name
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        assert bits(found[name]) == bits(value), name
+        assert not isinstance(value, torch.Tensor) or found[name].is_contiguous()
 
 
 def model(version, size=4096):

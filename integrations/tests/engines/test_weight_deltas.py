@@ -5,7 +5,6 @@ import itertools
 import signal
 import subprocess
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -259,19 +258,6 @@ def test_a_version_is_read_as_it_was_given_and_an_anchor_begins_where_a_delta_wi
     assert {version: found[version] for version in held} == held
 
 
-def test_whole_versions_and_chains_in_turn_also_over_each_other(client):
-    reader = WeightReader(client, "r")
-    delta, whole = True, False
-    plan = [(0, delta, 0), (1, delta, 0), (1, whole, None), (2, whole, None), (2, delta, 2), (3, delta, 2)]
-    plan += [(3, delta, 3), (4, delta, 3), (5, whole, None), (6, delta, 6)]
-    for number, (version, kind, anchor) in enumerate(plan):
-        publish_weights(client, version, model(number), delta=kind)
-        assert rows(client)[version] == anchor
-        assert_same(WeightReader(client, "late").newest(), model(number))
-        reader.version = None  # the same version again
-        assert_same(reader.newest(), model(number))
-
-
 def test_a_trainer_that_begins_again_with_and_without_opening():
     with connect(SHM) as client:
         open_weights(client)
@@ -438,20 +424,6 @@ def test_the_copy_of_the_last_version_goes_with_its_client():
     publish_and_close()
     gc.collect()
     assert not any(module._chains.values())
-
-
-_CASES = ["bf16 1e-6", "bf16 1e-5", "bf16 1e-3", "fp32 1e-6", "fp32 1e-3"]
-
-
-@pytest.mark.parametrize(("versions", "cases"), [(6, _CASES[::4]), *in_long((200, _CASES))])
-def test_every_version_of_adamw_is_read_bit_for_bit(python, versions, cases):
-    """The benchmark compares the bits of each version with those of the trainer."""
-    program = Path(__file__).parents[3] / "benchmarks" / "weights.py"
-    options = ["--versions", versions, "--width", 64, "--anchor-every", 7, "--cases", *cases]
-    done = python.run(program, *options, timeout=900)
-    lines = [line.split("|") for line in done.stdout.splitlines()[2:]]
-    assert [line[1].strip() for line in lines] == cases
-    assert float(lines[0][4].rstrip("% ")) < 5  # a delta, in percent of the whole
 
 
 # --- processes that die -----------------------------------------------------------------------------------------------

@@ -37,18 +37,19 @@ def test_loss_equals_the_hand_computed_value():
 
 def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_the_policy_gradient():
     data = columns(
-        prev_logprobs=[[-1.0, -1.0, -1.0]],
-        reference_policy_logprobs=[[0.0, 0.0, 0.0]],
-        generation_logprobs=[[-1.0, -1.0, -1.0]],
-        advantages=[[2.0, 2.0, -2.0]],
-        token_mask=[[1.0, 1.0, 1.0]],
+        prev_logprobs=[[-1.0] * 4],
+        reference_policy_logprobs=[[0.0] * 4],
+        generation_logprobs=[[-1.0] * 4],
+        advantages=[[2.0, 2.0, -2.0, -2.0]],
+        token_mask=[[1.0] * 4],
         sample_mask=[1.0],
     )
-    logprobs = (torch.tensor([[0.0, math.log(1.5), math.log(1.5)]]) - 1.0).requires_grad_()
-    loss, _ = ClippedPolicyLoss(clip_ratio=0.2, kl_weight=0.0)(logprobs, data, torch.tensor(3.0))
+    ratios = torch.tensor([[1.0, 1.5, 1.5, 0.5]])
+    logprobs = (ratios.log() - 1.0).requires_grad_()
+    loss, _ = ClippedPolicyLoss(clip_ratio=0.2, kl_weight=0.0)(logprobs, data, torch.tensor(4.0))
     loss.backward()
     assert logprobs.grad is not None
-    assert_close(logprobs.grad, torch.tensor([[-2.0 / 3, 0.0, 2.0 * 1.5 / 3]]))
+    assert_close(logprobs.grad, torch.tensor([[-2.0 / 4, 0.0, 2.0 * 1.5 / 4, 0.0]]))
 
 
 def test_parts_of_a_batch_add_up_to_the_loss_of_the_whole_and_masked_samples_count_for_nothing():

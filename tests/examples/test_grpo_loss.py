@@ -47,6 +47,7 @@ def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_the_policy_gra
     ratios = torch.tensor([[1.0, 1.5, 1.5, 0.5]])
     logprobs = (ratios.log() - 1.0).requires_grad_()
     loss, _ = ClippedPolicyLoss(clip_ratio=0.2, kl_weight=0.0)(logprobs, data, torch.tensor(4.0))
+    assert loss.item() == pytest.approx(-(2.0 + 2.0 * 1.2 - 2.0 * 1.5 - 2.0 * 0.8) / 4, rel=1e-5)
     loss.backward()
     assert logprobs.grad is not None
     assert_close(logprobs.grad, torch.tensor([[-2.0 / 4, 0.0, 2.0 * 1.5 / 4, 0.0]]))

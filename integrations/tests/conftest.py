@@ -21,12 +21,14 @@ from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
-from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_testkit import backend_of
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from layouts import ToyWorker
 
 # modules beside this file, which other processes cannot import: functions of theirs travel by value
 _HELPERS = ("bits", "layouts", "tiny_megatron")
-sys.path.insert(0, os.path.dirname(__file__))
 
 
 def _serve(pipe):
@@ -148,62 +150,7 @@ def ranks(imported_by_ranks):
     pool.close()
 
 
-# --- a policy worker without a model, for what does not need one ------------------------------------------------------
-
-
-class ToyWorker(DataPlaneWorkerMixin):
-    """Its "logprobs" are known numbers, and it keeps the batches that it was given."""
-
-    def __init__(self, dp_rank=0, tp_rank=0, cfg=None):
-        self.coords = {"data_parallel": dp_rank, "tensor_parallel": tp_rank}
-        self.cfg = cfg or {}
-        self.seen: list[tuple[str, BatchedDataDict]] = []
-        self.fail_in: str | None = None
-
-    def _local_coords(self):
-        return self.coords
-
-    def _note(self, what, data):
-        if self.fail_in == what:
-            raise RuntimeError(f"worker {self.coords} broke in {what}")
-        self.seen.append((what, data))
-
-    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
-        self._note("train", data)
-        return {
-            "global_loss": torch.tensor([float(loss_fn)]),
-            "grad_norm": torch.tensor([2.0]),
-            "all_mb_metrics": {"rows": [data.size], "rank": [self.coords["data_parallel"]]},
-            "arguments": (eval_mode, gbs, mbs),
-        }
-
-    def get_logprobs(self, data, micro_batch_size=None):
-        self._note("get_logprobs", data)
-        return {"logprobs": -data["input_ids"].float()}
-
-    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
-        self._note("get_reference_policy_logprobs", data)
-        return BatchedDataDict({"reference_logprobs": -2 * data["input_ids"].float()})
-
-    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
-        self.open: list[int] | None = []
-        self.loss_fn = loss_fn
-
-    def train_microbatch(self, data):
-        self._note("train_microbatch", data)
-        assert self.open is not None
-        self.open.append(data.size)
-
-    def finish_train_step(self):
-        rows, self.open = self.open, None
-        return {
-            "global_loss": torch.tensor([self.loss_fn]),
-            "grad_norm": torch.tensor([0.0]),
-            "all_mb_metrics": {"rows": rows},
-        }
-
-    def abort_train_step(self):
-        self.open = None
+# --- a worker, its store and its rows ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -107,7 +107,8 @@ def test_the_leader_reads_ahead_and_its_siblings_get_each_portion_and_its_error(
         worker.begin_train_step_presharded(None)
         portions = [meta.slice(row, row + 2) for row in (0, 2, 4, 6)]
         error = told(lambda: worker.train_microbatches_presharded(portions, read_ahead=depth))
-        return worker.seen, error[:2], [each for each in threading.enumerate() if each.name.startswith("read-ahead")]
+        seen = [data["input_ids"].tolist() for _, data in worker.seen]
+        return seen, error[:2], [each for each in threading.enumerate() if each.name.startswith("read-ahead")]
 
     seen = [[[0, 0, 0], [1, 1, 1]], [[2, 2], [3, 3]], [[4, 4, 4, 4], [5, 0, 0, 0]]]
     for depth in (0, 1, 2):

@@ -1,17 +1,13 @@
 """Runs of the GRPO example as a program, and those that tests share, as fixtures."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +22,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo"
 TRAIN = EXAMPLE / "train.py"
 
 #: A run of seconds: a tiny model, and few steps. Everything else is the real thing.
-SHORT_RUN: dict[str, Any] = {
+SHORT_RUN = {
     "seed": 5,
     "data": {"file": "prompts.jsonl", "eval_prompts": 8},
     "model": {"width": 32, "layers": 1, "heads": 2},
@@ -36,7 +32,7 @@ SHORT_RUN: dict[str, Any] = {
 }
 
 
-def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+def write_config(folder, **sections):
     """A configuration of `SHORT_RUN` with some keys replaced, and the prompts it names, in ``folder``."""
     config = {
         name: {**value, **sections.get(name, {})} if isinstance(value, dict) else value
@@ -49,18 +45,16 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def start(
-    config: Path, out: Path, *arguments: str, path: str = "in-memory", python: Any = None
-) -> subprocess.Popen[str]:
+def start(config, out, *arguments, path="in-memory", python=None):
     """Starts the program over ``path``: ``in-memory``, or a backend's name. With the fixture `python`, it has the
     imports behind it."""
     over = ["--in-memory"] if path == "in-memory" else ["--backend", path]
     words = [str(TRAIN), "--config", str(config), *over, "--out", str(out), *arguments]
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": out.parent}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": out.parent}
     return subprocess.Popen([sys.executable, *words], **how) if python is None else python.start(*words, **how)
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 400.0) -> tuple[int, str, str]:
+def finish(process, timeout_s=400.0):
     """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -81,22 +75,21 @@ class Finished:
     printed: str
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self):
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
-    def results(self) -> list[dict[str, Any]]:
+    def results(self):
         """What was computed, without what it took."""
         costs = {"seconds", "spans", "bytes_put", "bytes_get", "path"}
         return [{name: value for name, value in record.items() if name not in costs} for record in self.metrics]
 
     @property
-    def evaluation(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())["evaluation"]
-        return found
+    def evaluation(self):
+        return json.loads((self.folder / "summary.json").read_text())["evaluation"]
 
 
-def run(config: Path, out: Path, *arguments: str, path: str = "in-memory", python: Any = None) -> Finished:
+def run(config, out, *arguments, path="in-memory", python=None):
     """Runs the program to its end, which must be a good one."""
     code, printed, err = finish(start(config, out, *arguments, path=path, python=python))
     assert (code, err) == (0, "")
@@ -119,12 +112,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_past(step: int, process: subprocess.Popen[str]) -> Iterator[Running]:
+def running_past(step, process):
     """Waits until a run has reported ``step``; ends it, with all that descends from it, on the way out."""
-    family: list[psutil.Process] = []
+    family = []
     try:
         assert process.stdout is not None
-        pids: dict[str, int] = {}
+        pids = {}
         printed = ""
         for line in process.stdout:
             pids |= {name: int(pid) for name, pid in re.findall(r"([a-z]+ worker(?: \d)?) \(pid (\d+)\)", line)}
@@ -143,17 +136,17 @@ def running_past(step: int, process: subprocess.Popen[str]) -> Iterator[Running]
         process.communicate()
 
 
-def assert_gone(family: list[psutil.Process]) -> None:
+def assert_gone(family):
     assert len(family) >= 5  # Ray's own daemons and the actors
     _, alive = psutil.wait_procs(family, timeout=150)
     left = [" ".join(process.cmdline()) for process in alive]
     assert not left, f"still there: {left}"
 
 
-def without_ray_agents(family: list[psutil.Process]) -> list[psutil.Process]:
+def without_ray_agents(family):
     """All but two helpers of a raylet: killed while they start, it leaves them calling it for a minute."""
 
-    def is_agent(process: psutil.Process) -> bool:
+    def is_agent(process):
         try:
             arguments = process.cmdline()
         except psutil.Error:  # gone already
@@ -165,16 +158,14 @@ def without_ray_agents(family: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def _shared_run(
-    factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any, *arguments: str, path: str
-) -> Finished:
+def _shared_run(factory, worker_id, ray_server, python, *arguments, path):
     """A run that nothing disturbed. Processes that run tests side by side share it."""
     base = factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / path
@@ -189,18 +180,18 @@ def _shared_run(
 
 
 @pytest.fixture(scope="session")
-def in_memory(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any) -> Finished:
+def in_memory(tmp_path_factory, worker_id, ray_server, python):
     """A run without a data plane: what others are compared with."""
     return _shared_run(tmp_path_factory, worker_id, ray_server, python, path="in-memory")
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory, worker_id: str, ray_server: str, python: Any) -> Finished:
+def recorded(tmp_path_factory, worker_id, ray_server, python):
     """A run over shm_store, with a recording."""
     return _shared_run(tmp_path_factory, worker_id, ray_server, python, "--record", path="shm_store")
 
 
-def assert_like(in_memory: Finished, over: Finished, backend: str) -> None:
+def assert_like(in_memory, over, backend):
     """The run over a backend has the results of that in memory, and wrote its pages and the rows of its last step."""
     assert f"running over {backend}: " in over.printed
     records = over.metrics
@@ -218,7 +209,7 @@ def assert_like(in_memory: Finished, over: Finished, backend: str) -> None:
     assert not (in_memory.folder / "last_step").exists()
 
 
-def assert_kept(save: Path, reward: float) -> None:
+def assert_kept(save, reward):
     """The save has all rows of a step, with prompts, answers and rewards for people to read."""
     with connect({"backend": "noop"}) as client:
         client.load(save)

@@ -1,16 +1,12 @@
 """Several clients of one store of `noop`, which is as quick as one client: no process is started."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dataplane_core import DataPlaneClient
 from dataplane_testkit import backend_of
 
 
 @contextmanager
-def joined(client: DataPlaneClient, other: DataPlaneClient) -> Iterator[DataPlaneClient]:
+def joined(client, other):
     """Makes ``other`` a client of the store of ``client`` until the block ends. Closes it then."""
     with other:
         store, own = backend_of(client), backend_of(other)

@@ -4,8 +4,6 @@ Each host has a link-local interface besides, which its system lists first: what
 the host gets one that the other cannot reach.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -14,9 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,30 +30,30 @@ _ENV = {"RAY_AUTH_MODE": "disabled"}
 class Host:
     """A network namespace with an address on the cable and a link-local one that leads nowhere."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name, address):
         self.name = name
         self.address = address
         self._mount: tuple[str, ...] = ()
 
-    def mount(self, own: Path, seen_at: Path) -> None:
+    def mount(self, own, seen_at):
         """What is started from now on sees a folder of this host's own where all hosts have one."""
         self._mount = ("sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(own), str(seen_at))
 
-    def start(self, *words: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *words, env=None, **options):
         """Starts a program on this host."""
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         inherited["MC_TCP_BIND_ADDRESS"] = "169.254.7.1"  # as from elsewhere
         options = {"stdin": subprocess.DEVNULL, "text": True, "env": {**inherited, **_ENV, **(env or {})}, **options}
         return subprocess.Popen(["ip", "netns", "exec", self.name, *self._mount, *words], **options)
 
-    def run(self, *words: str) -> str:
+    def run(self, *words):
         """Runs a program on this host to its end."""
         return _run("ip", "netns", "exec", self.name, *words)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kills all that runs on this host, by process id."""
 
-        def are_gone() -> bool:
+        def are_gone():
             pids = _run("ip", "netns", "pids", self.name).split()
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -66,7 +62,7 @@ class Host:
 
         eventually(are_gone, 30.0)
 
-    def close(self) -> None:
+    def close(self):
         """Ends what still runs on the host, and the host."""
         self.kill()
         _run("ip", "netns", "delete", self.name)
@@ -75,7 +71,7 @@ class Host:
 class Pair:
     """The two hosts, and what was started on them."""
 
-    def __init__(self, here: Host, there: Host, folder: Path, sessions: Path) -> None:
+    def __init__(self, here, there, folder, sessions):
         self.here = here
         self.there = there
         self.ray_address = f"{here.address}:{_RAY_PORT}"
@@ -83,18 +79,18 @@ class Pair:
         self._sessions = sessions
         self._started: list[subprocess.Popen[str]] = []
 
-    def start_head(self, *, num_cpus: int = 1, redis: str = "") -> None:
+    def start_head(self, *, num_cpus=1, redis=""):
         """Starts Ray's head on the first host, also again. It keeps its state in the Redis at this address, if any."""
         # Ray looks there, and among the processes of both hosts, for a head that runs already.
         (self._sessions / "ray_current_cluster").unlink(missing_ok=True)
         words = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false", f"--temp-dir={self._sessions}"]
         self._start_ray(self.here, num_cpus, *words, env={"RAY_REDIS_ADDRESS": redis} if redis else {})
 
-    def start_node(self, host: Host, *, num_cpus: int = 1) -> None:
+    def start_node(self, host, *, num_cpus=1):
         """Starts a Ray node on a host, also again."""
         self._start_ray(host, num_cpus, f"--address={self.ray_address}")
 
-    def _start_ray(self, host: Host, num_cpus: int, *words: str, env: Mapping[str, str] | None = None) -> None:
+    def _start_ray(self, host, num_cpus, *words, env=None):
         common = ["--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", "--block"]
         common += [f"--node-ip-address={host.address}", f"--num-cpus={num_cpus}", "--object-store-memory=100000000"]
         ray = str(Path(sys.executable).with_name("ray"))
@@ -103,7 +99,7 @@ class Pair:
             self._started.append(process)
             _await_ray(process, log)
 
-    def start_redis(self, host: Host) -> str:
+    def start_redis(self, host):
         """Starts a Redis server that both hosts can reach; its address."""
         words = ["--bind", host.address, "--protected-mode", "no", "--save", "", "--dir", str(self._folder)]
         self._started.append(host.start("redis-server", *words, stdout=subprocess.DEVNULL))
@@ -111,15 +107,15 @@ class Pair:
         eventually(lambda: self.here.start(*ping, stdout=subprocess.DEVNULL).wait() == 0, 60.0)
         return f"{host.address}:6379"
 
-    def cut(self) -> None:
+    def cut(self):
         """Unplugs the cable on the second host: it knows that it has no network, and the first one does not."""
         self.there.run("ip", "link", "set", "cable", "down")
 
-    def join(self) -> None:
+    def join(self):
         """Plugs the cable in again."""
         self.there.run("ip", "link", "set", "cable", "up")
 
-    def close(self) -> None:
+    def close(self):
         """Has Ray end what it started."""
         for process in reversed(self._started):
             process.terminate()
@@ -129,7 +125,7 @@ class Pair:
                 process.kill()
                 process.wait()
 
-    def cross(self, *backends: str) -> list[dict[str, Any]]:
+    def cross(self, *backends):
         """Runs ``crossing.py`` on the first host; what it found for each."""
         redis = f"redis://{self.start_redis(self.here)}/0"
         words = [sys.executable, str(_PROGRAM), self.ray_address, self.there.address, redis, *backends]
@@ -147,7 +143,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory):
     """The pair, with Ray on both hosts."""
     with _made(tmp_path_factory.mktemp("hosts")) as pair:
         pair.start_head()
@@ -156,14 +152,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def mortal_pair(tmp_path: Path) -> Iterator[Pair]:
+def mortal_pair(tmp_path):
     """A pair of a test's own, on which nothing runs yet."""
     with _made(tmp_path) as pair:
         yield pair
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[Pair]:
+def _made(folder):
     """Makes a pair. Skips the test, with the reason, where the machine allows no namespaces."""
     if shutil.which("ip") is None:
         pytest.skip("not run: no `ip` on the PATH (apt-get install iproute2)")
@@ -197,12 +193,12 @@ def _made(folder: Path) -> Iterator[Pair]:
         yield pair
 
 
-def _run(*words: str) -> str:
+def _run(*words):
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def _await_ray(process: subprocess.Popen[str], log: Any) -> None:
-    def runs() -> bool:
+def _await_ray(process, log):
+    def runs():
         log.seek(0)
         said = log.read()
         assert process.poll() is None, said

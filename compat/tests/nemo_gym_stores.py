@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import in_long
 
 from dataplane_compat.nemo_gym import DataPlaneTokenStore
 from dataplane_core import connect
 
 STAND_IN = str(Path(__file__).parent / "nemo_gym_stand_in")
+#: Backends that are only tried in `make test-long`.
+OTHERS = ("redis_store", "tq_simple", "tq_mooncake")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def nemo_gym(monkeypatch):
         del sys.modules[name]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["noop", *in_long("shm_store", *OTHERS)])
 def config(request):
     """The config of a store that runs."""
     config = {"backend": request.param, "op_timeout_s": 120}
@@ -53,15 +56,6 @@ def open_store(config, request):
 @pytest.fixture
 def store(open_store):
     return open_store()
-
-
-def on(*backends):
-    """Runs a coroutine as a test, on each of these backends."""
-
-    def decorate(test):
-        return pytest.mark.anyio(pytest.mark.parametrize("config", backends, indirect=True)(test))
-
-    return decorate
 
 
 def entry(call_id, *, rollout_id="r", prompt=(1, 2, 3), ids=(4, 5), **others):

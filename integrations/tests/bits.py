@@ -1,15 +1,12 @@
 """Values and columns bit by bit; tests send it to other processes by value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 
 
-def bits(value: Any) -> Any:
+def bits(value):
     """What is equal only for a value of the same container, dtype, shape and bits, whatever pickle carries."""
     if isinstance(value, torch.Tensor):
         if value.is_nested:
@@ -23,7 +20,7 @@ def bits(value: Any) -> Any:
     return value
 
 
-def random_bits(dtype: torch.dtype, *shape: int, seed: int = 7) -> torch.Tensor:
+def random_bits(dtype, *shape, seed=7):
     """Bits of every kind, NaN payloads among them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -16,22 +15,23 @@ import cloudpickle
 import pytest
 import torch
 
-from dataplane_core import DataPlaneConfig, KVBatchMeta, connect, kv_first_write
+from dataplane_core import DataPlaneConfig, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, write_columns
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
-from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_testkit import backend_of
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from layouts import ToyWorker
 
 # modules beside this file, which other processes cannot import: functions of theirs travel by value
 _HELPERS = ("bits", "layouts", "tiny_megatron")
-sys.path.insert(0, os.path.dirname(__file__))
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe):
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
@@ -72,12 +72,12 @@ class Ranks:
     The ranks are forked from a process that has imported, once, what takes long to import.
     """
 
-    def __init__(self, imported: list[str]) -> None:
+    def __init__(self, imported):
         self._context: Any = mp.get_context("forkserver")
         self._context.set_forkserver_preload(imported)
         self._processes: list[tuple[Any, Connection]] = []
 
-    def _ensure(self, count: int) -> None:
+    def _ensure(self, count):
         self._processes = [(process, pipe) for process, pipe in self._processes if process.is_alive()]
         while len(self._processes) < count:
             here, there = self._context.Pipe()
@@ -86,7 +86,7 @@ class Ranks:
             there.close()
             self._processes.append((process, here))
 
-    def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def outcomes(self, world, fn, *args, timeout_s=120.0):
         """Per rank what ``fn(rank, *args)`` returned, or the exception that it raised (EOFError: the rank died)."""
         for name in {fn.__module__, *_HELPERS} & sys.modules.keys():
             cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -96,7 +96,7 @@ class Ranks:
             for rank, pipe in enumerate(pipes):
                 job = (fn, args, rank, world, os.path.join(folder, "store"), timeout_s)
                 pipe.send_bytes(cloudpickle.dumps(job))
-            answers: dict[int, Any] = {}
+            answers = {}
             while len(answers) < world:
                 ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers], timeout=timeout_s + 10)
                 if not ready:
@@ -118,7 +118,7 @@ class Ranks:
                     pipe.send_bytes(b"all are done")
         return [answers[rank] for rank in range(world)]
 
-    def __call__(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def __call__(self, world, fn, *args, timeout_s=120.0):
         """Per rank what ``fn(rank, *args)`` returned; raises the first exception."""
         outcomes = self.outcomes(world, fn, *args, timeout_s=timeout_s)
         for outcome in outcomes:
@@ -126,7 +126,7 @@ class Ranks:
                 raise outcome
         return outcomes
 
-    def close(self) -> None:
+    def close(self):
         for process, pipe in self._processes:
             pipe.close()
             process.join(0.5)
@@ -137,93 +137,29 @@ class Ranks:
 
 
 @pytest.fixture(scope="session")
-def imported_by_ranks() -> list[str]:
+def imported_by_ranks():
     """Modules that ranks have from the start."""
     return ["dataplane_integrations.trainer.fsdp2"]
 
 
 @pytest.fixture(scope="session")
-def ranks(imported_by_ranks: list[str]) -> Iterator[Ranks]:
+def ranks(imported_by_ranks):
     """``ranks(world, fn, *args)`` runs ``fn(rank, *args)`` on ``world`` ranks."""
     pool = Ranks(imported_by_ranks)
     yield pool
     pool.close()
 
 
-# --- a policy worker without a model, for what does not need one ------------------------------------------------------
-
-
-class ToyWorker(DataPlaneWorkerMixin):
-    """Its "logprobs" are known numbers, and it keeps the batches that it was given."""
-
-    def __init__(self, dp_rank: int = 0, tp_rank: int = 0, cfg: dict[str, Any] | None = None) -> None:
-        self.coords = {"data_parallel": dp_rank, "tensor_parallel": tp_rank}
-        self.cfg = cfg or {}
-        self.seen: list[tuple[str, BatchedDataDict]] = []
-        self.fail_in: str | None = None
-
-    def _local_coords(self) -> dict[str, int]:
-        return self.coords
-
-    def _note(self, what: str, data: BatchedDataDict) -> None:
-        if self.fail_in == what:
-            raise RuntimeError(f"worker {self.coords} broke in {what}")
-        self.seen.append((what, data))
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: Any,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        self._note("train", data)
-        return {
-            "global_loss": torch.tensor([float(loss_fn)]),
-            "grad_norm": torch.tensor([2.0]),
-            "all_mb_metrics": {"rows": [data.size], "rank": [self.coords["data_parallel"]]},
-            "arguments": (eval_mode, gbs, mbs),
-        }
-
-    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Any]:
-        self._note("get_logprobs", data)
-        return {"logprobs": -data["input_ids"].float()}
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        self._note("get_reference_policy_logprobs", data)
-        return BatchedDataDict({"reference_logprobs": -2 * data["input_ids"].float()})
-
-    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-        self.open: list[int] | None = []
-        self.loss_fn = loss_fn
-
-    def train_microbatch(self, data: BatchedDataDict) -> None:
-        self._note("train_microbatch", data)
-        assert self.open is not None
-        self.open.append(data.size)
-
-    def finish_train_step(self) -> dict[str, Any]:
-        rows, self.open = self.open, None
-        return {
-            "global_loss": torch.tensor([self.loss_fn]),
-            "grad_norm": torch.tensor([0.0]),
-            "all_mb_metrics": {"rows": rows},
-        }
-
-    def abort_train_step(self) -> None:
-        self.open = None
+# --- a worker, its store and its rows ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def toy_worker() -> type[ToyWorker]:
+def toy_worker():
     return ToyWorker
 
 
 @pytest.fixture
-def client() -> Iterator[DataPlaneClient]:
+def client():
     """A client of the in-process store, with its metrics in ``client.metrics``."""
     metrics = Metrics()
     with connect(DataPlaneConfig(backend="noop", middleware=[metrics])) as opened:
@@ -232,7 +168,7 @@ def client() -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
-def worker(client: DataPlaneClient) -> ToyWorker:
+def worker(client):
     """A worker that is attached to the store."""
     made = ToyWorker()
     made.setup_data_plane(client)
@@ -240,10 +176,10 @@ def worker(client: DataPlaneClient) -> ToyWorker:
 
 
 @pytest.fixture
-def lose(client: DataPlaneClient) -> Callable[..., None]:
+def lose(client):
     """``lose(partition_id, sample_id, field)`` deletes a payload behind the ledger's back, as a dead engine does."""
 
-    def delete(partition_id: str, sample_id: str, field: str) -> None:
+    def delete(partition_id, sample_id, field):
         deadline = time.monotonic() + 60
         located = backend_of(client).call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
         backend_of(client).delete_refs(located.refs, deadline)
@@ -252,14 +188,14 @@ def lose(client: DataPlaneClient) -> Callable[..., None]:
 
 
 @pytest.fixture
-def no_clears(client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def no_clears(client, monkeypatch):
     """``with no_clears():`` the store is away for whoever clears rows."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise BackendUnavailableError("the store is away")
 
     @contextmanager
-    def away() -> Iterator[None]:
+    def away():
         with monkeypatch.context() as patch:
             patch.setattr(client, "clear_samples", refuse)
             yield
@@ -267,7 +203,7 @@ def no_clears(client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch) -> Calla
     return away
 
 
-def rollout_batch(lengths: list[int], first: int = 1) -> BatchedDataDict:
+def rollout_batch(lengths, first=1):
     """Row i holds the token ``first + i`` as often as its length says."""
     width = max(lengths)
     inside = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
@@ -284,15 +220,15 @@ def rollout_batch(lengths: list[int], first: int = 1) -> BatchedDataDict:
 
 
 @pytest.fixture
-def make_batch() -> Callable[..., BatchedDataDict]:
+def make_batch():
     return rollout_batch
 
 
 @pytest.fixture
-def write_rows(client: DataPlaneClient) -> Callable[..., KVBatchMeta]:
+def write_rows(client):
     """``write_rows(lengths)`` opens a partition and makes the first write of a rollout."""
 
-    def write(lengths: list[int], partition_id: str = "train", **options: Any) -> KVBatchMeta:
+    def write(lengths, partition_id="train", **options):
         client.register_partition(partition_id, list(DP_TRAIN_FIELDS), None, ["train"])
         ids = [f"p{i // 2}_g{i % 2}" for i in range(len(lengths))]
         batch = rollout_batch(lengths)
@@ -302,10 +238,10 @@ def write_rows(client: DataPlaneClient) -> Callable[..., KVBatchMeta]:
 
 
 @pytest.fixture
-def trainable_rows(client: DataPlaneClient, write_rows: Callable[..., KVBatchMeta]) -> Callable[..., KVBatchMeta]:
+def trainable_rows(client, write_rows):
     """As ``write_rows``, with the columns that training reads besides those of a rollout; all are 0."""
 
-    def write(lengths: list[int]) -> KVBatchMeta:
+    def write(lengths):
         zeros = torch.zeros(len(lengths), max(lengths))
         columns = dict.fromkeys(("advantages", "prev_logprobs", "reference_policy_logprobs"), zeros)
         return write_columns(client, write_rows(lengths), columns, token_aligned_fields=columns)
@@ -317,7 +253,7 @@ def trainable_rows(client: DataPlaneClient, write_rows: Callable[..., KVBatchMet
 
 
 @pytest.fixture(scope="module")
-def local_ray(ray_address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+def local_ray(ray_address, request):
     """Ray, with this process connected to the one that all files share. Its actors get the file's classes by value."""
     import ray
 

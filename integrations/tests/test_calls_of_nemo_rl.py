@@ -1,7 +1,5 @@
 """Calls as the GRPO trainers of NeMo RL make them: none is a `TypeError` here."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 

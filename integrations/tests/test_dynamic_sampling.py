@@ -39,11 +39,6 @@ def _clears(client):
     return total.get("calls", 0), total.get("n_keys", 0)
 
 
-def _gets(client):
-    calls: int = client.metrics.snapshot()["operations"].get("get_samples", {}).get("calls", 0)
-    return calls
-
-
 def test_survivors_accumulate_and_everything_else_is_cleared(client, generate):
     plan = [[GOOD, SOLVED, GOOD], [HOPELESS, SOLVED, HOPELESS], [SOLVED, GOOD, GOOD]]
     sampling = DynamicSampling(client, num_groups=3, group_size=2)
@@ -65,7 +60,7 @@ def test_survivors_accumulate_and_everything_else_is_cleared(client, generate):
     assert sorted(client.list_samples("train").sample_ids) == sorted(kept)
     counts = sampling.counts
     assert (counts.generations, counts.generated, counts.dropped, counts.overflow, counts.held) == (3, 9, 5, 1, 3)
-    assert _gets(client) == 0
+    assert "get_samples" not in client.metrics.snapshot()["operations"], "on tags alone"
 
 
 def test_collect_gives_up_after_the_last_generation_and_leaves_no_row_unless_fewer_are_allowed(client, generate):

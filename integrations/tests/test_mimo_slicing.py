@@ -39,14 +39,6 @@ def test_one_rank_gets_the_very_batch():
     assert slice_batch_for_megatron_mimo(batch, {"language": (0, 1), "vision": (0, 1)}) is batch
 
 
-def test_nested_dicts_are_cut_all_the_way_down():
-    batch = {"modality_inputs": {"vision": {"clip": {"pixels": rows(4, 3)}}, "audio": {"mel": rows(2, 8)}}}
-    part = half(batch)["modality_inputs"]
-    assert part["vision"]["clip"]["pixels"].tolist() == [[6, 7, 8], [9, 10, 11]]
-    assert part["audio"]["mel"].shape == (1, 8)
-    assert batch["modality_inputs"]["audio"]["mel"].shape == (2, 8), "the batch itself is not changed"
-
-
 @pytest.mark.parametrize(
     ("key", "shape", "dim"),
     [
@@ -117,6 +109,7 @@ def test_modules_that_share_ranks_are_cut_each_by_its_own_parallelism():
         "input_ids": rows(4, 3),
         "position_ids": rows(3, 4, 3),
         "modality_inputs": {"vision": images(*[(1, 1, n) for n in (1, 2, 3, 4)]), "audio": {"mel": rows(4, 2)}},
+        "nested": {"deeper": {"pixels": rows(4, 3)}},
         "audio": {"lengths": rows(4)},
         "num_items": 4,
     }
@@ -128,6 +121,8 @@ def test_modules_that_share_ranks_are_cut_each_by_its_own_parallelism():
     assert part["modality_inputs"]["audio"] is batch["modality_inputs"]["audio"]
     assert part["audio"] is batch["audio"]
     assert part["num_items"] == 4
+    assert part["nested"]["deeper"]["pixels"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert batch["nested"]["deeper"]["pixels"].shape == (4, 3), "the batch itself is not changed"
 
 
 TOO_MANY_PATCHES = {**images((1, 2, 1), (1, 1, 1)), "hidden_states": rows(4, 2)}

@@ -315,13 +315,6 @@ def test_the_driver_reads_at_the_width_of_the_workers(policy, write_rows):
     assert policy.read_from_dataplane(bare, ["token_mask"])["token_mask"].shape == (2, 5)
 
 
-@pytest.mark.parametrize("shape", [(8,), (8, 1)])
-def test_the_driver_writes_an_advantage_per_sample(policy, client, write_rows, shape):
-    meta = write_rows(LENGTHS)
-    policy.write_to_dataplane(meta, fields={"advantages": torch.ones(shape)})
-    assert client.get_samples(meta.sample_ids, "train", ["advantages"])["advantages"].shape == shape
-
-
 @pytest.mark.parametrize("told", [False, True])
 def test_the_reference_policy_does_not_read_the_policys_routes_unless_told(make_policy, workers, write_rows, told):
     fields = ["input_ids", "input_lengths"]

@@ -12,18 +12,24 @@ def test_one_rank_fetches_and_writes_for_its_replica_group_and_its_failure_reach
 
     def run(rank):
         worker, metrics, meta = worker_of_rank((1, 1, 2), columns, [3, 1])
+
+        def calls(operation):
+            return metrics.snapshot()["operations"].get(operation, {"calls": 0})["calls"]
+
         fetched = worker._fetch(meta)
         worker.get_logprobs_presharded(meta)
-        operations = metrics.snapshot()["operations"]
-        calls = operations.get("get_samples", {"calls": 0})["calls"], operations["put_samples"]["calls"]
+        counted = calls("get_samples"), calls("put_samples")
+        alone = worker._fetch(meta, fetch_policy="independent")
+        counted += (calls("get_samples") - counted[0],)
+        assert bits(alone) == bits(fetched)
         failure = told(lambda: worker._fetch(meta.with_fields(["nobody_wrote_this"])))
-        return worker._is_replica_leader(), *calls, bits(fetched), failure
+        return worker._is_replica_leader(), *counted, bits(fetched), failure
 
     (*leader, batch, failure), (*sibling, its_batch, its_failure) = ranks(2, run)
     assert batch == its_batch
     assert dict(batch)["input_ids"] == bits(torch.tensor([[1, 2, 3], [4, 0, 0]]))
-    assert leader == [True, 2, 2], "the first put is the test's own"
-    assert sibling == [False, 0, 1]
+    assert leader == [True, 2, 2, 1], "the first put is the test's own"
+    assert sibling == [False, 0, 1, 1]
     assert failure[0] == "MissingDataError"
     assert its_failure[:2] == ("ReplicaLeaderError", "MissingDataError")
     assert all("nobody_wrote_this" in said for *_, said in (failure, its_failure))

@@ -107,11 +107,7 @@ def rollouts(client):
     config = {"policy": {"make_sequence_length_divisible_by": 8}}
     tokenizer = SimpleNamespace(pad_token_id=99)
     return Rollouts(
-        policy_generation=Engine(),
-        tokenizer=tokenizer,
-        task_to_env={"math": None},
-        master_config=config,
-        dp_cfg=client,
+        policy_generation=Engine(), tokenizer=tokenizer, task_to_env={"math": None}, master_config=config, dp_cfg=client
     )
 
 

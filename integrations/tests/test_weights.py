@@ -54,7 +54,7 @@ def test_a_reader_takes_the_newest_and_each_only_once(client):
     assert client.list_sample_ids(WEIGHTS) == ["v1", "v5"]
 
 
-def test_small_values_that_are_no_tensors_are_carried_and_others_refused_by_name(client):
+def test_small_values_that_are_no_tensors_are_carried(client):
     others = {"layer._extra_state": None, "scale": 1.5, "steps": [1, 2], "state": {"amax": torch.ones(2)}, "raw": b"x"}
     arrays = {"array": np.full((2, 3), 0.5, np.float16)}
     publish_weights(client, 0, {**weights_of(0), **others, **arrays})
@@ -63,9 +63,6 @@ def test_small_values_that_are_no_tensors_are_carried_and_others_refused_by_name
     assert {name: found.pop(name) for name in others} == {**others, "state": {}}
     assert torch.equal(found.pop("array"), torch.full((2, 3), 0.5, dtype=torch.float16))
     assert_is_version(found, 0)
-    open_weights(client)
-    with pytest.raises(InvalidTypeError, match=r"'layer\._extra_state'.*BytesIO"):
-        publish_weights(client, 0, {**weights_of(0), "layer._extra_state": io.BytesIO()})
 
 
 def test_readers_wait_each_for_a_version_that_it_has_not_had(client):
@@ -108,27 +105,49 @@ def without_bias(**more):
     return {**weights, **more}
 
 
-@pytest.mark.parametrize(
-    ("version", "weights", "options", "error", "named"),
-    [
-        (-1, weights_of(0), {}, InvalidRequestError, "refused"),
-        (7, weights_of(7), {"keep": 1}, InvalidRequestError, "refused"),
-        (7, {}, {}, InvalidRequestError, "refused"),
-        (5, weights_of(9), {}, InvalidRequestError, "version 6 is published"),
-        (7, {"weight_version": torch.ones(1)}, {}, InvalidRequestError, "is named 'weight_version'"),
-        (7, without_bias(other=torch.ones(1)), {}, SchemaMismatchError, "lack 'head/bias' and add 'other'"),
-        (7, without_bias(**{"head/bias": torch.zeros(2, 4, 1)}), {}, SchemaMismatchError, "head/bias"),
-    ],
-)
+def with_more(name, value):
+    return {**weights_of(7), name: value}
+
+
+#: Of `publish_weights`: the version, the weights, further arguments, the error, and what its text names.
+REFUSED = [
+    (-1, weights_of(0), {}, InvalidRequestError, "refused"),
+    (7, weights_of(7), {"keep": 1}, InvalidRequestError, "refused"),
+    (7, {}, {}, InvalidRequestError, "refused"),
+    (5, weights_of(9), {}, InvalidRequestError, "version 6 is published"),
+    (7, weights_of(7), {"anchor_every": 0}, InvalidRequestError, "anchor_every=0"),
+    (7, weights_of(7), {"anchor_every": "3"}, InvalidTypeError, "anchor_every must be an int, got str"),
+    (7, weights_of(7), {"keep": 2.5}, InvalidTypeError, "keep must be an int, got float"),
+    (None, weights_of(7), {}, InvalidTypeError, "version must be an int, got NoneType"),
+    (7, [torch.ones(1)], {}, InvalidTypeError, "weights must be a dict, got list"),
+    *(
+        (7, with_more(name, torch.ones(1)), {"delta": delta}, InvalidRequestError, f"named '{name}'")
+        for name in ("weight_version", "weight_header", "weight_bytes", "weight_bytes.7")
+        for delta in (True, False)
+    ),
+    (7, without_bias(other=torch.ones(1)), {}, SchemaMismatchError, "lack 'head/bias' and add 'other'"),
+    (7, without_bias(**{"head/bias": torch.zeros(2, 4, 1)}), {}, SchemaMismatchError, "head/bias"),
+    (7, without_bias(**{"head/bias": io.BytesIO()}), {}, InvalidTypeError, r"head/bias.*BytesIO"),
+    (7, with_more("extra", io.BytesIO()), {"delta": True}, InvalidTypeError, r"extra.*BytesIO"),
+    (7, with_more("none", torch.eye(3).to_sparse()), {"delta": True}, InvalidTypeError, "weight 'none'.*sparse"),
+    (7, with_more("none", torch.empty(3, device="meta")), {"delta": True}, InvalidTypeError, "weight 'none'.*meta"),
+    (7, with_more(7, torch.ones(3)), {"delta": True}, InvalidTypeError, "the name 7"),
+]
+
+
+@pytest.mark.parametrize(("version", "weights", "options", "error", "named"), REFUSED)
 def test_what_is_refused_leaves_the_versions_as_they_are(version, weights, options, error, named):
     with connect({"backend": "noop"}) as client:
         with pytest.raises(UnknownPartitionError):
             publish_weights(client, 5, weights_of(5))
         open_weights(client)
+        delta = options.get("delta", False)
         for each in (5, 6):
-            publish_weights(client, each, weights_of(each))
+            publish_weights(client, each, weights_of(each), delta=delta)
+        reader = WeightReader(client, "r")
         with pytest.raises(error, match=named):
             publish_weights(client, version, weights, **options)
         assert client.list_sample_ids(WEIGHTS) == ["v5", "v6"]
-        assert client.get_samples(["v5"], WEIGHTS, None)["norm.num_batches_tracked"].tolist() == [5]
-        assert_is_version(WeightReader(client, "r").newest(), 6)
+        assert_is_version(reader.newest(), 6)
+        publish_weights(client, 7, weights_of(7), delta=delta)
+        assert_is_version(reader.newest(), 7)

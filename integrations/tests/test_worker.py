@@ -59,6 +59,19 @@ def test_a_rank_without_siblings_reads_under_every_policy_but_a_broadcast(worker
         assert worker._fetch(write_rows([2, 1]), fetch_policy=policy).size == 2
 
 
+def test_a_worker_can_name_further_ragged_fields(worker, toy_worker, write_rows, client):
+    class Worker(toy_worker):
+        ragged_fields = frozenset({"audio_frames"})
+
+    other = Worker()
+    other.setup_data_plane(client)
+    meta = write_rows([3, 1]).with_fields(["audio_frames"])
+    frames = [torch.full((length, 4), 1.0) for length in (3, 1)]  # as many frames as tokens, by chance
+    client.put_samples(meta.sample_ids, "train", {"audio_frames": frames})
+    fetched = [each._fetch(meta)["audio_frames"].is_nested for each in (worker, other)]
+    assert fetched == [False, True]
+
+
 @pytest.mark.parametrize("length", [2, -1, "8", 8.0])
 def test_a_stamped_length_that_is_none_is_refused(worker, write_rows, length):
     meta = write_rows([3, 1])

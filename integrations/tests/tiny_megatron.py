@@ -8,12 +8,9 @@ Shape legend: ``N`` rows, ``B`` rows of the model's input (1 when packed), ``S``
 context-parallel rank, ``T`` tokens of all rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +35,7 @@ PAD_MULTIPLE = 4
 Layout = dict[str, Any]
 
 
-def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
+def batch_of(lengths, seed):
     """Rows of these many random tokens with random advantages, right-padded with 0."""
     inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     generator = torch.Generator().manual_seed(seed)
@@ -53,15 +50,14 @@ def batch_of(lengths: list[int], seed: int) -> BatchedDataDict:
     )
 
 
-def loss_of(logprobs_ns: Tensor, data: BatchedDataDict, global_tokens: float) -> Tensor:
+def loss_of(logprobs_ns, data, global_tokens):
     """A microbatch's part of the mean over all tokens of the step."""
     mask_ns = data["token_mask"] * data["sample_mask"].unsqueeze(1)
     ratio_ns = (logprobs_ns - data["prev_logprobs"]).exp()
-    loss: Tensor = -(ratio_ns * data["advantages"] * mask_ns).sum() / global_tokens
-    return loss
+    return -(ratio_ns * data["advantages"] * mask_ns).sum() / global_tokens
 
 
-def microbatches(data: BatchedDataDict, size: int | None = None) -> Iterator[BatchedDataDict]:
+def microbatches(data, size=None):
     """By the plan where there is one; else of ``size`` rows."""
     if data.micro_batch_indices is None:
         yield from data.make_microbatch_iterator(size or data.size)
@@ -73,14 +69,14 @@ def microbatches(data: BatchedDataDict, size: int | None = None) -> Iterator[Bat
 class _CpuForCuda(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on the CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if kwargs and kwargs.get("device") == "cuda":
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def megatron_on_cpu(layout: Layout) -> Iterator[None]:
+def megatron_on_cpu(layout):
     """Megatron's model parallelism over the ranks that there are, ended on exit."""
     from megatron.core import jit
 
@@ -101,7 +97,7 @@ def megatron_on_cpu(layout: Layout) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def tokens_of_rank(bounds: list[int], rank: int, size: int) -> Tensor:
+def tokens_of_rank(bounds, rank, size):
     """The places in the whole sequence of what one context-parallel rank holds."""
     return torch.arange(bounds[-1]) if size == 1 else context_parallel_tokens(bounds, rank, size)
 
@@ -109,10 +105,10 @@ def tokens_of_rank(bounds: list[int], rank: int, size: int) -> Tensor:
 class SdpaAttention(torch.nn.Module):
     """Causal attention inside each row, over the tokens of all context-parallel ranks."""
 
-    def __init__(self, config: Any, **_: Any) -> None:
+    def __init__(self, config, **_):
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Tensor:
+    def forward(self, query, key, value, *_, **given):
         from megatron.core import parallel_state, tensor_parallel
 
         packed = given.get("packed_seq_params")
@@ -136,13 +132,13 @@ class SdpaAttention(torch.nn.Module):
 class Norm(torch.nn.LayerNorm):
     """Layer norm whose weights say that tensor-parallel ranks see different tokens; torch's own do not."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(self, config, hidden_size, eps):
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
 
-def make_model(layout: Layout) -> Any:
+def make_model(layout):
     """This rank's part of a GPT model whose weights depend on their names alone: the same in every layout."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -212,7 +208,7 @@ class _Step:
 class TinyMegatronTrainer:
     """One rank. It trains by Megatron's own schedules and data parallelism, inside `megatron_on_cpu`."""
 
-    def __init__(self, layout: Layout, packed: bool = False, cfg: dict[str, Any] | None = None) -> None:
+    def __init__(self, layout, packed=False, cfg=None):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         self.packed = packed
@@ -228,50 +224,41 @@ class TinyMegatronTrainer:
 
     # --- what the trainer calls ---------------------------------------------------------------------------------------
 
-    def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> dict[str, Tensor] | None:
+    def get_logprobs(self, data, micro_batch_size=None):
         width = data["input_ids"].shape[1]
 
-        def keep(logprobs_ns: Tensor, **_: Any) -> Tensor:
+        def keep(logprobs_ns, **_):
             return functional.pad(logprobs_ns, (0, width - logprobs_ns.shape[1]))
 
         parts = self._run_schedule(data, micro_batch_size, lambda part: keep, forward_only=True)
         return {"logprobs": torch.cat(parts)} if parts else None  # only the last stage has any
 
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> dict[str, Tensor] | None:
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
         """Those of the policy: its weights are the reference's before the first step."""
         result = self.get_logprobs(data, micro_batch_size)
         return result and {"reference_logprobs": result["logprobs"]}
 
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: Any,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any] | None:
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         self.begin_train_step(loss_fn, gbs, mbs)
         self.train_microbatch(data)
         return self.finish_train_step()
 
-    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         self._step = _Step(loss_fn, mbs)
         self.model.zero_grad_buffer()
 
-    def train_microbatch(self, data: BatchedDataDict) -> None:
+    def train_microbatch(self, data):
         step = self._step
         assert step is not None
 
-        def loss_of_part(part: BatchedDataDict, logprobs_ns: Tensor) -> tuple[Tensor, Tensor, float]:
+        def loss_of_part(part, logprobs_ns):
             total = step.loss_fn(logprobs_ns, part, 1.0)
             return total, part["token_mask"].sum().int(), total.item()
 
         step.parts += self._run_schedule(data, step.mbs, lambda part: partial(loss_of_part, part))
         step.num_tokens += int(data["token_mask"].sum())
 
-    def finish_train_step(self) -> dict[str, Any] | None:
+    def finish_train_step(self):
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
 
@@ -296,36 +283,29 @@ class TinyMegatronTrainer:
             "all_mb_metrics": {"loss": step.parts},
         }
 
-    def abort_train_step(self) -> None:
+    def abort_train_step(self):
         self._step = None
         self.model.zero_grad_buffer()
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self):
         """Those of the last step, of this rank's part of the weights."""
         return {name: parameter.main_grad.clone() for name, parameter in self.model.named_parameters()}
 
-    def state(self) -> list[Tensor]:
+    def state(self):
         """The weights of this rank, and what the optimizer keeps for them."""
         kept = [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         return [value.detach().clone() for value in (*self.model.parameters(), *kept)]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _run_schedule(
-        self,
-        data: BatchedDataDict,
-        size: int | None,
-        reducer_of: Callable[[BatchedDataDict], Callable[..., Any]],
-        *,
-        forward_only: bool = False,
-    ) -> list[Any]:
+    def _run_schedule(self, data, size, reducer_of, *, forward_only=False):
         """Megatron's schedule over the microbatches; on the last stage what the reducers returned."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         parts = list(microbatches(data, size))
         self.counts.append(len(parts))
 
-        def forward_step(of: Iterator[BatchedDataDict], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(of, model):
             part = next(of)
             inputs = _Inputs(part, self.packed)
             output = self._forward(model, part, inputs)
@@ -335,7 +315,7 @@ class TinyMegatronTrainer:
         # what stages exchange: with experts, and so without variable lengths, all microbatches have this shape
         rows, tokens = _Inputs(parts[0], self.packed).ids.shape
         with torch.set_grad_enabled(not forward_only):
-            results: list[Any] = get_forward_backward_func()(
+            return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(parts),
                 model=self.model,
@@ -345,18 +325,16 @@ class TinyMegatronTrainer:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
-        return results
 
-    def _forward(self, model: Any, part: BatchedDataDict, inputs: _Inputs) -> Tensor:
+    def _forward(self, model, part, inputs):
         if self.replay is not None and "routed_experts" in part:
             self.installed.append(inputs.experts(part))
             self.replay.install(self.installed[-1])
-        logits: Tensor = model(
+        return model(
             inputs.take(inputs.ids), inputs.take(inputs.positions), None, packed_seq_params=inputs.packed_seq_params
         )
-        return logits
 
-    def _grad_norm(self) -> Tensor:
+    def _grad_norm(self):
         from megatron.core import parallel_state
 
         counts_whole = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -375,7 +353,7 @@ class TinyMegatronWorker(MegatronDataPlaneMixin, TinyMegatronTrainer):
 class _Inputs:
     """A microbatch as the model takes it: rows side by side, or one after another when packed."""
 
-    def __init__(self, data: BatchedDataDict, packed: bool) -> None:
+    def __init__(self, data, packed):
         from megatron.core import parallel_state
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -398,18 +376,18 @@ class _Inputs:
         self.positions = self.lay_out(torch.arange(CONTEXT).expand(len(lengths), -1))
         self._places = [tokens_of_rank(self._bounds, rank, self._size) for rank in range(self._size)]
 
-    def lay_out(self, column: Tensor) -> Tensor:
+    def lay_out(self, column):
         """A column (N, S) as (B, S): each row cut, or filled with 0, to its room."""
         rows = []
         for row, room in zip(column, self._rooms, strict=True):
             rows.append(functional.pad(row[:room], (0, max(0, room - len(row)))))
         return torch.stack(rows) if self.packed_seq_params is None else torch.cat(rows).unsqueeze(0)
 
-    def take(self, laid_out: Tensor) -> Tensor:
+    def take(self, laid_out):
         """What this context-parallel rank holds of it."""
         return laid_out[:, self._places[dist.get_rank(self._group)]]
 
-    def experts(self, part: BatchedDataDict) -> Tensor:
+    def experts(self, part):
         """The column of experts, as the library lays it out."""
         return lay_out_routed_experts(
             part["routed_experts"],
@@ -419,7 +397,7 @@ class _Inputs:
             context_size=self._size,
         )
 
-    def logprobs(self, logits_bsv: Tensor) -> Tensor:
+    def logprobs(self, logits_bsv):
         """(N, S) of all rows, on every tensor- and context-parallel rank, from this rank's logits."""
         from megatron.core import tensor_parallel
 

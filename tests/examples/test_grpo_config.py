@@ -1,9 +1,6 @@
 """The configuration of the GRPO example: what is read, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from grpo_runs import write_config
 SHIPPED = Path(grpo_config.__file__).parent / "config.yaml"
 
 
-def test_the_shipped_configuration_spells_out_every_key_with_its_default() -> None:
+def test_the_shipped_configuration_spells_out_every_key_with_its_default():
     shipped = load_config(SHIPPED, {})
     assert shipped == RunConfig(data=shipped.data)
     assert shipped.data.file == SHIPPED.parent / "prompts.jsonl"
@@ -31,7 +28,7 @@ def test_the_shipped_configuration_spells_out_every_key_with_its_default() -> No
 
 IN_MEMORY = ["--in-memory"]
 #: The sections of the configuration, or its text; arguments; and what the refusal names.
-REFUSED: list[tuple[dict[str, Any] | str, list[str], str]] = [
+REFUSED = [
     ({"grop": {"steps": 3}}, [], "unknown key 'grop'; did you mean 'grpo'?"),
     ({"grpo": {"stepz": 3}}, [], "unknown key 'grpo.stepz'; did you mean 'steps'?"),
     ({"data_plane": {"bakend": "x", "backend": "y"}}, [], "unknown key 'data_plane.bakend'; did you mean 'back"),
@@ -66,9 +63,7 @@ REFUSED: list[tuple[dict[str, Any] | str, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("given", "arguments", "named"), REFUSED, ids=[named for *_, named in REFUSED])
-def test_what_does_not_fit_is_named_and_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any] | str, arguments: list[str], named: str
-) -> None:
+def test_what_does_not_fit_is_named_and_refused_before_anything_starts(tmp_path, capsys, given, arguments, named):
     path = tmp_path / "config.yaml"
     if isinstance(given, str):
         path.write_text(given)
@@ -82,7 +77,7 @@ def test_what_does_not_fit_is_named_and_refused_before_anything_starts(
     assert said.out == ""
 
 
-def test_results_of_all_ranks_become_one_number_each() -> None:
+def test_results_of_all_ranks_become_one_number_each():
     ranks = [
         {
             "global_loss": torch.tensor([0.5, 0.25], dtype=torch.float64),

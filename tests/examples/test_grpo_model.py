@@ -1,9 +1,5 @@
 """The model of the GRPO example: generation against a plain forward, packed rows, layers cut for tensor parallelism."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from grpo.config import ModelConfig
@@ -11,7 +7,6 @@ from grpo.generate import generate
 from grpo.model import Transformer, build_model, token_logprobs
 from grpo.packing import packed_token_logprobs
 from grpo.parallel import SplitLinear
-from grpo.rollout import RolloutWorker
 from grpo.task import EOS_ID, PAD_ID, encode
 from grpo.weights import load_packed_weights, pack_weights
 from torch.testing import assert_close
@@ -20,20 +15,12 @@ CONFIG = ModelConfig(width=32, layers=2, heads=2, context=24)
 PROMPTS = ["1+2=", "345+678=", "12+34=", "9+10="] * 3
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A rollout worker sets torch's number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
-def model() -> Transformer:
+def model():
     return build_model(CONFIG, seed=3)
 
 
-def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forward(model: Transformer) -> None:
+def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forward(model):
     prompts, generator = [encode(prompt) for prompt in PROMPTS], torch.Generator().manual_seed(0)
     done = generate(model, prompts, max_new_tokens=6, temperature=1.0, generator=generator)
     finished = 0
@@ -55,7 +42,7 @@ def test_generation_keeps_prompts_ends_rows_and_has_the_logprobs_of_a_plain_forw
     assert_close(done.logprobs, torch.where(is_answer, plain, 0.0), rtol=1e-4, atol=1e-5)
 
 
-def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not_see_the_padding() -> None:
+def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not_see_the_padding():
     lengths = torch.tensor([5, 9, 1, 7])
     ids = torch.randint(1, 10, (4, 12), generator=torch.Generator().manual_seed(0))
     outcomes = []
@@ -73,7 +60,7 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_padded_rows_which_do_not
     assert torch.equal(one == 0, padded == 0)
 
 
-def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model: Transformer) -> None:
+def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model):
     packed = pack_weights(model)
     packed.flags.writeable = False  # as Ray hands them out
     other = Transformer(CONFIG)
@@ -88,20 +75,3 @@ def test_packed_weights_rebuild_the_model_and_are_the_same_of_cut_layers(model: 
         assert_close(cut(hidden), block.qkv(hidden))
         block.qkv = cut
     assert (pack_weights(model) == packed).all()
-
-
-def test_a_rollout_worker_returns_the_first_columns_of_a_step(model: Transformer) -> None:
-    worker = RolloutWorker(CONFIG, max_new_tokens=6, temperature=1.0, seed=0)
-    worker.load_weights(pack_weights(model))
-    batch, carry = worker.generate(7, ["1+2=", "34+56="], 4)
-    lengths = batch["input_lengths"]
-    assert batch["input_ids"].shape == batch["token_mask"].shape == batch["generation_logprobs"].shape
-    assert batch["input_ids"].dtype == lengths.dtype == torch.int64
-    assert lengths.tolist() == carry.input_lengths
-    assert batch["token_mask"].sum(dim=1).tolist() == (lengths - torch.tensor([4] * 4 + [6] * 4)).tolist()
-    assert bool((batch["generation_logprobs"][batch["token_mask"] == 1] < 0).all())
-    assert not batch["generation_logprobs"][batch["token_mask"] == 0].any()
-    assert len(carry.answers) == 8
-    assert len(set(carry.answers[:4])) > 1  # the answers of a group are drawn apart
-    repeated, _ = worker.generate(7, ["1+2=", "34+56="], 4)
-    assert torch.equal(repeated["input_ids"], batch["input_ids"])

@@ -1,7 +1,5 @@
 """The task of the GRPO example: characters, rewards, and what the reader of prompts refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,30 +10,20 @@ from grpo.task import Problem
 SHIPPED_PROMPTS = Path(task.__file__).parent / "prompts.jsonl"
 
 
-def read(path: Path) -> list[Problem]:
+def read(path):
     return task.read_problems(path, max_prompt_chars=18, max_answer_chars=5)
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("345.", 1.0),
-        ("345", 0.75),
-        ("349.", 0.75),
-        ("3456.", 0.6),
-        ("345345", 0.5),
-        (".", 0.0),
-    ],
+    ("answer", "expected"), [("345.", 1.0), ("345", 0.75), ("349.", 0.75), ("3456.", 0.6), ("345345", 0.5), (".", 0.0)]
 )
-def test_the_reward_is_the_share_that_is_right_and_only_the_whole_ended_answer_is_exact(
-    answer: str, expected: float
-) -> None:
+def test_the_reward_is_the_share_that_is_right_and_only_the_whole_ended_answer_is_exact(answer, expected):
     problem = Problem("234=", "345")
     assert task.reward(problem, answer) == expected
     assert task.is_exact(problem, answer) == (expected == 1.0)
 
 
-def test_the_shipped_prompts_are_right_distinct_and_vary_in_length() -> None:
+def test_the_shipped_prompts_are_right_distinct_and_vary_in_length():
     problems = read(SHIPPED_PROMPTS)
     assert len({problem.prompt for problem in problems}) == len(problems) >= 500
     for problem in problems:
@@ -57,14 +45,14 @@ def test_the_shipped_prompts_are_right_distinct_and_vary_in_length() -> None:
         ('{"prompt": "1111111111+11111111=", "answer": "1"}', "'prompt' has 20 characters, the model has room for 18"),
     ],
 )
-def test_a_broken_line_is_named_with_its_file_and_number(tmp_path: Path, line: str, why: str) -> None:
+def test_a_broken_line_is_named_with_its_file_and_number(tmp_path, line, why):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "3+4=", "answer": "7"}\n\n' + line + "\n")
     with pytest.raises(UserError, match=rf"prompts\.jsonl, line 3: {why}"):
         read(path)
 
 
-def test_held_out_prompts_are_not_trained_on() -> None:
+def test_held_out_prompts_are_not_trained_on():
     problems = [Problem(f"{i}+0=", str(i)) for i in range(103)]
     train, held_out = task.split_problems(problems, 20)
     assert len(held_out) == 20

@@ -305,18 +305,18 @@ def _read_command(data: bytes) -> None:
 
 
 class _Journaled:
-    """A store with a journal of given records, and given blobs."""
+    """A store with a journal of given records, from a number on, and given blobs."""
 
-    def __init__(self, records: Sequence[bytes], blobs: dict[str, bytes]) -> None:
-        self.records, self.blobs = list(records), blobs
+    def __init__(self, records: Sequence[bytes], blobs: dict[str, bytes], first: int = 0) -> None:
+        self.records, self.blobs, self.first = list(records), blobs, first
 
     def append(self, seq: int, record: bytes) -> bool:
-        free = seq == len(self.records)
+        free = seq == self.first + len(self.records)
         self.records += [record] * free
         return free
 
     def read(self, from_seq: int) -> list[bytes]:
-        return self.records[from_seq:]
+        return self.records[max(0, from_seq - self.first) :]
 
     def get(self, key: str) -> bytes | None:
         return self.blobs.get(key)
@@ -366,15 +366,7 @@ def _read_snapshot(data: bytes) -> None:
     digest = hashlib.blake2b(chunk[:16], digest_size=16).digest()
     named = Snapshot("s", "n", 1, len(chunk), digest, [], [])
     record = Record(9, b"d" * 16, named).to_bytes()
-
-    class Trimmed(_Journaled):
-        def read(self, from_seq: int) -> list[bytes]:
-            return self.records[max(0, from_seq - 9) :]
-
-        def append(self, seq: int, record: bytes) -> bool:
-            return super().append(seq - 9, record)
-
-    _use_journal(Journal(Trimmed([record], {chunk_key("n", 0): chunk}), None))
+    _use_journal(Journal(_Journaled([record], {chunk_key("n", 0): chunk}, first=9), None))
 
 
 # --- saves ------------------------------------------------------------------------------------------------------------
@@ -424,6 +416,19 @@ def _saved() -> tuple[Path, bytes]:
         client.save(folder, metadata={"step": 3})
     path = folder / "manifest.json"
     return path, path.read_bytes().split(b"\n")[1]
+
+
+@contextlib.contextmanager
+def _replaced(files: dict[Path, bytes]) -> Iterator[None]:
+    """Other contents of files, until the block ends."""
+    kept = {path: path.read_bytes() for path in files}
+    try:
+        for path, data in files.items():
+            path.write_bytes(data)
+        yield
+    finally:
+        for path, data in kept.items():
+            path.write_bytes(data)
 
 
 @functools.cache
@@ -501,10 +506,8 @@ def _recorded_lines() -> list[bytes]:
 def _read_recording(data: bytes) -> None:
     """Reads a recording with another first line, or another second one."""
     (path,) = _recorded().glob("*.jsonl")
-    kept = path.read_bytes()
     begin = data if b'"format"' in data else _recorded_lines()[0]
-    try:
-        path.write_bytes(b"\n".join((sealed(begin), sealed(data), b"")))
+    with _replaced({path: b"\n".join((sealed(begin), sealed(data), b""))}):
         recording = Recording(_recorded())
         for record in recording.records():
             for name, text in record.specs.items():
@@ -512,36 +515,29 @@ def _read_recording(data: bytes) -> None:
                 record.digests_of(name)
             if record.block is not None:
                 recording.rows(record)
-    finally:
-        path.write_bytes(kept)
+
+
+def _manifest() -> Path:
+    return _exported() / ".export.json"
+
+
+def _shard() -> Path:
+    return _exported() / "part-00000.parquet"
 
 
 def _import(manifest: bytes, shard: bytes | None = None) -> object:
     """Imports an export with another manifest, or another shard too."""
-    folder = _exported()
-    kept = {path: path.read_bytes() for path in (folder / ".export.json", folder / "part-00000.parquet")}
-    try:
-        with _empty_afterwards() as client:
-            for path, data in zip(kept, (manifest, shard), strict=True):
-                path.write_bytes(kept[path] if data is None else data)
-            return import_folder(folder, client)
-    finally:
-        for path, data in kept.items():
-            path.write_bytes(data)
-
-
-def _first_shard_head() -> bytes:
-    head: bytes = parquet.read_schema(_exported() / "part-00000.parquet").metadata[b"dataplane"]
-    return head
+    files = {_manifest(): manifest} | ({} if shard is None else {_shard(): shard})
+    with _replaced(files), _empty_afterwards() as client:
+        return import_folder(_exported(), client)
 
 
 def _read_shard_head(data: bytes) -> object:
-    table, made = parquet.read_table(_exported() / "part-00000.parquet"), io.BytesIO()
+    table, made = parquet.read_table(_shard()), io.BytesIO()
     parquet.write_table(table.replace_schema_metadata({b"dataplane": data}), made)
-    manifest = json.loads((_exported() / ".export.json").read_bytes())
-    shard = {"size_bytes": len(made.getvalue()), "sha256": hashlib.sha256(made.getvalue()).hexdigest()}
-    manifest["shards"][0] |= shard
-    return _import(json.dumps(manifest).encode(), made.getvalue())
+    manifest, shard = json.loads(_manifest().read_bytes()), made.getvalue()
+    manifest["shards"][0] |= {"size_bytes": len(shard), "sha256": hashlib.sha256(shard).hexdigest()}
+    return _import(json.dumps(manifest).encode(), shard)
 
 
 JSON: Final = Form(lambda data: json.loads(data), lambda tree: json.dumps(tree).encode(), JSON_VALUES)
@@ -885,10 +881,7 @@ def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]
         [b"0", [b"q0", struct.pack("<Q?", 1, True)]],
     ]
     return [
-        (
-            lambda client: client.get_samples(ids, "p", ["x"]),
-            [[b"ok", [row, row], layouts, b"epoch", [cells, cells]]],
-        ),
+        (lambda client: client.get_samples(ids, "p", ["x"]), [[b"ok", [row, row], layouts, b"epoch", [cells, cells]]]),
         (lambda client: client.get_samples(ids, "p", ["x"]), [[b"missing", [row, None], layouts, b"epoch"]]),
         (lambda client: client.list_samples("p"), [[b"ok", [b"a", b"b"], [tags, b""], b"epoch", b""]]),
         (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=1.0), [[b"ok", 0, [b"a", b"b"], [tags, tags]]]),
@@ -967,11 +960,7 @@ class _Socket:
 
 
 def _arrays() -> list[bytes]:
-    return [
-        _resp([b"a" * 3, b"", None]) + _resp([b"b" * 3000]),
-        b"-ERR no\r\n",
-        _resp([]) + _resp([b"c"] * 20),
-    ]
+    return [_resp([b"a" * 3, b"", None]) + _resp([b"b" * 3000]), b"-ERR no\r\n", _resp([]) + _resp([b"c"] * 20)]
 
 
 def _read_arrays(data: bytes) -> None:
@@ -1042,8 +1031,10 @@ TARGETS: Final[dict[str, Target]] = {
             "save manifest", lambda: [_with_head(_saved()[1]), b'{"format": "x", "version": 1}\n{}\n'], _read_manifest
         ),
         Target("save", lambda: [_saved()[1]], _read_save, JSON),
-        Target("export", lambda: [(_exported() / ".export.json").read_bytes()], _import, JSON),
-        Target("shard of an export", lambda: [_first_shard_head()], _read_shard_head, JSON),
+        Target("export", lambda: [_manifest().read_bytes()], _import, JSON),
+        Target(
+            "shard of an export", lambda: [parquet.read_schema(_shard()).metadata[b"dataplane"]], _read_shard_head, JSON
+        ),
         Target("recording", _recorded_lines, _read_recording, JSON),
         Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),

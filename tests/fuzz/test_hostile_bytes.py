@@ -1,9 +1,6 @@
 """Forged bytes to every decoder: a value, or an error of the product; no other exception, and no huge allocation."""
 
-from __future__ import annotations
-
 import resource
-from collections.abc import Iterator
 
 import pytest
 from run import run_one, run_plain
@@ -26,19 +23,19 @@ _SLOW = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _closed() -> Iterator[None]:
+def _closed():
     yield
     resources.close()
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_forged_bytes_are_read_or_refused(name: str) -> None:
+def test_forged_bytes_are_read_or_refused(name):
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run_plain(TARGETS[name], _SLOW.get(name, 500), seed=1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 300_000
 
 
-def test_every_decoder_reads_what_was_encoded() -> None:
+def test_every_decoder_reads_what_was_encoded():
     for target in TARGETS.values():
         read = [run_one(target, data, measured=True) for data in target.seeds()]
         assert sum(read) >= len(read) / 2, target.name

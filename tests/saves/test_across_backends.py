@@ -6,7 +6,6 @@ from tensordict import NonTensorStack
 from tiers import in_long
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 
 pytestmark = pytest.mark.timeout(600)  # Ray and two stores on it start within a test
 
@@ -29,7 +28,7 @@ GROUPS, SIZE = 40, 4
 IDS = [f"p{group}_g{member}" for group in range(GROUPS) for member in range(SIZE)]
 
 
-def content(client: DataPlaneClient) -> dict[str, object]:
+def content(client):
     """All that a save keeps of the partition, as values that can be compared."""
     listed = client.list_samples("train")
     columns = client.get_samples(listed.sample_ids, "train", None)

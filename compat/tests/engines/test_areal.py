@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -134,17 +133,6 @@ def test_delete_leaves_the_event_loop_free(store, monkeypatch):
     asyncio.run(main())
     assert went_on
     assert held(store)[0] == 0
-
-
-def test_threads_store_and_fetch_at_the_same_time(store):
-    def work(seed):
-        tensors = [torch.full((seed + 1, 3), float(seed + each)) for each in range(10)]
-        shards = [shard(store.store(each)) for each in tensors]
-        return all(map(torch.equal, store.fetch(shards), tensors))
-
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(work, range(6))) == [True] * 6
-    assert held(store)[0] == 60
 
 
 PRODUCES = """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from nemo_gym_stores import (
+    OTHERS,
     STAND_IN,
     call_ids,
     config as config,
@@ -22,9 +23,6 @@ from tiers import in_long
 
 from dataplane_compat.nemo_gym import FIELDS, DataPlaneTokenStore, token_entries
 from dataplane_core.cli import main
-
-SHARED = ["shm_store", *in_long("redis_store", "tq_simple", "tq_mooncake")]
-on_shared = pytest.mark.parametrize("config", SHARED, indirect=True)
 
 
 @pytest.mark.parametrize("config", ["shm_store"], indirect=True)
@@ -74,12 +72,13 @@ asyncio.run(main(*json.loads(sys.argv[1])))
 
 
 def start_writer(python, *arguments):
-    paths = [STAND_IN, str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3] / "tests")]
+    paths = [STAND_IN, *own, *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return python.start("-c", WRITER, json.dumps(arguments), env=env, stdout=subprocess.PIPE, text=True)
 
 
-@on_shared
+@pytest.mark.parametrize("config", ["shm_store", *in_long(*OTHERS)], indirect=True)
 @pytest.mark.parametrize("in_its_puts", [False, True])
 def test_a_writer_is_killed(store, config, python, in_its_puts):
     count, tokens = (60, 20_000) if in_its_puts else (3, 2)

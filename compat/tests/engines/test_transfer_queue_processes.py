@@ -1,12 +1,7 @@
 """The module with other processes: those that attach, and a checkpoint that a run of TransferQueue saved."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +53,7 @@ ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_a_run(tmp_path_factory):
     """A checkpoint that a run of TransferQueue saved."""
     folder = tmp_path_factory.mktemp("theirs") / "checkpoint"
     arguments = [sys.executable, "-W", "ignore", "-c", RUN, str(folder)]
@@ -68,7 +63,7 @@ def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("backend", ["noop", *in_long("shm_store", "redis_store")])
-def test_a_job_moves_over_in_the_middle(of_a_run: Path, backend: str) -> None:
+def test_a_job_moves_over_in_the_middle(of_a_run, backend):
     tq.init({"backend": backend, "op_timeout_s": 120, "controller": {"polling_mode": True}})
     try:
         tq.load_checkpoint(of_a_run)
@@ -97,18 +92,18 @@ def test_a_job_moves_over_in_the_middle(of_a_run: Path, backend: str) -> None:
         tq.close()
 
 
-def test_an_actor_of_ray_that_is_not_there_in_time_is_an_error_of_ours(ray_address: str) -> None:
+def test_an_actor_of_ray_that_is_not_there_in_time_is_an_error_of_ours(ray_address):
     with pytest.raises(OperationTimeoutError, match=r"'TransferQueueController'.* within 0 s"):
         _directory.publish({}, 0.0)
 
 
 @pytest.fixture
-def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def closing(monkeypatch):
     yield monkeypatch
     tq.close()
 
 
-def test_a_start_that_fails_leaves_no_store_behind(closing: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_no_store_behind(closing):
     config = {"backend": "shm_store", "op_timeout_s": 120}
     with pytest.raises(ConfigError, match="'Nonesuch' is not known"):
         tq.init({**config, "controller": {"sampler": "Nonesuch"}})
@@ -116,9 +111,7 @@ def test_a_start_that_fails_leaves_no_store_behind(closing: pytest.MonkeyPatch) 
     assert tq.get_client().store.bootstrapped, "or its own controller would not count"
 
 
-def test_a_second_process_finds_the_store_by_the_variable(
-    closing: pytest.MonkeyPatch, tmp_path: Path, python: Any
-) -> None:
+def test_a_second_process_finds_the_store_by_the_variable(closing, tmp_path, python):
     """It has neither TransferQueue nor Ray."""
     path = tmp_path / "config.yaml"
     path.write_text("{backend: shm_store, op_timeout_s: 120}\n")

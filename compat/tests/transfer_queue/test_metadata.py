@@ -1,7 +1,5 @@
 """`KVBatchMeta` and `BatchMeta`: parts, joins and orders keep rows, tags and fields together."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np
@@ -14,17 +12,17 @@ from dataplane_compat.transfer_queue import BatchMeta, KVBatchMeta
 DENSE = {"dtype": torch.int64, "shape": (2,), "is_nested": False, "is_non_tensor": False}
 
 
-def keyed(*keys: str, **more: object) -> KVBatchMeta:
+def keyed(*keys, **more):
     return KVBatchMeta(list(keys), [{"key": key} for key in keys], "p", ["x"], **more)
 
 
-def batch(*indexes: int, fields: tuple[str, ...] = ("x",), **more: object) -> BatchMeta:
+def batch(*indexes, fields=("x",), **more):
     tags = [{"n": index} for index in indexes]
     size = len(indexes)
     return BatchMeta(indexes, ["p"] * size, dict.fromkeys(fields, DENSE), np.ones(size), {}, tags, **more)
 
 
-def test_keys_with_tags() -> None:
+def test_keys_with_tags():
     meta = keyed("a", "b", "c", extra_info={"t": 1})
     assert [part.keys for part in meta.chunk(2)] == [["a", "b"], ["c"]]
     assert KVBatchMeta.concat(meta.chunk(4)) == meta
@@ -37,7 +35,7 @@ def test_keys_with_tags() -> None:
     assert meta.tags[0] == {"key": "c"}
 
 
-def test_keys_that_do_not_fit() -> None:
+def test_keys_that_do_not_fit():
     for wrong in (
         lambda: KVBatchMeta(["a"], []),
         lambda: keyed("a", "a"),
@@ -54,7 +52,7 @@ def test_keys_that_do_not_fit() -> None:
         KVBatchMeta.concat([keyed("a"), KVBatchMeta(["b"], [{}], "q", ["x"])])
 
 
-def test_rows_in_parts_and_joined() -> None:
+def test_rows_in_parts_and_joined():
     whole = batch(5, 6, 7)
     assert [part.global_indexes for part in whole.chunk(2)] == [[5, 6], [7]]
     assert BatchMeta.concat(whole.chunk(4)).custom_meta == whole.custom_meta
@@ -68,7 +66,7 @@ def test_rows_in_parts_and_joined() -> None:
     assert pickle.loads(pickle.dumps(whole)).global_indexes == whole.global_indexes
 
 
-def test_fields_are_added_selected_and_united() -> None:
+def test_fields_are_added_selected_and_united():
     rows = torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     data = TensorDict({"y": rows, "z": torch.zeros(2), "o": NonTensorStack("a", "b")}, batch_size=[2])
     meta = batch(1, 2)

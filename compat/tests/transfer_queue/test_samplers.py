@@ -1,67 +1,56 @@
 """Samplers choose rows, and what they chose is the same in all processes of a rank."""
 
-from __future__ import annotations
-
-from types import ModuleType
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 from dataplane_compat.transfer_queue._claims import Claims
 from dataplane_compat.transfer_queue.client import TransferQueueClient
-from dataplane_compat.transfer_queue.sampler import (
-    BaseSampler,
-    GRPOGroupNSampler,
-    SeqlenBalancedSampler,
-)
-from dataplane_core import KVBatchMeta
+from dataplane_compat.transfer_queue.sampler import BaseSampler, GRPOGroupNSampler, SeqlenBalancedSampler
 from dataplane_core.errors import BackendUnavailableError, ConfigError
 
 
 class LastFirst(BaseSampler):
     """A sampler of a user: the newest rows, which stay."""
 
-    def sample(
-        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
-    ) -> tuple[list[int], list[int]]:
+    def sample(self, ready_indexes, batch_size, *args, **kwargs):
         return ready_indexes[::-1][:batch_size], []
 
 
-def client(session: ModuleType, sampler: Any) -> TransferQueueClient:
+def client(session, sampler):
     """Another process that uses the same store, as far as its sampler is concerned."""
     made = TransferQueueClient("other", session.get_client().store)
     made._claims = Claims(made.store, {"sampler": sampler, "polling_mode": True})
     return made
 
 
-def fill(session: ModuleType, count: int, lengths: list[int] | None = None) -> list[int]:
+def fill(session, count, lengths=None):
     data = TensorDict({"x": torch.arange(count)}, batch_size=[count])
     rows = session.get_client().put(data, partition_id="p")
     if lengths:
         rows.update_custom_meta([{"total_lengths": length} for length in lengths])
         session.get_client().set_custom_meta(rows)
-    found: list[int] = rows.global_indexes
-    return found
+    return rows.global_indexes
 
 
-def ask(one: TransferQueueClient, size: int, **config: Any) -> list[int]:
+def ask(one, size, **config):
     task = config.get("task_name", "t")
     return one.get_meta(["x"], size, "p", task_name=task, sampling_config=config or None).global_indexes
 
 
-def of_rank(one: TransferQueueClient, rank: int, batch: int, task: str = "t") -> list[int]:
+def of_rank(one, rank, batch, task="t"):
     """A rank's batch of two rows."""
     return ask(one, 2, dp_rank=rank, batch_index=batch, task_name=task, partition_id="p")
 
 
-def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq: ModuleType) -> None:
+def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq):
     keys = [f"{number}" for number in (5, 3, 9, 1, 7, 0)]
     tq.kv_batch_put(keys, "p", TensorDict({"x": torch.arange(6)}, batch_size=[6]))
     written = tq.get_client().kv_retrieve_meta(keys, "p").global_indexes
-    newest = client(tq, LastFirst())
-    assert ask(newest, 2, task_name="u") == written[:-3:-1]
+    newest = client(tq, LastFirst())  # whose rows stay
+    assert ask(newest, 2, task_name="u") == ask(newest, 2, task_name="u") == written[:-3:-1]
+    assert ask(newest, 7, task_name="u") == []
+    assert not newest.check_consumption_status("u", "p")
     groups = client(tq, GRPOGroupNSampler(2))
     with pytest.raises(ValueError, match="multiple"):
         ask(groups, 3)
@@ -72,15 +61,7 @@ def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq
     assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
 
 
-def test_a_sampler_of_a_user(tq: ModuleType) -> None:
-    rows = fill(tq, 4)
-    one = client(tq, LastFirst())
-    assert ask(one, 2) == ask(one, 2) == [rows[3], rows[2]]
-    assert ask(one, 5) == []
-    assert not one.check_consumption_status("t", "p")
-
-
-def test_processes_of_a_rank_get_the_same_rows(tq: ModuleType) -> None:
+def test_processes_of_a_rank_get_the_same_rows(tq):
     rows = fill(tq, 8)
     first, second = client(tq, "RankAwareSampler"), client(tq, "RankAwareSampler")
 
@@ -99,7 +80,7 @@ def test_processes_of_a_rank_get_the_same_rows(tq: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("lengths", "dp_size", "tokens"), [([1, 9, 8, 2], 2, [10, 10]), ([10, 7, 5, 3], 2, [12, 13]), ([5] * 3, 3, [5] * 3)]
 )
-def test_ranks_get_about_as_many_tokens(tq: ModuleType, lengths: list[int], dp_size: int, tokens: list[int]) -> None:
+def test_ranks_get_about_as_many_tokens(tq, lengths, dp_size, tokens):
     rows = fill(tq, len(lengths), lengths)
     arguments = {"dp_size": dp_size, "n_samples_per_prompt": 1}
     ranks = [client(tq, SeqlenBalancedSampler(**arguments)) for _ in range(dp_size)]
@@ -113,15 +94,13 @@ def test_ranks_get_about_as_many_tokens(tq: ModuleType, lengths: list[int], dp_s
 
 
 @pytest.mark.parametrize("refilled", [False, True])
-def test_a_choice_that_could_not_be_written_is_none(
-    tq: ModuleType, monkeypatch: pytest.MonkeyPatch, refilled: bool
-) -> None:
+def test_a_choice_that_could_not_be_written_is_none(tq, monkeypatch, refilled):
     rows = fill(tq, 4)
     ranks = [client(tq, SeqlenBalancedSampler(1, 2)) for _ in range(2)]
     store = tq.get_client().store
     put = store.put_samples
 
-    def refuse_plans(sample_ids: Any, partition_id: str, *columns: Any, **options: Any) -> Any:
+    def refuse_plans(sample_ids, partition_id, *columns, **options):
         if partition_id == "~tq:plans":
             raise BackendUnavailableError("the store is away")
         return put(sample_ids, partition_id, *columns, **options)
@@ -137,9 +116,7 @@ def test_a_choice_that_could_not_be_written_is_none(
     assert ranks[0].check_consumption_status("t", "p")
 
 
-def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(
-    tq: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(tq, monkeypatch):
     rows = fill(tq, 6)
     killed, other = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
     store = tq.get_client().store
@@ -147,9 +124,9 @@ def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(
     class Killed(BaseException):
         pass
 
-    leased: list[KVBatchMeta] = []
+    leased = []
 
-    def die(meta: KVBatchMeta) -> None:
+    def die(meta):
         leased.append(meta)
         raise Killed
 
@@ -166,7 +143,7 @@ def test_rows_of_a_process_that_was_killed_after_its_plan_are_in_no_other_batch(
     assert other.check_consumption_status("t", "p")
 
 
-def test_a_reset_of_one_task_leaves_the_batches_of_the_others(tq: ModuleType) -> None:
+def test_a_reset_of_one_task_leaves_the_batches_of_the_others(tq):
     rows = fill(tq, 4)
     first, second = client(tq, GRPOGroupNSampler(1)), client(tq, GRPOGroupNSampler(1))
 
@@ -178,7 +155,7 @@ def test_a_reset_of_one_task_leaves_the_batches_of_the_others(tq: ModuleType) ->
     assert of_rank(second, 0, 1) == of_rank(second, 0, 2, "u") == rows[:2]
 
 
-def test_other_processes_learn_the_sampler(tq: ModuleType) -> None:
+def test_other_processes_learn_the_sampler(tq):
     client(tq, GRPOGroupNSampler(2))
     fill(tq, 3)
     attached = TransferQueueClient("attached", tq.get_client().store)

@@ -1,12 +1,7 @@
 """Connections: which config a process uses, other processes, checkpoints, and no TransferQueue."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +15,12 @@ from dataplane_testkit._timing import STARTS_S, eventually
 
 
 @pytest.fixture
-def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def closing(monkeypatch):
     yield monkeypatch
     tq.close()
 
 
-def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
+def test_without_a_config_nothing_starts(closing):
     closing.delenv("DATAPLANE_CONFIG", raising=False)
     with pytest.raises(ConfigError, match="DATAPLANE_CONFIG"):
         tq.init()
@@ -39,7 +34,7 @@ def test_without_a_config_nothing_starts(closing: pytest.MonkeyPatch) -> None:
     assert tq.get_metrics_endpoint() is None
 
 
-def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing, tmp_path):
     folder = tmp_path / "checkpoint"
     tq.init({"backend": "noop", "controller": {"polling_mode": False}})
     with pytest.raises(FileNotFoundError):
@@ -65,17 +60,14 @@ def test_a_checkpoint_brings_back_rows_tags_and_what_was_consumed(closing: pytes
     assert not set(new) & set(numbered)
 
 
-def test_a_checkpoint_that_is_loaded_in_a_running_job_gives_no_number_twice(
-    closing: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_loaded_in_a_running_job_gives_no_number_twice(closing, tmp_path):
     tq.init({"backend": "noop", "controller": {"polling_mode": True}})
     one = tq.get_client()
     other = TransferQueueClient("other", one.store)
 
-    def put(client: TransferQueueClient) -> list[int]:
+    def put(client):
         fields = TensorDict({"x": torch.arange(2)}, batch_size=[2])
-        indexes: list[int] = client.put(fields, partition_id="p").global_indexes
-        return indexes
+        return client.put(fields, partition_id="p").global_indexes
 
     put(one)
     tq.save_checkpoint(tmp_path)
@@ -90,11 +82,11 @@ def test_a_checkpoint_that_is_loaded_in_a_running_job_gives_no_number_twice(
 class SlowClaims:
     """Middleware whose claims end when they are told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.claiming, self.go_on = threading.Event(), threading.Event()
 
     @hookimpl(wrapper=True)
-    def claim(self, request: Any) -> Any:
+    def claim(self, request):
         reply = yield
         if request.partition_id == "p":  # not those of numbers for rows
             self.claiming.set()
@@ -102,13 +94,13 @@ class SlowClaims:
         return reply
 
 
-def cancelled_while_it_claims(slow: SlowClaims) -> tuple[TransferQueueClient, list[int]]:
+def cancelled_while_it_claims(slow):
     """A client with two rows, whose `async_get_meta` of them was cancelled, in a loop that has ended."""
     tq.init({"backend": "noop", "middleware": [slow], "controller": {"polling_mode": True}})
     client = tq.get_client()
-    rows: list[int] = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
+    rows = client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), partition_id="p").global_indexes
 
-    async def main() -> None:
+    async def main():
         task = asyncio.create_task(client.async_get_meta(["x"], 2, "p", task_name="t"))
         while not slow.claiming.is_set():
             await asyncio.sleep(0.01)
@@ -122,9 +114,7 @@ def cancelled_while_it_claims(slow: SlowClaims) -> tuple[TransferQueueClient, li
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next_once(
-    closing: pytest.MonkeyPatch, reset: bool
-) -> None:
+def test_what_a_cancelled_get_meta_was_given_is_given_to_the_next_once(closing, reset):
     client, rows = cancelled_while_it_claims(SlowClaims())
     if reset:  # drops what is kept for the next
         eventually(lambda: client._kept, within_s=STARTS_S)

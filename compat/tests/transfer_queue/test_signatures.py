@@ -1,10 +1,6 @@
 """Functions and methods take the arguments that those of the installed TransferQueue take."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import transfer_queue as theirs
@@ -24,7 +20,7 @@ ABSENT = {"initialize_storage_manager"} | {
 MADE_HERE = {("TransferQueueClient", "__init__"), ("BatchMeta", "__init__"), ("StorageKeyNotFoundError", "__init__")}
 #: What ROLL calls, and with which arguments, as of commit 8eb27cc2: names, or for positions a number.
 #: `scripts/checkouts/test_roll_checkout.py` compares it with a checkout of ROLL.
-CALLS_OF_ROLL: dict[str, list[tuple[str | int, ...]]] = {
+CALLS_OF_ROLL = {
     "init": [(), (0,)],
     "kv_batch_put": [("fields", "keys", "partition_id")],
     "kv_batch_get": [("keys", "partition_id", "select_fields")],
@@ -32,23 +28,23 @@ CALLS_OF_ROLL: dict[str, list[tuple[str | int, ...]]] = {
 }
 
 
-def parameters(call: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+def parameters(call):
     found = inspect.signature(call).parameters.values()
     return [(each.name, each.kind, each.default) for each in found if each.name != "socket"]  # theirs is internal
 
 
-def test_all_public_names_are_there() -> None:
+def test_all_public_names_are_there():
     assert set(theirs.__all__) <= set(ours.__all__)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name: str) -> None:
+def test_functions(name):
     assert parameters(getattr(ours, name)) == parameters(getattr(theirs, name))
     assert inspect.iscoroutinefunction(getattr(ours, name)) == inspect.iscoroutinefunction(getattr(theirs, name))
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_methods(name: str) -> None:
+def test_methods(name):
     their_class, our_class = getattr(theirs, name), getattr(ours, name)
     for method, theirs_of in inspect.getmembers(their_class):
         if method.startswith("_") and method != "__init__":
@@ -61,14 +57,14 @@ def test_methods(name: str) -> None:
             assert inspect.iscoroutinefunction(ours_of) == inspect.iscoroutinefunction(theirs_of), method
 
 
-def test_a_batch_can_be_made_without_arguments() -> None:
+def test_a_batch_can_be_made_without_arguments():
     """verl makes one so, for workers whose output is not collected. TransferQueue's takes two arguments at least."""
     named = parameters(theirs.BatchMeta)
     assert [each[0] for each in parameters(ours.BatchMeta)] == [each[0] for each in named]
     assert ours.BatchMeta().size == 0
 
 
-def test_the_module_takes_the_calls_of_roll() -> None:
+def test_the_module_takes_the_calls_of_roll():
     for name, calls in CALLS_OF_ROLL.items():
         for call in calls:
             positions = [each for each in call if isinstance(each, int)]

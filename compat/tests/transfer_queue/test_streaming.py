@@ -1,10 +1,6 @@
 """`StreamingDataset` and `StreamingDataLoader`: each row once, in micro batches, in worker processes too."""
 
-from __future__ import annotations
-
 import itertools
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +10,17 @@ from dataplane_compat.transfer_queue import StreamingDataLoader, StreamingDatase
 from dataplane_compat.transfer_queue.dataloader import micro_batches
 
 
-def fill(tq: ModuleType, count: int) -> None:
+def fill(tq, count):
     rows = torch.nested.as_nested_tensor([torch.full((n % 3 + 1,), n) for n in range(count)], layout=torch.jagged)
     tq.get_client().put(TensorDict({"x": rows, "n": torch.arange(count)}, batch_size=[count]), partition_id="p")
 
 
-def dataset(**changes: Any) -> StreamingDataset:
+def dataset(**changes):
     arguments = {"batch_size": 4, "micro_batch_size": 2, "data_fields": ["x", "n"], "partition_id": "p"}
     return StreamingDataset(**{"config": None, "task_name": "t", "dp_rank": 0, **arguments, **changes})
 
 
-def test_a_finite_dataset_ends(tq: ModuleType) -> None:
+def test_a_finite_dataset_ends(tq):
     fill(tq, 8)
     loader = StreamingDataLoader(dataset(should_check_consumption_status=True))
     batches = list(loader)
@@ -38,7 +34,7 @@ def test_a_finite_dataset_ends(tq: ModuleType) -> None:
     assert (loader.dataset.partition_id, loader.get_buffer()) == ("q", [])
 
 
-def test_workers_share_the_rows(tq: ModuleType) -> None:
+def test_workers_share_the_rows(tq):
     if tq.get_client().store.backend_name == "noop":
         return  # one process
     fill(tq, 16)
@@ -46,7 +42,7 @@ def test_workers_share_the_rows(tq: ModuleType) -> None:
     assert sorted(int(n) for columns, _ in loader for n in columns["n"]) == list(range(16))
 
 
-def test_wrong_arguments(tq: ModuleType) -> None:
+def test_wrong_arguments(tq):
     for wrong in ({"micro_batch_size": 0}, {"data_fields": []}, {"dp_rank": -1}):
         with pytest.raises(ValueError):
             dataset(**wrong)

@@ -1,16 +1,11 @@
 """Checkpoints that TransferQueue saved. They are made with its own classes, without Ray, or by a run of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +20,7 @@ from dataplane_core.errors import CorruptDataError, InvalidTypeError, Unsupporte
 pytest.importorskip("transfer_queue")
 
 
-def write_theirs(folder: Path, **cells: list[Any]) -> None:
+def write_theirs(folder, **cells):
     """A checkpoint with rows ``k0``, ``k1``, ... of the partition ``train``."""
     from transfer_queue.controller import DataPartitionStatus
     from transfer_queue.storage.simple_storage import StorageUnitData
@@ -56,13 +51,13 @@ def write_theirs(folder: Path, **cells: list[Any]) -> None:
 
 
 @pytest.fixture
-def noop() -> Iterator[ModuleType]:
+def noop():
     module.init({"backend": "noop", "controller": {"polling_mode": True}})
     yield module
     module.close()
 
 
-def test_rows_tags_and_what_was_consumed_come_over(noop: ModuleType, tmp_path: Path) -> None:
+def test_rows_tags_and_what_was_consumed_come_over(noop, tmp_path):
     folder = tmp_path / "checkpoint"
     write_theirs(folder, x=[torch.ones(2), torch.zeros(2), torch.ones(2)], info=[{"a": 1}, None, "text"])
     noop.kv_put("old", "other", tag={})
@@ -79,35 +74,7 @@ def test_rows_tags_and_what_was_consumed_come_over(noop: ModuleType, tmp_path: P
     assert noop.get_client().check_consumption_status("t", "train")
 
 
-def test_new_rows_get_numbers_that_the_checkpoint_does_not_have(noop: ModuleType, tmp_path: Path) -> None:
-    write_theirs(tmp_path / "checkpoint", x=[torch.tensor(n) for n in range(1030)])
-    noop.load_checkpoint(tmp_path / "checkpoint")
-    new = noop.get_client().put(TensorDict({"x": torch.arange(3)}, batch_size=[3]), partition_id="train")
-    assert min(new.global_indexes) >= 1030
-    assert len(noop.get_client().store.list_sample_ids("train")) == 1033
-
-
-class Harmful:
-    """Unpickled without a restriction, it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
-
-
-def test_code_in_a_checkpoint_does_not_run(noop: ModuleType, tmp_path: Path) -> None:
-    write_theirs(tmp_path / "checkpoint", x=[Harmful(tmp_path / "harm")])
-    noop.kv_put("old", "other", tag={})
-    with pytest.raises(InvalidTypeError, match=r"posix\.mkdir.*Expected tensors") as caught:
-        noop.load_checkpoint(tmp_path / "checkpoint")
-    assert "allow_pickle" in str(caught.value.hint)
-    assert not (tmp_path / "harm").exists()
-    assert list(noop.kv_list()) == ["other"], "it is read before anything is changed"
-
-
-def test_a_config_may_allow_other_classes(tmp_path: Path) -> None:
+def test_a_config_may_allow_other_classes(tmp_path):
     write_theirs(tmp_path / "checkpoint", x=[Path("a"), Path("b")])
     module.init({"backend": "noop", "allow_pickle": True})
     try:
@@ -117,39 +84,17 @@ def test_a_config_may_allow_other_classes(tmp_path: Path) -> None:
         module.close()
 
 
-def test_checkpoints_that_cannot_be_loaded(noop: ModuleType, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    write_theirs(folder, x=[torch.ones(2)])
-    unit = folder / "simple_storage" / "su_0_u.pkl"
-    whole = unit.read_bytes()
-    unit.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CorruptDataError, match="damaged"):
-        noop.load_checkpoint(folder)
-    unit.unlink()
-    with pytest.raises(CorruptDataError, match="0 of 1 storage units"):
-        noop.load_checkpoint(folder)
-    unit.write_bytes(pickle.dumps({"format": "transfer_queue_hybrid_storage_v1"}))
-    with pytest.raises(UnsupportedOperationError, match="ssd_offload"):
-        noop.load_checkpoint(folder)
-    (folder / "metadata.json").write_text('{"storage_saved": false}')
-    with pytest.raises(UnsupportedOperationError, match="no data of rows"):
-        noop.load_checkpoint(folder)
-    (folder / "metadata.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"metadata\.json"):
-        noop.load_checkpoint(folder)
-
-
-def _call(function: Any, *arguments: Any, state: Any = None) -> Any:
+def _call(function, *arguments, state=None):
     """An object that unpickles as a call, and then gets a state."""
 
     class Call:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return (function, arguments) if state is None else (function, arguments, state)
 
     return Call()
 
 
-def _numpy_pickle(kind: str) -> bytes:
+def _numpy_pickle(kind):
     """A dtype of objects that says that it holds none: numpy would take the bytes for the address of an object."""
     plain = (3, "|", None, None, None, -1, -1, 0)
     dtype, address = _call(np.dtype, "O8", False, True, state=plain), b"A" * 8
@@ -167,7 +112,7 @@ def _numpy_pickle(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["scalar", "frombuffer", "state of an array", "a field"])
-def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path: Path, python: Any, kind: str) -> None:
+def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path, python, kind):
     (tmp_path / "x.pkl").write_bytes(_numpy_pickle(kind))
     script = "import sys, pathlib; from dataplane_compat.transfer_queue._their_pickles import load_pickle\n"
     script += "print(load_pickle(pathlib.Path(sys.argv[1]), False))"
@@ -185,7 +130,7 @@ def test_no_dtype_makes_numpy_read_an_address_from_a_file(tmp_path: Path, python
         (b"cnumpy\ndtype\nX\x02\x00\x00\x00f8\x85R", b"(K\x03X\x01\x00\x00\x00>t"),
     ],
 )
-def test_a_file_changes_nothing_that_it_names(tmp_path: Path, named: bytes, state: bytes) -> None:
+def test_a_file_changes_nothing_that_it_names(tmp_path, named, state):
     (tmp_path / "x.pkl").write_bytes(b"\x80\x02" + named + state + b"b.")
     with suppress(Exception):
         load_pickle(tmp_path / "x.pkl", False)
@@ -194,8 +139,8 @@ def test_a_file_changes_nothing_that_it_names(tmp_path: Path, named: bytes, stat
     assert np.dtype("f8").isnative
 
 
-def test_a_tensor_lies_inside_of_its_storage(tmp_path: Path) -> None:
-    def load(tensor: Any) -> Any:
+def test_a_tensor_lies_inside_of_its_storage(tmp_path):
+    def load(tensor):
         (tmp_path / "x.pkl").write_bytes(pickle.dumps(tensor))
         return load_pickle(tmp_path / "x.pkl", False)
 
@@ -236,7 +181,7 @@ def test_a_tensor_lies_inside_of_its_storage(tmp_path: Path) -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("protocol", [3, pickle.HIGHEST_PROTOCOL])
-def test_what_a_file_may_hold(tmp_path: Path, cell: Any, protocol: int) -> None:
+def test_what_a_file_may_hold(tmp_path, cell, protocol):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(cell, protocol))
     loaded = load_pickle(tmp_path / "x.pkl", False)
     if isinstance(cell, torch.Tensor):
@@ -246,7 +191,7 @@ def test_what_a_file_may_hold(tmp_path: Path, cell: Any, protocol: int) -> None:
         assert loaded == cell
 
 
-def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop: ModuleType, tmp_path: Path) -> None:
+def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop, tmp_path):
     write_theirs(tmp_path, x=[torch.ones(2)])
     noop.load_checkpoint(tmp_path)
     noop.kv_put("new", "train", tag={})
@@ -255,23 +200,14 @@ def test_a_later_save_in_the_same_folder_is_the_one_that_is_loaded(noop: ModuleT
     assert sorted(noop.kv_list("train")["train"]) == ["k0", "new"]
 
 
-@pytest.mark.parametrize("cell", [2**100, {1, 2}], ids=repr)
-def test_a_checkpoint_that_the_store_does_not_take_removes_nothing(noop: ModuleType, tmp_path: Path, cell: Any) -> None:
-    write_theirs(tmp_path, x=[torch.ones(2)], y=[cell])
-    noop.kv_put("old", "other", tag={})
-    with pytest.raises((TypeError, ValueError), match="'y'"):
-        noop.load_checkpoint(tmp_path)
-    assert noop.kv_list() == {"other": {"old": {}}}
-
-
-def _set_counter(folder: Path, count: int) -> None:
+def _set_counter(folder, count):
     path = folder / "controller_state.pkl"
     state = pickle.loads(path.read_bytes())
     state["index_manager"]["global_index_counter"] = count
     path.write_bytes(pickle.dumps(state))
 
 
-def test_numbers_go_on_after_very_many(noop: ModuleType, tmp_path: Path) -> None:
+def test_numbers_go_on_after_very_many(noop, tmp_path):
     write_theirs(tmp_path, x=[torch.ones(2)])
     _set_counter(tmp_path, 10**15)
     noop.load_checkpoint(tmp_path)
@@ -282,11 +218,55 @@ def test_numbers_go_on_after_very_many(noop: ModuleType, tmp_path: Path) -> None
     assert len(client.store.list_sample_ids("~tq:blocks")) < 200
 
 
-@pytest.mark.parametrize("count", [-1, 2**62 + 1])
-def test_a_number_of_rows_that_cannot_be_is_refused(noop: ModuleType, tmp_path: Path, count: int) -> None:
-    write_theirs(tmp_path, x=[torch.ones(2)])
-    _set_counter(tmp_path, count)
+class Harmful:
+    """Unpickled without a restriction, it makes a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+UNIT = Path("simple_storage", "su_0_u.pkl")
+METADATA = Path("metadata.json")
+HYBRID = pickle.dumps({"format": "transfer_queue_hybrid_storage_v1"})
+
+
+def halve(folder):
+    whole = (folder / UNIT).read_bytes()
+    (folder / UNIT).write_bytes(whole[: len(whole) // 2])
+
+
+def as_saved(folder):
+    """Nothing is changed: a cell is what is refused."""
+
+
+#: A cell, what happens to the folder then, the error, and what its text names.
+REFUSED = {
+    "code": (Harmful(), as_saved, InvalidTypeError, r"posix\.mkdir.*Expected tensors"),
+    "an object that no store takes": ({1, 2}, as_saved, TypeError, "'y'"),
+    "a number that no store takes": (2**100, as_saved, (TypeError, ValueError), "'y'"),
+    "a negative counter": (0, lambda folder: _set_counter(folder, -1), CorruptDataError, "-1"),
+    "a huge counter": (0, lambda folder: _set_counter(folder, 2**62 + 1), CorruptDataError, str(2**62 + 1)),
+    "half a unit": (0, halve, CorruptDataError, "damaged"),
+    "no unit": (0, lambda folder: (folder / UNIT).unlink(), CorruptDataError, "0 of 1 storage units"),
+    "a unit on disks": (0, lambda at: (at / UNIT).write_bytes(HYBRID), UnsupportedOperationError, "ssd_offload"),
+    "a save without rows": (
+        0,
+        lambda folder: (folder / METADATA).write_text('{"storage_saved": false}'),
+        UnsupportedOperationError,
+        "no data of rows",
+    ),
+    "no save": (0, lambda folder: (folder / METADATA).unlink(), FileNotFoundError, r"metadata\.json"),
+}
+
+
+@pytest.mark.parametrize(("cell", "change", "error", "named"), REFUSED.values(), ids=REFUSED)
+def test_a_checkpoint_that_is_refused_removes_nothing(noop, tmp_path, monkeypatch, cell, change, error, named):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "checkpoint"
+    write_theirs(folder, x=[torch.ones(2)], y=[cell])
+    change(folder)
     noop.kv_put("old", "other", tag={})
-    with pytest.raises(CorruptDataError, match=str(count)):
-        noop.load_checkpoint(tmp_path)
-    assert list(noop.kv_list()) == ["other"]
+    with pytest.raises(error, match=named):
+        noop.load_checkpoint(folder)
+    assert noop.kv_list() == {"other": {"old": {}}}, "it is read before anything is changed"
+    assert not Path("harm").exists()

@@ -3,12 +3,9 @@
 A program of its own, since the trainer starts a thread that never ends.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -17,14 +14,14 @@ from datasets import Dataset
 from toy import build_model, build_tokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from dataplane_core import DataPlaneClient, KVBatchMeta, connect
+from dataplane_core import connect
 from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer
 
 GROUPS, ANSWERS, STEPS = 40, 4, 6
 #: Of these groups, the trainer drops all samples as too stale.
 STALE = (3, 9)
 #: What is trained, by name.
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "fixed count": {},
     "token budget": {"token_budget": 40},
     "accumulation": {"token_budget": 16, "gradient_accumulation_steps": 3},
@@ -37,17 +34,17 @@ class Trainer(AsyncGRPOTrainer):
 
     trained: set[int]
 
-    def training_step(self, model: Any, inputs: Any, *how: Any) -> Any:
+    def training_step(self, model, inputs, *how):
         loss = super().training_step(model, inputs, *how)
         self.trained |= {round(-1000 * each) for each in inputs["old_log_probs"].flatten().tolist()}
         return loss
 
 
-def logprob_of(number: int) -> float:
+def logprob_of(number):
     return -number / 1000
 
 
-def write(client: DataPlaneClient) -> None:
+def write(client):
     client.register_partition("answers", SAMPLE_FIELDS, None, ["train"], grpo_group_size=ANSWERS)
     for group in range(GROUPS):
         numbers = range(group * ANSWERS, (group + 1) * ANSWERS)
@@ -62,7 +59,7 @@ def write(client: DataPlaneClient) -> None:
         client.put_samples([f"p{group}_g{answer}" for answer in range(ANSWERS)], "answers", columns, tags=tags)
 
 
-def train(folder: Path, **options: Any) -> dict[str, Any]:
+def train(folder, **options):
     with connect({"backend": "noop"}) as client:
         write(client)
         weights = StoreWeightTransfer(client)
@@ -90,7 +87,7 @@ def train(folder: Path, **options: Any) -> dict[str, Any]:
         trainer.trained, early, acked = set(), [], []
         ack = client.ack
 
-        def noted(meta: KVBatchMeta) -> None:
+        def noted(meta):
             for sample_id in meta.sample_ids:
                 group, answer = map(int, sample_id.removeprefix("p").split("_g"))
                 acked.append(group * ANSWERS + answer)
@@ -114,7 +111,7 @@ def train(folder: Path, **options: Any) -> dict[str, Any]:
         }
 
 
-def main(folder: Path) -> None:
+def main(folder):
     without_a_gpu()
     build_model(seed=0).save_pretrained(folder / "model")
     for name, options in CASES.items():

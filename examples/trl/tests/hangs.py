@@ -4,12 +4,9 @@
 the claim is not acked. When it is there, it prints its prompts.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -18,28 +15,28 @@ import yaml
 from rollouts import serve
 from toy import Generator, build_model, build_tokenizer
 
-from dataplane_core import KVBatchMeta, connect
+from dataplane_core import connect
 
 
-def main(config: dict[str, Any], point: str, nth: int) -> None:
+def main(config, point, nth):
     torch.set_num_threads(1)
     model = build_model(config["seed"])
     generator, calls, held = Generator(model, build_tokenizer()), 0, [""]
     with connect(config["data_plane"], bootstrap=False) as client:
         ack = client.ack
 
-        def hang_at(here: str) -> None:
+        def hang_at(here):
             if here == point and calls == nth:
                 print(*held, flush=True)
                 time.sleep(600)
 
-        def generate(prompts: list[str], *how: Any) -> dict[str, list[Any]]:
+        def generate(prompts, *how):
             nonlocal calls, held
             calls, held = calls + 1, prompts
             hang_at("generating")
             return generator(prompts, *how)
 
-        def acked(meta: KVBatchMeta) -> None:
+        def acked(meta):
             hang_at("written")
             ack(meta)
 

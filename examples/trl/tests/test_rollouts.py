@@ -1,19 +1,14 @@
 """`DataPlaneRollouts` and `serve` with a trainer that only counts, in one process."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from rollouts import DataPlaneRollouts, serve
 
-from dataplane_core import DataPlaneClient, KVBatchMeta, connect
+from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, StalePartitionError
 from dataplane_integrations.rollout import FoundRollouts
 
@@ -22,13 +17,13 @@ DATASET = [{"prompt": f"prompt {number}"} for number in range(7)]  # two batches
 
 
 @pytest.fixture
-def client() -> Iterator[DataPlaneClient]:
+def client():
     with connect({"backend": "noop"}) as client:
         yield client
 
 
 @pytest.fixture
-def trainer() -> SimpleNamespace:
+def trainer():
     """What `DataPlaneRollouts` needs of a GRPOTrainer. The model's only parameter is the number of its update."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -50,17 +45,17 @@ def trainer() -> SimpleNamespace:
     )
 
 
-def asked(batch: int) -> list[str]:
+def asked(batch):
     """The prompts that GRPOTrainer passes for a generation batch."""
     numbers = [(batch * PROMPTS + index) % (2 * PROMPTS) for index in range(PROMPTS)]
     return [f"prompt {number}" for number in numbers for _ in range(ANSWERS)]
 
 
-def serving(client: DataPlaneClient, answered: Callable[[], object] = lambda: None) -> threading.Thread:
+def serving(client, answered=lambda: None):
     """A rollout process, in a thread. An answer is the prompt's number and the version of the weights."""
     model = torch.nn.Linear(1, 1, bias=False)
 
-    def generate(prompts: list[str], answers: int, *how: Any) -> dict[str, list[Any]]:
+    def generate(prompts, answers, *how):
         answered()
         numbers = [int(prompt.split()[1]) for prompt in prompts for _ in range(answers)]
         return {
@@ -74,7 +69,7 @@ def serving(client: DataPlaneClient, answered: Callable[[], object] = lambda: No
     return thread
 
 
-def train(rollouts: DataPlaneRollouts, trainer: Any, steps: int = STEPS) -> list[list[list[int]]]:
+def train(rollouts, trainer, steps=STEPS):
     """Per batch, the completions."""
     found = []
     for batch in range(steps):
@@ -87,9 +82,7 @@ def train(rollouts: DataPlaneRollouts, trainer: Any, steps: int = STEPS) -> list
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_answers_come_in_the_trainers_order_and_no_staler_than_allowed(
-    client: DataPlaneClient, trainer: SimpleNamespace, ahead: int
-) -> None:
+def test_answers_come_in_the_trainers_order_and_no_staler_than_allowed(client, trainer, ahead):
     rollouts = DataPlaneRollouts(client, ahead=ahead, timeout_s=60)
     thread = serving(client)
     with rollouts:
@@ -104,7 +97,7 @@ def test_answers_come_in_the_trainers_order_and_no_staler_than_allowed(
     ]
 
 
-def test_prompts_in_another_order_are_refused(client: DataPlaneClient, trainer: SimpleNamespace) -> None:
+def test_prompts_in_another_order_are_refused(client, trainer):
     with (
         pytest.raises(ValueError, match=r"generation batch 0 .* Expected shuffle_dataset=False"),
         DataPlaneRollouts(client) as rollouts,
@@ -112,11 +105,11 @@ def test_prompts_in_another_order_are_refused(client: DataPlaneClient, trainer: 
         rollouts(asked(1), trainer)
 
 
-def test_a_training_that_fails_ends_the_rollout_processes(client: DataPlaneClient, trainer: SimpleNamespace) -> None:
+def test_a_training_that_fails_ends_the_rollout_processes(client, trainer):
     thread = serving(client)
     rollouts = DataPlaneRollouts(client, timeout_s=60)
 
-    def fail() -> None:
+    def fail():
         with rollouts:
             train(rollouts, trainer, steps=2)
             raise RuntimeError("no memory")
@@ -128,14 +121,12 @@ def test_a_training_that_fails_ends_the_rollout_processes(client: DataPlaneClien
     assert rollouts.trained == [f"p{number}_g{answer}" for number in range(PROMPTS) for answer in range(ANSWERS)]
 
 
-def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(
-    client: DataPlaneClient, trainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(client, trainer, monkeypatch):
     """As if it had been stopped for longer than its lease."""
     claimed, calls = [], []
     claim_meta = client.claim_meta
 
-    def noted(partition_id: str, *how: Any, **options: Any) -> KVBatchMeta:
+    def noted(partition_id, *how, **options):
         meta = claim_meta(partition_id, *how, **options)
         if partition_id == "prompts":
             claimed.append(meta)
@@ -143,7 +134,7 @@ def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(
 
     monkeypatch.setattr(client, "claim_meta", noted)
 
-    def lose_the_second_claim() -> None:
+    def lose_the_second_claim():
         calls.append(len(claimed))
         if len(calls) == 2:
             client.nack(claimed[-1])
@@ -157,20 +148,18 @@ def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(
     assert len(rollouts.trained) == len(set(rollouts.trained)) == STEPS * PROMPTS * ANSWERS
 
 
-def test_a_run_that_is_cut_off_in_a_batch_has_only_the_missing_answers_generated(
-    trainer: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_run_that_is_cut_off_in_a_batch_has_only_the_missing_answers_generated(trainer, tmp_path):
     """The trainer and the store end in the middle of batch 2, whose checkpoint is that of batch 1."""
     options = {"namespace": f"cut-{os.getpid()}", "durable": str(tmp_path / "store"), "capacity_bytes": 1 << 26}
     config = {"backend": "shm_store", "options": options}
     found, saved = FoundRollouts(tmp_path / "found.jsonl"), 1
 
-    def rollouts_of(client: DataPlaneClient) -> DataPlaneRollouts:
+    def rollouts_of(client):
         return DataPlaneRollouts(client, ahead=0, timeout_s=5, run="r", saved=lambda: saved, found=found)
 
-    answered: list[int] = []
+    answered = []
 
-    def cut() -> None:
+    def cut():
         answered.append(1)
         if len(answered) == 2 * PROMPTS + 2:
             raise StalePartitionError("the rollout process ends here")

@@ -1,17 +1,11 @@
 """TRL's SFTTrainer trains on what `dataplane export --as messages` wrote."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import toy
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from tensordict import NonTensorStack
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from dataplane_core import connect
@@ -33,20 +27,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread stays
 
 
-def tokenizer_of(template: str, *words: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template, *words):
     tokenizer = toy.build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(f"<{word}>") for word in words]})
     tokenizer.chat_template = template
     return tokenizer
 
 
-def trainer_of(dataset: Dataset, tokenizer: PreTrainedTokenizerFast, folder: Path, **options: Any) -> SFTTrainer:
+def trainer_of(dataset, tokenizer, folder, **options):
     model = toy.build_model(seed=0)
     model.resize_token_embeddings(len(tokenizer))
     config = SFTConfig(
@@ -63,11 +57,11 @@ def trainer_of(dataset: Dataset, tokenizer: PreTrainedTokenizerFast, folder: Pat
     return SFTTrainer(model=model, args=config, train_dataset=dataset, processing_class=tokenizer)
 
 
-def load(folder: Path, cache: Path) -> Dataset:
+def load(folder, cache):
     return load_dataset("parquet", data_dir=str(folder), cache_dir=str(cache), split="train")
 
 
-def test_it_learns_the_answers_of_an_export(tmp_path: Path) -> None:
+def test_it_learns_the_answers_of_an_export(tmp_path):
     tokenizer = tokenizer_of(TEMPLATE, "user", "assistant")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
@@ -95,7 +89,7 @@ def test_it_learns_the_answers_of_an_export(tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_it_trains_on_tool_calls(tmp_path: Path) -> None:
+def test_it_trains_on_tool_calls(tmp_path):
     ask, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
     call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 3, "b": 4}}]}
     other = {"role": "assistant", "tool_calls": [{"name": "now", "arguments": {"zone": "5"}}]}

@@ -1,7 +1,5 @@
 """AsyncGRPOTrainer on a store: the names of TRL that the adapter touches, its two classes, and trainings with them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -11,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ from async_trainings import ANSWERS, CASES, GROUPS, STALE
 from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from dataplane_core import DataPlaneClient, connect
+from dataplane_core import connect
 from dataplane_core.errors import (
     ClaimTimeoutError,
     InvalidRequestError,
@@ -39,20 +35,20 @@ WITHIN_S = 60.0
 
 
 @pytest.fixture
-def client() -> Iterator[DataPlaneClient]:
+def client():
     with connect({"backend": "noop"}) as client:
         client.register_partition("answers", SAMPLE_FIELDS, None, ["train"], grpo_group_size=2)
         yield client
 
 
 @pytest.fixture
-def worker(client: DataPlaneClient) -> Iterator[StoreRolloutWorker]:
+def worker(client):
     worker = StoreRolloutWorker(client, "answers", "train", claim_size=2, lease_s=5)
     yield worker
     worker.stop()
 
 
-def write(client: DataPlaneClient, *groups: int, **tags: Any) -> None:
+def write(client, *groups, **tags):
     for group in groups:
         columns = {
             "input_ids": [[group, 2, 3], [group, 4]],
@@ -65,18 +61,18 @@ def write(client: DataPlaneClient, *groups: int, **tags: Any) -> None:
         client.put_samples([f"p{group}_g0", f"p{group}_g1"], "answers", columns, tags=[tags] * 2)
 
 
-def take(worker: StoreRolloutWorker, count: int) -> list[RolloutSample]:
+def take(worker, count):
     return [worker.rollout_buffer.get(timeout=WITHIN_S) for _ in range(count)]
 
 
-def eventually(holds: Callable[[], Any]) -> None:
+def eventually(holds):
     give_up = time.monotonic() + WITHIN_S
     while not holds():
         assert time.monotonic() < give_up
         time.sleep(0.05)
 
 
-def counts(client: DataPlaneClient) -> tuple[int, int]:
+def counts(client):
     """How many samples are ready, and leased."""
     task = client.describe("answers").tasks["train"]
     return task.num_ready, task.num_leased
@@ -85,12 +81,12 @@ def counts(client: DataPlaneClient) -> tuple[int, int]:
 # --- the names of TRL -------------------------------------------------------------------------------------------------
 
 
-def methods_of(protocol: type) -> dict[str, list[str]]:
+def methods_of(protocol):
     found = inspect.getmembers(protocol, inspect.isfunction)
     return {name: list(inspect.signature(each).parameters) for name, each in found if not name.startswith("_")}
 
 
-def test_what_the_adapter_and_the_example_touch_of_trl_is_there() -> None:
+def test_what_the_adapter_and_the_example_touch_of_trl_is_there():
     protocols = async_grpo_trainer.RolloutWorkerProtocol, async_grpo_trainer.WeightTransferProtocol
     for protocol, ours in zip(protocols, (StoreRolloutWorker, StoreWeightTransfer), strict=True):
         assert methods_of(protocol)
@@ -108,9 +104,7 @@ def test_what_the_adapter_and_the_example_touch_of_trl_is_there() -> None:
 # --- the rollout worker -----------------------------------------------------------------------------------------------
 
 
-def test_samples_reach_the_trainer_with_version_group_and_metrics(
-    client: DataPlaneClient, worker: StoreRolloutWorker
-) -> None:
+def test_samples_reach_the_trainer_with_version_group_and_metrics(client, worker):
     worker.start()
     write(client, 7, 8, weight_version=3)
     first, second, other, _ = take(worker, 4)
@@ -124,9 +118,7 @@ def test_samples_reach_the_trainer_with_version_group_and_metrics(
     assert worker.metrics_queue.get(timeout=WITHIN_S)["rollout/samples_total"] == 2.0
 
 
-def test_what_is_not_acked_is_given_back_when_the_worker_stops_and_comes_again(
-    client: DataPlaneClient, worker: StoreRolloutWorker
-) -> None:
+def test_what_is_not_acked_is_given_back_when_the_worker_stops_and_comes_again(client, worker):
     write(client, *range(6))
     worker.stop()  # nothing has begun
     for _ in range(2):
@@ -142,9 +134,7 @@ def test_what_is_not_acked_is_given_back_when_the_worker_stops_and_comes_again(
             worker.rollout_buffer.get_nowait()
 
 
-def test_a_claim_is_acked_a_call_after_the_trainer_took_it_and_one_sample_more(
-    client: DataPlaneClient, worker: StoreRolloutWorker
-) -> None:
+def test_a_claim_is_acked_a_call_after_the_trainer_took_it_and_one_sample_more(client, worker):
     write(client, *range(4))
     worker.start()
     worker.update_model_version(1)
@@ -156,7 +146,7 @@ def test_a_claim_is_acked_a_call_after_the_trainer_took_it_and_one_sample_more(
     assert client.list_sample_ids("answers") == ["p3_g0", "p3_g1"]
 
 
-def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(client: DataPlaneClient) -> None:
+def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(client):
     write(client, *range(10))
     worker = StoreRolloutWorker(client, "answers", "train", claim_size=2, buffer_size=4)
     worker.start()
@@ -168,10 +158,8 @@ def test_a_full_buffer_keeps_samples_in_the_store_and_does_not_hold_up_the_end(c
     assert counts(client) == (20, 0)
 
 
-def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version_is_given_back(
-    client: DataPlaneClient,
-) -> None:
-    def refused(error: type[Exception], named: str) -> None:
+def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version_is_given_back(client):
+    def refused(error, named):
         worker = StoreRolloutWorker(client, "answers", "train", claim_size=2)
         worker.start()
         eventually(lambda: not worker._thread.is_alive())
@@ -187,7 +175,7 @@ def test_errors_of_the_thread_reach_the_trainer_and_a_sample_without_its_version
     refused(UnknownPartitionError, "answers")
 
 
-def test_the_end_of_the_partition_is_said(client: DataPlaneClient, worker: StoreRolloutWorker) -> None:
+def test_the_end_of_the_partition_is_said(client, worker):
     with pytest.raises(ClaimTimeoutError, match="not started"):
         worker.check_health(60)
     write(client, 0)
@@ -202,7 +190,7 @@ def test_the_end_of_the_partition_is_said(client: DataPlaneClient, worker: Store
         worker.check_health(60)
 
 
-def test_a_lease_that_ended_is_an_error_in_the_trainer(client: DataPlaneClient, worker: StoreRolloutWorker) -> None:
+def test_a_lease_that_ended_is_an_error_in_the_trainer(client, worker):
     """As if this process had been suspended for longer."""
     write(client, 0, 1)
     worker.start()
@@ -236,7 +224,7 @@ with connect({config}, bootstrap=False) as client:
 """
 
 
-def kill_when_ready(config: dict[str, Any]) -> None:
+def kill_when_ready(config):
     here = Path(__file__).parent
     program = PROGRAM.format(paths=[str(here), str(here.parent)], config=config)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
@@ -247,8 +235,8 @@ def kill_when_ready(config: dict[str, Any]) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def test_killed_processes_are_named_and_what_they_held_comes_back() -> None:
-    config: dict[str, Any] = {
+def test_killed_processes_are_named_and_what_they_held_comes_back():
+    config = {
         "backend": "shm_store",
         "options": {"namespace": f"async-{os.getpid()}"},
         "announce_s": 0.2,
@@ -264,7 +252,7 @@ def test_killed_processes_are_named_and_what_they_held_comes_back() -> None:
         assert [sample.input_ids[0] for sample in take(worker, 4)] == [1, 1, 2, 2]
         worker.check_health(WITHIN_S)
 
-        def said() -> str:
+        def said():
             with pytest.raises(ClaimTimeoutError, match="no samples of 'answers' for") as caught:
                 worker.check_health(0)
             return str(caught.value)
@@ -276,10 +264,10 @@ def test_killed_processes_are_named_and_what_they_held_comes_back() -> None:
 # --- the weight transfer ----------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_that_begins_again_counts_on_and_old_samples_keep_their_age(client: DataPlaneClient) -> None:
+def test_a_trainer_that_begins_again_counts_on_and_old_samples_keep_their_age(client):
     reader = WeightReader(client, "rollout 0")
 
-    def train(steps: int) -> tuple[StoreWeightTransfer, StoreRolloutWorker]:
+    def train(steps):
         weights = StoreWeightTransfer(client)
         worker = StoreRolloutWorker(client, "answers", "train", claim_size=2, weights=weights)
         weights.init_weight_transfer()
@@ -309,7 +297,7 @@ def test_a_trainer_that_begins_again_counts_on_and_old_samples_keep_their_age(cl
 # --- trainings --------------------------------------------------------------------------------------------------------
 
 
-def test_samples_are_acked_when_the_trainer_was_trained_on_them_and_never_before(tmp_path: Path) -> None:
+def test_samples_are_acked_when_the_trainer_was_trained_on_them_and_never_before(tmp_path):
     program = [sys.executable, str(Path(__file__).with_name("async_trainings.py")), str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,7 +1,5 @@
 """The example as a program: short runs with TRL, over several backends, and with a rollout process that is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -12,7 +10,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,16 +27,16 @@ STEPS, PROMPTS, ANSWERS = 30, 16, 8
 KILLS = int(os.environ.get("DATAPLANE_KILLS", "20"))
 
 
-def start(program: Path, *arguments: object) -> subprocess.Popen[str]:
+def start(program, *arguments):
     command = [sys.executable, str(program), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def train(config: Path, out: Path, program: str = "train.py") -> subprocess.Popen[str]:
+def train(config, out, program="train.py"):
     return start(EXAMPLE / program, "--config", config, "--out", out)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process):
     """Waits for a process that must end well; what it printed."""
     try:
         said, _ = process.communicate(timeout=PATIENCE_S)
@@ -49,21 +46,20 @@ def finish(process: subprocess.Popen[str]) -> str:
     return said
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def log_of(out: Path) -> list[dict[str, Any]]:
+def log_of(out):
     """What the trainer logged, without times."""
     return [{key: line[key] for key in line if "time" not in key} for line in read_lines(out / "metrics.jsonl")]
 
 
-def summary_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return found
+def summary_of(out):
+    return json.loads((out / "summary.json").read_text())
 
 
-def write_config(folder: Path, processes: int = 2, **data_plane: Any) -> Path:
+def write_config(folder, processes=2, **data_plane):
     """The example's configuration with fewer steps, which are larger, and a short lease."""
     config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
     config |= {"steps": STEPS, "learning_rate": 2.0e-3}
@@ -74,7 +70,7 @@ def write_config(folder: Path, processes: int = 2, **data_plane: Any) -> Path:
     return path
 
 
-def check_counts(out: Path) -> list[dict[str, Any]]:
+def check_counts(out):
     """Every prompt was answered in time and trained on once. The spans of its generation."""
     assert summary_of(out)["answers_trained_on"] == STEPS * PROMPTS * ANSWERS
     made = [span for span in read_lines(out / "timeline.jsonl") if span["what"] == "generate"]
@@ -84,10 +80,8 @@ def check_counts(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("backend", ["shm_store", "redis_store", "tq_simple"])
-def test_a_run_learns_while_other_processes_generate(
-    tmp_path: Path, request: pytest.FixtureRequest, backend: str
-) -> None:
-    options: dict[str, Any] = {"namespace": f"trl-{os.getpid()}"}
+def test_a_run_learns_while_other_processes_generate(tmp_path, request, backend):
+    options = {"namespace": f"trl-{os.getpid()}"}
     if backend == "tq_simple":
         options = {"instance": f"trl-{os.getpid()}", "ray_address": request.getfixturevalue("ray_server")}
     out = tmp_path / "out"
@@ -114,7 +108,7 @@ def test_a_run_learns_while_other_processes_generate(
 
 
 @pytest.mark.parametrize("point", ["generating", "written"])
-def test_a_rollout_process_that_is_killed_loses_no_sample(tmp_path: Path, point: str) -> None:
+def test_a_rollout_process_that_is_killed_loses_no_sample(tmp_path, point):
     config = write_config(tmp_path, processes=0, options={"namespace": f"killed-{os.getpid()}"})
     out = tmp_path / "out"
     with (
@@ -141,10 +135,10 @@ def test_a_rollout_process_that_is_killed_loses_no_sample(tmp_path: Path, point:
     assert by_worker == {"killed": 24, "other": STEPS * PROMPTS - 24}
 
 
-def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tmp_path: Path) -> None:
+def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tmp_path):
     recording = str(tmp_path / "recording")
     recorder = {"recorder": {"folder": recording, "payload": "all"}}
-    planes: dict[str, dict[str, Any]] = {
+    planes = {
         "run": {"options": {"namespace": f"recorded-{os.getpid()}"}, "middleware": [recorder]},
         "replay": {"backend": "recording", "options": {"folder": recording}},
     }
@@ -160,7 +154,7 @@ def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tm
     assert logs[0] == logs[1]
 
 
-def test_an_asynchronous_run_learns_from_what_other_processes_generate(tmp_path: Path) -> None:
+def test_an_asynchronous_run_learns_from_what_other_processes_generate(tmp_path):
     out = tmp_path / "out"
     config = write_config(tmp_path, options={"namespace": f"asynchronous-{os.getpid()}"})
     finish(train(config, out, "train_async.py"))
@@ -178,7 +172,7 @@ def test_an_asynchronous_run_learns_from_what_other_processes_generate(tmp_path:
 # --- runs that are started again --------------------------------------------------------------------------------------
 
 
-def write_short_config(folder: Path, **plane: Any) -> Path:
+def write_short_config(folder, **plane):
     """A synchronous run of small steps that can be started again."""
     path = write_config(folder)
     config = yaml.safe_load(path.read_text())
@@ -190,10 +184,10 @@ def write_short_config(folder: Path, **plane: Any) -> Path:
     return path
 
 
-def wait_for_events(folder: Path, more: int, run: subprocess.Popen[str]) -> None:
+def wait_for_events(folder, more, run):
     events = folder / "events.jsonl"
 
-    def count() -> int:
+    def count():
         return events.read_bytes().count(b"\n") if events.exists() else 0
 
     give_up, first = time.monotonic() + PATIENCE_S, count()
@@ -204,7 +198,7 @@ def wait_for_events(folder: Path, more: int, run: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-def kill_all(run: subprocess.Popen[str]) -> None:
+def kill_all(run):
     """Kills the trainer, the rollout processes and the ledger's process, in any order."""
     run.send_signal(signal.SIGSTOP)
     family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
@@ -215,10 +209,10 @@ def kill_all(run: subprocess.Popen[str]) -> None:
     assert not psutil.wait_procs(family[1:], timeout=60)[1]
 
 
-def committed(config: Path) -> dict[int, dict[str, float]]:
+def committed(config):
     """Batch -> prompt -> when its answers that are in the store were begun. Nobody has the store open."""
     plane = yaml.safe_load(config.read_text())["data_plane"]
-    found: dict[int, dict[str, float]] = {}
+    found = {}
     with connect({**plane, "middleware": []}) as client:
         for name in client.list_partitions():
             if name.startswith("answers-"):
@@ -229,12 +223,12 @@ def committed(config: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.timeout(7200)
-def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(tmp_path):
     killed, uncut = tmp_path / "killed", tmp_path / "uncut"
     for folder in (killed, uncut):
         folder.mkdir()
     config, out = write_short_config(killed, durable=str(killed / "store")), killed / "out"
-    left: list[dict[int, dict[str, float]]] = []
+    left = []
     for _ in range(KILLS):
         run = train(config, out)
         try:
@@ -262,7 +256,7 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was
     assert summary_of(out)["evaluation"] == summary_of(uncut / "out")["evaluation"]
 
 
-def test_without_save_steps_a_run_begins_anew_beside_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
+def test_without_save_steps_a_run_begins_anew_beside_checkpoints_of_an_earlier_one(tmp_path):
     path = write_short_config(tmp_path)
     config = yaml.safe_load(path.read_text()) | {"steps": 2}
     for save_steps in (1, 0):

@@ -1,6 +1,5 @@
 """Module-local data parallelism over real grids: 8 gloo ranks, several layouts. What they cut: test_mimo_slicing.py."""
 
-import pytest
 from layouts import told
 
 from dataplane_integrations.trainer.mimo import (
@@ -14,12 +13,13 @@ from dataplane_integrations.trainer.mimo import (
 WORLD = 8
 #: Several ranks share a core, and Redis or Gloo may be slow to answer.
 PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def eight_ranks(ranks):
-    """``eight_ranks(fn, *args)``: per rank what ``fn(rank, *args)`` returned."""
-    return lambda fn, *args: ranks(WORLD, fn, *args, timeout_s=PATIENCE_S)
+#: Module name -> sizes of tp, pp and dp, and its first rank.
+LAYOUTS = {
+    "apart": {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 4)},
+    "ranks outside every grid": {"language": ((2, 2, 1), 0), "vision": ((1, 2, 1), 4)},
+    "shared ranks": {"language": ((1, 4, 2), 0), "vision": ((1, 1, 8), 0)},
+    "inner stages": {"vision": ((1, 2, 2), 0), "language": ((1, 4, 1), 4)},
+}
 
 
 def make_grids(layout, groups=("pp", "dp")):
@@ -36,96 +36,76 @@ def make_grids(layout, groups=("pp", "dp")):
     return grids
 
 
-def stand(rank, layout):
+def stand(rank):
+    """What this rank says of its place, by layout."""
+    return {name: stand_in(layout) for name, layout in LAYOUTS.items()}
+
+
+def stand_in(layout):
     grids = make_grids(layout)
     grid, module = _find_rank_module(grids)
     assert (grid is None) == (module is None)
     assert module is None or grid is grids[module]
     return {
         "module": module,
-        "info": get_megatron_mimo_dp_info(None, grids),
-        "sampling": get_megatron_mimo_sampling_info(None, grids),
-        "needs": {name: _needs_data_for_module(grid, name) for name, grid in grids.items()},
         "shared": get_megatron_mimo_shared_dp_info(grids),
+        "needs": {name: _needs_data_for_module(grids[name], name) for name in grids},
         "named": {name: get_megatron_mimo_dp_info(None, grids, module_name=name) for name in grids},
-        "every stage": (
-            get_megatron_mimo_dp_info(None, grids, every_language_stage=True),
-            get_megatron_mimo_sampling_info(None, grids, every_language_stage=True),
-        ),
+        **{
+            f"every stage {every}": (
+                get_megatron_mimo_dp_info(None, grids, every_language_stage=every),
+                get_megatron_mimo_sampling_info(None, grids, every_language_stage=every),
+            )
+            for every in (False, True)
+        },
     }
 
 
-#: Module name -> sizes of tp, pp and dp, and its first rank.
-APART = {"vision": ((1, 1, 4), 0), "language": ((2, 1, 2), 4)}
+def expected(rank, layout):
+    """The same, by counting: of the ranks of a grid, tp changes first, then pp, then dp."""
+    places, needs = {}, {}
+    for name, ((tp, pp, dp), first) in layout.items():
+        at, stage = rank - first, (rank - first) // tp % pp
+        if 0 <= at < tp * pp * dp:
+            places[name] = at // (tp * pp), dp
+            needs[name] = stage == 0 or (name == "language" and stage == pp - 1)  # token ids, or labels
+
+    def info(names, needs, default):
+        here = [name for name in names if name in places]
+        loaders = [name for name in here if needs[name]]
+        name = next(iter([*loaders, *here]), None)
+        return (0, 1, False, default) if name is None else (*places[name], bool(loaders), name)
+
+    # the inner stages of the language model need data only if told; every rank samples the same micro-batch
+    told_to = {False: needs, True: {name: need or name == "language" for name, need in needs.items()}}
+    infos = {every: info(layout, told_to[every], "language") for every in (False, True)}
+    return {
+        "module": next(iter(places), None),
+        "shared": places,
+        "needs": {name: needs.get(name, False) for name in layout},
+        "named": {name: info([name], needs, name) for name in layout},
+        **{f"every stage {every}": (infos[every], (0, 1, infos[every][2])) for every in (False, True)},
+    }
 
 
-def test_vision_dp4_beside_language_tp2_dp2(eight_ranks):
-    found = eight_ranks(stand, APART)
-    assert [each["module"] for each in found] == ["vision"] * 4 + ["language"] * 4
-    assert [each["info"] for each in found] == [
-        *[(rank, 4, True, "vision") for rank in range(4)],
-        *[(rank // 2, 2, True, "language") for rank in range(4)],
-    ]
-    # every rank samples the same micro-batch, whatever its module's parallelism
-    assert [each["sampling"] for each in found] == [(0, 1, True)] * WORLD
-    assert [each["needs"]["vision"] for each in found] == [True] * 4 + [False] * 4
-    assert [each["needs"]["language"] for each in found] == [False] * 4 + [True] * 4
+def test_every_rank_knows_its_place_in_each_module_and_whether_it_needs_data(ranks):
+    for rank, found in enumerate(ranks(WORLD, stand, timeout_s=PATIENCE_S)):
+        assert found == {name: expected(rank, layout) for name, layout in LAYOUTS.items()}
+        assert found["shared ranks"]["every stage False"][0][3] == ("vision" if rank % 4 in (1, 2) else "language")
 
 
-def test_language_tp2_pp2_and_ranks_outside_every_grid(eight_ranks):
-    found = eight_ranks(stand, {"language": ((2, 2, 1), 0), "vision": ((1, 2, 1), 4)})
-    # first stage and last: tokens go into the one, labels into the other
-    assert [each["info"] for each in found[:4]] == [(0, 1, True, "language")] * 4
-    # an encoder's later stages get no data
-    assert [each["info"] for each in found[4:6]] == [(0, 1, True, "vision"), (0, 1, False, "vision")]
-    assert [each["info"] for each in found[6:]] == [(0, 1, False, "language")] * 2
-    assert [each["sampling"] for each in found] == [(0, 1, rank < 5) for rank in range(WORLD)]
-    assert [each["named"]["vision"] for each in found[3:6]] == [
-        (0, 1, False, "vision"),
-        (0, 1, True, "vision"),
-        (0, 1, False, "vision"),
-    ]
-    assert [each["named"]["language"] for each in found[3:5]] == [(0, 1, True, "language"), (0, 1, False, "language")]
-    assert [each["module"] for each in found[6:]] == [None, None]
-    assert [each["shared"] for each in found[6:]] == [{}, {}]
-
-
-def test_modules_that_share_ranks_have_each_their_own_parallelism(eight_ranks):
-    found = eight_ranks(stand, {"language": ((1, 4, 2), 0), "vision": ((1, 1, 8), 0)})
-    for rank, each in enumerate(found):
-        stage, language_rank = rank % 4, rank // 4
-        inner = stage in (1, 2)
-        assert each["module"] == "language"
-        assert each["shared"] == {"language": (language_rank, 2), "vision": (rank, 8)}
-        assert each["needs"] == {"language": not inner, "vision": True}
-        # the inner stages of the language model load for the encoder that they share the rank with
-        assert each["info"] == ((rank, 8, True, "vision") if inner else (language_rank, 2, True, "language"))
-        assert each["sampling"] == (0, 1, True)
-        assert each["named"] == {
-            "language": (language_rank, 2, not inner, "language"),
-            "vision": (rank, 8, True, "vision"),
-        }
-
-
-def test_inner_stages_of_the_language_model_can_need_data_too(eight_ranks):
-    found = eight_ranks(stand, {"vision": ((1, 2, 2), 0), "language": ((1, 4, 1), 4)})
-    assert [each["info"][2] for each in found] == [True, False, True, False, True, False, False, True]
-    assert [each["every stage"] for each in found[:4]] == [(each["info"], each["sampling"]) for each in found[:4]]
-    assert [each["every stage"] for each in found[4:]] == [((0, 1, True, "language"), (0, 1, True))] * 4
-
-
-def test_groups_that_were_not_created_are_named_with_what_to_call_and_no_pipeline_is_one_stage(eight_ranks):
+def test_groups_that_were_not_created_are_named_with_what_to_call_and_no_pipeline_is_one_stage(ranks):
     def run(rank):
         from megatron.core.hyper_comm_grid import HyperCommGrid
 
-        grids = make_grids(APART, groups=["pp"])
+        grids = make_grids(LAYOUTS["apart"], groups=["pp"])
         asked = (lambda: get_megatron_mimo_dp_info(None, grids), lambda: get_megatron_mimo_shared_dp_info(grids))
         said = [told(ask) for ask in asked]
         grid = HyperCommGrid([2, 4], ["tp", "dp"], backend="gloo")
         grid.create_pg(["dp"])
         return _find_rank_module(grids)[1], said, get_megatron_mimo_dp_info(None, {"vision": grid})
 
-    for rank, (module, said, info) in enumerate(eight_ranks(run)):
+    for rank, (module, said, info) in enumerate(ranks(WORLD, run, timeout_s=PATIENCE_S)):
         assert info == (rank // 2, 4, True, "vision")
         for kind, _, text in said:
             assert kind == "ConfigError"

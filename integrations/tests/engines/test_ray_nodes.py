@@ -8,33 +8,20 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from clean_environment import make_wheel
 
 from dataplane_core.errors import ConfigError, UnknownBackendError
 from dataplane_integrations.errors import PlacementError
 from dataplane_integrations.ray import backend_runtime_env, check_backend_on_nodes, require_backend_on_nodes
 
-METADATA = "Metadata-Version: 2.1\nName: dataplane-elsewhere\nVersion: {version}\n"
-WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 GOOD = "from dataplane_noop import NoopBackend as Elsewhere\n"
 ENTRY_POINT = "[dataplane.backends]\nelsewhere = elsewhere_backend:Elsewhere\n"
 
 
 def _wheel(folder, source, version="1.2"):
     """A distribution with a backend, as a wheel."""
-    info = f"dataplane_elsewhere-{version}.dist-info"
-    files = {
-        "elsewhere_backend.py": source,
-        f"{info}/METADATA": METADATA.format(version=version),
-        f"{info}/WHEEL": WHEEL,
-        f"{info}/entry_points.txt": ENTRY_POINT,
-    }
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
     folder.mkdir(exist_ok=True)
-    path = folder / f"dataplane_elsewhere-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return path
+    return make_wheel(folder, "dataplane-elsewhere", {"elsewhere_backend.py": source}, version, ENTRY_POINT)
 
 
 def _unpack(wheel, folder):

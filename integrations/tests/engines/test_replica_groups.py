@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from dataplane_integrations.trainer.megatron import MegatronDataPlaneMixin, mega
 
 #: What a worker is told, a mesh's shape and names or Megatron's sizes, and the groups that share rows. Megatron gives
 #: ranks in the order tensor, context, data, pipeline.
-LAYOUTS: dict[str, tuple[Any, list[list[int]]]] = {
+LAYOUTS = {
     "pure data parallel": (((4,), ("dp",)), [[0], [1], [2], [3]]),
     "all axes, all data": (((4, 1, 1), ("dp", "cp", "tp")), [[0], [1], [2], [3]]),
     "tensor parallel": (((2, 1, 2), ("dp", "cp", "tp")), [[0, 1], [2, 3]]),
@@ -51,7 +50,7 @@ def _stand(layout):
 
     is_megatron = isinstance(layout, dict)
     with megatron_on_cpu(layout) if is_megatron else nullcontext():
-        worker: Any = MegatronDataPlaneMixin() if is_megatron else MeshWorker(*layout)
+        worker = MegatronDataPlaneMixin() if is_megatron else MeshWorker(*layout)
         group = worker._get_replica_group()
         again = MegatronDataPlaneMixin() if is_megatron else worker
         assert again._get_replica_group() is group, "made once"

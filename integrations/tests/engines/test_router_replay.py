@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from layouts import told
 from tiny_megatron import TinyMegatronWorker, batch_of, loss_of, megatron_on_cpu
-from torch import Tensor
 
 from dataplane_core import connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
@@ -24,7 +22,6 @@ from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.router_replay import (
     RoutingReplay,
     check_routed_experts,
-    context_parallel_tokens,
     fill_missing_routes,
     lay_out_routed_experts,
 )
@@ -33,7 +30,7 @@ LENGTHS = [5, 2, 7, 3]
 IDS = [f"p{row}_g0" for row in range(len(LENGTHS))]
 WIDTH = 8
 EXPERTS, CHOSEN = 4, 2
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "one": {"experts": EXPERTS},
     "TP2": {"experts": EXPERTS, "tensor": 2, "sequence_parallel": True},
     "PP2": {"experts": EXPERTS, "pipeline": 2},
@@ -124,13 +121,6 @@ def test_a_layout_that_does_not_fit_is_refused(lengths, layout, reason):
         lay_out_routed_experts(SHORT, lengths, **layout)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_context_parallel_ranks_hold_each_token_once(size):
-    held = [context_parallel_tokens([0, 8, 24], rank, size) for rank in range(size)]
-    assert sorted(torch.cat(held).tolist()) == list(range(24))
-    assert {len(tokens) for tokens in held} == {24 // size}
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +193,7 @@ def test_routes_are_checked_once_and_missing_ones_are_refused_only_if_told(ranks
 
 
 def test_a_driver_checks_records_without_a_model_and_is_told_which_sample_is_wrong():
-    sizes: dict[str, Any] = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
+    sizes = {"num_layers": {2, 5}, "num_experts": 4, "top_k": 2}
     rows = [torch.tensor([[0, 1], [3, 2]]).expand(length, 2, 2).short() for length in (3, 1)]
     column = stack_or_nest(rows)
     check_routed_experts(column, [3, 1], sample_ids=["a", "b"], **sizes)
@@ -309,7 +299,7 @@ def _choices(worker, run):
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group()
-    maps: dict[int, list[Tensor]] = {}
+    maps = {}
 
     def keep(router, _, output):
         parts = [torch.empty_like(output[1]) for _ in range(dist.get_world_size(group))]
@@ -337,6 +327,8 @@ def _route_by(worker, config, meta):
     worker.setup_data_plane(config)
     meta.fields = list(_batch())
     own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
+    with worker.replay.recording() as recorded:
+        worker.get_logprobs(worker._fetch(meta))
     meta = meta.with_fields([ROUTED_EXPERTS_FIELD])
     used = _choices(worker, lambda: worker.get_logprobs_presharded(meta, 2))
     trained_on, results = meta.with_fields(["prev_logprobs"]), []
@@ -344,6 +336,13 @@ def _route_by(worker, config, meta):
     worker.close_data_plane()
     layers = [router.layer_number - 1 for router in _routers(worker)]  # of this stage
     installed = [experts[:, :, layers] for experts in worker.installed]
+    if not worker.packed:
+        # what was recorded names the layers of this stage, for the tokens of this rank
+        experts = recorded.routed_experts(len(LENGTHS)).long()
+        there = torch.cat(own)
+        assert torch.equal(torch.zeros_like(there).scatter(-1, experts[:, :, layers], True), there)
+        others = [layer for layer in range(tiny_megatron.LAYERS) if layer not in layers]
+        assert bool((experts[:, :, others] == -1).all())
     return {"own": own, "used": used, "installed": installed, "results": results}
 
 
@@ -381,51 +380,32 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
 
 
-def _record(rank, layout):
-    """The experts that this rank recorded, and which tokens of a row they are for."""
-    from megatron.core import parallel_state
-
-    with _alone(layout) as (worker, _, meta):
-        with worker.replay.recording() as recorded:
-            worker.get_logprobs(worker._fetch(meta))
-        place, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        return recorded.routed_experts(len(LENGTHS)), tiny_megatron.tokens_of_rank([0, WIDTH], place, size)
-
-
-def test_what_is_recorded_names_the_layers_of_this_stage_and_the_tokens_of_this_rank(ranks, store):
-    [(whole, _)] = ranks(1, _record, LAYOUTS["one"], timeout_s=150)
-    for stage, (recorded, _) in enumerate(ranks(2, _record, LAYOUTS["PP2"], timeout_s=150)):
-        assert torch.equal(recorded[:, :, stage], whole[:, :, stage])
-        assert bool((recorded[:, :, 1 - stage] == -1).all()), "the other stage's layer"
-    for recorded, places in ranks(2, _record, LAYOUTS["CP2"], timeout_s=150):
-        assert torch.equal(recorded, whole[:, places])
-
-
-def _record_and_replay(rank, layout):
+def _record_and_replay(rank):
     """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
-    seen = {}
-    with _alone(layout) as (worker, client, meta):
+    with _alone(LAYOUTS["one"]) as (worker, client, meta):
         meta.fields = list(_batch())
         data = worker._fetch(meta)
+        inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
 
         def logprobs():
             return worker.get_logprobs(data)["logprobs"]
 
-        def stored(meta, *fields):
-            found = client.get_samples(meta.sample_ids, "train", list(fields))
-            return [found.get(name).values() for name in fields]
+        def stored(name):
+            return client.get_samples(meta.sample_ids, "train", [name])[name].values()
+
+        def apart(one, other):
+            return (one - other).abs().max().item()
 
         with worker.replay.recording() as recorded:
             generated = logprobs()
         experts = recorded.routed_experts(len(LENGTHS))
-        seen["shape"], seen["dtype"] = tuple(experts.shape), str(experts.dtype)
+        assert experts.shape == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
+        assert experts.dtype == torch.int16
 
         meta = _write(client, "train", experts[:, : max(LENGTHS)])
         meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
         worker.get_logprobs_presharded(meta)
-        inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
-        [replayed] = stored(meta, "prev_logprobs")
-        seen["replayed"] = (replayed - generated[inside]).abs().max().item()
+        assert apart(stored("prev_logprobs"), generated[inside]) <= 1e-6
 
         worker.replay.clear()
         with torch.no_grad():
@@ -433,46 +413,28 @@ def _record_and_replay(rank, layout):
                 if "router" in name:
                     parameter.neg_()  # chooses those that it chose last
         drifted = logprobs()
-        seen["drifted"] = (drifted - generated).abs().max().item()
+        assert apart(drifted, generated) > 1e-2, "another router, another model"
         right = worker.installed[-1]
         beyond = right.clone()
         beyond[0, 1, 0, 0] = EXPERTS
-        calls = [lambda wrong=wrong: worker.replay.check(wrong) for wrong in (right.float(), beyond)]
-        seen["refusals"] = [told(call)[2] for call in (*calls, lambda: worker.replay.install(right[:, :, :1]))]
-        worker.replay.install(right[:, :4])
-        seen["refusals"].append(told(logprobs)[2])
+        for refused, part in (
+            (lambda: worker.replay.check(right.float()), "dtype torch.float32. Expected signed integers"),
+            (lambda: worker.replay.check(beyond), "row 0, token 1, layer 0 names an expert of 4 or above"),
+            (lambda: worker.replay.install(right[:, :, :1]), "Expected (rows, tokens, 2 layers, 2 experts)"),
+            (lambda: (worker.replay.install(right[:, :4]), logprobs()), "sees 32 tokens, routed_experts holds 16"),
+        ):
+            assert part in told(refused)[2]
         worker.replay.clear()
-        seen["cleared"] = torch.equal(logprobs(), drifted)
+        assert torch.equal(logprobs(), drifted)
 
         worker.get_logprobs_presharded(meta)  # replays, and leaves the experts of its last forward installed
         worker.get_reference_policy_logprobs_presharded(replace(meta, fields=list(LP_SEED_FIELDS)))
-        policy, reference = stored(meta, "prev_logprobs", "reference_policy_logprobs")
-        seen["policy"] = (policy - reference).abs().max().item()
-        seen["reference"] = torch.equal(reference, drifted[inside])
+        assert apart(stored("prev_logprobs"), stored("reference_policy_logprobs")) > 1e-2
+        assert torch.equal(stored("reference_policy_logprobs"), drifted[inside]), "its routers choose for themselves"
         worker.replay.remove()
         routers = [each for each in worker.model.modules() if hasattr(each, "router_replay")]
-        seen["removed"] = all(router.router_replay is None for router in routers)
-    return seen
+        assert all(router.router_replay is None for router in routers)
 
 
 def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks):
-    [seen] = ranks(1, _record_and_replay, LAYOUTS["one"], timeout_s=150)
-    assert seen["shape"] == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
-    assert seen["dtype"] == "torch.int16"
-    assert seen["replayed"] <= 1e-6
-    assert seen["drifted"] > 1e-2, "another router, another model"
-    assert seen["cleared"]
-    assert seen["policy"] > 1e-2
-    assert seen["reference"], "the reference policy's routers choose for themselves"
-    assert seen["removed"]
-    for said, part in zip(
-        seen["refusals"],
-        (
-            "dtype torch.float32. Expected signed integers",
-            "row 0, token 1, layer 0 names an expert of 4 or above",
-            "Expected (rows, tokens, 2 layers, 2 experts)",
-            "sees 32 tokens, routed_experts holds 16",
-        ),
-        strict=True,
-    ):
-        assert part in said
+    ranks(1, _record_and_replay, timeout_s=150)

@@ -1,22 +1,17 @@
 """The GRPO example on a durable store: all its processes are killed, again and again, and the same command goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
 import signal
-import subprocess
 import time
 import uuid
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from grpo.config import RunConfig, load_config
+from grpo.config import load_config
 from grpo.errors import UserError
 from grpo.model import build_model
 from grpo.plane_path import DataPlanePath, PlaneRolloutWorker
@@ -24,7 +19,7 @@ from grpo.weights import pack_weights
 from grpo_runs import run, start, without_ray_agents, write_config
 from tiers import in_long
 
-from dataplane_core import DataPlaneClient, connect
+from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.rollout import FoundRollouts
@@ -42,7 +37,7 @@ GOES_ON = {"every": 2, "resume": True}
 class Start:
     """A start of a run, without its training: a path with its rollout worker, in this process."""
 
-    def __init__(self, client: DataPlaneClient, config: RunConfig, found: Path) -> None:
+    def __init__(self, client, config, found):
         sizes = config.model
         worker = PlaneRolloutWorker(sizes, max_new_tokens=6, temperature=1.0, seed=config.seed, prompts_per_put=2)
         worker.setup_data_plane(client)
@@ -50,7 +45,7 @@ class Start:
         self.generated: list[int] = []
         generate_portion = worker.generate_portion
 
-        def noted(step: int, prompts: list[str], answers: int, first: int) -> Any:
+        def noted(step, prompts, answers, first):
             self.generated.append(first)
             return generate_portion(step, prompts, answers, first)
 
@@ -60,11 +55,11 @@ class Start:
         self.path._refuse_other_runs()
         self.path._on_rollout = lambda name, *given, doing: getattr(worker, name)(*given)  # type: ignore[method-assign]
 
-    def answers(self) -> list[str]:
+    def answers(self):
         return self.path.generate(3, ["1=", "22=", "333=", "4444=", "5="]).answers
 
 
-def rows_of(client: DataPlaneClient) -> dict[str, list[Any]]:
+def rows_of(client):
     ids = sorted(client.list_sample_ids("train-3"))
     rows = client.get_samples(ids, "train-3", ["input_ids", "generation_logprobs"])
     return {
@@ -73,9 +68,7 @@ def rows_of(client: DataPlaneClient) -> dict[str, list[Any]]:
     }
 
 
-def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_other_runs_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_other_runs_are_refused(tmp_path):
     file, found = write_config(tmp_path, saving=GOES_ON, data_plane={"backend": "noop"}), tmp_path / "found.jsonl"
     config = load_config(file, {})
     with connect({"backend": "noop"}) as client:
@@ -107,10 +100,10 @@ def test_a_step_that_is_begun_again_generates_what_is_missing_and_the_same_and_o
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def committed(plane: dict[str, Any]) -> dict[int, int]:
+def committed(plane):
     """How many rollouts of each step are in the store. Nobody has it open, but for what still ends of a killed run."""
 
-    def opened() -> DataPlaneClient | None:
+    def opened():
         with contextlib.suppress(AlreadyRunningError):
             return connect(plane)
         return None
@@ -120,9 +113,9 @@ def committed(plane: dict[str, Any]) -> dict[int, int]:
         return {int(name.removeprefix("train-")): client.list_samples(name).size for name in names}
 
 
-def rows_put(out: Path) -> Counter[str]:
+def rows_put(out):
     """How many rows rollout workers have put, by partition. What a worker tries after the kill is an error."""
-    rows: Counter[str] = Counter()
+    rows = Counter()
     events = out / "events.jsonl"
     for line in events.read_text().splitlines(keepends=True) if events.exists() else ():
         event = json.loads(line) if line.endswith("\n") and line.strip() else {}
@@ -131,8 +124,8 @@ def rows_put(out: Path) -> Counter[str]:
     return rows
 
 
-def wait_for_rows(out: Path, count: int, run: subprocess.Popen[str]) -> None:
-    def are_there() -> bool:
+def wait_for_rows(out, count, run):
+    def are_there():
         if run.poll() is not None:
             pytest.fail(f"the run ended: {run.communicate()}")
         return sum(rows_put(out).values()) >= count
@@ -140,7 +133,7 @@ def wait_for_rows(out: Path, count: int, run: subprocess.Popen[str]) -> None:
     eventually(are_there, 400.0)
 
 
-def kill_all(run: subprocess.Popen[str]) -> None:
+def kill_all(run):
     """Kills a run with all its processes, those of its Ray too, in any order. Meanwhile it can start no others."""
     run.send_signal(signal.SIGSTOP)
     family = psutil.Process(run.pid).children(recursive=True)
@@ -156,15 +149,15 @@ def kill_all(run: subprocess.Popen[str]) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kills", [1, *in_long(20)])
 def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(
-    tmp_path: Path, ray_server: str, python: Any, kills: int
-) -> None:
+    tmp_path, ray_server, python, kills
+):
     """Where it is killed twenty times, its own Ray is too."""
     options = {"namespace": f"killed-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20, "touch_ahead_bytes": 0}
     plane = {"backend": "shm_store", "options": {**options, "durable": str(tmp_path / "store")}}
     ray = PATIENCE | ({"address": ray_server} if kills == 1 else {})
     sections = {"grpo": {"steps": 2 * kills + 2}, "ray": ray}
     config, out = write_config(tmp_path, saving=GOES_ON, data_plane=plane, **sections), tmp_path / "out"
-    left: list[dict[int, int]] = []
+    left = []
     for number in range(kills):
         killed = start(config, out, path="shm_store", python=python)
         try:

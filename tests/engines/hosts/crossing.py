@@ -5,17 +5,14 @@ Usage: crossing.py RAY_ADDRESS ADDRESS_OF_THE_SECOND_HOST URL_OF_A_REDIS BACKEND
 Prints a line of JSON for each backend: where things were.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import Any
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dataplane_core import DataPlaneClient, connect
+from dataplane_core import connect
 from dataplane_testkit import backend_of
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, random_cells
 
@@ -23,7 +20,7 @@ ROWS = 96
 FIELDS = ["tokens", "wide", "half", "mask", "text"]
 
 
-def columns(seed: int) -> dict[str, Any]:
+def columns(seed):
     """Rows of several kinds, 1.5 MB: ragged ones, some of length 0, wide and small dtypes, objects."""
     lengths = [0 if row % 7 == 0 else 7 * row for row in range(ROWS)]
     return {
@@ -35,7 +32,7 @@ def columns(seed: int) -> dict[str, Any]:
     }
 
 
-def check(client: DataPlaneClient, prefix: str, seed: int) -> None:
+def check(client, prefix, seed):
     """Reads the samples that the other host has put."""
     got, expected = client.get_samples(ids(ROWS, prefix), "p", FIELDS), columns(seed)
     assert items_of(got.get("text")) == items_of(expected.pop("text"))
@@ -44,7 +41,7 @@ def check(client: DataPlaneClient, prefix: str, seed: int) -> None:
 
 
 @ray.remote(num_cpus=1)
-def answer(config: dict[str, Any]) -> dict[str, Any]:
+def answer(config):
     """On the second host: reads what the first has put, and puts rows of its own."""
     with connect(config, bootstrap=False) as client:
         check(client, "here", 1)
@@ -53,9 +50,9 @@ def answer(config: dict[str, Any]) -> dict[str, Any]:
     return {"ip": ray.util.get_node_ip_address(), "claimed": claimed.size}
 
 
-def cross(backend: str, other: str, redis_url: str) -> dict[str, Any]:
+def cross(backend, other, redis_url):
     """Moves data to a node and back."""
-    options: dict[str, Any] = {"url": redis_url} if backend == "redis_store" else {"num_storage_units": 2}
+    options = {"url": redis_url} if backend == "redis_store" else {"num_storage_units": 2}
     if backend == "tq_mooncake":
         options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
     config = {"backend": backend, "options": options, "op_timeout_s": 90}
@@ -74,7 +71,7 @@ def cross(backend: str, other: str, redis_url: str) -> dict[str, Any]:
     return {"backend": backend, "answered": answered, "units": units, "paths": paths}
 
 
-def main(ray_address: str, other_ip: str, redis_url: str, *backends: str) -> None:
+def main(ray_address, other_ip, redis_url, *backends):
     """The program."""
     ray.init(address=ray_address, log_to_driver=False, logging_level="ERROR")
     other = next(node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] == other_ip)

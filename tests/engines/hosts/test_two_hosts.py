@@ -1,14 +1,10 @@
 """Data over a network between two hosts, both ways, bit for bit."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 
 @pytest.mark.timeout(460)
-def test_data_crosses_hosts_both_ways_bit_for_bit(pair: Any) -> None:
+def test_data_crosses_hosts_both_ways_bit_for_bit(pair):
     backends = ["tq_simple", "tq_mooncake", "redis_store"]
     for backend, found in zip(backends, pair.cross(*backends), strict=True):
         assert found["backend"] == backend

@@ -22,7 +22,7 @@ class Mine(Backend):
 NO_LIBRARY = 'import ctypes\nctypes.CDLL("libacme_fabric.so.7")\n'
 
 
-def taking(hook: str) -> str:
+def taking(hook):
     return GOOD.replace("def get_samples(self, request): ...", hook)
 
 

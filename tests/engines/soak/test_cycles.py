@@ -3,20 +3,17 @@
 `benchmarks/soak.py` does the same for longer, with several processes and kills.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
 import uuid
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from tiers import in_long
 
-from dataplane_core import DataPlaneClient, connect
+from dataplane_core import connect
 from dataplane_testkit import backend_of
 
 CYCLES = 400
@@ -25,7 +22,7 @@ ALLOWED_BYTES = 4_000_000
 IDS = [f"s{number}" for number in range(8)]
 
 
-def cycle(client: DataPlaneClient, count: int) -> None:
+def cycle(client, count):
     """Cycles with 16 kB each."""
     for _ in range(count):
         client.put_samples(IDS, "p", {"x": torch.zeros(8, 500)}, tags=[{"n": 1}] * 8)
@@ -35,11 +32,11 @@ def cycle(client: DataPlaneClient, count: int) -> None:
         client.clear_samples(meta.sample_ids, "p")
 
 
-def seen(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, float]:
+def seen(client, store):
     """What must not grow."""
     gc.collect()
     here, backend = psutil.Process(), backend_of(client)
-    found: dict[str, Any] = {"threads": threading.active_count(), "descriptors": here.num_fds()}
+    found = {"threads": threading.active_count(), "descriptors": here.num_fds()}
     found["bytes here"] = here.memory_info().rss
     for number, each in enumerate(store):
         found[f"bytes of {each.name()} {number}"] = each.memory_info().rss
@@ -53,15 +50,13 @@ def seen(client: DataPlaneClient, store: list[psutil.Process]) -> dict[str, floa
     return found
 
 
-def _ask(backend: Any, *command: bytes) -> Any:
+def _ask(backend, *command):
     return backend._session.command(command[0].decode(), time.monotonic() + 60.0, *command)
 
 
 @pytest.mark.parametrize("name", ["noop", "shm_store", "redis_store", *in_long("tq_simple", "tq_mooncake")])
-def test_cycles_leave_nothing_behind(
-    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"server": "private"} if name == "redis_store" else {}
+def test_cycles_leave_nothing_behind(name, request, monkeypatch):
+    options = {"server": "private"} if name == "redis_store" else {}
     if name in ("shm_store", "redis_store"):
         options["namespace"] = f"cycles-{uuid.uuid4().hex[:12]}"
     if name.startswith("tq_"):

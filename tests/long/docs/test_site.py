@@ -3,8 +3,6 @@
 `make docs` runs these tests. With `make test-long` they build a site of their own.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -18,19 +16,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def _exported(module: str) -> list[str]:
+def _exported(module):
     """Its ``__all__``, if it has one, from the source: importing would change this process's settings."""
     package, *parts = module.split(".")
     folder = ROOT / package.removeprefix("dataplane_") / "src" / package
     file = folder.joinpath(*parts)
     source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8")
     found = re.findall(r"^__all__(?:: list\[str\])? = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
-    names: list[str] = ast.literal_eval(found[0]) if found else []
-    return names
+    return ast.literal_eval(found[0]) if found else []
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     if "DATAPLANE_SITE" in os.environ:
         return Path(os.environ["DATAPLANE_SITE"])
     folder = tmp_path_factory.mktemp("docs") / "site"
@@ -40,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_reference_has_every_public_name(site: Path) -> None:
+def test_the_reference_has_every_public_name(site):
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     documented = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
     modules = [page.stem for page in (site / "reference").glob("*.html")]
@@ -50,14 +47,14 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert [name for name in public if name not in documented and name not in modules] == []  # a module has a page
 
 
-def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+def test_no_page_loads_anything_from_another_host(site):
     loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//", re.IGNORECASE)
     pages = list(site.rglob("*.html"))
     assert len(pages) > 50
     assert [page.name for page in pages if loads.search(page.read_text(encoding="utf-8"))] == []
 
 
-def test_every_link_between_pages_is_one_of_the_site(site: Path) -> None:
+def test_every_link_between_pages_is_one_of_the_site(site):
     for page in site.rglob("*.html"):
         if page.name == "404.html":  # its links begin at the root of the site
             continue
@@ -65,7 +62,7 @@ def test_every_link_between_pages_is_one_of_the_site(site: Path) -> None:
             assert (page.parent / target).exists(), f"{page.relative_to(site)} links {target}"
 
 
-def test_the_reference_of_the_clients_has_their_methods_with_their_arguments(site: Path) -> None:
+def test_the_reference_of_the_clients_has_their_methods_with_their_arguments(site):
     page = (site / "reference" / "dataplane_core.client.html").read_text(encoding="utf-8")
     for client in ("DataPlaneClient", "AsyncDataPlaneClient"):
         for method in ("put_samples", "claim_meta", "ack", "describe", "close"):

@@ -1,12 +1,9 @@
 """The GRPO example when it is broken off: how it ends, that it leaves nothing, and how it goes on."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import signal
-from pathlib import Path
 
 import pytest
 from grpo_runs import assert_gone, finish, run, running_past, start, without_ray_agents, write_config
@@ -37,8 +34,8 @@ SILENT = r"error: no answer from rollout worker within 5 s while .* in step \d+\
     ],
 )
 def test_a_run_of_which_a_process_gets_a_signal_says_why_it_ends_and_leaves_no_process(
-    tmp_path: Path, path: str, options: tuple[str, ...], who: str, signum: int, code: int, said: str
-) -> None:
+    tmp_path, path, options, who, signum, code, said
+):
     # only the test of the deadline shortens it: a busy machine may take minutes
     config = write_config(tmp_path, ray={"step_timeout_s": 5 if signum == signal.SIGSTOP else 400})
     endless = start(config, tmp_path / "out", *options, "--steps", "100000", path=path)
@@ -65,9 +62,7 @@ def test_a_run_of_which_a_process_gets_a_signal_says_why_it_ends_and_leaves_no_p
         ("redis_store", "tq_simple", ("--mode", "async", "--workers", "megatron")),
     ],
 )
-def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(
-    tmp_path: Path, path: str, uncut: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_run_killed_at_a_random_step_goes_on_to_the_results_of_one_that_was_not(tmp_path, path, uncut, arguments):
     config = write_config(tmp_path)
     killed = random.randint(2, 6)
     endless = start(config, tmp_path / "cut", *arguments, "--steps", "100000", "--save-every", "1", path=path)

@@ -6,21 +6,16 @@ ACT is ``own``, or one of what `Worker` does. It prints a line when it is connec
 standard input, a list in JSON, with one line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import ray
 import torch
 
 from dataplane_core import connect
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LostSamplesError
 
 ROWS = 6
@@ -30,17 +25,17 @@ _REST_S = 0.02
 CLAIM_S = 180.0
 
 
-def rows(ids: list[str]) -> torch.Tensor:
+def rows(ids):
     """The cells of samples: different ones have different cells."""
     return torch.tensor([[int(each.rpartition("-")[2]), len(each), *map(ord, each.rjust(12))] for each in ids])
 
 
-def put(client: DataPlaneClient, ids: list[str]) -> None:
+def put(client, ids):
     """Puts samples."""
     client.put_samples(ids, "p", {"x": rows(ids)})
 
 
-def read(client: DataPlaneClient, ids: list[str]) -> list[str]:
+def read(client, ids):
     """Reads samples. Returns those that are lost; the others have the right cells."""
     try:
         got = client.get_samples(ids, "p", ["x"])["x"]
@@ -61,7 +56,7 @@ class Worker:
         failure: Why it ended.
     """
 
-    def __init__(self, client: DataPlaneClient, act: str) -> None:
+    def __init__(self, client, act):
         self.done: list[str] = []
         self.rounds = 0
         self.failure: str | None = None
@@ -70,7 +65,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, args=(getattr(self, f"_{act}"),))
         self._thread.start()
 
-    def _run(self, act: Callable[[], None]) -> None:
+    def _run(self, act):
         while not self._stop.is_set():
             try:
                 act()
@@ -80,7 +75,7 @@ class Worker:
                 return
             time.sleep(_REST_S)
 
-    def _try(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _try(self, call, *args, **options):
         """Makes a call until it is done, or until the end."""
         while True:
             try:
@@ -91,12 +86,12 @@ class Worker:
                 if self._stop.is_set():
                     return None
 
-    def _put(self) -> None:
+    def _put(self):
         ids = [f"a{self.rounds}-{row}" for row in range(ROWS)]
         self.done += ids  # from now on it may be there
         self._try(put, self._client, ids)
 
-    def _claim(self, task: str, lease_s: float | None) -> None:
+    def _claim(self, task, lease_s):
         meta = self._try(self._client.claim_meta, "p", task, ["x"], ROWS, lease_s=lease_s, timeout_s=CLAIM_S)
         if meta is None:
             return
@@ -108,28 +103,28 @@ class Worker:
                 raise AssertionError(f"ack: {type(error).__name__}: {error}") from error
         self.done += meta.sample_ids
 
-    def _lease(self) -> None:
+    def _lease(self):
         self._claim("leased", 600.0)
 
-    def _take(self) -> None:
+    def _take(self):
         self._claim("taken", None)
 
-    def _read(self) -> None:
+    def _read(self):
         known = set(self.done)
         ids = [each for each in self._try(self._client.list_samples, "p") or [] if each not in known][:50]
         if ids:
             self._try(read, self._client, ids)
             self.done += ids
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         """How far it is."""
         return {"rounds": self.rounds, "failure": self.failure}
 
-    def so_far(self) -> list[str]:
+    def so_far(self):
         """What is done."""
         return list(self.done)
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self):
         """Ends it."""
         self._stop.set()
         self._thread.join()
@@ -139,67 +134,66 @@ class Worker:
 class Owner:
     """Bootstraps an instance, and looks at it."""
 
-    def __init__(self, client: DataPlaneClient) -> None:
+    def __init__(self, client):
         self._client = client
         client.register_partition("p", ["x"], None, ["leased", "taken"], if_exists="keep")
 
-    def put(self, ids: list[str]) -> None:
+    def put(self, ids):
         """Puts samples."""
         put(self._client, ids)
 
-    def put_apart(self) -> None:
+    def put_apart(self):
         """Puts samples that nobody else looks at, over all units."""
         self._client.register_partition("apart", ["x"], None, [])
         for row in range(20):
             self._client.put_samples([f"apart-{row}"], "apart", {"x": torch.ones(1, 100)})
 
-    def clear_apart(self) -> None:
+    def clear_apart(self):
         """Clears them."""
         self._client.clear_samples(None, "apart")
 
-    def lost(self, ids: list[str]) -> list[str]:
+    def lost(self, ids):
         """Reads samples; those that are lost."""
         return read(self._client, ids)
 
-    def samples(self) -> list[str]:
+    def samples(self):
         """All samples."""
         return list(self._client.list_samples("p"))
 
-    def rest(self, task: str) -> list[str]:
+    def rest(self, task):
         """The samples that nobody was given."""
         return list(self._client.claim_meta("p", task, ["x"], 10**6, blocking=False).sample_ids)
 
-    def states_of_units(self) -> list[str]:
+    def states_of_units(self):
         """The states of the storage units."""
         return [each.state for each in self._client.list_units()]
 
-    def controller(self) -> tuple[int, str]:
+    def controller(self):
         """The process id of the controller, and the address of its host."""
         (name,) = [each for each in _actors() if "/" not in each]
         handle = ray.get_actor(name, namespace=NAMESPACE)
-        found: tuple[int, str] = ray.get(handle.__ray_call__.remote(_place), timeout=60)
-        return found
+        return ray.get(handle.__ray_call__.remote(_place), timeout=60)
 
-    def num_nodes(self) -> int:
+    def num_nodes(self):
         """How many nodes Ray takes for alive."""
         return sum(each["Alive"] for each in ray.nodes())
 
 
-def _place(_: object) -> tuple[int, str]:
+def _place(_):
     return os.getpid(), ray.util.get_node_ip_address()
 
 
-def _actors() -> list[str]:
+def _actors():
     return [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
 
 
-def main(act: str, config: str, ray_address: str, own_address: str) -> None:
+def main(act, config, ray_address, own_address):
     """The program."""
     answers, sys.stdout = sys.stdout, sys.stderr  # Ray prints what it sees
     # Without the address, Ray takes the first raylet of this machine, which may be that of the other host.
     ray.init(address=ray_address, _node_ip_address=own_address, log_to_driver=False, logging_level="ERROR")
     with connect(json.loads(config), bootstrap=act == "own") as client:
-        one: Any = Owner(client) if act == "own" else Worker(client, act)
+        one = Owner(client) if act == "own" else Worker(client, act)
         print(json.dumps("connected"), file=answers, flush=True)
         for line in sys.stdin:
             method, *args = json.loads(line)

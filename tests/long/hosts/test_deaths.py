@@ -1,7 +1,5 @@
 """Ray's head, a node, and the network between two hosts go and come back, while four processes put, claim and read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ _ACTS = ("put", "lease", "take", "read")
 class Process:
     """A process on a host that runs `going_on.py`."""
 
-    def __init__(self, pair: Any, host: Any, act: str, config: dict[str, Any], log: Path) -> None:
+    def __init__(self, pair, host, act, config, log):
         words = [sys.executable, str(_PROGRAM), act, json.dumps(config), pair.ray_address, host.address]
         self.what = act
         self._log = log
@@ -38,32 +34,32 @@ class Process:
             pipe = subprocess.PIPE
             self._process = host.start(*words, stdin=pipe, stdout=pipe, stderr=err)
 
-    def hear(self) -> Any:
+    def hear(self):
         """The next line that it prints."""
         line = self._process.stdout.readline()
         assert line, f"{self.what} ended: {self._log.read_text()[-4000:]}"
         return json.loads(line)
 
-    def tell(self, *words: Any) -> None:
+    def tell(self, *words):
         """Calls a method. Its value is the next line."""
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
 
-    def ask(self, *words: Any) -> Any:
+    def ask(self, *words):
         """Calls a method, and returns its value."""
         self.tell(*words)
         return self.hear()
 
-    def has_ended(self) -> bool:
+    def has_ended(self):
         """Whether it has ended."""
         return self._process.poll() is not None
 
-    def close(self) -> None:
+    def close(self):
         """Has it close its client, and end."""
         assert self.ask("close") == "closed"
         assert self._process.wait(_STARTS_S) == 0
 
-    def end(self) -> None:
+    def end(self):
         """Ends it."""
         if not self.has_ended():
             self._process.kill()
@@ -73,7 +69,7 @@ class Process:
 class Run:
     """An instance, and four processes on the given hosts that put, claim and read."""
 
-    def __init__(self, pair: Any, folder: Path, hosts: dict[str, Any], backend: str, **options: Any) -> None:
+    def __init__(self, pair, folder, hosts, backend, **options):
         self._pair = pair
         self._folder = folder
         self._stack = contextlib.ExitStack()
@@ -92,23 +88,23 @@ class Run:
                 assert each.hear() == "connected"
             stack.pop_all()
 
-    def __enter__(self) -> Run:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stack.close()
 
-    def start(self, act: str, host: Any) -> Process:
+    def start(self, act, host):
         """Starts a process."""
         process = Process(self._pair, host, act, self._config, self._folder / f"{act}.err")
         self._stack.callback(process.end)
         return process
 
-    def all_go_on(self, workers: Sequence[Process] | None = None) -> None:
+    def all_go_on(self, workers=None):
         """All, or these, do their thing some more times."""
         workers = self.workers if workers is None else workers
 
-        def rounds() -> list[int]:
+        def rounds():
             states = [each.ask("state") for each in workers]
             assert [each["failure"] for each in states if each["failure"]] == []
             return [each["rounds"] for each in states]
@@ -116,15 +112,15 @@ class Run:
         before = rounds()
         eventually(lambda: all(now > then + 2 for now, then in zip(rounds(), before, strict=True)), _OP_TIMEOUT_S)
 
-    def eventually_nodes(self, count: int) -> None:
+    def eventually_nodes(self, count):
         """Waits until Ray takes so many nodes for alive."""
         eventually(lambda: self.owner.ask("num_nodes") == count, _SEEN_S)
 
-    def eventually_two_units(self) -> None:
+    def eventually_two_units(self):
         """Waits until both storage units serve."""
         eventually(lambda: self.owner.ask("states_of_units") == ["serving"] * 2, _SEEN_S)
 
-    def check(self) -> list[str]:
+    def check(self):
         """Stops the processes. Each committed sample is there or lost, and was given once. Returns the lost ones."""
         for each in self.workers:
             each.tell("stop")
@@ -138,17 +134,16 @@ class Run:
         for task, act in (("leased", "lease"), ("taken", "take")):
             rest = self.owner.ask("rest", task)
             assert sorted([*states[act]["done"], *rest]) == sorted(mine), f"{task}: each is given once"
-        lost: list[str] = self.owner.ask("lost", mine)
-        return lost
+        return self.owner.ask("lost", mine)
 
-    def close(self) -> None:
+    def close(self):
         """Has all processes close their clients."""
         for each in (*self.workers, self.owner):
             each.close()
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[str]:
+def journal(tmp_path):
     """A folder for the journals of controllers, which is empty at the end."""
     folder = tmp_path / "journal"
     folder.mkdir()
@@ -157,7 +152,7 @@ def journal(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake"])
-def test_the_head_dies_and_comes_back(mortal_pair: Any, tmp_path: Path, journal: str, backend: str) -> None:
+def test_the_head_dies_and_comes_back(mortal_pair, tmp_path, journal, backend):
     """With its state in a Redis. Meanwhile all go on; but a controller that dies then starts only when it is back."""
     pair = mortal_pair
     redis = pair.start_redis(pair.there)
@@ -182,9 +177,7 @@ def test_the_head_dies_and_comes_back(mortal_pair: Any, tmp_path: Path, journal:
 
 
 @pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake"])
-def test_a_node_dies_with_the_controller_and_a_unit(
-    mortal_pair: Any, tmp_path: Path, journal: str, backend: str
-) -> None:
+def test_a_node_dies_with_the_controller_and_a_unit(mortal_pair, tmp_path, journal, backend):
     """The controller waits for a node with CPUs for it. What only that unit held is lost and named."""
     pair = mortal_pair
     pair.start_head()
@@ -208,7 +201,7 @@ def test_a_node_dies_with_the_controller_and_a_unit(
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: Path, silent: bool) -> None:
+def test_nodes_with_durable_units_die_and_come_back(mortal_pair, tmp_path, silent):
     """First one node, then both, each with a folder of its own. A silent one is as without power: nothing is closed."""
     pair, folder = mortal_pair, tmp_path / "durable"
     folder.mkdir()
@@ -217,7 +210,7 @@ def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: 
         own.mkdir()
         host.mount(own, folder)
 
-    def start_nodes() -> None:
+    def start_nodes():
         pair.start_head()
         pair.start_node(pair.there)
 
@@ -261,9 +254,7 @@ def test_nodes_with_durable_units_die_and_come_back(mortal_pair: Any, tmp_path: 
 
 @pytest.mark.parametrize("backend", ["tq_simple", "tq_mooncake"])
 @pytest.mark.parametrize("controller", ["here", "there"])
-def test_the_network_is_cut_and_joined(
-    mortal_pair: Any, tmp_path: Path, journal: str, backend: str, controller: str
-) -> None:
+def test_the_network_is_cut_and_joined(mortal_pair, tmp_path, journal, backend, controller):
     """Cut for seconds, all wait. Cut for longer, Ray gives the second host up: the first one goes on with what it has,
     and the second one when it is joined again. A controller that was given up gives nothing any longer.
     """

@@ -26,6 +26,13 @@ class _Sample(NamedTuple):
     fields: MappingProxyType[str, MappingProxyType[str, Any]]
 
 
+def _column(fields: TensorDictBase, name: str) -> Any:
+    try:
+        return fields.get(name)
+    except RuntimeError:  # rows of a lazy stack that differ in shape
+        return fields.get(name, as_nested_tensor=True)
+
+
 def _schema_of(name: str, column: Any, size: int) -> dict[str, Any]:
     is_tensor = isinstance(column, torch.Tensor)
     rows = column.unbind() if is_tensor and column.is_nested else column
@@ -175,7 +182,9 @@ class BatchMeta:
             return self
         if size != self.size:
             raise ValueError(f"add_fields batch size mismatch: self.size={self.size} vs tensor_dict={size}")
-        self.field_schema.update({name: _schema_of(name, column, size) for name, column in tensor_dict.items()})
+        self.field_schema.update(
+            {name: _schema_of(name, _column(tensor_dict, name), size) for name in tensor_dict.keys()}
+        )
         if set_all_ready:
             self.production_status[:] = 1
         return self

@@ -312,12 +312,12 @@ class RecordedRouting:
             )
         for layer in self._layers:
             assert layer.used is not None
-            used = layer.used.short()
+            used = layer.used  # not yet int16, which neither Gloo nor NCCL gathers
             if self._group is not None:
                 parts = [torch.empty_like(used) for _ in range(dist.get_world_size(self._group))]
                 dist.all_gather(parts, used.contiguous(), group=self._group)
                 used = torch.cat(parts)
-            columns[layer.router.layer_number] = used.view(-1, num_rows, used.shape[-1]).transpose(0, 1)
+            columns[layer.router.layer_number] = used.short().view(-1, num_rows, used.shape[-1]).transpose(0, 1)
         elsewhere = torch.full_like(next(iter(columns.values())), -1)
         return torch.stack([columns.get(number, elsewhere) for number in self._moe_layers], dim=2)
 

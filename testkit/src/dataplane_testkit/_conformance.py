@@ -6,7 +6,6 @@ from dataplane_testkit.suites.capacity import CapacitySuite
 from dataplane_testkit.suites.claims import ClaimSuite
 from dataplane_testkit.suites.columns import ColumnSuite
 from dataplane_testkit.suites.consumption import ConsumptionSuite
-from dataplane_testkit.suites.costs import CostSuite
 from dataplane_testkit.suites.engine import EngineSuite
 from dataplane_testkit.suites.faults import FaultSuite
 from dataplane_testkit.suites.leases import LeaseSuite
@@ -28,7 +27,6 @@ class BackendConformance(
     ProcessSuite,
     RaceSuite,
     LifecycleSuite,
-    CostSuite,
     FaultSuite,
     RefusalSuite,
     CapacitySuite,

@@ -387,10 +387,12 @@ class History:
             group = known.grpo_group_size
         if Capability.GROUPS not in self.able:
             group = None
+        tasks = dice.choice([TASKS, TASKS, TASKS, TASKS[:1]])
         return commands.RegisterRequest(
-            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(TASKS)),
-            *(group, {}, f"e{self._number()}"),
+            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(tasks)),
+            *(group, dice.choice([{}, {"o": ["a"]}, {"o": ["b"]}]), f"e{self._number()}"),
             if_exists="keep" if keeps else "replace",
+            followers=dice.choice([[], list(tasks[1:])]),
         )
 
     def _finish(self, name: str = "") -> Step | None:
@@ -470,7 +472,7 @@ class History:
             where,
             task or (dice.choice(TASKS) if dice.random() < 0.98 else "nobody"),
             self._required(where),
-            dice.choice([1, 1, 2, 2, 3, 4]) * (self._group_size(where) or 1),
+            dice.choice([1, 1, 2, 2, 3, 4]) * (self._group_size(where) or 1) + (dice.random() < 0.03),
             all_or_nothing=waits,
             explain=waits and self.real,
             lease_s=dice.choice([None, *leases]) if Capability.LEASES in self.able else None,

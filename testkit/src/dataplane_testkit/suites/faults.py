@@ -1,5 +1,5 @@
-"""Faults around every operation: an error before the backend gets the request, a lost reply, a deadline that has
-passed, a reply that was cut. The client must raise, and a second call must neither lose nor double a sample."""
+"""Faults around every operation: a lost reply, a deadline that has passed. A second call must neither lose nor double a
+sample."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 import torch
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    LeaseExpiredError,
-    UnsupportedOperationError,
-)
+from dataplane_core.errors import BackendUnavailableError, LeaseExpiredError, UnsupportedOperationError
 from dataplane_core.spec import Capability
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
@@ -151,9 +147,6 @@ CASES: Final[dict[str, Case]] = {
     "list_units": Case("list_units", lambda s: s.client.list_units(), _unchanged, Capability.UNITS),
 }
 each_case = pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-
-#: Hooks whose replies hold a number of rows, or one entry per row.
-_COUNTED: Final = {"put_samples", "get_samples", "claim", "ack", "nack", "renew", "list_samples", "list_fields"}
 
 
 class FaultSuite(Suite, chapter="faults"):

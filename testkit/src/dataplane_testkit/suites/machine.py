@@ -390,7 +390,7 @@ class StoreMachine:
         if is_new or step.if_exists == "replace":
             self.epochs[step.partition_id] = sent[-1].epoch
             self.forget(step.partition_id, None)
-        info = self.hooks.describe(partition)
+        info = self.hooks.ask("describe_partition", partition)
         same("identity", info.epoch, self.epochs[step.partition_id], "the epoch of the registration")
         same(rule, replace(info, epoch=""), replace(reply[0], epoch=""), "the registration")
         return reply
@@ -575,7 +575,8 @@ class StoreMachine:
 
     def check_answers(self, partition: str, questions: Sequence[Any], expected: Sequence[Any]) -> None:
         """Compares what claims would find."""
-        for answer, right in zip(self.hooks.answers(partition, *questions), expected, strict=True):
+        found = self.hooks.ask("inspect_partition", partition, questions=list(questions)).answers
+        for answer, right in zip(found, expected, strict=True):
             same("questions", answer is None, right is None, "whether there is such a task")
             if right is not None:
                 same("questions", answer.num_ready, right.num_ready, "the samples that are ready")

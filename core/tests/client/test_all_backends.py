@@ -42,7 +42,7 @@ def client(faults):
 #: Call -> its hook.
 CALLS = {
     "register_partition": (lambda c: c.register_partition("q", ["x"], None, ["train"]), "register_partition"),
-    "put_samples": (lambda c: c.put_samples(IDS, "p", {"x": torch.arange(2), "y": torch.zeros(2)}), "put_samples"),
+    "put_samples": (lambda c: c.put_samples(IDS, "p", {"x": torch.arange(2)}), "put_samples"),
     "put_samples of tags": (lambda c: c.put_samples(IDS, "p", tags=[{}, {}]), "put_samples"),
     "get_samples": (lambda c: c.get_samples([*IDS, *IDS], "p", ["x"]), "get_samples"),
     "claim_meta": (lambda c: c.claim_meta("p", "train", ["x"], 2, blocking=False), "claim"),
@@ -109,7 +109,7 @@ def test_a_cell_that_is_cut_is_named(faults):
         client.register_partition("p", ["x", "o"], None, ["train"])
         client.put_samples(IDS, "p", {"x": torch.arange(6).view(2, 3), "o": as_objects({"a": [1, 2]}, "text")})
         for field in ("x", "o"):
-            with faults.after("get_samples", cut), pytest.raises(CorruptDataError, match=f"{field}.*'b'") as caught:
+            with faults.after("get_samples", cut), pytest.raises(CorruptDataError, match=f"'b'.*'{field}'") as caught:
                 client.get_samples(IDS, "p", [field])
             assert caught.value.cells == {"b": (field,)}
         assert items_of(client.get_samples(IDS, "p", ["o"])["o"]) == [{"a": [1, 2]}, "text"]
@@ -266,7 +266,7 @@ def test_wrong_arguments_are_refused_before_any_hook(client, faults):
         usual = {"partition_id": "p", **USUAL[operation]} if operation in USUAL else {}
         for arguments in cases:
             with naming(f"{operation} {arguments}"), faults.counting() as calls:
-                with pytest.raises(error, match=word) as caught:
+                with pytest.raises(error, match=word or None) as caught:
                     getattr(client, operation)(**{**usual, **arguments})
                 check_error(caught.value, "noop")
                 assert calls == [], "a hook was called"

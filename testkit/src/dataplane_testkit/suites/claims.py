@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -197,6 +197,34 @@ class ClaimSuite(Suite, chapter="claims"):
         again = batch(one, 0, None)
         assert again.sample_ids == ["s0", "s1"]
         assert batch(two, 0, 0) == again, "a new registration does not begin with batch 0"
+
+    def test_the_end_is_the_same_for_all_ranks(self, store: Store) -> None:
+        partition = store.filled(2, num_samples=2)
+        claim = partial(store.claim, partition, 1, lease_s=_LONG_S, dp_size=2, blocking=True, timeout_s=30.0)
+        first = [claim(dp_rank=rank, batch_index=0) for rank in (0, 1)]
+        assert [meta.sample_ids for meta in first] == [["s0"], ["s1"]]
+        assert claim(dp_rank=0, batch_index=1).size == 0
+        store.client.nack(first[0])
+        assert claim(dp_rank=1, batch_index=1).size == claim(dp_rank=0, batch_index=1).size == 0
+        assert [claim(dp_rank=rank, batch_index=2).sample_ids for rank in (1, 0)] == [[], ["s0"]]
+
+    def test_incomplete_groups_are_not_given(self, store: Store) -> None:
+        partition = store.filled(["z_g1", "a_g0", "k_g0", "k_g1"], "x", "y", group_size=2)
+        store.put(partition, ["z_g1", "a_g0", "k_g0"], y=torch.zeros(3))
+        assert store.claim(partition, 8, "x", "y").sample_ids == []
+        store.put(partition, ["z_g0"], x=torch.arange(1), y=torch.zeros(1))
+        assert sorted(store.claim(partition, 8, "x", "y").sample_ids) == ["z_g0", "z_g1"]
+        assert store.claim(partition, 8).sample_ids == ["k_g0", "k_g1"]
+
+    def test_samples_match_the_filter(self, store: Store) -> None:
+        tag_filter = {"version": (">=", 7), "split": "a"}
+        tags: list[dict[str, Any]] = [{"version": 7, "split": "a"}, {"version": 6, "split": "a"}, {}, {"version": 8}]
+        partition = store.filled(4, tags=tags)
+        if store.declares(Capability.LISTING):
+            assert store.client.list_samples(partition, tag_filter).sample_ids == ["s0"]
+        if store.declares(Capability.CLAIMS):
+            assert store.claim(partition, 9, tag_filter=tag_filter).sample_ids == ["s0"]
+            assert store.claim(partition, 9).sample_ids == ["s1", "s2", "s3"], "samples that did not match are gone"
 
     @each_scene
     def test_a_claim_that_waits_is_answered(self, store: Store, scene: Callable[[Store], None]) -> None:

@@ -126,7 +126,7 @@ class EngineSuite(Suite, chapter="engine"):
         never, gone, stays = keys[::3], keys[1::3], keys[2::3]
         blobs.put_many({key: b"data" if number % 5 else b"" for number, key in enumerate([*gone, *stays])})
         kept = {key: blobs.get(key) for key in stays}
-        for some in (gone, [*never, *gone]):  # those that are not there are ignored
+        for some in ([*never, *gone], gone):  # those that are not there are ignored
             if method == "delete_many":
                 blobs.delete_many(some)
             else:

@@ -55,24 +55,14 @@ class ListingSuite(Suite, chapter="listing"):
 
     # --- describe -----------------------------------------------------------------------------------------------------
 
-    def test_describe_counts_samples(self, store: Store) -> None:
-        partition = store.register("x", num_samples=64, tasks=["a", "b"])
-        empty = store.client.describe(partition)
-        assert (empty.num_samples, empty.num_cleared, empty.held_bytes, empty.oldest_s) == (0, 0, 0, None)
-        info = (empty.info.fields, empty.info.num_samples, empty.info.consumer_tasks)
-        assert info == (("x",), 64, ("a", "b"))
+    def test_describe_counts_the_bytes_that_are_held(self, store: Store) -> None:
+        partition = store.register("x")
         store.put(partition, ids(64), x=torch.zeros(64, 100, dtype=torch.float64))
-        full = store.client.describe(partition)
-        assert 64 * 800 <= full.held_bytes <= 2 * 64 * 800
-        assert full.oldest_s is not None
+        held_bytes = store.client.describe(partition).held_bytes
+        assert 64 * 800 <= held_bytes <= 2 * 64 * 800
         for cleared in (48, 64):
             store.client.clear_samples(ids(cleared), partition)
-            less = store.client.describe(partition)
-            assert (less.num_samples, less.num_cleared) == (64 - cleared, cleared)
-            assert less.held_bytes == full.held_bytes * (64 - cleared) // 64
-        assert less.oldest_s is None
-        with store.refusal(KeyError, "nowhere"):
-            store.client.describe("nowhere")
+            assert store.client.describe(partition).held_bytes == held_bytes * (64 - cleared) // 64
 
     @pytest.mark.parametrize("left", [0, 1], ids=["the_renewed_one", "the_other_one"])
     def test_a_renewal_of_a_part_changes_no_age(self, store: Store, left: int) -> None:

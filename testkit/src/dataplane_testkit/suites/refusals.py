@@ -34,7 +34,7 @@ _USUAL: Final[dict[str, dict[str, Any]]] = {
     "is_finished": {"task_names": ["train"]},
     "list_consumed": {"task_name": "train"},
     "reset_consumption": {"task_name": "train"},
-    **{operation: {} for operation in ("list_samples", "list_sample_ids", "describe")},
+    **{operation: {} for operation in ("put_samples", "get_samples", "list_samples", "list_sample_ids", "describe")},
 }
 
 _Arguments: TypeAlias = dict[str, Any]

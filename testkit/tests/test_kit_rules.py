@@ -15,7 +15,7 @@ pytest_plugins = ["pytester"]
 
 ORDER = "test_get_keeps_the_order_asked_for"
 HEAD = f"""
-import pytest, socket, warnings
+import pytest
 from dataplane_testkit import BackendConformance
 from dataplane_testkit.suites.rows import RowSuite
 from dataplane_noop import NoopBackend
@@ -137,37 +137,6 @@ def test_the_report_says_what_each_class_proved(run, pytester, processes):
     for text in (result.stdout.str(), markdown.read_text()):
         assert f"\n  - the rule: {test['rule']}\n  - check first: {test['check_first']}\n" in text
         assert all(report["badge"] in text for report in reports.values())
-
-
-WARNS = """
-class Warns(NoopBackend):
-    def get_samples(self, request):
-        self.warn()
-        return super().get_samples(request)
-
-class Deprecated(Warns):
-    def warn(self):
-        warnings.warn(f"row at {id(self):#x}\\nis old", DeprecationWarning)
-
-class Leaks(Warns):
-    def warn(self):
-        socket.socket()
-
-TestDeprecated, TestLeaks = of("deprecated", Deprecated), of("leaks", Leaks)
-"""
-TEXTS = {"deprecated": ("DeprecationWarning", "is old"), "leaks": ("ResourceWarning", "unclosed <socket.socket")}
-
-
-@pytest.mark.parametrize("how", ["default", "error"])
-def test_the_text_of_a_warning_is_told_also_where_it_is_an_error(run, how):
-    result, reports = run(WARNS, "-k", "a_cell_of_16_mb", "-W", how)  # one read
-    for name, (category, text) in TEXTS.items():
-        ((outcome, reason),) = selected(reports[name]).values()
-        told = [f"{each['category']}: {each['text']} in {each['test']}" for each in reports[name]["warnings"]]
-        assert (outcome, len(told)) == (("pass", 1) if how == "default" else ("fail", 0))
-        assert category in (told or [reason])[0]
-        assert text in (told or [reason])[0]
-        result.stdout.fnmatch_lines([f"- *{category}*{text}*"])
 
 
 # --- an author's class ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from dataplane_core import connect
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
-from dataplane_core.errors import BackendError, CorruptDataError, StalePartitionError
+from dataplane_core.errors import BackendError, ClientClosedError, CorruptDataError, StalePartitionError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import WireFormat
 from dataplane_noop import NoopBackend
@@ -91,6 +91,13 @@ def test_a_reply_that_is_short_or_none_is_refused(client, faults, call, hook):
         if hook in ("ack", "nack", "claim"):  # it was done
             client.reset_consumption("p", "train")
             client.held = client.claim_meta("p", "train", ["x"], 2, lease_s=600.0)
+
+
+@each_call
+def test_a_closed_client_refuses(client, call, hook):
+    client.close()
+    with pytest.raises(ClientClosedError):
+        call(client)
 
 
 def test_a_cell_that_is_cut_is_named(faults):

@@ -16,9 +16,15 @@ from tensordict import TensorDict
 from dataplane_core import connect
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
-from dataplane_core.errors import BackendError, ClientClosedError, CorruptDataError, StalePartitionError
+from dataplane_core.errors import (
+    BackendError,
+    ClientClosedError,
+    CorruptDataError,
+    StalePartitionError,
+    UnsupportedOperationError,
+)
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import WireFormat
+from dataplane_core.spec import Capability, WireFormat
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
 from dataplane_testkit._columns import as_object_array, as_objects, batch, items_of, naming
@@ -277,3 +283,54 @@ def test_wrong_arguments_are_refused_before_any_hook(client, faults):
                     getattr(client, operation)(**{**usual, **arguments})
                 check_error(caught.value, "noop")
                 assert calls == [], "a hook was called"
+
+
+# --- what a backend does not declare ----------------------------------------------------------------------------------
+
+CLAIM = ("p", "train", ["x"], 1)
+#: Capability -> calls that are refused where it is not declared.
+UNDECLARED = {
+    Capability.CLAIMS: [
+        lambda c: c.claim_meta(*CLAIM),
+        lambda c: c.check_consumption_status("p", ["train"]),
+        lambda c: c.is_finished("p", ["train"]),
+    ],
+    Capability.GROUPS: [lambda c: c.register_partition("p", ["x"], None, ["train"], 2)],
+    Capability.LEASES: [
+        lambda c: c.claim_meta(*CLAIM, lease_s=1.0),
+        lambda c: c.ack(LEASED),
+        lambda c: c.nack(LEASED),
+        lambda c: c.renew(LEASED, 60.0),
+    ],
+    Capability.TAG_FILTERS: [
+        lambda c: c.claim_meta(*CLAIM, tag_filter={"n": 1}),
+        lambda c: c.list_samples("p", {"n": 1}),
+    ],
+    Capability.LISTING: [
+        lambda c: c.list_samples("p"),
+        lambda c: c.list_sample_ids("p"),
+        lambda c: c.describe("p"),
+        lambda c: c.list_partitions(),
+        lambda c: c.ping(),
+        lambda c: c.get_samples(["a"], "p", None),
+    ],
+    Capability.CURSORS: [lambda c: c.list_consumed("p", "train"), lambda c: c.reset_consumption("p", "train")],
+    Capability.SAMPLERS: [
+        lambda c: c.claim_meta(*CLAIM, dp_rank=0),
+        lambda c: c.claim_meta(*CLAIM, sampler="freshest"),
+    ],
+    Capability.CLIENTS: [lambda c: c.list_clients()],
+    Capability.UNITS: [lambda c: c.list_units(), lambda c: c.add_units(1), lambda c: c.remove_unit("a unit")],
+}
+
+
+@pytest.mark.parametrize("capability", UNDECLARED)
+def test_what_is_not_declared_is_refused(capability):
+    lacks = type("Lacks", (NoopBackend,), {"capabilities": NoopBackend.capabilities - {capability}})
+    with connect_backend(lacks, DataPlaneConfig(backend="lacks"), bootstrap=True) as client:
+        client.register_partition("p", ["x"], None, ["train"])
+        for call in UNDECLARED[capability]:
+            with pytest.raises(UnsupportedOperationError) as caught:
+                call(client)
+            check_error(caught.value, "lacks")
+            assert isinstance(caught.value, NotImplementedError)

@@ -273,7 +273,7 @@ def writes_row_by_row(self, put_samples, request):
     return spec.PutReply(num_samples=len(request.sample_ids))
 
 toy.row("OverwritesUndeclared", "Does not declare overwrite, and overwrites all the same.",
-        fails="test_undeclared_operations_are_refused[overwrite]",
+        fails="test_an_overwrite_that_is_not_declared_is_refused",
         capabilities=_without(spec.Capability.OVERWRITE, spec.Capability.ATOMIC_OVERWRITE))
 toy.row("PairsColumnsByTheirOrder",
         "Joins the columns of a row in the order in which they come, and numbers them by the order of the specs.",

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-import pytest
 import torch
 from pydantic import BaseModel
 
 from dataplane_core.errors import UnsupportedOperationError
-from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import OPERATIONS, Capability, Scope, WireFormat
+from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import batch, ids, naming
+from dataplane_testkit._columns import ids
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import PROMPT_S, Background, bounded
-
-_LEASED: Final = KVBatchMeta("p", "train", ["a"], lease_tokens=["token"])
 
 #: Capability -> the others of which it needs one.
 _NEEDS: Final[dict[Capability, set[Capability]]] = {
@@ -26,49 +22,10 @@ _NEEDS: Final[dict[Capability, set[Capability]]] = {
     Capability.TAG_FILTERS: {Capability.CLAIMS, Capability.LISTING},
     Capability.ATOMIC_OVERWRITE: {Capability.OVERWRITE},
 }
-#: Operation -> its arguments, but for the partition.
-_USUAL: Final[dict[str, dict[str, Any]]] = {
-    "register_partition": {"fields": ["x"], "num_samples": None, "consumer_tasks": ["train"]},
-    "claim_meta": {"task_name": "train", "required_fields": ["x"], "batch_size": 1, "blocking": False},
-    "check_consumption_status": {"task_names": ["train"]},
-    "is_finished": {"task_names": ["train"]},
-    "list_consumed": {"task_name": "train"},
-    "reset_consumption": {"task_name": "train"},
-    **{operation: {} for operation in ("put_samples", "get_samples", "list_samples", "list_sample_ids", "describe")},
-}
-
-_Arguments: TypeAlias = dict[str, Any]
-
-#: Operation -> calls that are refused where it is not declared, on a partition with samples s0 and s1.
-_UNDECLARED: Final[dict[Capability, list[tuple[str, _Arguments]]]] = {
-    Capability.CLAIMS: [("claim_meta", {}), ("check_consumption_status", {}), ("is_finished", {})],
-    Capability.GROUPS: [("register_partition", {"partition_id": "kit-groups", "grpo_group_size": 2})],
-    Capability.LEASES: [
-        ("claim_meta", {"lease_s": 1.0}),
-        *(("ack", {"meta": _LEASED}), ("nack", {"meta": _LEASED}), ("renew", {"meta": _LEASED, "lease_s": 60.0})),
-    ],
-    Capability.TAG_FILTERS: [("claim_meta", {"tag_filter": {"n": 1}}), ("list_samples", {"tag_filter": {"n": 1}})],
-    Capability.LISTING: [
-        *(("list_samples", {}), ("list_sample_ids", {}), ("describe", {}), ("list_partitions", {}), ("ping", {})),
-        ("get_samples", {"sample_ids": ["s0"], "select_fields": None}),
-    ],
-    Capability.CURSORS: [("list_consumed", {}), ("reset_consumption", {})],
-    Capability.SAMPLERS: [("claim_meta", {"dp_rank": 0}), ("claim_meta", {"sampler": "freshest"})],
-    Capability.CLIENTS: [("list_clients", {})],
-    Capability.UNITS: [("list_units", {}), ("add_units", {"count": 1}), ("remove_unit", {"name": "a unit"})],
-    Capability.OVERWRITE: [("put_samples", {"sample_ids": ["s0", "s2"], "fields": batch(2, x=torch.arange(2) + 7)})],
-    Capability.CAPACITY: [],  # its options must not be there
-}
 
 
 class RefusalSuite(Suite, chapter="refusals"):
     """Calls that are refused, and calls that must end."""
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One case per operation that is not declared."""
-        if "undeclared" in metafunc.fixturenames:
-            names = sorted(OPERATIONS - self.under_test().capabilities)
-            metafunc.parametrize("undeclared", names or [None], ids=[str(name) for name in names] or ["none"])
 
     def test_declarations_are_consistent(self, store: Store) -> None:
         cls = store.deployment.backend_class
@@ -89,17 +46,15 @@ class RefusalSuite(Suite, chapter="refusals"):
         has_options = {"capacity_bytes", "on_full"} <= cls.Config.model_fields.keys()
         assert has_options == (Capability.CAPACITY in declared), "'capacity' goes with capacity_bytes and on_full"
 
-    def test_undeclared_operations_are_refused(self, store: Store, undeclared: Capability | None) -> None:
-        if undeclared is None:
-            not_run("the backend declares all operations")
-        partition = store.filled(2, tags=[{"n": 1}, {"n": 2}])
-        for operation, arguments in _UNDECLARED[undeclared]:
-            usual = {"partition_id": partition, **_USUAL[operation]} if operation in _USUAL else {}
-            with naming(operation), store.refusal(UnsupportedOperationError) as caught:
-                getattr(store.client, operation)(**{**usual, **arguments})
-            assert isinstance(caught.value, NotImplementedError)
-        assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "a refused operation changed data"
-        assert not store.has(partition, "s2"), "a refused operation wrote a row"
+    def test_an_overwrite_that_is_not_declared_is_refused(self, store: Store) -> None:
+        if store.declares(Capability.OVERWRITE):
+            not_run("the backend declares overwrite")
+        partition = store.filled(2)
+        with store.refusal(UnsupportedOperationError) as caught:
+            store.put(partition, ["s0", "s2"], x=torch.arange(2) + 7)
+        assert isinstance(caught.value, NotImplementedError)
+        assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "a refused put changed data"
+        assert not store.has(partition, "s2"), "a refused put wrote a row"
 
     # --- no call hangs ------------------------------------------------------------------------------------------------
 

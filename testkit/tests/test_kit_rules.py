@@ -111,7 +111,7 @@ EXPECTED = {
 def test_the_report_says_what_each_class_proved(run, pytester, processes):
     pytester.makeconftest(QUIETLY)
     markdown = pytester.path / "report.md"
-    some = "order_asked_for or (TestCases and keeps_its_schema and dtype) or (TestDead and a_cell_of_16_mb)"
+    some = "order_asked_for or (TestCases and keeps_its_schema and dtype) or (TestDead and lost_payload)"
     result, reports = run(CLASSES, "-k", some, "--dataplane-markdown", str(markdown), *processes)
     for name, (outcome, reason, verdict) in EXPECTED.items():
         report = reports[name]
@@ -155,7 +155,7 @@ def test_counts():  # classes run in the order of the file
 
 @pytest.fixture(scope="session")
 def server():
-    return 5_000_000
+    return 50_000_000
 
 class TestOptions(of("options")):
     @pytest.fixture
@@ -163,7 +163,7 @@ class TestOptions(of("options")):
         return {"capacity_bytes": server}
 
     def test_of_my_own(self, store):
-        assert store.client.config.options == {"capacity_bytes": 5_000_000}
+        assert store.client.config.options == {"capacity_bytes": 50_000_000}
 
 TestPlain = of("plain", base=BackendConformance, through_asyncio=True)
 """

@@ -69,4 +69,4 @@ if __name__ == "__main__":
         print(f"{part:28}", *(f"{kind} {count:6} of {allowed.get(kind, 0):6}" for kind, count in kinds.items()))
     for kind in ("src", "tests", "other"):
         print(f"{kind}: {sum(kinds.get(kind, 0) for kinds in have.values())} lines")
-    sys.exit("\n".join(over(have, may)))
+    sys.exit("\n".join(over(have, may)) or 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -26,7 +26,7 @@ from dataplane_integrations.replay import (
     WindowedPolicy,
     group_of,
 )
-from dataplane_testkit._profiles import kit_settings
+from dataplane_testkit._profiles import by_profile, is_long
 
 POLICIES = [WindowedPolicy, ReadyFirstPolicy, InOrderPolicy]
 
@@ -199,4 +199,12 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 def test_any_history_of_a_buffer() -> None:
-    run_state_machine_as_test(BufferMachine, settings=kit_settings(60, stateful_step_count=40))
+    drawn = settings(
+        max_examples=by_profile(15, 60, 1500),
+        stateful_step_count=40,
+        derandomize=not is_long(),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(BufferMachine, settings=drawn)

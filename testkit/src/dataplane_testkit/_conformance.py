@@ -5,21 +5,16 @@ from __future__ import annotations
 from dataplane_testkit.suites.capacity import CapacitySuite
 from dataplane_testkit.suites.claims import ClaimSuite
 from dataplane_testkit.suites.columns import ColumnSuite
-from dataplane_testkit.suites.consumption import ConsumptionSuite
-from dataplane_testkit.suites.costs import CostSuite
 from dataplane_testkit.suites.engine import EngineSuite
 from dataplane_testkit.suites.faults import FaultSuite
-from dataplane_testkit.suites.leases import LeaseSuite
 from dataplane_testkit.suites.lifecycle import LifecycleSuite
 from dataplane_testkit.suites.listing import ListingSuite
 from dataplane_testkit.suites.machine import MachineSuite
-from dataplane_testkit.suites.partitions import PartitionSuite
 from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.races import RaceSuite
 from dataplane_testkit.suites.refusals import RefusalSuite
 from dataplane_testkit.suites.rows import RowSuite
 from dataplane_testkit.suites.smoke import SmokeSuite
-from dataplane_testkit.suites.waits import WaitSuite
 
 
 class BackendConformance(
@@ -28,17 +23,12 @@ class BackendConformance(
     ProcessSuite,
     RaceSuite,
     LifecycleSuite,
-    CostSuite,
     FaultSuite,
     RefusalSuite,
     CapacitySuite,
-    ConsumptionSuite,
     ListingSuite,
-    WaitSuite,
-    LeaseSuite,
     ClaimSuite,
     ColumnSuite,
-    PartitionSuite,
     RowSuite,
     EngineSuite,
     SmokeSuite,
@@ -56,7 +46,6 @@ class EngineConformance(
     LifecycleSuite,
     CapacitySuite,
     ColumnSuite,
-    PartitionSuite,
     RowSuite,
     EngineSuite,
     SmokeSuite,

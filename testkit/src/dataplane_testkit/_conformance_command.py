@@ -92,7 +92,6 @@ def run(chosen: argparse.Namespace) -> int:
         # of the package itself and this command, which hold no assertion
         told = "Module already imported so cannot be rewritten; dataplane_testkit"
         words += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
-        words += ["--disable-warnings"]  # the report lists them
         words += ["-x"] if chosen.first_failure else []
         words += ["-k", chosen.select] if chosen.select is not None else []
         words += ["--dataplane-json", chosen.json_path] if chosen.json_path else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,25 +14,12 @@ from torch.utils._pytree import tree_leaves
 _R = TypeVar("_R")
 
 
-class Allocated(NamedTuple):
-    """What a call allocated in this process.
+def allocated(call: Callable[[], _R]) -> tuple[_R, int]:
+    """Makes a call and counts the bytes that it allocated in this process. This makes the call several times slower.
 
-    Attributes:
-        size_bytes: All tensor memory that torch's operators allocated in the calling thread, even if it was freed, and
-            the peak of the memory of Python objects and numpy arrays in all threads, minus that before.
-    """
-
-    size_bytes: int
-
-    def copies_of(self, payload_bytes: int) -> float:
-        """The allocated bytes as a multiple of the payload."""
-        return self.size_bytes / payload_bytes
-
-
-def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
-    """Makes a call and counts what it allocated. This makes the call several times slower.
-
-    It does not see memory that an engine's own library allocates in C.
+    These are all tensor memory that torch's operators allocated in the calling thread, even if it was freed, and the
+    peak of the memory of Python objects and numpy arrays in all threads, minus that before. It does not see memory that
+    an engine's own library allocates in C.
     """
     gc.collect()
     tracing = tracemalloc.is_tracing()
@@ -47,7 +34,7 @@ def allocated(call: Callable[[], _R]) -> tuple[_R, Allocated]:
     finally:
         if not tracing:
             tracemalloc.stop()
-    return result, Allocated(storages.size_bytes + peak - before)
+    return result, storages.size_bytes + peak - before
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its hooks untyped

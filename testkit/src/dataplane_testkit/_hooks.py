@@ -1,4 +1,4 @@
-"""Calls a backend's hooks directly, without the client, to test the hooks' own rows, order and errors."""
+"""Calls a backend's hooks directly, without the client, to test what they reply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend
 from dataplane_core.codec import encode_columns
-from dataplane_core.spec import ClientInfo, DataPlaneSpec, Question, new_id
+from dataplane_core.spec import DataPlaneSpec, new_id
 
 
 def backend_of(client: DataPlaneClient) -> Any:
@@ -34,7 +34,7 @@ def _types_of(operation: str) -> Mapping[str, Any]:
 
 
 class Hooks:
-    """Calls hooks as core does: unique ids, encoded columns, a deadline. Each method returns the hook's reply.
+    """Calls hooks as core does. Each method returns the hook's reply.
 
     Args:
         backend: A started backend.
@@ -46,11 +46,8 @@ class Hooks:
         self._wire = type(backend).wire
         self._deadline_s = deadline_s
 
-    def within(self, deadline_s: float) -> Hooks:
-        """The same hooks with another deadline."""
-        return Hooks(self._backend, deadline_s)
-
-    def _ask(self, operation: str, partition_id: str | None = None, **about: Any) -> Any:
+    def ask(self, operation: str, partition_id: str | None = None, **about: Any) -> Any:
+        """Calls a hook; ``about`` are the other attributes of its request."""
         types = _types_of(operation)
         named = {} if partition_id is None else {"partition_id": partition_id}
         request = types["request"](**named, **about, deadline=time.monotonic() + self._deadline_s)
@@ -60,28 +57,9 @@ class Hooks:
         )
         return reply
 
-    # --- partitions ---------------------------------------------------------------------------------------------------
-
-    def register(
-        self,
-        partition_id: str,
-        fields: Sequence[str] = ("x",),
-        *,
-        tasks: Sequence[str] = ("train",),
-        group_size: int | None = None,
-        **more: Any,
-    ) -> Any:
-        """``more`` are further attributes of the request."""
-        about = {"fields": list(fields), "consumer_tasks": list(tasks), "grpo_group_size": group_size, **more}
-        return self._ask("register_partition", partition_id, **about)
-
-    def describe(self, partition_id: str) -> Any:
-        return self._ask("describe_partition", partition_id)
-
-    def answers(self, partition_id: str, *questions: Question) -> Any:
-        return self._ask("inspect_partition", partition_id, questions=list(questions)).answers
-
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    def register(self, partition_id: str, **more: Any) -> Any:
+        """Registers the field ``x`` and the task ``train``. ``more`` are further attributes of the request."""
+        return self.ask("register_partition", partition_id, fields=["x"], consumer_tasks=["train"], **more)
 
     def put(
         self,
@@ -93,51 +71,8 @@ class Hooks:
         epoch: str | None = None,
         request_id: str | None = None,
     ) -> Any:
+        """Puts columns, which it encodes."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
         rows = {"sample_ids": list(sample_ids), "tags": None if tags is None else [dict(row) for row in tags]}
         once = {"epoch": epoch, "request_id": request_id or new_id()}
-        return self._ask("put_samples", partition_id, columns=columns, specs=specs, **rows, **once)
-
-    def get(self, partition_id: str, sample_ids: Sequence[str], fields: Sequence[str]) -> Any:
-        return self._ask("get_samples", partition_id, sample_ids=list(sample_ids), fields=list(fields))
-
-    def clear(self, partition_id: str, sample_ids: Sequence[str] | None) -> Any:
-        return self._ask("clear_samples", partition_id, sample_ids=None if sample_ids is None else list(sample_ids))
-
-    # --- claims -------------------------------------------------------------------------------------------------------
-
-    def claim(
-        self, partition_id: str, batch_size: int, fields: Sequence[str] = ("x",), task: str = "train", **more: Any
-    ) -> Any:
-        """``more`` are further attributes of the request."""
-        about = {"task_name": task, "required_fields": list(fields), "all_or_nothing": False, **more}
-        return self._ask("claim", partition_id, batch_size=batch_size, **about)
-
-    def _settle(
-        self,
-        operation: str,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        tokens: Sequence[str],
-        *,
-        request_id: str | None = None,
-        **lease_s: float,
-    ) -> Any:
-        rows = {"task_name": "train", "sample_ids": list(sample_ids), "lease_tokens": list(tokens)}
-        return self._ask(operation, partition_id, **rows, request_id=request_id or new_id(), **lease_s)
-
-    ack = functools.partialmethod(_settle, "ack")
-    nack = functools.partialmethod(_settle, "nack")
-    #: Needs ``lease_s`` as a keyword argument.
-    renew = functools.partialmethod(_settle, "renew")
-
-    # --- clients and units --------------------------------------------------------------------------------------------
-
-    def announce(self, client: ClientInfo, ttl_s: float) -> Any:
-        return self._ask("announce", client=client, ttl_s=ttl_s)
-
-    def clients(self, *, ended: bool = False) -> Any:
-        return self._ask("list_clients", ended=ended).clients
-
-    def units(self) -> Any:
-        return self._ask("list_units").units
+        return self.ask("put_samples", partition_id, columns=columns, specs=specs, **rows, **once)

@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from typing import TypeVar
 
-from hypothesis import HealthCheck, Phase, settings
-
 _T = TypeVar("_T")
 
 
@@ -42,21 +40,3 @@ def fewest(items: list[_T], still: Callable[[list[_T]], list[_T] | None]) -> lis
                 items = found
         size //= 2
     return items
-
-
-def kit_settings(max_examples: int, *, stateful_step_count: int = 50) -> settings:
-    """The kit's Hypothesis settings. They do not depend on the profile that the author's tests load.
-
-    The profile ``long`` tries 25 times as many examples, ``brief`` a quarter.
-    """
-    long = is_long()
-    return settings(
-        max_examples=by_profile(max_examples // 4, max_examples, max_examples * 25),
-        stateful_step_count=stateful_step_count,
-        derandomize=not long,
-        database=None,
-        deadline=None,
-        print_blob=long,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
-    )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+import torch
+
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Command, Ledger, commands
 from dataplane_core.spec import Capability, FieldSpec, Question, Sampler
@@ -41,28 +43,55 @@ ROOM_FOR: Final = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of cells: the field's spec after a put of them, and the bytes that a store with a capacity counts."""
+    """A kind of cells.
+
+    Attributes:
+        spec: That of the field after a put of them.
+        row: A cell, another one for each number. A list comes back as a list or as a tensor of the same values.
+        size_bytes: What a store with a capacity counts.
+        shared: Whether all rows of a put are equal.
+    """
 
     spec: FieldSpec
+    row: Callable[[int], Any]
     size_bytes: int = 0
-    shared: bool = False  # all rows of a put are equal
+    shared: bool = False
 
 
+def _scalar(number: int) -> torch.Tensor:
+    if number % 3:
+        return torch.tensor(float(number))
+    return torch.tensor(0x7FC00000 | number, dtype=torch.int32).view(torch.float32)  # a NaN with a payload
+
+
+def _ints(number: int, first: int, count: int = 4000) -> torch.Tensor:
+    row = (torch.arange(count) + number) % 100
+    row[0] = first
+    return row
+
+
+def _bytes(number: int) -> torch.Tensor:
+    return torch.full((LARGE,), number % 251, dtype=torch.uint8)
+
+
+_INTS: Final = FieldSpec("tensor", "int64", 1)
 KINDS: Final = {
-    "ragged": Kind(FieldSpec("tensor", "int64", 1)),
-    "dense": Kind(FieldSpec("tensor", "int64", 1)),
-    "short": Kind(FieldSpec("tensor", "int16", 1)),
-    "scalar": Kind(FieldSpec("tensor", "float32", 0)),
-    "column": Kind(FieldSpec("tensor", "float32", 1)),
-    "objects": Kind(FieldSpec.of_objects()),
-    "empty lists": Kind(FieldSpec.of_empty_lists()),
-    "lists of ints": Kind(FieldSpec.of_ints(1)),
-    "lists of floats": Kind(FieldSpec("tensor", "float32", 1)),
-    "small ints": Kind(FieldSpec("tensor", "int64", 1)),
-    "wide ints": Kind(FieldSpec("tensor", "int64", 1)),
-    "large": Kind(FieldSpec("tensor", "uint8", 1), LARGE),
-    "equal": Kind(FieldSpec("tensor", "uint8", 1), LARGE, shared=True),
-    "large ints": Kind(FieldSpec("tensor", "int64", 1), LARGE),
+    "ragged": Kind(_INTS, lambda number: torch.full((number % 4,), number)),
+    "dense": Kind(_INTS, lambda number: torch.tensor([number, number + (1 << 40)])),
+    "short": Kind(
+        FieldSpec("tensor", "int16", 1), lambda number: torch.full((number % 4,), number % 30_000, dtype=torch.int16)
+    ),
+    "scalar": Kind(FieldSpec("tensor", "float32", 0), _scalar),
+    "column": Kind(FieldSpec("tensor", "float32", 1), lambda number: torch.tensor([float(number)])),
+    "objects": Kind(FieldSpec.of_objects(), lambda number: {"n": number} if number % 3 else None),
+    "empty lists": Kind(FieldSpec.of_empty_lists(), lambda number: []),
+    "lists of ints": Kind(FieldSpec.of_ints(1), lambda number: [number % 1000] * (1 + number % 2)),
+    "lists of floats": Kind(FieldSpec("tensor", "float32", 1), lambda number: [number % 1000 + 0.5]),
+    "small ints": Kind(_INTS, lambda number: _ints(number, number % 100)),
+    "wide ints": Kind(_INTS, lambda number: _ints(number, (1 << 40) + number)),
+    "large": Kind(FieldSpec("tensor", "uint8", 1), _bytes, LARGE),
+    "equal": Kind(FieldSpec("tensor", "uint8", 1), _bytes, LARGE, shared=True),
+    "large ints": Kind(_INTS, lambda number: _ints(number, number % 100, LARGE), LARGE),
 }
 #: Field -> the kinds of cells that it is given. It keeps the first one in most cases.
 FIELDS: Final = {
@@ -116,6 +145,11 @@ class Put:
             *(*about, specs, writes, self.tags, epoch), write_id=first, ttl_s=ttl_s, request_id=f"r{self.number}"
         )
         return [begin, commands.CommitPut(first)]
+
+    def rows(self, field: str) -> list[Any]:
+        """The cells of a field."""
+        kind, places = KINDS[self.columns[field]], range(len(self.sample_ids))
+        return [kind.row(self.number if kind.shared else 16 * self.number + place) for place in places]
 
     @staticmethod
     def _spec(kind: str, known: FieldSpec | None) -> FieldSpec:
@@ -387,10 +421,12 @@ class History:
             group = known.grpo_group_size
         if Capability.GROUPS not in self.able:
             group = None
+        tasks = dice.choice([TASKS, TASKS, TASKS, TASKS[:1]])
         return commands.RegisterRequest(
-            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(TASKS)),
-            *(group, {}, f"e{self._number()}"),
+            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(tasks)),
+            *(group, dice.choice([{}, {"o": ["a"]}, {"o": ["b"]}]), f"e{self._number()}"),
             if_exists="keep" if keeps else "replace",
+            followers=dice.choice([[], list(tasks[1:])]),
         )
 
     def _finish(self, name: str = "") -> Step | None:
@@ -470,7 +506,7 @@ class History:
             where,
             task or (dice.choice(TASKS) if dice.random() < 0.98 else "nobody"),
             self._required(where),
-            dice.choice([1, 1, 2, 2, 3, 4]) * (self._group_size(where) or 1),
+            dice.choice([1, 1, 2, 2, 3, 4]) * (self._group_size(where) or 1) + (dice.random() < 0.03),
             all_or_nothing=waits,
             explain=waits and self.real,
             lease_s=dice.choice([None, *leases]) if Capability.LEASES in self.able else None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -107,8 +106,6 @@ class _Recorder:
         self._config = config
         #: Class -> test -> its record.
         self._classes: dict[str, dict[str, dict[str, Any]]] = {}
-        #: Test, category and text of each warning.
-        self._warned: list[tuple[str, str, str]] = []
 
     def reports(self) -> list[Report]:
         """One per class of tests, in the order in which they ran."""
@@ -116,12 +113,7 @@ class _Recorder:
             return []
         from dataplane_testkit import Report
 
-        reports = []
-        for tests in self._classes.values():
-            names = {"": "no test", **{nodeid: record["name"] for nodeid, record in tests.items()}}
-            warned = [(category, text, names[test]) for test, category, text in self._warned if test in names]
-            reports.append(Report.of(list(tests.values()), warned))
-        return reports
+        return [Report.of(list(tests.values())) for tests in self._classes.values()]
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -152,11 +144,6 @@ class _Recorder:
         if before["outcome"] != "fail":
             duration_s += before["duration_s"]
             tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
-
-    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, nodeid: str) -> None:
-        """Keeps the text of each warning."""
-        text = _in_one_line(str(warning_message.message))
-        self._warned.append((nodeid, warning_message.category.__name__, text))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -193,23 +180,13 @@ def reports_of(config: pytest.Config) -> list[Report]:
     return config.stash[_RECORDER].reports()
 
 
-def _in_one_line(text: str) -> str:
-    """The text of a warning in one line, without the frames of a traceback and the advice of Python and pytest."""
-    noise = ("Traceback (most", "Enable tracemalloc", "See https://docs.pytest.org")
-    return ": ".join(line for line in text.splitlines() if line.strip() and not line.startswith((" ", *noise)))
-
-
 def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:
     """Outcome and reason after one phase of a test. The outcome is None if the phase does not decide it."""
     if report.failed:
         # pytest-xdist puts a line of its own before the text of a report
         text = report.longrepr if isinstance(report.longrepr, str) else report.longreprtext
         crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", text)
-        said = crash.strip().partition("\n")[0]
-        if "Warning" in said:  # it was turned into an error: its text is in the next lines, or in the error's cause
-            causes = [each.message for _, each, _ in getattr(report.longrepr, "chain", [])[-2::-1] if each is not None]
-            said = _in_one_line("\n".join([crash, *causes]))
-        return "fail", (f"{report.when}: " if report.when != "call" else "") + said
+        return "fail", (f"{report.when}: " if report.when != "call" else "") + crash.strip().partition("\n")[0]
     if report.skipped:
         if hasattr(report, "wasxfail"):
             return "deviation", report.wasxfail.removeprefix("reason: ")

@@ -42,24 +42,17 @@ class Report:
         tests: For each test, in the order in which they ran: ``name`` (with its parameters), ``chapter``, ``proves``
             (the row in which it counts), ``outcome`` (one of `OUTCOMES`), ``reason`` (why it did not pass),
             ``duration_s``, ``rule`` (the sentence that it tests, and its source), and ``check_first``.
-        warnings: For each warning that did not make a test fail: ``category``, ``text``, ``count`` (texts that differ
-            only in numbers and addresses are counted together), and ``test`` (the first in which it was raised).
     """
 
     header: Mapping[str, Any]
     tests: Sequence[Mapping[str, Any]]
-    warnings: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], warned: Sequence[tuple[str, str, str]] = ()) -> Report:
-        """The report of the tests of one class: their records, and the category, text and test of each warning."""
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> Report:
+        """The report of the tests of one class, from their records."""
         names = ("name", "chapter", "proves", "outcome", "reason", "duration_s", "rule", "check_first")
         tests = [{name: record[name] for name in names} | {"proves": record["proves"][0]} for record in records]
-        warnings: dict[tuple[str, str], dict[str, Any]] = {}
-        for category, text, test in warned:
-            new = {"category": category, "text": text, "count": 0, "test": test}
-            warnings.setdefault((category, re.sub(r"0x[0-9a-f]+|\d+", "#", text)), new)["count"] += 1
-        return cls(records[0]["header"], tests, list(warnings.values()))
+        return cls(records[0]["header"], tests)
 
     @property
     def backend(self) -> str:
@@ -129,7 +122,6 @@ class Report:
             "counts": self.counts,
             "capabilities": self.rows(),
             "tests": [{**test, "duration_s": round(test["duration_s"], 4)} for test in self.tests],
-            "warnings": list(self.warnings),
         }
 
     def to_markdown(self) -> str:
@@ -168,7 +160,6 @@ class Report:
             "deviations": [line for test in self.tests if test["outcome"] == "deviation" for line in _broken(test)[:2]],
             "why it does not declare more": [f"- {what}: {why}" for what, why in declared.items()],
             "not run": [f"- {count} {'test' if count == 1 else 'tests'}: {why}" for why, count in reasons.items()],
-            "warnings": [f"- {each['category']}: {each['text']} ({_where(each)})" for each in self.warnings],
         }
 
 
@@ -177,11 +168,6 @@ def _broken(test: Mapping[str, Any]) -> list[str]:
     name, chapter, reason = test["name"], test["chapter"], test["reason"]
     about = [f"  - the rule: {test['rule']}", f"  - check first: {test['check_first']}"]
     return [f"- {name} ({chapter}): {reason}", *about]
-
-
-def _where(warning: Mapping[str, Any]) -> str:
-    count, test = warning["count"], warning["test"]
-    return f"in {test}" if count == 1 else f"{count} times, first in {test}"
 
 
 def _counted(tests: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -48,21 +48,21 @@ class Table(dict[str, Run]):
         super().__init__()
         self._base, self._module, self.members = base, sys.modules[module], members
 
-    def row(self, name: str, tests: str, report: str, **hooks: Any) -> None:
-        """Adds a toy: the tests that it must fail, what is wrong as a bug report, its hooks and other members."""
+    def row(self, name: str, report: str, fails: str = HISTORY, **hooks: Any) -> None:
+        """Adds a toy: what is wrong as a bug report, the tests that it must fail, its hooks and other members."""
         seen = property(lambda self: vars(self).setdefault("_seen", defaultdict(list)))
         backend = type(name, (self._base,), {"seen": seen, "__module__": self._module.__name__, "__doc__": report})
         setattr(self._module, name, backend)  # where other processes look for it
-        self[name] = Run(backend, dict.fromkeys(tests.split(), "fail"), members=self.members)
+        self[name] = Run(backend, dict.fromkeys(fails.split(), "fail"), members=self.members)
         for member, value in hooks.items():
             self._set(name, member, value)
 
-    def __call__(self, tests: str, report: str, **others: Any) -> Any:
+    def __call__(self, report: str, fails: str = HISTORY, **others: Any) -> Any:
         """Decorates a hook. Its name is that of the toy; the name of its parameter `right` says which hook it is."""
 
         def add(change: Any) -> Any:
             name = "".join(word[0].upper() + word[1:] for word in change.__name__.split("_"))
-            self.row(name, tests, report, **others)
+            self.row(name, report, fails, **others)
             return self.also(name)(change)
 
         return add

@@ -15,7 +15,7 @@ with connect({"backend": "acme_store"}) as client:
     meta = client.claim_meta("train", "trainer", ["x"], 2)
     print(type(client._backend).__name__, meta.sample_ids, client.get_data(meta)["x"].tolist())
 """
-TASTE = "order_asked_for or given_once or objects_come_back or overlap or full_store or two_holders"
+TASTE = "order_asked_for or hundreds_of_rows or objects_come_back or overlap or never_waits or what_comes_back"
 #: A store of files differs in its engine. The whole kit over a store with a journal is that of the example of a third
 #: party.
 OF_THE_ENGINE = "journal or smoke"
@@ -27,7 +27,7 @@ OF_THE_ENGINE = "journal or smoke"
     [
         ("acme_store", [], ["-k", TASTE], 8),
         ("acme_files", ["--journal"], ["-k", OF_THE_ENGINE], 5),
-        *in_long(("whole_files", ["--journal"], [], 350)),
+        *in_long(("whole_files", ["--journal"], [], 190)),
     ],
 )
 def test_it_installs_connects_by_name_and_passes_the_kit(clean, forked, tmp_path, name, journal, select, least):

@@ -114,26 +114,6 @@ class CapacitySuite(Suite, chapter="capacity"):
             meta = client.claim_meta(partition, "train", ["x"], 99, blocking=False)
             assert meta.sample_ids == ids(_ROWS)
 
-    def test_room_does_not_leak(self, store: Store) -> None:
-        client, partition = _full(store)
-        for value in range(25):
-            with store.refusal(RuntimeError):
-                _put(client, partition, ids(4, "n"))
-            client.clear_samples(["s0", "s1"], partition)
-            with store.refusal(ValueError):
-                client.put_samples(["s0"], partition, {"x": torch.zeros(1, _ROW // 8)})
-            _put(client, partition, ["s0"])
-            if store.declares(Capability.OVERWRITE):
-                _put(client, partition, ["s5"], value)
-                assert _values(client, partition, ["s5"]) == [value]
-            _put(client, partition, ["s1"])
-        client.clear_samples(ids(_ROWS), partition)
-        _put(client, partition, ids(_ROWS))
-        client.register_partition(partition, ["x"], None, ["train"])
-        _put(client, partition, ids(_ROWS, "n"))
-        client.clear_samples(None, partition)
-        _put(client, store.register("x", client=client), ids(_ROWS, "m"))
-
     def test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room(self, store: Store) -> None:
         client, partition = _full(store)
         with store.refusal(RuntimeError):

@@ -56,12 +56,15 @@ def _same(found: Any, data: bytes | None) -> bool:
 
 
 def _holds(blobs: BlobStore, expected: Mapping[str, bytes | None], after: str) -> None:
-    """Asserts that ``get`` returns exactly this for every key."""
-    wrong = [key for key, data in expected.items() if not _same(blobs.get(key), data)]
-    assert not wrong, (
-        f"{of_all(wrong, expected)} are wrong after {after}. The first: {blobs.get(wrong[0])!r:.80}, "
-        f"expected {expected[wrong[0]]!r:.80}"
-    )
+    """Asserts that ``get``, for every key, and ``get_many``, in the order of the keys, return exactly this."""
+    many = list(blobs.get_many(list(expected)))
+    assert len(many) == len(expected), f"get_many returned {len(many)} replies for {len(expected)} keys"
+    for method, found in (("get", [blobs.get(key) for key in expected]), ("get_many", many)):
+        wrong = [key for key, data in zip(expected, found, strict=True) if not _same(data, expected[key])]
+        assert not wrong, (
+            f"{of_all(wrong, expected)} are wrong after {after}. The first: {method} returned "
+            f"{found[list(expected).index(wrong[0])]!r:.80}, expected {expected[wrong[0]]!r:.80}"
+        )
 
 
 def _journals(store: Store, tag: str, *, trims: bool = False) -> tuple[BlobStore, BlobStore]:
@@ -76,16 +79,6 @@ def _journals(store: Store, tag: str, *, trims: bool = False) -> tuple[BlobStore
     attach = case.attach_options(dict(client.config.options), backend_of(client))
     other = store.keep(store.deployment.connect(attach, bootstrap=False))
     return backend_of(client), backend_of(other)
-
-
-def _trimmed(store: Store, tag: str) -> tuple[tuple[BlobStore, BlobStore], int, list[bytes]]:
-    """Two clients of a store whose first half of records was trimmed; the place of the first record; all records."""
-    journals = _journals(store, tag, trims=True)
-    begin = _end(journals[0])
-    records = [f"record {number}".encode() for number in range(2 * _TRIMMED)]
-    _append(journals[0], begin, records)
-    journals[1].trim(begin + _TRIMMED)
-    return journals, begin, records
 
 
 def _records(backend: BlobStore, from_seq: int) -> list[bytes]:
@@ -121,32 +114,25 @@ class EngineSuite(Suite, chapter="engine"):
         for get in ("the first get", "the second get"):
             _holds(store.blobs(), {key: data}, f"put and {get}")
 
-    def test_a_missing_blob_reads_as_none(self, store: Store) -> None:
-        _holds(store.blobs(), dict.fromkeys(new_keys(2)), "no put at all")
-
     def test_an_empty_blob_is_told_from_a_missing_one(self, store: Store) -> None:
         blobs, (empty, missing) = store.blobs(), new_keys(2)
+        _holds(blobs, {empty: None, missing: None}, "no put at all")
         blobs.put(empty, b"")
         _holds(blobs, {empty: b"", missing: None}, "a put of an empty blob")
-        found = blobs.get_many([empty, missing])
-        assert _same(found[0], b""), f"get_many returned {found[0]!r} for an empty blob. Expected b''."
-        assert found[1] is None, f"get_many returned {found[1]!r} for a missing blob. Expected None."
 
-    def test_a_deleted_blob_is_gone(self, store: Store) -> None:
-        blobs, (gone, empty, stays) = store.blobs(), new_keys(3)
-        for key, data in ((gone, b"data"), (empty, b""), (stays, b"data")):
-            blobs.put(key, data)
-        _holds(blobs, {gone: b"data", empty: b"", stays: b"data"}, "put")
-        blobs.delete(gone)
-        blobs.delete(empty)
-        _holds(blobs, {gone: None, empty: None, stays: b"data"}, "delete of the first two")
-
-    def test_deleting_what_is_not_there_is_ignored(self, store: Store) -> None:
-        blobs, (key, never) = store.blobs(), new_keys(2)
-        blobs.put(key, b"data")
-        for missing in (never, key, key):
-            blobs.delete(missing)
-        _holds(blobs, {key: None, never: None}, "delete")
+    @pytest.mark.parametrize("method", ["delete", "delete_many"])
+    def test_what_is_deleted_is_gone(self, store: Store, method: str) -> None:
+        blobs, keys = store.blobs(), new_keys(_MANY)
+        never, gone, stays = keys[::3], keys[1::3], keys[2::3]
+        blobs.put_many({key: b"data" if number % 5 else b"" for number, key in enumerate([*gone, *stays])})
+        kept = {key: blobs.get(key) for key in stays}
+        for some in ([*never, *gone], gone):  # those that are not there are ignored
+            if method == "delete_many":
+                blobs.delete_many(some)
+            else:
+                for key in some:
+                    blobs.delete(key)
+            _holds(blobs, {**dict.fromkeys([*never, *gone]), **kept}, method)
 
     def test_keys_do_not_clash(self, store: Store) -> None:
         blobs, (base,) = store.blobs(), new_keys(1)
@@ -158,30 +144,12 @@ class EngineSuite(Suite, chapter="engine"):
         blobs.delete(base)
         _holds(blobs, expected | {base: None}, "delete of one of the keys that are alike")
 
-    def test_put_many_stores_as_put_does(self, store: Store) -> None:
-        batch = {key: key.encode() * (index % 4) for index, key in enumerate(new_keys(_MANY))}
-        store.blobs().put_many(batch)
-        _holds(store.blobs(), batch, "one put_many")
-
-    def test_get_many_replies_as_get_does(self, store: Store) -> None:
+    def test_many_blobs_are_stored_and_read_as_each(self, store: Store) -> None:
         blobs, keys = store.blobs(), new_keys(_MANY)
-        expected = {key: key.encode() if index % 5 else None for index, key in enumerate(keys)}
-        for key, data in expected.items():
-            if data is not None:
-                blobs.put(key, data)
+        expected = {key: key.encode() * (index % 4) for index, key in enumerate(keys) if index % 5}
+        blobs.put_many(expected)
         random.Random(11).shuffle(keys)
-        found = list(blobs.get_many(keys))
-        assert len(found) == len(keys), f"get_many returned {len(found)} replies for {len(keys)} keys"
-        for key, data in zip(keys, found, strict=True):
-            assert _same(data, expected[key]), f"get_many returned {data!r:.80} for '{key}'. Expected {expected[key]!r}"
-
-    def test_delete_many_deletes_as_delete_does(self, store: Store) -> None:
-        blobs, keys = store.blobs(), new_keys(_MANY)
-        missing, gone, stays = keys[::3], keys[1::3], keys[2::3]
-        for key in (*gone, *stays):
-            blobs.put(key, b"data")
-        blobs.delete_many([*missing, *gone])
-        _holds(blobs, {**dict.fromkeys((*missing, *gone)), **dict.fromkeys(stays, b"data")}, "delete_many")
+        _holds(blobs, {key: expected.get(key) for key in keys}, "one put_many")
 
     def test_blobs_from_several_threads(self, store: Store) -> None:
         blobs = store.blobs()
@@ -282,14 +250,25 @@ class EngineSuite(Suite, chapter="engine"):
             assert record == f"{place} by {won[0]}".encode(), f"place {place} holds {record!r}, of another writer"
 
     def test_a_trimmed_journal_begins_where_it_was_told(self, store: Store) -> None:
-        journals, begin, records = _trimmed(store, "trim")
-        for backend in journals:
-            for start in (0, begin, begin + _TRIMMED - 1, begin + _TRIMMED, begin + _TRIMMED + 5):
-                found, expected = _records(backend, start), records[max(start - begin, _TRIMMED) :]
-                assert found == expected, (
-                    f"read({start}) returned {len(found)} records, {preview(found[:1]) or 'none'} first, after "
-                    f"trim({begin + _TRIMMED}). Expected {len(expected)}, {expected[0]!r} first"
-                )
+        journals = _journals(store, "trim", trims=True)
+        begin = _end(journals[0])
+        records = [f"record {number}".encode() for number in range(2 * _TRIMMED)]
+        _append(journals[0], begin, records)
+        first = begin + _TRIMMED
+        for number in (first, first, first - 3, 0):  # to the same or a lower number: nothing changes
+            for trimming in journals:
+                trimming.trim(number)
+                for backend in journals:
+                    for start in (0, begin, first - 1, first, first + 5):
+                        found, expected = _records(backend, start), records[max(start - begin, _TRIMMED) :]
+                        assert found == expected, (
+                            f"read({start}) returned {len(found)} records, {preview(found[:1]) or 'none'} first, of a "
+                            f"journal that begins with record {first}, after trim({number}). Expected {len(expected)}, "
+                            f"{expected[0]!r} first"
+                        )
+                    _are_taken(backend, 0, begin, begin + 1, first - 1, first, after=f"trim({number})")
+        _append(journals[0], begin + len(records), [b"next"])
+        assert _records(journals[1], 0) == [*records[_TRIMMED:], b"next"]
 
     def test_a_read_beside_a_trim_misses_no_record(self, store: Store) -> None:
         backend, another = _journals(store, "beside", trims=True)
@@ -320,24 +299,3 @@ class EngineSuite(Suite, chapter="engine"):
                 )
 
         in_threads(write, read)
-
-    def test_a_journal_is_trimmed_to_the_same_or_a_lower_number_without_a_change(self, store: Store) -> None:
-        journals, begin, records = _trimmed(store, "again")
-        for backend in journals:
-            for number in (begin + _TRIMMED, begin + _TRIMMED - 3, 0):
-                trimming = f"trim({number}) of a journal that begins with record {begin + _TRIMMED}"
-                backend.trim(number)
-                for each in journals:
-                    assert _records(each, 0) == records[_TRIMMED:], f"{trimming} changed what read(0) returns"
-                    _are_taken(each, begin, begin + _TRIMMED - 1, after=trimming)
-        _append(journals[0], begin + len(records), [b"next"])
-        assert _records(journals[1], 0) == [*records[_TRIMMED:], b"next"]
-
-    def test_a_trimmed_place_stays_taken(self, store: Store) -> None:
-        journals, begin, records = _trimmed(store, "taken")
-        places = (0, begin, begin + 1, begin + _TRIMMED - 1, begin + _TRIMMED)
-        for backend in journals:
-            _are_taken(backend, *places, after=f"trim({begin + _TRIMMED})")
-        assert _records(journals[0], 0) == records[_TRIMMED:]
-        _append(journals[0], begin + len(records), [b"next"])
-        assert _records(journals[1], 0) == [*records[_TRIMMED:], b"next"]

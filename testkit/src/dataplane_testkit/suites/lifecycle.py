@@ -20,11 +20,10 @@ from dataplane_core.connecting import Bootstrap
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
 from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import batch, ids, naming
+from dataplane_testkit._columns import batch, ids
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded
 from dataplane_testkit._workers import read_items
-from dataplane_testkit.suites.faults import CASES, Scene
 
 #: Seconds that the owner of a store starts later than the client that attaches.
 _LATE_S: Final = 0.3
@@ -39,12 +38,8 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         client = store.another_client()
         for _ in range(2):
             client.close()
-        for operation, case in CASES.items():
-            if case.needs is None or store.declares(case.needs):
-                scene = Scene(store, case)
-                scene.client = client
-                with naming(operation), store.refusal(ClientClosedError):
-                    scene.call()
+        with store.refusal(ClientClosedError):
+            client.get_samples(["a"], store.new_id(), ["x"])
 
     def test_close_ends_waiting_claims(self, store: Store) -> None:
         client = store.another_client()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.spec import Capability, Scope, new_id
 from dataplane_testkit._base import Suite
-from dataplane_testkit._columns import as_objects, ids, items_of, jagged, rows_of
+from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged, rows_of
 from dataplane_testkit._profiles import by_profile
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import in_threads
@@ -25,6 +25,15 @@ from dataplane_testkit.rules import lasts
 _FACTOR: Final = by_profile(1, 1, 10)
 #: Of the test of claims: how many groups of three, processes besides this one, and the seconds of each claim.
 _GROUPS, _PROCESSES, _CLAIM_S = by_profile((80, 2, 60.0), (80, 2, 60.0), (33_000, 7, 600.0))
+
+#: Elements of a row: few, and so many that an engine stores them on another way.
+_SIZES: Final = {"small": 2, "large": 64 * 1024}
+
+
+def _one_after_the_other(first: Callable[[], Any], second: Callable[[], Any]) -> Any:
+    reply = first()
+    second()
+    return reply
 
 
 class RaceSuite(Suite, chapter="races"):
@@ -101,6 +110,35 @@ class RaceSuite(Suite, chapter="races"):
             accepted = in_threads(*[partial(put, partition, *each) for each in zip(names, columns, strict=True)])
             assert sum(accepted) == expected, f"{sum(accepted)} of 4 puts that exclude each other were accepted"
             assert [store.has(partition, name) for name in names] == accepted
+
+    def test_keep_from_many_clients_at_once(self, store: Store) -> None:
+        clients = [client for _ in range(3) for client in (store.same_store_client(), store.client)]
+
+        def register(partition: str, place: int) -> None:
+            client = clients[place]
+            store.register("x", tasks=[f"t{place}"], client=client, partition_id=partition, if_exists="keep")
+            client.put_samples([f"s{place}"], partition, {"x": torch.tensor([place])})
+
+        for _ in range(3):
+            partition = store.new_id()
+            in_threads(*(partial(register, partition, place) for place in range(6)))
+            assert store.get(partition, ids(6))["x"].tolist() == list(range(6))
+            for place in range(6):
+                assert store.claim(partition, 6, task=f"t{place}").size == 6
+
+    @pytest.mark.parametrize("size", _SIZES)
+    def test_puts_with_the_same_id_at_the_same_time_are_carried_out_once(self, store: Store, size: str) -> None:
+        store.require(Capability.OVERWRITE)
+        for number in range(10):
+            partition = store.register("x")
+            rows = [batch(3, x=torch.full((3, _SIZES[size]), value, dtype=torch.int32)) for value in range(3)]
+            put = partial(store.hooks.put, partition, ids(3), rows[1], request_id=new_id())
+
+            change = partial(store.client.put_samples, ids(3), partition, rows[2])
+            replies = in_threads(partial(_one_after_the_other, put, change), put, put)
+            assert [reply.num_samples for reply in replies] == [3, 3, 3]
+            found = store.get(partition, ids(3))["x"]
+            assert found.unique().tolist() == [2], f"round {number}: a put was carried out twice"
 
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
         count = 120 * _FACTOR

@@ -12,6 +12,7 @@ import torch
 from dataplane_testkit._base import Suite
 from dataplane_testkit._blobs import new_keys, of_all
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
+from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S
 
@@ -53,7 +54,7 @@ def _filled(store: Store) -> str:
 def _check(store: Store, partition: str, values: list[int]) -> None:
     """Asserts that these rows are there. Fails long before the client's own deadline."""
     names = [f"s{value}" for value in values]
-    store.hooks.within(PROMPT_S).get(partition, names, ["x", "y"])
+    Hooks(store.backend, PROMPT_S).ask("get_samples", partition, sample_ids=names, fields=["x", "y"])
     found = store.get(partition, names, "x", "y")
     assert found["x"].tolist() == values
     check_column(found["y"], _rows(values))

@@ -246,12 +246,16 @@ def _names(names: Iterable[str]) -> str:
 
 def rows_of(meta: KVBatchMeta, rows: Sequence[int], extra_info: dict[str, Any]) -> KVBatchMeta:
     """The rows of a meta at ``rows``, with a copy of ``extra_info``. Their dicts of tags are shared with it."""
+    columns = {name: getattr(meta, name) for name in _PER_ROW}
+    picked: dict[str, Any] = {
+        name: None if column is None else _values_at(column, rows) for name, column in columns.items()
+    }
     return replace(
         meta,
         sample_ids=_values_at(meta.sample_ids, rows),
         fields=None if meta.fields is None else list(meta.fields),
         extra_info=copy.deepcopy(extra_info),
-        **{name: None if (each := getattr(meta, name)) is None else _values_at(each, rows) for name in _PER_ROW},
+        **picked,
     )
 
 

@@ -677,11 +677,13 @@ def _check_width(result: Any, name: str, ids: Any) -> None:
         InvalidRequestError: It has fewer.
     """
     column = result.get(name) if isinstance(result, Mapping) else None
-    dense = all(isinstance(each, Tensor) and not each.is_nested and each.dim() > 1 for each in (column, ids))
-    if dense and column.shape[1] < ids.shape[1]:
+    widths = [
+        each.shape[1] for each in (column, ids) if isinstance(each, Tensor) and not each.is_nested and each.dim() > 1
+    ]
+    if len(widths) == 2 and widths[0] < widths[1]:
         raise InvalidRequestError(
-            f"write-back refused: '{name}' is {column.shape[1]} wide, and the tokens {ids.shape[1]}. Expected a value "
-            "for each token.",
+            f"write-back refused: '{name}' is {widths[0]} wide, and the tokens {widths[1]}. Expected a value for each "
+            "token.",
             hint="Values of the next token (S - 1 of them) get one more in front: 0 for the first token.",
         )
 

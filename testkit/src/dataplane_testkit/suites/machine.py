@@ -791,7 +791,8 @@ class MachineSuite(Suite, chapter="machine"):
 
         seed = new_seed() if is_long() else 1
         for num_steps, count in histories.items():
-            for _ in range(by_profile(count // 4, count, count * 25)):
+            few = count // (2 if bounded else 4)  # there are few histories of a store with a capacity
+            for _ in range(by_profile(few, count, count * 25)):
                 seed += 1
                 machine = new()
                 failure = machine.run(machine.drawn(seed, num_steps))

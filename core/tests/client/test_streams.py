@@ -55,6 +55,18 @@ def _all_given_back(client):
     eventually(lambda: not _num_leased(client), what="the samples are given back")
 
 
+@ONLY_SYNC
+def test_a_step_that_is_marked_has_what_streams_gave_before(client):
+    with stream(client, "p", "t", ["x"], 4) as batches:
+        next(batches)
+        client.mark_step(1)
+        assert _consumed(client) == IDS[:4]
+        next(batches)
+        assert _consumed(client) == IDS[:4]
+    client.mark_step(2)
+    assert _consumed(client) == IDS[:4]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_each_sample_comes_once_and_a_batch_is_acked_when_the_next_is_asked_for(client, prefetch):
     seen = []

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+from weakref import WeakSet
 
 import pluggy
 
@@ -39,6 +40,9 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
 from dataplane_core.spec import Capability, Claim, ClaimRequest, PartitionInfo, Scope
+
+if TYPE_CHECKING:
+    from dataplane_core.client.streams import Stream
 
 _R = TypeVar("_R")
 
@@ -162,6 +166,7 @@ class Connection(ClientFacts):
         self._field_names = FieldNames(strict=config.strict_fields, open_partitions=config.open_partitions)
         # rank -> epoch, batches given; guarded by _state
         self._batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
+        self._streams: WeakSet[Stream] = WeakSet()  # those that are open
         self._closed = False
         self._to_stop: list[Any] = [backend]  # what `close` has not stopped yet
         self._pid = os.getpid()
@@ -219,22 +224,30 @@ class Connection(ClientFacts):
         return nullcontext() if self._announcer is None else self._phases.within(name, partition_id or "", made)
 
     def mark_step(self, step: int, **values: float) -> None:
-        """Says that a training step has ended, to the middleware that keeps a record of the run. It asks no store.
+        """Says that a training step has ended, to the middleware that keeps a record of the run.
 
         One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
-        count by these marks.
+        count by these marks. First it acks what the streams of this client have given, since a loop over a stream acks
+        a batch only when it asks for the next one. An asyncio client acks nothing: await ``batches.ack()`` before.
 
         Args:
             step: Its number.
             values: What is known of it, such as ``loss``. Numbers of numpy and torch go too. ``staleness``: how many
                 weight versions old the rows were that it trained on.
 
+        Raises:
+            LeaseExpiredError: A batch of a stream was held for too long. The step is marked all the same.
+
         Example:
             >>> client.mark_step(7, loss=0.25, staleness=1)
         """
-        for each in self._middleware:
-            if hasattr(each, "note_step"):
-                each.note_step(step, values)
+        try:
+            for stream in list(self._streams):
+                stream.ack()
+        finally:
+            for each in self._middleware:
+                if hasattr(each, "note_step"):
+                    each.note_step(step, values)
 
     # --- its end ------------------------------------------------------------------------------------------------------
 

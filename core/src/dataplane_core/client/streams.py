@@ -141,6 +141,7 @@ class Stream(Iterator[Any]):
         terms.request(client)  # to refuse it now
         self._feed = Feed(client, terms)
         self._current: Item | None = None
+        client._streams.add(self)
         weakref.finalize(self, self._feed.collected).atexit = False  # at the end of the program: `Feed.close`
 
     def __iter__(self) -> Self:

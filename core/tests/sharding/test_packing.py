@@ -74,7 +74,19 @@ def five_phases(lengths, capacity):
     for each in bins:
         while taken := take_largest(left, capacity - sum(each)):
             each += taken
-    return bins + [[left[i] for i in each] for each in first_fit(range(len(left)), left, capacity)]
+    plans = [first_fit(range(len(left)), left, capacity), most_room(left, capacity)]
+    return bins + [[left[i] for i in each] for each in min(plans, key=len)]
+
+
+def most_room(lengths, capacity):
+    bins = []
+    for position, length in enumerate(lengths):
+        emptiest = min(bins, key=lambda each: sum(lengths[other] for other in each), default=None)
+        if emptiest is None or sum(lengths[other] for other in emptiest) + length > capacity:
+            bins.append([])
+            emptiest = bins[-1]
+        emptiest.append(position)
+    return bins
 
 
 def next_fit(lengths, capacity):
@@ -108,6 +120,7 @@ def test_packers_do_what_they_say(problem, seed):
 @given(problems())
 @example(([5, 11, 10, 5, 5, 7], 12))  # long ones in pairs with medium ones
 @example(([16, 11, 5, 4, 7], 20))
+@example(([28, 36, 92, 124, 120, 12, 68, 128, 44], 331))  # first fit would take three bins
 def test_modified_first_fit_decreasing_goes_through_the_five_phases(problem):
     lengths, capacity = problem
     bins = modified_first_fit_decreasing(lengths, capacity)

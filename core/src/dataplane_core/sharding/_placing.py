@@ -54,7 +54,7 @@ def _place_by_class(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
     # How many sizes are over 1/2, 1/3 and 1/6 of the capacity
     large, medium, small = (int(np.searchsorted(-falling, -(capacity // part))) for part in (2, 3, 6))
     if not large:
-        return order, _first_fit_of_runs(*_runs(falling), capacity)
+        return order, _place_rest(falling, capacity)
     as_list = falling[:small].tolist()
     room = (capacity - falling[:large]).tolist()  # rises from bin to bin
     ends = np.cumsum(_runs(falling[:large])[1]).tolist()
@@ -66,7 +66,7 @@ def _place_by_class(sizes: Ints, capacity: int, seed: int | None) -> _Placed:
     is_left[placed] = False
     left = np.flatnonzero(is_left)
     fitted, fitted_bins, left = _fill_up(falling, left, np.asarray(room))
-    rest_bins = _first_fit_of_runs(*_runs(falling[left]), capacity) + large  # phase 5
+    rest_bins = _place_rest(falling[left], capacity) + large
     return order[np.concatenate([placed, fitted, left])], np.concatenate([in_bins, fitted_bins, rest_bins])
 
 
@@ -187,6 +187,29 @@ def _fill_up(falling: Ints, left: Ints, room: Ints) -> tuple[Ints, Ints, Ints]:
     places = np.empty(len(of_entry), np.int64)
     places[by_entry] = np.arange(len(of_entry)) + np.repeat(starts - (np.cumsum(many) - many), many)
     return left[places], _expand(*group), np.delete(left, places)
+
+
+def _place_rest(falling: Ints, capacity: int) -> Ints:
+    """Phase 5: the bin of each size, counted from 0."""
+    first_fit = _first_fit_of_runs(*_runs(falling), capacity)
+    if not len(falling) or first_fit.max() < -(-int(falling.sum()) // capacity):  # no placement takes fewer bins
+        return first_fit
+    most_room = _most_room(falling.tolist(), capacity)
+    return most_room if most_room.max() < first_fit.max() else first_fit
+
+
+def _most_room(falling: list[int], capacity: int) -> Ints:
+    """Each size goes into the bin with the most room, if it fits there; the bin of each."""
+    bins, filled = np.empty(len(falling), np.int64), list[tuple[int, int]]()
+    for place, size in enumerate(falling):
+        if filled and filled[0][0] + size <= capacity:
+            number = filled[0][1]
+            heapreplace(filled, (filled[0][0] + size, number))
+        else:
+            number = len(filled)
+            heappush(filled, (size, number))
+        bins[place] = number
+    return bins
 
 
 def _used_up_to(entry: int, counts: list[int], smaller: list[int]) -> int:

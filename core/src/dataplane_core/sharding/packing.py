@@ -94,7 +94,7 @@ def modified_first_fit_decreasing(
     3. Backward through the bins without a medium one: add the smallest small one and the largest small one that fits
        beside it.
     4. Forward through all bins: add the largest sequence of any class that fits, until none fits.
-    5. First fit decreasing of the rest, in new bins.
+    5. First fit decreasing of the rest, in new bins. Where that takes fewer bins: each into the bin with the most room.
 
     Arguments, result and errors are those of `concatenative`.
     """

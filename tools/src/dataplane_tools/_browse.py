@@ -20,7 +20,12 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Input, Static
 
-from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError, printable
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    InvalidRequestError,
+    UnsupportedOperationError,
+    printable,
+)
 from dataplane_tools._read import lines_of
 from dataplane_tools._sample import Sample, group_of_id
 from dataplane_tools._table import Samples
@@ -42,7 +47,8 @@ def run(
     """Shows the store of a config until it is left. Its arguments are those of the command.
 
     Raises:
-        BackendUnavailableError: No store runs at the start. Once one ends, it is waited for the next.
+        BackendUnavailableError: The store cannot be reached, and waiting does not help. One that has not started yet,
+            or has ended, is waited for.
         UnsupportedOperationError: The output is no terminal.
     """
     if not sys.stdout.isatty():
@@ -53,7 +59,11 @@ def run(
     condition = None if where is None else parse_where(where)
     decode = None if tokenizer is None else Tokenizer(tokenizer).decode
     watcher = Watcher(config_path, partition_id, decode)
-    watcher.open()
+    try:
+        watcher.open()
+    except BackendUnavailableError as error:  # it is waited for, unless waiting does not help
+        if not error.retryable:
+            raise
     wish = Wish(samples=command != "top", where=condition, sort=sort, descending=descending)
 
     async def shown() -> None:

@@ -12,7 +12,7 @@ import html
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -22,8 +22,8 @@ from dataplane_tools._images import describe_image, thumbnail
 from dataplane_tools._sample import Sample, json_value
 from dataplane_tools._tokenizer import Tokenizer
 
-#: Names of the page's own columns -> those of tags and fields with such a name.
-_OWN = {"id": "id (tag)", "text": "text (tag)"}
+#: Names of the page's own columns. A field with one of these names shows as ``text (field)``, a tag as ``text (tag)``.
+_OWN = ("id", "text")
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -60,13 +60,17 @@ def page(title: str, samples: Sequence[Sample], tokenizer: Tokenizer | None) -> 
     )
 
 
+def _named(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {f"{name} ({kind})" if name in _OWN else name: value for name, value in values.items()}
+
+
 def _row(sample: Sample) -> dict[str, Any]:
     pictures = {name: thumbnail(cell) for name, cell in sample.images.items()}
     shapes = {name: describe_image(sample.images[name]) for name, picture in pictures.items() if picture is None}
     return {
         "id": sample.sample_id,
         "group": sample.group,
-        "values": {_OWN.get(name, name): value for name, value in {**sample.values, **sample.tags}.items()},
+        "values": {**_named(sample.values, "field"), **_named(sample.tags, "tag")},
         "parts": [asdict(part) for part in sample.parts],
         "objects": sample.objects,
         "shapes": {**sample.shapes, **shapes},

@@ -303,3 +303,13 @@ def test_a_condition_that_cannot_be_read_is_refused(store, config, python):
     with terminal(python, "browse", config, "--where", "reward <") as (_, read_until, process, _):
         assert '--where "reward <" refused' in read_until("refused")
         assert process.wait() == 1
+
+
+def test_a_store_that_has_not_started_is_waited_for(nowhere, python):
+    with terminal(python, "top", nowhere) as (outside, read_until, process, _):
+        read_until("waiting for the store: ")
+        with connect(nowhere) as store:
+            fill(store)
+            read_until("written")
+        os.write(outside, b"q")
+        assert process.wait() == 0

@@ -207,7 +207,7 @@ class _Judge:
         waited_s = waited_s if given_s is None else min(waited_s, given_s)
         wanted = max(work.batch_size for _, work in waiting)
         if answer.num_ready >= wanted:
-            text = f"{_count(answer.num_ready)} of {wanted} are ready: its claim is answered now."
+            text = f"{_count(answer.num_ready)} are ready, and its claim asks for {wanted}: it is answered now."
             return replace(verdict, text=text)
         reason = self._why(verdict, waiting, answer.shortfall, wanted, waited_s, reach)
         return replace(

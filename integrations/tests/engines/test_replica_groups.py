@@ -103,12 +103,12 @@ REFUSED_PLANS = {
 
 def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks):
     def run(rank):
-        data = BatchedDataDict({"input_ids": torch.zeros(2, 12, dtype=torch.long)})
         said = {}
         with megatron_on_cpu({"context": 2}):
             worker = MegatronDataPlaneMixin()
 
             def try_plan(name, meta):
+                data = BatchedDataDict({"input_ids": torch.zeros(meta.size, 12, dtype=torch.long)})
                 said[name] = told(lambda: worker._attach_or_repack_pack_metadata(data, meta))[2]
 
             meta = KVBatchMeta("train", "train", ["a_g0", "a_g1"], sequence_lengths=[3, 5])

@@ -252,7 +252,7 @@ def test_each_call_of_the_driver_begins_with_routers_that_choose_for_themselves(
 
                 setattr(worker, name, note)
 
-            logprobs = torch.zeros(len(LENGTHS), max(LENGTHS))
+            logprobs = torch.zeros(len(LENGTHS), worker._fetch(meta)["input_ids"].shape[1])
             replace("get_logprobs", {"logprobs": logprobs})
             replace("get_reference_policy_logprobs", {"reference_logprobs": logprobs})
             for name in ("train", "begin_train_step", "train_microbatch", "finish_train_step"):

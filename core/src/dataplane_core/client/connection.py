@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 from weakref import WeakSet
 
 import pluggy
@@ -40,9 +40,6 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
 from dataplane_core.spec import Capability, Claim, ClaimRequest, PartitionInfo, Scope
-
-if TYPE_CHECKING:
-    from dataplane_core.client.streams import Stream
 
 _R = TypeVar("_R")
 
@@ -166,7 +163,7 @@ class Connection(ClientFacts):
         self._field_names = FieldNames(strict=config.strict_fields, open_partitions=config.open_partitions)
         # rank -> epoch, batches given; guarded by _state
         self._batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
-        self._streams: WeakSet[Stream] = WeakSet()  # those that are open
+        self._streams: WeakSet[Any] = WeakSet()  # those of `stream`
         self._closed = False
         self._to_stop: list[Any] = [backend]  # what `close` has not stopped yet
         self._pid = os.getpid()

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -84,6 +84,9 @@ class PluginRecord:
     version: str
     target: str
 
+    def __str__(self) -> str:
+        return f"'{self.name}' ({self.distribution} {self.version})"
+
 
 def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
     """Lists the installed plugins, sorted by name. Imports nothing.
@@ -129,30 +132,26 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
             hint="Uninstall all but one.",
         )
     (point,) = points.values()
-    if EntryPoint.pattern.match(point.value) is None:
-        raise PluginImportError(
-            f"{_told(kind, point)} cannot be imported: its entry point is {point.value!r}. Expected module:attribute.",
-            backend=name,
-        )
-    late = threading.Timer(_LONG_S, _log.warning, (f"{_told(kind, point)} is still being imported.",))
-    late.daemon = True
-    if point.module not in sys.modules:
-        with suppress(RuntimeError):  # the system gives no thread
-            late.start()
-    try:
-        with plugin_code(kind, point, "imported"):
-            return point.load()
-    finally:
-        late.cancel()
+    record = _record(point)
+    with plugin_code(kind, record, "imported"), ExitStack() as stack:
+        if EntryPoint.pattern.match(point.value) is None:
+            raise ValueError(f"its entry point is {point.value!r}. Expected module:attribute.")
+        if point.module not in sys.modules:
+            late = threading.Timer(_LONG_S, _log.warning, (f"{kind} {record} is still being imported.",))
+            late.daemon = True
+            stack.callback(late.cancel)
+            with suppress(RuntimeError):  # the system gives no thread
+                late.start()
+        return point.load()
 
 
 @contextmanager
-def plugin_code(kind: str, point: EntryPoint | PluginRecord, what: str) -> Iterator[None]:
+def plugin_code(kind: str, record: PluginRecord, what: str) -> Iterator[None]:
     """Runs code of a plugin: what goes wrong in it names the plugin.
 
     Args:
         kind: As for `load_plugin`.
-        point: The plugin.
+        record: The plugin.
         what: What is done with it, such as "imported".
 
     Raises:
@@ -163,14 +162,9 @@ def plugin_code(kind: str, point: EntryPoint | PluginRecord, what: str) -> Itera
     except DataPlaneError:
         raise
     except (Exception, SystemExit) as error:
-        name = type(error).__name__
-        text = f"{_told(kind, point)} cannot be {what}: {name}: {error}"
-        raise PluginImportError(text, backend=point.name) from error
-
-
-def _told(kind: str, point: EntryPoint | PluginRecord) -> str:
-    record = point if isinstance(point, PluginRecord) else _record(point)
-    return f"{kind} '{record.name}' ({record.distribution} {record.version})"
+        raise PluginImportError(
+            f"{kind} {record} cannot be {what}: {type(error).__name__}: {error}", backend=record.name
+        ) from error
 
 
 def install_command(package: str) -> str:

@@ -15,7 +15,7 @@ from dataplane_core.arguments import check_dict, check_list, check_meta
 from dataplane_core.errors import InvalidRequestError, preview, printable
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE, PLAN_KEYS
 
-__all__ = ["KVBatchMeta", "PerPart", "rows_of"]
+__all__ = ["KVBatchMeta", "PerPart", "is_same", "rows_of"]
 
 _T = TypeVar("_T")
 
@@ -279,13 +279,17 @@ def _joined_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _of_parts(values: Sequence[Any]) -> Any:
     """The value of all parts, or one for each."""
     found = PerPart(each for value in values for each in (value if isinstance(value, PerPart) else [value]))
-    return found[0] if all(_is_same(each, found[0]) for each in found) else found
+    return found[0] if all(is_same(each, found[0]) for each in found) else found
 
 
-def _is_same(left: Any, right: Any) -> bool:
+def is_same(left: Any, right: Any) -> bool:
+    """Whether two values are of one type and equal: plain ones, tensors, arrays, or what holds them."""
+    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
     try:
-        return left is right or bool(left == right)
-    except (ValueError, RuntimeError):  # arrays and tensors of several values
+        found = left == right
+        return bool(found.all()) if hasattr(found, "all") else bool(found)
+    except (ValueError, RuntimeError):  # a list, or a dict, of tensors of several values
         return False
 
 

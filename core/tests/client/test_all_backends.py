@@ -212,7 +212,7 @@ def test_with_open_partitions_a_put_or_a_claim_opens_them():
             client.get_samples(["a"], "nowhere", ["x"])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")  # only one shows the copy
 def test_cuda_tensors_are_copied_to_host(client):
     client.put_samples(IDS, "p", {"x": torch.arange(2, device="cuda")})
     assert client.get_samples(IDS, "p", ["x"])["x"].tolist() == [0, 1]
@@ -333,4 +333,4 @@ def test_what_is_not_declared_is_refused(capability):
             with pytest.raises(UnsupportedOperationError) as caught:
                 call(client)
             check_error(caught.value, "lacks")
-            assert isinstance(caught.value, NotImplementedError)
+            assert isinstance(caught.value, NotImplementedError)  # which programs may catch

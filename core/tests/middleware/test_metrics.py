@@ -61,9 +61,9 @@ def test_claims_that_were_cancelled_wait_no_longer(monkeypatch):
     assert all(waiting.goes_on(each, waiting.began(each), unanswered) for each in asked)
     now += 10
     assert waiting.goes_on(asked[0], waiting.began(asked[0]), unanswered)
-    assert len(waiting) == 3
+    assert waiting.num_waiting() == 3
     now += 10
-    assert len(waiting) == 1
+    assert waiting.num_waiting() == 1
     assert waiting.began(asked[0]) == 100.0
 
 

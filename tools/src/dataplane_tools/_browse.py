@@ -20,12 +20,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Input, Static
 
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    InvalidRequestError,
-    UnsupportedOperationError,
-    printable,
-)
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, UnsupportedOperationError, printable
 from dataplane_tools._read import lines_of
 from dataplane_tools._sample import Sample, group_of_id
 from dataplane_tools._table import Samples
@@ -47,8 +42,8 @@ def run(
     """Shows the store of a config until it is left. Its arguments are those of the command.
 
     Raises:
-        BackendUnavailableError: The store cannot be reached, and waiting does not help. One that has not started yet,
-            or has ended, is waited for.
+        BackendUnavailableError: The store cannot be reached, and waiting does not help. The screen waits for one that
+            has not started yet, or has ended.
         UnsupportedOperationError: The output is no terminal.
     """
     if not sys.stdout.isatty():
@@ -61,7 +56,7 @@ def run(
     watcher = Watcher(config_path, partition_id, decode)
     try:
         watcher.open()
-    except BackendUnavailableError as error:  # it is waited for, unless waiting does not help
+    except BackendUnavailableError as error:  # the screen waits for the store, if that may help
         if not error.retryable:
             raise
     wish = Wish(samples=command != "top", where=condition, sort=sort, descending=descending)

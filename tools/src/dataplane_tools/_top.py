@@ -126,7 +126,7 @@ class Looks:
 
 
 class _Fitting:
-    """What is shown, as it fits."""
+    """The one of two forms for which the screen is wide enough."""
 
     def __init__(self, wide: RenderableType, narrow: RenderableType) -> None:
         self._wide, self._narrow = wide, narrow

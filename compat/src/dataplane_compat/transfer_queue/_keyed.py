@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import torch
+from dataplane_core.meta import is_same
 
 
 def copied(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -18,22 +17,12 @@ def copied(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v if type(v) in plain else copy.deepcopy(v) for k, v in row.items()} for row in rows]
 
 
-def _same(left: Any, right: Any) -> bool:
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, np.ndarray):
-        return np.array_equal(left, right)
-    return bool(left == right)
-
-
 def merged_info(what: str, infos: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
     """The union of dicts that agree where they overlap."""
     merged: dict[str, Any] = {}
     for info in infos:
         for name, value in (info or {}).items():
-            if not _same(merged.setdefault(name, value), value):
+            if not is_same(merged.setdefault(name, value), value):
                 raise ValueError(
                     f"{what} refused: extra_info['{name}'] has conflicting values: {merged[name]!r} and {value!r}."
                 )

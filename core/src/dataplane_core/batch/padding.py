@@ -30,10 +30,12 @@ _PARTS: Final = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-_log = logging.getLogger(__name__)
-_has_warned = False
 #: How many places of all rows are compared together; what is compared then stays in the processor's cache.
 _BLOCK: Final = 256
+
+_log = logging.getLogger(__name__)
+#: Whether this process was told that tokens seem to be cut off.
+_has_warned = False
 
 
 def find_cut(
@@ -58,8 +60,9 @@ def find_cut(
         Names, and the place of each row's first token. None: all begin at 0.
 
     Raises:
-        InvalidRequestError: The attention mask and the lengths contradict each other, or a column that is not named
-            in `schema.PER_TOKEN_FIELDS` holds no padding where the other columns have it. Names the row.
+        InvalidRequestError: The attention mask and the lengths contradict each other; a column of
+            `schema.PER_TOKEN_FIELDS` has too few elements; or another column holds no padding where the others have
+            it. Names the row.
     """
     named = [name for name in columns if name in (declared or ()) and not is_per_sample(name, columns[name])]
     if not lengths:
@@ -108,25 +111,21 @@ def _check_widths(
     """Checks that columns with an element per token have one for each token, so that each lies beside its own.
 
     Raises:
-        InvalidRequestError: One has fewer. Names it.
+        InvalidRequestError: One has fewer; or more, where rows do not begin at 0. Names it.
     """
     ids = columns.get(INPUT_IDS_FIELD)
-    width = ids.shape[1] if isinstance(ids, torch.Tensor) and not ids.is_nested and ids.dim() > 1 else None
+    tokens = row_lengths(ids) if isinstance(ids, torch.Tensor) and not ids.is_nested else None
     for name, column in columns.items():
         found = row_lengths(column) if name in names and not is_per_sample(name, column) else None
         if found is None:
             continue
-        if column.is_nested:
-            short = np.flatnonzero(found.numpy() < counts)
-            told = f"row {short[0]} has {found[short[0]]} elements and {counts[short[0]]} tokens" if len(short) else ""
-        elif width is None:
-            wanted = int(counts.max(initial=0))
-            told = f"it is {column.shape[1]} wide, and the longest row has {wanted} tokens"
-            told = told if column.shape[1] < wanted else ""
-        else:
-            told = f"it is {column.shape[1]} wide, and '{INPUT_IDS_FIELD}' {width}"
-            told = told if column.shape[1] < width or (shifted and column.shape[1] > width) else ""
-        if told:
+        wanted = counts if tokens is None or column.is_nested else tokens.numpy()
+        elements = found.numpy()
+        wrong = np.flatnonzero((elements < wanted) | (shifted and wanted is not counts and elements > wanted))
+        if len(wrong):
+            has, needs = elements[wrong[0]], wanted[wrong[0]]
+            of_row = f"row {wrong[0]} has {has} elements and {needs} tokens"
+            told = of_row if column.is_nested else f"it is {has} wide, and its tokens {needs}"
             raise InvalidRequestError(
                 f"{where} refused: field '{name}' has an element per token, but {told}. Expected one for each token.",
                 hint="Values of the next token (S - 1 of them) get one more in front; those of the response alone get "
@@ -200,14 +199,10 @@ def _warn_of_tokens_cut_off(where: str, ids: Any, counts: NDArray[np.int64]) -> 
     if wrong is not None:
         _has_warned = True
         _log.warning(
-            "%s: row %d of field '%s' has %d tokens by its length, and what follows them does not look like padding. "
-            "It was cut off. If the rows are padded on the left, put the column '%s' (N, S) into the batch: 1 at each "
-            "token, 0 at padding. This is said once.",
-            where,
-            wrong,
-            INPUT_IDS_FIELD,
-            counts[wrong],
-            ATTENTION_MASK_FIELD,
+            "%s: row %d of field 'input_ids' has %d tokens by its length, and what follows them does not look like "
+            "padding. It was cut off. If the rows are padded on the left, put the column 'attention_mask' (N, S) into "
+            "the batch: 1 at each token, 0 at padding. This is said once.",
+            *(where, wrong, counts[wrong]),
         )
 
 

@@ -225,7 +225,8 @@ class Connection(ClientFacts):
 
         One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
         count by these marks. First it acks what the streams of this client have given, since a loop over a stream acks
-        a batch only when it asks for the next one. An asyncio client acks nothing: await ``batches.ack()`` before.
+        a batch only when it asks for the next one. Call it in the thread of that loop; in asyncio, which it does not
+        ack for, after ``await batches.ack()``.
 
         Args:
             step: Its number.

@@ -105,14 +105,15 @@ def log_event(event: OperationEvent) -> None:
 class WaitingClaims:
     """The claims of a client that wait. Each asks the store many times, and is one operation of its user.
 
-    Its length is how many wait. Safe for threads.
+    Safe for threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may claim in the middle of a claim
         self._began: dict[str, tuple[float, float]] = {}  # token -> when it first asked, and when it asked last
 
-    def __len__(self) -> int:
+    def num_waiting(self) -> int:
+        """How many wait. Forgets those that were cancelled, which no longer ask."""
         since = time.perf_counter() - _ASKS_AGAIN_S
         with self._lock:
             self._began = {token: (began, last) for token, (began, last) in self._began.items() if last > since}
@@ -126,7 +127,7 @@ class WaitingClaims:
 
     def goes_on(self, request: ClaimRequest, began: float, claim: Claim | None) -> bool:
         """Whether a claim asks again after this answer. Called after each question, with None if it failed."""
-        waits = claim is not None and request.all_or_nothing and not (claim.answered or request.explain)
+        waits = claim is not None and got_nothing(request, claim) and not request.explain
         with self._lock:
             if waits:
                 self._began[request.token] = began, time.perf_counter()
@@ -134,8 +135,13 @@ class WaitingClaims:
                 self._began.pop(request.token, None)
             are_many = len(self._began) > _MOST_WAITING
         if are_many:
-            len(self)  # drops those that were cancelled
+            self.num_waiting()
         return waits
+
+
+def got_nothing(request: ClaimRequest, claim: Claim) -> bool:
+    """Whether a claim that waits was handed nothing by this answer. After its last question, it has timed out."""
+    return request.all_or_nothing and not claim.answered
 
 
 def observe(
@@ -169,7 +175,7 @@ def observe(
         if isinstance(reply, (Claim, SampleList)):
             sample_ids = reply.sample_ids
             n_keys = len(sample_ids)
-            if isinstance(reply, Claim) and request.all_or_nothing and not reply.answered:
+            if isinstance(reply, Claim) and got_nothing(request, reply):
                 status, name_of_error = "timeout", ClaimTimeoutError.__name__  # which the client raises
         elif isinstance(reply, ClearReply) and request.sample_ids is None:
             drops_all, n_keys = True, reply.num_samples

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dataplane_core.codec import row_nbytes
 from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import WaitingClaims
+from dataplane_core.middleware.events import WaitingClaims, got_nothing
 from dataplane_core.spec import Claim, SampleList, TagValue, WireBatch, hookimpl
 
 try:
@@ -106,7 +106,7 @@ class OpenTelemetry(OperationMiddleware):
         error: BaseException | None = None
         try:
             claim = yield
-            if request.all_or_nothing and not claim.answered:
+            if got_nothing(request, claim):
                 error = ClaimTimeoutError("it waited in vain")
         except BaseException as raised:
             error = raised

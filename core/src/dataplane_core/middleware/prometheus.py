@@ -133,7 +133,7 @@ class _Endpoint:
         self.bytes = Counter("dataplane_bytes", "Payload bytes moved.", _LABELS, registry=registry)
         self.in_flight = Gauge("dataplane_operations_in_flight", "Operations under way.", _LABELS, registry=registry)
         waiting = Gauge("dataplane_waiting_claims", "Claims that wait.", registry=registry)
-        waiting.set_function(lambda: sum(len(client._waiting) for client in list(self.clients)))
+        waiting.set_function(lambda: sum(client._waiting.num_waiting() for client in list(self.clients)))
         moved = Gauge("dataplane_moved_rows", "Rows put and read, by their path.", ("path",), registry=registry)
         for path in ("memory", "wire"):
             moved.labels(path).set_function(partial(self._moved_rows, path))

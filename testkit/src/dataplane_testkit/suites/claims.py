@@ -235,8 +235,6 @@ class ClaimSuite(Suite, chapter="claims"):
         with _no_polls(store, but_for_leases=scene is end_of_a_lease):
             scene(store)
 
-    # --- timeouts -----------------------------------------------------------------------------------------------------
-
     # --- many that wait -----------------------------------------------------------------------------------------------
 
     def test_claims_with_many_filters_are_woken_when_they_need_not_wait(self, store: Store) -> None:

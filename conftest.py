@@ -82,16 +82,18 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, files that use the shared Ray run in one process, so that there is one Ray."""
-    if config.getoption("dist", "no") != "loadgroup":
-        return
-    on_ray = {item.path for item in items if "ray_server" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(
-            pytest.mark.xdist_group("ray" if item.path in on_ray else str(item.path.relative_to(config.rootpath)))
-        )
+@pytest.hookimpl(wrapper=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """With ``--dist loadgroup``, a file runs in one process, and files that use the shared Ray in the same one.
+
+    So there is one Ray.
+    """
+    if config.getoption("loadgroup", False):  # what xdist tells its workers, in place of ``dist``
+        on_ray = {item.path for item in items if "ray_server" in getattr(item, "fixturenames", ())}
+        for item in items:
+            group = "ray" if item.path in on_ray else str(item.path.relative_to(config.rootpath))
+            item.add_marker(pytest.mark.xdist_group(group))
+    yield
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -104,6 +104,10 @@ EVICTS = client("buffer", puts("x"), replace(puts(), operation="clear_samples"),
 ONE_LEFT = partition(held=1, cleared=40)
 QUIET = client("r", puts("y", ended_s=400.0), heard_s=0.0)
 LOADING = client("new", pid=8)
+DRIVER = client("driver", replace(puts(ended_s=400.0, count=0), operation="register_partition"), pid=8)
+COMPLETE = partition(tasks=("train", "score"), num_samples=4)
+EMPTY = partition(held=0)
+EMPTY = replace(EMPTY, info=replace(EMPTY.info, registered_by="driver", registered_at=10.0))
 HELD_BY_ITSELF = Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 6 on h", left_s=9.0),))
 NAMES = replace(partition(fields=("ref_log_probs",)), specs={"log_probs": FieldSpec("tensor", "int64", 1, ())})
 ALMOST = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("ref_log_prob",)})}
@@ -160,6 +164,10 @@ STARVED = [
     row("name", TRAINER, found=OF_TASK, task="trian"),
     row("name", TRAINER, found=OF_TASK, task="train-1"),
     row("silent", replace(TRAINER, state="silent"), said="4 samples of it are left", found=OF_TASK),
+    row("unclaimed", TRAINER, ROLLOUT, said="Nobody has claimed for it, and all", found=COMPLETE, task="score"),
+    row("unclaimed", TRAINER, DRIVER, said="The task 'score' is starved", found=COMPLETE, **LACKING),
+    # who registered is no one who writes
+    row("unwritten", LATE, DRIVER, said="0 samples came since driver registered it 90 s ago.", found=EMPTY, now=100.0),
     # who ended
     row("short", replace(TRAINER, role="rollout"), ENDED),  # the trainer itself is not another one that puts
     row("closed", client("trainer", claims(waits_s=None), state="closed", heard_s=90.0)),
@@ -229,6 +237,7 @@ WAITS = [
     # in a phase
     row("works", TRAINER, generates(writer()), said="It is alive in generate for 14 s", **LACKING),
     row("works", TRAINER, generates(client("r", puts("y", ended_s=None))), said="is in generate for", **LACKING),
+    row("unwritten", LATE, generates(DRIVER), found=EMPTY),  # what it generates, it may put
     # who makes a group may still put it though all others ended
     row("", TRAINER, GONE, LOADING_MAKER, culprit="process 9 on h (collector)", found=FOUR, **GROUPS),
 ]
@@ -244,6 +253,9 @@ IDLE = [
     row("", client("trainer", claims("train_a")), found=partition(tasks=("train_a", "train_b")), task="train_b"),
     row("", TRAINER, found=partition(tasks=("train", "trian"), oldest_s=90.0), task="trian"),
     row("", TRAINER, client("new"), found=OF_TASK, task="trian"),  # it may be the one
+    row("unclaimed", TRAINER, LOADING, found=COMPLETE, task="score"),
+    row("unclaimed", TRAINER, ROLLOUT, found=replace(COMPLETE, oldest_s=9.0), task="score"),
+    row("unclaimed", TRAINER, ROLLOUT, found=TWO, task="score"),  # more samples may come
     row("", client("trainer", claims(waits_s=None), state="closed"), found=partition(held=0, cleared=8)),
     row("", client("trainer", claims(waits_s=None), state="closed", heard_s=0.2)),
     row("", client("trainer", claims(waits_s=None), state="closed", heard_s=90.0), client("trainer", pid=70)),

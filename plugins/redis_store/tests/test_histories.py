@@ -320,3 +320,15 @@ def test_a_client_that_takes_an_instance_over_keeps_what_it_is(plain, connect):
     attached.put_samples(["b"], "p", columns(1, SMALL, 1))  # nobody ended it
     three = connect(url=plain.url, namespace="kept", capacity_bytes=1 << 30)
     assert three.list_samples("p").sample_ids == attached.list_samples("p").sample_ids == ["a", "b"]
+
+
+def test_a_registration_says_what_it_drops(plain, connect, caplog):
+    driver, rank = (connect(url=plain.url, namespace="twice", bootstrap=first) for first in (True, False))
+    driver.register_partition("p", ["x"], None, ["train", "score"])
+    driver.put_samples(["a", "b", "c"], "p", columns(3, SMALL, 1))
+    driver.claim_meta("p", "train", ["x"], 2)
+    rank.register_partition("p", ["x"], None, ["train"])
+    assert "dropped 3 samples, 3 of them not consumed by 'score': process " in caplog.text
+    with pytest.raises(MissingDataError) as caught:
+        driver.get_samples(["a"], "p", ["x"])
+    assert "registered the partition again" in caught.value.hint

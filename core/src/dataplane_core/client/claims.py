@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.arguments import check_count, check_meta
-from dataplane_core.client.announcing import Work
+from dataplane_core.client.announcing import Work, program_name
 from dataplane_core.client.checks import (
     check_counts,
     check_name,
@@ -33,6 +33,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     Verdict,
     preview,
+    printable,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
@@ -49,11 +50,13 @@ from dataplane_core.spec import (
     PartitionInfo,
     RegisterRequest,
     RenewRequest,
+    Replaced,
     Sampler,
     SettleReply,
     TagFilter,
     check_tag_filter,
     lengths_of,
+    this_process,
 )
 
 #: How many registrations a client remembers.
@@ -486,8 +489,28 @@ class Claims(Overview):
 
     def _register(self, partition_id: str, **registration: Any) -> PartitionInfo:
         """Registers a partition as a `RegisterRequest` says. A finished one may have any number of samples."""
-        request = RegisterRequest(partition_id, **registration)
-        return self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
+        work = self._work.begin("register_partition", partition_id)
+        by = f"{this_process()} ({self._config.role or program_name()})"
+        request = RegisterRequest(partition_id, registered_by=by, registered_at=time.time(), **registration)
+        info = self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
+        work.end(0)
+        dropped = info.replaced
+        if dropped is not None and dropped.num_samples and dropped.epoch not in self._registered:
+            _log.warning("%s", printable(_dropped(partition_id, dropped)))
+        if info.epoch == request.epoch:
+            self._registered.append(info.epoch)
+        return info
+
+    def _tell_new_registration(self, error: DataPlaneError, partition_id: str) -> None:
+        """Adds to an error that samples or leases are gone because another client has registered the partition."""
+        known = self._infos.get(partition_id)
+        with suppress(DataPlaneError):
+            info = self._describe(partition_id, time.monotonic() + ADVICE_S)
+            is_new = info.registered_at > self._opened_at if known is None else known.epoch != info.epoch
+            if is_new and info.registered_by and info.epoch not in self._registered:
+                again, ago_s = "" if known is None else " again", max(0.0, time.time() - info.registered_at)
+                told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago"
+                error.hint = f"{error.hint or ''} {told}: what it held before is gone.".lstrip()
 
     def _describe(self, partition_id: str, deadline: float = math.inf) -> PartitionInfo:
         return self._call("describe_partition", DescribeRequest(partition_id, deadline=deadline), PartitionInfo)
@@ -519,3 +542,14 @@ class Claims(Overview):
 
             reply = self._call_once(operation, copied, SettleReply, request.deadline)
             check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)
+
+
+def _dropped(partition_id: str, replaced: Replaced) -> str:
+    """What a registration dropped that another client had made."""
+    task, count = max(replaced.num_left.items(), key=lambda each: each[1], default=("", 0))
+    left = f", {count} of them not consumed by '{task}'" if task else ""
+    by, ago_s = replaced.registered_by or "another client", max(0.0, time.time() - replaced.registered_at)
+    return (
+        f"register_partition('{partition_id}') dropped {replaced.num_samples} samples{left}: {by} had registered it "
+        f"{ago_s:.0f} s ago. Let one process register a partition, or pass if_exists='keep'."
+    )

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -35,6 +36,8 @@ from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
     InvalidTypeError,
+    LeaseExpiredError,
+    MissingDataError,
     UnsupportedOperationError,
 )
 from dataplane_core.ledger import Pacer
@@ -52,6 +55,8 @@ LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
 _STOP_S: Final = 0.25
 #: Seconds that calls of daemon threads may take to end when the program ends.
 _EXIT_S: Final = 5.0
+#: How many of its registrations a client remembers.
+_MOST_REGISTERED: Final = 1024
 #: Seconds between two looks of a close whether operations run.
 _LOOK_S: Final = 0.002
 
@@ -160,6 +165,8 @@ class Connection(ClientFacts):
         self._capabilities = type(backend).capabilities
         self._middleware: list[Any] = []
         self._infos: dict[str, PartitionInfo] = {}  # partition -> its registration, as last read
+        self._registered: deque[str] = deque(maxlen=_MOST_REGISTERED)  # the epochs of this client's registrations
+        self._opened_at = time.time()
         self._field_names = FieldNames(strict=config.strict_fields, open_partitions=config.open_partitions)
         # rank -> epoch, batches given; guarded by _state
         self._batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
@@ -286,6 +293,9 @@ class Connection(ClientFacts):
         """Whether the interpreter ends while other threads are in operations: they never go on, and may hold locks."""
         return sys.is_finalizing() and self._others_run()
 
+    def _tell_new_registration(self, error: DataPlaneError, partition_id: str) -> None:
+        """Adds to an error that another client has registered the partition, if that may be its cause."""
+
     def _give_back_claims(self) -> None:
         """Gives back what claims were handed that this thread will not return."""
 
@@ -356,6 +366,8 @@ class Connection(ClientFacts):
             yield
         except DataPlaneError as error:
             error.backend = error.backend or self.backend_name
+            if partition and type(error) in (MissingDataError, LeaseExpiredError):
+                self._tell_new_registration(error, *partition)
             raise
         finally:
             self._calls.discard(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -403,6 +404,7 @@ class Overview(Connection):
             held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
             capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * self._config.num_ledgers,
             patience_s=self._config.warn_after_s or _PATIENCE_S,
+            now=time.time(),
         )
         return self._with_names(facts, deadline)
 

@@ -51,6 +51,7 @@ class Facts:
         held_bytes: Payload of all partitions. 0 if that was not asked for.
         capacity_bytes: How many the store may hold, or None.
         patience_s: See above.
+        now: The time, in seconds since 1970.
     """
 
     partitions: Mapping[str, PartitionDescription]
@@ -61,6 +62,7 @@ class Facts:
     held_bytes: int = 0
     capacity_bytes: int | None = None
     patience_s: float = 60.0
+    now: float = 0.0
 
 
 def question_of(clients: Iterable[ClientInfo], partition_id: str, task_name: str) -> WorkInfo | None:
@@ -154,7 +156,10 @@ class _Judge:
                     self._by_kind.setdefault(some, []).append((client, work))
         self._are_listed = any(client.client_id for client in facts.clients)
         put = {client.client_id for client, _ in self._workers("put_samples")}
-        self._fresh = {client.client_id for client in facts.clients if client.state == "open"} - put - {""}
+        # who has registered and says nothing of what it does does not count: registering is not writing
+        register = {client.client_id for client, _ in self._workers("register_partition") if not client.phases}
+        open_ones = {client.client_id for client in facts.clients if client.state == "open"}
+        self._fresh = open_ones - put - register - {""}
         self._idle = any(each.client_id and not each.work for each in facts.clients if each.state == "open")
         self._roles = Counter(client.role for client in facts.clients if client.state == "open")
         self._claiming = {client.client_id for client, _ in self._workers("claim_meta")}
@@ -223,8 +228,13 @@ class _Judge:
         """Nobody has claimed for the task."""
         others = self._workers("claim_meta", verdict.partition_id)
         near = _meant(verdict.task_name, (work.task_name for _, work in others))
-        waited_s = self._facts.partitions[verdict.partition_id].oldest_s or 0.0
-        if near is None or not self._is_late(waited_s) or self._idle or not self._are_listed:
+        found = self._facts.partitions[verdict.partition_id]
+        waited_s = found.oldest_s or 0.0
+        may_begin = self._idle or not self._are_listed
+        if near is None and self._is_complete(found) and waited_s >= self._facts.patience_s and not may_begin:
+            text = f"Nobody has claimed for it, and all of its samples are there, the oldest for {_seconds(waited_s)}."
+            return replace(verdict, state="starved", cause="unclaimed", waited_s=waited_s, text=text)
+        if near is None or not self._is_late(waited_s) or may_begin:
             return replace(verdict, state="idle", cause="unclaimed", text="Nobody has claimed for it so far.")
         claimer = next(client for client, work in others if work.task_name == near)
         return replace(
@@ -411,6 +421,9 @@ class _Judge:
             return _Reason("evicted", text, is_late, last)
         sources = self._sources(partition_id)
         came = f"{written} of {expected} samples came" if expected is not None else f"{_count(written)} came"
+        if not written and found.info.registered_by:
+            ago = _seconds(max(0.0, self._facts.now - found.info.registered_at))
+            came = f"{came} since {found.info.registered_by} registered it {ago} ago"
         if not sources:
             text = f"{came}. No client that is known has put any."
             return _Reason("unwritten", text, is_late and not self._may_begin())

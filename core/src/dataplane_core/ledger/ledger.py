@@ -233,6 +233,7 @@ class Ledger:
         if known is not None and command.if_exists == "keep":
             known.extend(command)
             return known.info, []
+        replaced = None if known is None else known.replaced()
         _, freed = self._drop(command.partition_id, None, now)
         info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
@@ -240,7 +241,7 @@ class Ledger:
         self._partitions[command.partition_id] = Partition(
             command.partition_id, info, tasks, self._self_expiring, undo=self._undo
         )
-        return info, freed
+        return replace(info, replaced=replaced), freed
 
     def _set_partitions(self, partitions: dict[str, Partition]) -> None:
         self._partitions = dict(partitions)

@@ -46,6 +46,7 @@ from dataplane_core.spec import (
     PartitionDescription,
     PartitionInfo,
     Question,
+    Replaced,
     TagValue,
     TaskDescription,
 )
@@ -646,6 +647,17 @@ class Partition:
     def tidy(self) -> None:
         """Drops the entries of leases that were settled or cleared, if most entries are such."""
         self.leases.tidy(self._lease, sum(task.num_held - task.num_done for task in self.tasks.values()))
+
+    def replaced(self) -> Replaced:
+        """What a new registration of the partition drops."""
+        num_left = {name: len(self.rows) - task.num_done for name, task in self.tasks.items()}
+        return Replaced(
+            epoch=self.info.epoch,
+            registered_by=self.info.registered_by,
+            registered_at=self.info.registered_at,
+            num_samples=len(self.rows),
+            num_left=num_left,
+        )
 
     def consumed(self, task_names: Sequence[str]) -> bool:
         """Whether every task was given every row, and has acked the leased ones. False before all are written; if it is

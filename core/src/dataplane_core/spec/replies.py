@@ -14,7 +14,7 @@ from dataplane_core.spec.tags import TagValue
 
 
 class Registration(TypedDict):
-    """What `PartitionInfo` has besides its epoch, as values of JSON: the arguments of ``register_partition``."""
+    """The arguments of ``register_partition`` that `PartitionInfo` has, as values of JSON."""
 
     fields: Sequence[str]
     num_samples: int | None
@@ -22,6 +22,25 @@ class Registration(TypedDict):
     grpo_group_size: int | None
     enums: Mapping[str, Sequence[str]]
     followers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """An earlier registration that a new one dropped.
+
+    Attributes:
+        epoch: Its id.
+        registered_by: As `PartitionInfo` says.
+        registered_at: As `PartitionInfo` says.
+        num_samples: How many samples it held.
+        num_left: Task -> how many of them the task had not consumed.
+    """
+
+    epoch: str
+    registered_by: str
+    registered_at: float
+    num_samples: int
+    num_left: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,9 @@ class PartitionInfo:
         grpo_group_size: As registered.
         enums: As registered.
         followers: As registered.
+        registered_by: The process that opened it, with its role. Empty if unknown.
+        registered_at: When, in seconds since 1970 by that process' clock.
+        replaced: In the reply to a registration: the one that it dropped, or None.
     """
 
     epoch: str
@@ -45,10 +67,13 @@ class PartitionInfo:
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
     followers: tuple[str, ...] = ()
+    registered_by: str = ""
+    registered_at: float = 0.0
+    replaced: Replaced | None = None
 
     @classmethod
     def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:
-        """A registration from what `registration` returned. Further keys are ignored."""
+        """A registration from what `registration` returned, and who registered it, if it says that."""
         return cls(
             epoch=epoch,
             fields=tuple(registration["fields"]),
@@ -57,12 +82,15 @@ class PartitionInfo:
             grpo_group_size=registration["grpo_group_size"],
             enums={name: tuple(words) for name, words in registration["enums"].items()},
             followers=tuple(registration["followers"]),
+            registered_by=registration.get("registered_by", ""),
+            registered_at=registration.get("registered_at", 0.0),
         )
 
     @classmethod
     def requested(cls, request: Any) -> PartitionInfo:
         """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
-        return cls.of(request.epoch, {name: getattr(request, name) for name in Registration.__annotations__})
+        names = (*Registration.__annotations__, "registered_by", "registered_at")
+        return cls.of(request.epoch, {name: getattr(request, name) for name in names})
 
     def registration(self) -> Registration:
         """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""

@@ -172,6 +172,8 @@ class RegisterRequest(PartitionRequest, Command[tuple[PartitionInfo, list[tuple[
             those of the request, but at least as many as it holds samples.
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
         followers: Those of the tasks that follow the others: nobody who trains waits for them.
+        registered_by: The process that asks, with its role, for messages.
+        registered_at: When, in seconds since 1970 by that process' clock.
     """
 
     op = "register"
@@ -183,6 +185,8 @@ class RegisterRequest(PartitionRequest, Command[tuple[PartitionInfo, list[tuple[
     epoch: str = field(default_factory=new_id)
     if_exists: IfExists = "replace"
     followers: list[str] = field(default_factory=list)
+    registered_by: str = ""
+    registered_at: float = 0.0
 
 
 @dataclass(slots=True)

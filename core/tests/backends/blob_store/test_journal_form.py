@@ -15,7 +15,7 @@ from dataplane_core.journal.records import DIGEST_BYTES, OPS, Record, seal
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 
-_GOLDEN = json.loads((Path(__file__).parent / "golden" / "v9.json").read_text())
+_GOLDEN = json.loads((Path(__file__).parent / "golden" / "v10.json").read_text())
 RECORDS = [base64.b64decode(text) for text in _GOLDEN["records"]]
 BLOBS = {key: base64.b64decode(text) for key, text in _GOLDEN["blobs"].items()}
 FIELDS = {
@@ -23,7 +23,8 @@ FIELDS = {
     "expire": "leases writes done",
     "plan": "snapshot",
     "snapshot": "store snapshot chunks nbytes digest records garbage",
-    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch if_exists followers",
+    "register": "partition_id fields num_samples consumer_tasks grpo_group_size enums epoch if_exists followers "
+    "registered_by registered_at",
     "begin_put": "partition_id sample_ids specs writes tags epoch write_id ticket ttl_s request_id",
     "wait_for_room": "ticket size_bytes wait_s",
     "commit_put": "write_id",
@@ -155,10 +156,10 @@ def test_the_ids_of_requests_that_were_carried_out_are_kept(way):
         assert client.list_samples("p").tags[0]["n"] == 0
 
 
-@pytest.mark.parametrize("version", [8, 10])
+@pytest.mark.parametrize("version", [9, 11])
 def test_another_version_is_refused_with_the_reason(version):
     cls = journaled()
     with open_client(cls) as client:
         cls.journal[0] = seal(msgpack.packb({"v": version, "anything": "else"}))
-        with pytest.raises(CorruptDataError, match=rf"record 0 is of version {version}\. Expected 9\. Another"):
+        with pytest.raises(CorruptDataError, match=rf"record 0 is of version {version}\. Expected 10\. Another"):
             client.list_samples("p")

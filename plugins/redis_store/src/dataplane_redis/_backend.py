@@ -22,6 +22,7 @@ import msgspec
 from dataplane_core.backends import Finding
 from dataplane_core.errors import (
     BackendUnavailableError,
+    CorruptDataError,
     DataPlaneError,
     InvalidRequestError,
     OperationTimeoutError,
@@ -50,6 +51,7 @@ from dataplane_core.spec import (
     PartitionState,
     Question,
     RegisterRequest,
+    Replaced,
     Scope,
     SetCursorRequest,
     SettleReply,
@@ -241,7 +243,19 @@ class RedisBackend(Puts, Reads, Claims):
         if reply[0] == b"changed":
             return None
         self._payload.collect(reply[1], request.deadline)
-        return info
+        replaced = None
+        if reply[2]:
+            epoch, text, num_samples, given = reply[2]
+            with contextlib.suppress(CorruptDataError):  # a damaged one is replaced all the same
+                old = _info_of(text_of(epoch), text)
+                replaced = Replaced(
+                    epoch=old.epoch,
+                    registered_by=old.registered_by,
+                    registered_at=old.registered_at,
+                    num_samples=num_samples,
+                    num_left={text_of(task): num_samples - count for task, count in tuples_of(given, 2)},
+                )
+        return replace(info, replaced=replaced)
 
     def describe_partition(self, request: DescribeRequest) -> PartitionInfo:
         """Reads a registration."""
@@ -428,7 +442,8 @@ class RedisBackend(Puts, Reads, Claims):
 
 
 def _text_of(info: PartitionInfo) -> str:
-    return json.dumps(info.registration())
+    by = {"registered_by": info.registered_by, "registered_at": info.registered_at}
+    return json.dumps({**info.registration(), **by})
 
 
 def _info_of(epoch: str, text: bytes) -> PartitionInfo:

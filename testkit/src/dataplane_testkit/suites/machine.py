@@ -350,7 +350,7 @@ class StoreMachine:
             self.forget(step.partition_id, None)
         info = self.hooks.ask("describe_partition", partition)
         same("identity", info.epoch, self.epochs[step.partition_id], "the epoch of the registration")
-        same(rule, replace(info, epoch=""), replace(reply[0], epoch=""), "the registration")
+        same(rule, info.registration(), reply[0].registration(), "the registration")
         return reply
 
     def forget(self, name: str, ids: Sequence[str] | None) -> None:
@@ -514,7 +514,7 @@ class StoreMachine:
         if found is None:
             return None
         same("identity", found.info.epoch, self.epochs[name], "the epoch")
-        same("keep", replace(found.info, epoch=""), replace(reply.info, epoch=""), "the registration")
+        same("keep", found.info.registration(), reply.info.registration(), "the registration")
         same("describe", dict(found.specs), dict(reply.specs), "the schema")
         counts = ("num_samples", "num_cleared")
         same("describe", [getattr(found, each) for each in counts], [getattr(reply, each) for each in counts], "counts")

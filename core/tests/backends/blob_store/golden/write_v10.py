@@ -1,6 +1,6 @@
-"""Writes ``v9.json``: a journal with every op and a snapshot, as version 9 of the records has them.
+"""Writes ``v10.json``: a journal with every op and a snapshot, as version 10 of the records has them.
 
-Run it only with the core that made version 9: the file shows that later ones still read it. The other files were
+Run it only with the core that made version 10: the file shows that later ones still read it. The other files were
 written so, each by the core that made its version.
 """
 
@@ -89,7 +89,7 @@ def main():
         blobs = {key: base64.b64encode(data).decode() for key, data in backend_of(client).blobs.items()}
         records = [base64.b64encode(Untrimmed.journal[seq]).decode() for seq in sorted(Untrimmed.journal)]
     text = json.dumps({"records": records, "blobs": blobs}, indent=1)
-    Path(__file__).with_name("v9.json").write_text(text + "\n")
+    Path(__file__).with_name("v10.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

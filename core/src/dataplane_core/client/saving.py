@@ -10,8 +10,9 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Final, Protocol, TypedDict
+from typing import Any, Final, NamedTuple, Protocol, TypedDict
 
 from tensordict import TensorDict
 
@@ -37,6 +38,8 @@ _KIND: Final = "dataplane-partitions"
 _BLOCK_BYTES: Final = 16 << 20
 _FIRST_ROWS: Final = 64
 _MOST_ROWS: Final = 4096
+#: How often one row may change while it is read.
+_TRIES: Final = 100
 
 
 class _Entry(TypedDict):
@@ -69,7 +72,7 @@ class _Client(Protocol):
     def get_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> TensorDict: ...
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None: ...
     def list_partitions(self) -> list[str]: ...
-    def list_samples(self, partition_id: str) -> KVBatchMeta: ...
+    def list_samples(self, partition_id: str, *, sample_ids: Sequence[str] | None = None) -> KVBatchMeta: ...
     def describe(self, partition_id: str) -> PartitionDescription: ...
     def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]: ...
     def _export(self, what: str, partition_id: str) -> PartitionState: ...
@@ -102,47 +105,48 @@ def save(
 def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``saved``."""
     info = client.describe(partition_id).info
-    listed = client.list_samples(partition_id)
+    seen = _Seen.of(client, partition_id, None)
     state = client._export("save", partition_id)  # after the list: so it knows what was cleared before
     consumed = {task: set(ids) for task, ids in state.consumed.items()}
+    reader = _Reader(client, partition_id)
     num_blocks = num_saved = 0
-    gone: list[str] = []
-    specs: dict[str, FieldSpec] = {}
+    listed = list(seen.rows)
     start, num_rows = 0, _FIRST_ROWS
-    while start < listed.size:
-        some = listed.slice(start, start + num_rows)
-        batches, lost = _read(client, partition_id, some.sample_ids, specs)
-        gone += lost
+    while start < len(listed):
+        some = listed[start : start + num_rows]
+        parts = reader.read(some, seen, consumed)
+        # the first block of a portion creates all of its rows, so that their order is kept
+        created = {sample_id: (tags, tasks) for part in parts for sample_id, tags, tasks in part.rows}
+        batches = [batch for part in parts for batch in part.batches] or ([([], {})] if created else [])
         size_bytes = 0
-        tags = dict(zip(some.sample_ids, some.tags or (), strict=True))
         for number, (ids, columns) in enumerate(batches):
-            # the first block of a portion creates all of its rows, so that their order is kept
-            rows = [sample_id for sample_id in some.sample_ids if sample_id not in lost] if number == 0 else []
+            rows = created if number == 0 else {}
             head = {
                 "sample_ids": ids,
-                "created": rows,
-                "tags": [tags[sample_id] for sample_id in rows],
-                "consumed": {task: [each for each in rows if each in given] for task, given in consumed.items()},
+                "created": list(rows),
+                "tags": [tags for tags, _ in rows.values()],
+                "consumed": {task: [each for each, (_, tasks) in rows.items() if task in tasks] for task in consumed},
             }
             block = pack_rows(columns, len(ids), head, allow_pickle=client.config.allow_pickle)
             size_bytes += len(block)
             num_blocks += 1
             num_saved += len(rows)
             yield block
-        start += some.size
-        mean_bytes = max(1, size_bytes // max(1, some.size))
+        start += len(some)
+        mean_bytes = max(1, size_bytes // max(1, len(some)))
         num_rows = max(1, min(_MOST_ROWS, 4 * num_rows, _BLOCK_BYTES // mean_bytes))
     if client.describe(partition_id).info.epoch != info.epoch:
         raise StalePartitionError(
             f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
         )
+    gone = reader.gone
     cleared = dict.fromkeys([*state.cleared_ids, *(gone if info.num_samples is not None else ())])
     broken = set(state.broken_groups)
     if info.grpo_group_size is not None:
         broken.update(map(group_of, gone))
         # a group whose cleared member was written again: any of its members stands for the one that was cleared
         unnamed = broken.difference(map(group_of, cleared))
-        for sample_id in listed.sample_ids:
+        for sample_id in listed:
             if (group := group_of(sample_id)) in unnamed:
                 unnamed.remove(group)
                 cleared[sample_id] = None
@@ -158,45 +162,99 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
     )
 
 
-def _read(
-    client: _Client, partition_id: str, sample_ids: Sequence[str], specs: dict[str, FieldSpec]
-) -> tuple[list[tuple[list[str], dict[str, Any]]], set[str]]:
-    """Reads rows: fields of the same rows together. Leaves out the rows that were cleared meanwhile.
+@dataclass(frozen=True)
+class _Seen:
+    """Rows as they are listed: the tags and the names of the fields of each that is there."""
 
-    Args:
-        client: Reads the rows.
-        partition_id: The partition.
-        sample_ids: The rows.
-        specs: The specs of its fields, as far as known. New ones are added.
+    rows: Mapping[str, tuple[Mapping[str, TagValue], Sequence[str]]]
 
-    Returns:
-        Ids and columns of each set of rows; and the rows that are gone.
+    @classmethod
+    def of(cls, client: _Client, partition_id: str, sample_ids: Sequence[str] | None) -> _Seen:
+        while True:
+            listed = client.list_samples(partition_id, sample_ids=sample_ids)
+            what = f"save: get_samples('{partition_id}', {listed.size} samples)"
+            try:
+                fields = client._list_fields(what, partition_id, listed.sample_ids) if listed.size else []
+            except UnknownPartitionError:
+                raise
+            except MissingDataError:
+                continue  # some were cleared since they were listed
+            return cls(dict(zip(listed.sample_ids, zip(listed.tags or (), fields, strict=True), strict=True)))
+
+
+class _Part(NamedTuple):
+    """Rows that were read: the tags of each, and the tasks that had consumed it; and their columns, by the ids that
+    have them."""
+
+    rows: list[tuple[str, Mapping[str, TagValue], set[str]]]
+    batches: list[tuple[list[str], dict[str, Any]]]
+
+
+class _Reader:
+    """Reads rows of a partition while others write.
+
+    Each row is as it was at one moment: its tags and the names of its fields are listed before its cursors and cells
+    are read, and once more afterwards. If they differ, it is read again.
+
+    Attributes:
+        gone: The rows that were cleared meanwhile.
     """
-    ids, gone = list(sample_ids), set[str]()
-    what = f"save: get_samples('{partition_id}', {len(ids)} samples)"
-    while ids:
+
+    def __init__(self, client: _Client, partition_id: str) -> None:
+        self._client = client
+        self._partition_id = partition_id
+        self._specs: dict[str, FieldSpec] = {}
+        self.gone: list[str] = []
+
+    def read(
+        self, ids: Sequence[str], before: _Seen, consumed: Mapping[str, set[str]], tries: int = _TRIES
+    ) -> list[_Part]:
+        """Reads rows, in this order.
+
+        Args:
+            ids: The rows.
+            before: How they were seen before ``consumed``.
+            consumed: Task -> what it had consumed.
+            tries: How often one row may change while it is read.
+
+        Raises:
+            StalePartitionError: A row changes all the time.
+        """
+        there = [sample_id for sample_id in ids if sample_id in before.rows]
+        self.gone += [sample_id for sample_id in ids if sample_id not in before.rows]
+        if not there:
+            return []
         try:
-            fields = client._list_fields(what, partition_id, ids)
-            rows_with: dict[str, list[str]] = {}
-            for sample_id, names in zip(ids, fields, strict=True):
-                for name in names:
-                    rows_with.setdefault(name, []).append(sample_id)
-            by_rows: dict[tuple[str, ...], list[str]] = {}
-            for name, rows in rows_with.items():
-                by_rows.setdefault(tuple(rows), []).append(name)
-            batches: list[tuple[list[str], dict[str, Any]]] = []
-            for some, names in by_rows.items():
-                batches.append((list(some), read_to_save(client, some, partition_id, names, specs)))
-            return batches or [(ids, {})], gone
+            batches = self._columns(there, before)
         except UnknownPartitionError:
             raise
         except MissingDataError:
-            held = set(client.list_samples(partition_id).sample_ids)
-            if held.issuperset(ids):  # not cleared, but lost
-                raise
-            gone.update(sample_id for sample_id in ids if sample_id not in held)
-            ids = [sample_id for sample_id in ids if sample_id in held]
-    return [], gone
+            batches = None
+        after = _Seen.of(self._client, self._partition_id, there)
+        if batches is None and after.rows.keys() == set(there):  # not cleared, but lost
+            batches = self._columns(there, after)
+        if batches is not None and all(after.rows.get(each) == before.rows[each] for each in there):
+            given = [{task for task, ids in consumed.items() if each in ids} for each in there]
+            tags = [before.rows[each][0] for each in there]
+            return [_Part(list(zip(there, tags, given, strict=True)), batches)]
+        if not tries:
+            raise StalePartitionError(f"save: sample '{there[0]}' is written all the time.", retryable=True)
+        state = self._client._export("save", self._partition_id)
+        consumed = {task: set(ids) for task, ids in state.consumed.items()}
+        half = (len(there) + 1) // 2  # one of many changes at any time, one alone does not
+        parts = (self.read(some, after, consumed, tries - (len(some) == 1)) for some in (there[:half], there[half:]))
+        return [part for some in parts for part in some]
+
+    def _columns(self, ids: Sequence[str], seen: _Seen) -> list[tuple[list[str], dict[str, Any]]]:
+        """Ids and columns of the rows, those with the same fields together: all cells of a row are read at once."""
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for sample_id in ids:
+            alike.setdefault(tuple(seen.rows[sample_id][1]), []).append(sample_id)
+        return [
+            (some, read_to_save(self._client, some, self._partition_id, names, self._specs))
+            for names, some in alike.items()
+            if names
+        ]
 
 
 def read_to_save(

@@ -334,7 +334,7 @@ def _(self, put_samples, request):
 def _write(put_samples, request, reserved):
     for name, column in request.columns.items():
         put_samples(replace(request, columns={name: column}, specs={name: request.specs[name]}, request_id=new_id()))
-        time.sleep(0.1)
+        time.sleep(0.2)  # so long that a kill is likely to come meanwhile
     for each in reserved:
         each.unlink(missing_ok=True)
 

@@ -46,6 +46,8 @@ _LENGTH: Final = struct.Struct(">II")
 #: The map of each frame begins with its time, after the byte that says how long the map is.
 _FIRST: Final = pack_msgpack("at") + b"\xcb"
 _NAME: Final = "journal"
+#: How long the journal was when its process ended well. A shorter one was cut.
+_ENDED: Final = "ended"
 #: The exit status of a process that may answer nobody any more.
 _EXIT_STATUS: Final = 70
 #: Notes without records are written anew when they take more than this, and twice what was left of them then.
@@ -156,6 +158,14 @@ class JournalFile:
                 self._last_entry = _entry(frame)
         if not end:
             raise CorruptDataError(f"the journal in {self._root} is empty.", hint=_DAMAGED_HINT)
+        if earlier is not None and (earlier / _ENDED).exists():
+            whole = int(read_regular(earlier / _ENDED))
+            if end < whole:
+                raise CorruptDataError(
+                    f"the journal in {self._root} lacks {whole - end} of the {whole} bytes that it had when it was "
+                    "closed.",
+                    hint=f"Restore a whole copy of it, or remove {earlier / _ENDED} to go on without what it lacks.",
+                )
         self._clock_ahead_s = last_at - time.monotonic()
         fd = self._begin(self._folder / f"{_NAME}.new", data[:end])
         try:
@@ -173,7 +183,7 @@ class JournalFile:
             with open_regular(earlier / _NAME) as file:
                 data = file.read()
                 for name in os.listdir(earlier):
-                    if name != _NAME and not name.endswith(".new"):
+                    if name not in (_NAME, _ENDED) and not name.endswith(".new"):
                         with suppress(FileNotFoundError):
                             self.put(name, read_regular(earlier / name))
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(earlier / _NAME)):
@@ -319,11 +329,12 @@ class JournalFile:
             os._exit(_EXIT_STATUS)
 
     def finish(self) -> None:
-        """Says that nothing follows: from now on, a damaged record is no record that was not written whole."""
+        """Says that nothing follows: from now on, a record that is damaged or lacks was there, and is no torn one."""
         with suppress(OSError):  # the disk is full, or another process has the journal
             self.commit()
             with self._lock:
                 self._write({"end": True}, Entry(self.now(), None))
+                os.close(self._begin(self._folder / _ENDED, b"%d" % self._end))
 
     def close(self) -> None:
         """Closes the file. The journal stays."""

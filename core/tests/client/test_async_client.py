@@ -15,6 +15,7 @@ from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCance
 from dataplane_core.errors import (
     ClientClosedError,
     OperationTimeoutError,
+    RoomTimeoutError,
     UnknownPartitionError,
 )
 
@@ -120,6 +121,20 @@ async def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_bec
         await client.clear_samples(None, "p")
         told = await _cancelled_under_way(gate, put)
         assert (told.outcome, type(told.__cause__)) == ("failed", UnknownPartitionError)
+
+
+async def test_a_put_that_is_cancelled_while_it_waits_for_room_gives_up():
+    gate = Gate("put_samples")
+    full = {"capacity_bytes": 1000, "on_full": "block"}
+    async with await _open(gate, options=full, op_timeout_s=500.0) as client:
+        large = client.put_samples(["a"], "p", {"x": torch.zeros(1, 100)})
+        gate.opened.set()
+        await large
+        gate.opened.clear()
+        gate.entered.clear()
+        put = asyncio.create_task(client.put_samples(["b"], "p", {"x": torch.zeros(1, 200)}))
+        told = await _cancelled_under_way(gate, put)
+        assert (told.outcome, type(told.__cause__)) == ("failed", RoomTimeoutError)
 
 
 @pytest.mark.parametrize("how", ["timeout", "wait_for"])

@@ -75,26 +75,32 @@ def test_a_sample_that_is_cleared_during_a_save_is_saved_or_counts_as_cleared(
         assert client.claim_meta("p", "t", ["x"], 2, blocking=False).sample_ids == []
 
 
+@pytest.mark.parametrize("tagged", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("call", ["list_samples", "list_fields", "export_partition", "get_samples"])
-def test_a_row_that_is_written_during_a_save_is_saved_as_it_was_at_one_moment(client, faults, tmp_path, call, when):
-    client.register_partition("p", ["x", "y"], None, ["t"])
+def test_a_row_that_is_written_during_a_save_is_saved_as_it_was_at_one_moment(
+    client, faults, tmp_path, call, when, tagged
+):
+    client.register_partition("p", ["x", "y", "z"], None, ["t"])
     ids = ["a", "b", "c"]
     client.put_samples(ids, "p", {"x": torch.zeros(3)}, tags=[{"n": 0}] * 3)
+    client.put_samples(["b"], "p", {"y": torch.zeros(1)})  # which is read apart
 
     def write():
         client.claim_meta("p", "t", ["x"], 3, blocking=False)
-        client.put_samples(["b"], "p", {"x": torch.ones(1), "y": torch.ones(1)}, tags=[{"n": 1}])
+        columns = {"x": torch.ones(1), "y": torch.ones(1), **({"z": torch.ones(1)} if tagged else {})}
+        client.put_samples(["b"], "p", columns, tags=[{"n": 1}] if tagged else None)
 
     with getattr(faults, when)(call, once(write)):
         client.save(tmp_path)
     client.load(tmp_path)
     assert client.list_sample_ids("p") == ids
-    n = client.list_samples("p").tags[1]["n"]
+    n = int(client.get_samples(["b"], "p", ["y"])["y"])
     assert client.get_samples(ids, "p", ["x"])["x"].tolist() == [0, n, 0]
-    assert client.list_sample_ids("p", fields=["y"]) == ["b"] * n
-    if "b" not in client.list_consumed("p", "t"):
-        assert n == 0, "it was claimed before it was written"
+    assert client.list_samples("p").tags[1]["n"] == n * tagged
+    assert client.list_sample_ids("p", fields=["z"]) == ["b"] * n * tagged
+    if tagged and n:
+        assert "b" in client.list_consumed("p", "t"), "it was claimed before it was written"
 
 
 def test_a_row_that_is_written_all_the_time_is_named(client, faults, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from redis_servers import wait_until
 
 from dataplane_core.errors import CapacityExceededError, DataPlaneError, RoomTimeoutError
+from dataplane_core.spec import CANCELLATION, Cancellation
 from dataplane_redis import _puts
 from dataplane_testkit import backend_of
 
@@ -40,6 +41,24 @@ def put_by_thread(client, name, units, done):
 def line(client):
     session = backend_of(client)._session
     return session.command("test", time.monotonic() + 5, b"ZCARD", session.base + b":line")
+
+
+def test_a_put_that_waits_gives_up_when_it_is_cancelled(client):
+    put(client, "first", 80)
+    told, cancellation = [], Cancellation()
+
+    def run():
+        CANCELLATION.set(cancellation)
+        with pytest.raises(RoomTimeoutError) as caught:
+            put(client, "second", 80)
+        told.append(caught.value.outcome)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: line(client) == 1)
+    cancellation.cancel()
+    thread.join(30)
+    assert (told, line(client)) == (["not_done"], 0)
 
 
 def test_a_put_that_waits_when_the_capacity_is_lifted_goes_on(plain, connect):

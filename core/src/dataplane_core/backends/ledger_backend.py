@@ -39,6 +39,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.spec import (
+    CANCELLATION,
     OPERATIONS,
     Bell,
     Capability,
@@ -377,7 +378,9 @@ class LedgerBackend(Backend, ABC):
     ) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
-        bell = Bell()
+        bell, cancellation = Bell(), CANCELLATION.get()
+        if cancellation is not None:
+            cancellation.listen(bell.ring)
 
         def wake() -> bool:
             bell.ring()
@@ -391,7 +394,7 @@ class LedgerBackend(Backend, ABC):
                     raise
                 now = time.monotonic()
                 left_s = request.deadline - now
-                if left_s <= LEAST_ROOM_PAUSE_S:
+                if left_s <= LEAST_ROOM_PAUSE_S or (cancellation is not None and cancellation.is_set):
                     ticket.refusal = None
                     raise RoomTimeoutError.after(error) from error
                 ticket.refusal = error

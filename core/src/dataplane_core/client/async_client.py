@@ -23,7 +23,7 @@ from dataplane_core.client.connection import LATEST_END, ClientFacts
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_core.spec import CANCELLATION, Cancellation, Claim, ClaimRequest
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -120,7 +120,8 @@ class AsyncDataPlaneClient(ClientFacts):
 
     **Cancellation.** An operation that is cancelled before it runs does nothing. One that runs already is waited for,
     at most ``op_timeout_s``, since it uses the caller's memory. The cause of the `asyncio.CancelledError` is then an
-    `OperationCancelledError`, which says what became of it. A cancelled claim gives back what it was handed.
+    `OperationCancelledError`, which says what became of it. A cancelled claim gives back what it was handed, and a
+    cancelled put that waits for room gives up.
     `asyncio.timeout` works the same way: `OperationCancelledError.of` finds the error behind its `TimeoutError`.
 
     Examples:
@@ -258,7 +259,10 @@ class AsyncDataPlaneClient(ClientFacts):
         """
         until = min(until, time.monotonic() + self.config.op_timeout_s)
 
+        cancellation = Cancellation()
+
         def in_time() -> _R:
+            CANCELLATION.set(cancellation)
             if not several:
                 LATEST_END.set(until)
             return function()
@@ -273,6 +277,7 @@ class AsyncDataPlaneClient(ClientFacts):
                 outcome: Outcome = "not run"
                 result = error = None
                 if not call.cancel():
+                    cancellation.cancel()
                     await _end_of(call)
                     error = call.error
                     if error is None:

@@ -414,8 +414,8 @@ class DataPlaneClient(Claims):
 
         Any store of any backend and size can `load` the save. Blocks until it is on the disk. It reads and writes
         blocks of about 16 MB, or one row if that is larger, and needs memory for a few of them. Other clients may write
-        and clear meanwhile: rows that are cleared during the save may be left out, and so may rows that are written
-        during it.
+        and clear meanwhile: rows that are cleared during the save may be left out, and so may rows that are first
+        written during it. Each row is as it was at one moment, see the contract.
 
         Args:
             folder: Holds one save, and is created if needed. The new save replaces the former one when it is complete.

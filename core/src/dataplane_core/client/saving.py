@@ -194,7 +194,8 @@ class _Reader:
     """Reads rows of a partition while others write.
 
     Each row is as it was at one moment: its tags and the names of its fields are listed before its cursors and cells
-    are read, and once more afterwards. If they differ, it is read again.
+    are read, and once more afterwards. If they differ, it is read again. Cells of several reads are read twice: a put
+    may change cells and no tags. Such a put may be newer than the cursors.
 
     Attributes:
         gone: The rows that were cleared meanwhile.
@@ -230,10 +231,11 @@ class _Reader:
             raise
         except MissingDataError:
             batches = None
+        is_whole = batches is not None and (len(batches) < 2 or self._are_read_again(batches, there, before))
         after = _Seen.of(self._client, self._partition_id, there)
         if batches is None and after.rows.keys() == set(there):  # not cleared, but lost
-            batches = self._columns(there, after)
-        if batches is not None and all(after.rows.get(each) == before.rows[each] for each in there):
+            batches, is_whole = self._columns(there, after), False
+        if batches is not None and is_whole and all(after.rows.get(each) == before.rows[each] for each in there):
             given = [{task for task, ids in consumed.items() if each in ids} for each in there]
             tags = [before.rows[each][0] for each in there]
             return [_Part(list(zip(there, tags, given, strict=True)), batches)]
@@ -246,15 +248,33 @@ class _Reader:
         return [part for some in parts for part in some]
 
     def _columns(self, ids: Sequence[str], seen: _Seen) -> list[tuple[list[str], dict[str, Any]]]:
-        """Ids and columns of the rows, those with the same fields together: all cells of a row are read at once."""
-        alike: dict[tuple[str, ...], list[str]] = {}
+        """Ids and columns of the rows: fields that the same rows have are read together."""
+        rows_with: dict[str, list[str]] = {}
         for sample_id in ids:
-            alike.setdefault(tuple(seen.rows[sample_id][1]), []).append(sample_id)
+            for name in seen.rows[sample_id][1]:
+                rows_with.setdefault(name, []).append(sample_id)
+        by_rows: dict[tuple[str, ...], list[str]] = {}
+        for name, rows in rows_with.items():
+            by_rows.setdefault(tuple(rows), []).append(name)
         return [
-            (some, read_to_save(self._client, some, self._partition_id, names, self._specs))
-            for names, some in alike.items()
-            if names
+            (list(some), read_to_save(self._client, some, self._partition_id, names, self._specs))
+            for some, names in by_rows.items()
         ]
+
+    def _are_read_again(self, batches: list[tuple[list[str], dict[str, Any]]], ids: list[str], seen: _Seen) -> bool:
+        """Whether the cells are still those that were read."""
+        try:
+            again = self._columns(ids, seen)
+        except UnknownPartitionError:
+            raise
+        except MissingDataError:
+            return False
+        pickles = self._client.config.allow_pickle
+        old, new = (
+            [pack_rows(columns, len(some), {}, allow_pickle=pickles) for some, columns in each]
+            for each in (batches, again)
+        )
+        return old == new
 
 
 def read_to_save(

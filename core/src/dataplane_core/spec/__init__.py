@@ -35,9 +35,11 @@ from dataplane_core.spec.replies import (
     WorkInfo,
 )
 from dataplane_core.spec.requests import (
+    CANCELLATION,
     AckRequest,
     AnnounceRequest,
     Bell,
+    Cancellation,
     ChangeUnitsRequest,
     ClaimRequest,
     ClearRequest,
@@ -78,6 +80,7 @@ from dataplane_core.spec.tags import (
 )
 
 __all__ = [
+    "CANCELLATION",
     "CONTRACT_VERSION",
     "FILTER_OPERATORS",
     "GUARANTEES",
@@ -88,6 +91,7 @@ __all__ = [
     "Answer",
     "Bell",
     "CallInfo",
+    "Cancellation",
     "Capability",
     "ChangeUnitsRequest",
     "Claim",

@@ -12,9 +12,10 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
 
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
@@ -64,6 +65,34 @@ class Bell:
                 self._rung.get_nowait()
             return True
         return False
+
+
+class Cancellation:
+    """Ends the wait of a put for room when nobody wants the put any longer. `CANCELLATION` has that of this call.
+
+    Attributes:
+        is_set: Whether it is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._listening: list[Callable[[], object]] = []
+
+    def listen(self, ring: Callable[[], object]) -> None:
+        """``ring`` is called from another thread when it is cancelled."""
+        self._listening.append(ring)
+        if self.is_set:
+            ring()
+
+    def cancel(self) -> None:
+        """Nobody wants it any longer."""
+        self.is_set = True
+        for ring in self._listening:
+            ring()
+
+
+#: That of the call that this thread makes for an `AsyncDataPlaneClient`.
+CANCELLATION: Final[ContextVar[Cancellation | None]] = ContextVar("CANCELLATION", default=None)
 
 
 class Wake:

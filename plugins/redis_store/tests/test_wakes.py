@@ -159,6 +159,24 @@ def test_a_connection_that_is_lost_is_made_again(plain, client, wait_in_line, on
     assert claim.result(LONG_S).sample_ids == ["b"]
 
 
+def test_a_start_that_is_interrupted_is_made_again(plain, client, wait_in_line, only_woken, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name == "dataplane-redis-wakes":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    client.register_partition("p", ["x"], None, ["train"])
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.claim_meta("p", "train", ["x"], 1, timeout_s=TIMEOUT_S)
+    claim = wait_in_line(client)
+    put(client, ["a"])
+    assert claim.result(LONG_S).sample_ids == ["a"]
+
+
 def test_a_server_that_does_not_answer_is_noticed(plain, client, wait_in_line, only_woken, monkeypatch):
     monkeypatch.setattr(_wakes, "_CHECK_S", 0.2)
     client.register_partition("p", ["x"], None, ["train"])

@@ -228,18 +228,9 @@ class Wakes:
         with self._lock:
             if self._thread is not None or self._closed:
                 return
-            self._sockets = list(socket.socketpair())
-            for each in self._sockets:
-                each.setblocking(False)
-            _open.add(self)
-            thread = threading.Thread(target=self._run, name="dataplane-redis-wakes", daemon=True)
-            try:
-                thread.start()
-            except BaseException:
-                for each in self._sockets:
-                    each.close()
-                self._sockets = []
-                raise
+            sockets = list(socket.socketpair())
+            thread = threading.Thread(target=self._run, args=(sockets,), name="dataplane-redis-wakes", daemon=True)
+            thread.start()
             self._thread = thread
 
     def _nudge(self) -> None:
@@ -248,7 +239,16 @@ class Wakes:
             with contextlib.suppress(OSError):  # it has ended, or has enough to read
                 self._sockets[1].send(b".")
 
-    def _run(self) -> None:
+    def _run(self, sockets: list[socket.socket]) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                for each in sockets:
+                    each.close()
+                return  # its start was interrupted: another one is started when it is needed
+            for each in sockets:
+                each.setblocking(False)
+            self._sockets = sockets
+            _open.add(self)
         pause_s = _PAUSE_S
         try:
             while not (self._closed or self._refused):

@@ -17,7 +17,8 @@ _Result = TypeVar("_Result")
 def check_iterable(what: str, items: Any) -> None:
     """Accepts any iterable but a string."""
     if isinstance(items, (str, bytes)) or not hasattr(items, "__iter__"):
-        raise InvalidTypeError(f"{what} must be a list, got {type(items).__name__}.")
+        hint = "For a single one, give a list of it." if isinstance(items, str) else None
+        raise InvalidTypeError(f"{what} must be a list, got {type(items).__name__}.", hint=hint)
 
 
 def check_list(what: str, items: Any) -> list[Any]:

@@ -211,6 +211,7 @@ class SchemaMismatchError(InvalidRequestError):
         return cls(
             f"{what} refused: field '{name}' holds {held}. Expected {expected}, as fixed by its first write.{more} "
             "Nothing was written.",
+            hint="Convert the column, or write it under another name.",
             expected={name: text for name, _, _, text in found},
         )
 
@@ -282,7 +283,7 @@ class MissingDataError(DataPlaneError, KeyError):
             f"{what}: {preview(absent)} {'is' if len(absent) == 1 else 'are'} not in the partition.",
             partition_id=partition_id,
             missing_samples=absent[:_NUM_NAMED],
-            hint="They were never written, or were cleared.",
+            hint=f"{'It was' if len(absent) == 1 else 'They were'} never written, or cleared.",
         )
 
     @classmethod

@@ -334,7 +334,9 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
         for task, counts in found["tasks"].items():
             oldest = counts["oldest_not_consumed"]
             if oldest is not None:
-                lacks = f"lacks {', '.join(oldest['lacks'])}" if oldest["lacks"] else "has all registered fields"
+                lacks = "has all registered fields"
+                if oldest["lacks"]:
+                    lacks = f"has all registered fields but {', '.join(oldest['lacks'])}"
                 lines.append(f"  The oldest sample that {task} has not consumed is {oldest['sample_id']}; it {lacks}.")
         if fields and found["fields"]:
             shown = [

@@ -46,8 +46,8 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
     assert lease.startswith("  train has held p1_g0 for ")
     assert f"process {os.getpid()} on " in lease
     assert lines[6:8] == [
-        "  The oldest sample that train has not consumed is p1_g0; it lacks later.",
-        "  The oldest sample that score has not consumed is p0_g0; it lacks later.",
+        "  The oldest sample that train has not consumed is p1_g0; it has all registered fields but later.",
+        "  The oldest sample that score has not consumed is p0_g0; it has all registered fields but later.",
     ]
     assert [" ".join(line.split()) for line in lines[8:]] == [
         "field samples cells",

@@ -519,7 +519,7 @@ class DataPlaneClient(Claims):
                 for name, text in error.expected.items():
                     column = list_as(lists[name], FieldSpec.from_text(text)) if name in lists else None
                     if column is None or name in tried:
-                        if name in lists and error.hint is None:
+                        if name in lists:
                             misfit = misfit_of(lists[name], FieldSpec.from_text(text))
                             error.hint = f"A list becomes what its field holds, if all of its rows fit: {misfit}."
                         raise

@@ -358,7 +358,7 @@ class Connection(ClientFacts):
         try:
             self._calls.add(call)
             if self._closed:
-                raise ClientClosedError("the client is closed.")
+                raise ClientClosedError("the client is closed.", hint="Connect another one.")
             if needs is not None:
                 self._require(needs, operation)
             for name in partition:

@@ -1,10 +1,11 @@
-"""What `dataplane read` costs: a large store that is looked at, and a page of 2,000 samples that a Chromium opens.
+"""What `dataplane read` costs: a large store that is looked at, and pages that a Chromium opens and steps through.
 
 Run:  python benchmarks/read.py [--rows 10000] [--tokens 8192] [--samples 2000] [--rounds 7]
 
 The first part fills a `shm_store` with rows of token ids and a mask, sorts them by their reward, and reads the 20 that
 are shown. It prints what was read of the store. The second opens a page in a real Chromium without a window, and prints
-the time from the start of the navigation until a sample is shown, the median and the extremes of the rounds.
+the time from the start of the navigation until a sample is shown, the median and the extremes of the rounds. The third
+steps to the next sample in pages of long samples, and prints the time until it is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "tests" / "engines"))
 from chromium import Browser
 
 from dataplane_core import connect
@@ -32,6 +33,14 @@ from dataplane_tools._sample import Sample, sample_of
 _SHOWN = """new Promise((done) => {
     const look = () => document.querySelector("#sample h2") ? done(performance.now()) : requestAnimationFrame(look);
     look();
+})"""
+
+
+#: The time from a key until the next sample is drawn: the second frame begins after the first one is painted.
+_STEP = """new Promise((done) => {
+    const start = performance.now();
+    document.dispatchEvent(new KeyboardEvent("keydown", {key: "j", bubbles: true}));
+    requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - start)));
 })"""
 
 
@@ -56,12 +65,12 @@ def look(num_rows: int, num_tokens: int) -> None:
     print(f"{len(samples)} shown after {passed_ms:.0f} ms, for which {read / 1e6:.2f} MB were read")
 
 
-def samples_of(count: int) -> list[Sample]:
-    """Samples in groups of 8, of 150 to 300 tokens, with three columns of numbers for each token."""
+def samples_of(count: int, least: int = 150, most: int = 300) -> list[Sample]:
+    """Samples in groups of 8, of so many tokens, with three columns of numbers for each token."""
     draw = random.Random(0)
     samples = []
     for number in range(count):
-        length = draw.randint(150, 300)
+        length = draw.randint(least, most)
         cells = {
             "input_ids": torch.tensor([draw.randrange(97, 123) if draw.random() < 0.8 else 32 for _ in range(length)]),
             "token_mask": (torch.arange(length) >= 40).int(),
@@ -102,8 +111,23 @@ def open_page(count: int, rounds: int) -> None:
     )
 
 
+def step(count: int, num_tokens: int, rounds: int) -> None:
+    """Prints how long a step to the next sample takes."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "page.html"
+        file.write_text(page("benchmark", samples_of(count, num_tokens, num_tokens), _Letters()), encoding="utf-8")
+        with Browser(folder) as browser:
+            browser.open(file)
+            browser.run(_SHOWN)
+            times = [browser.run(_STEP) for _ in range(rounds + 1)][1:]
+    print(
+        f"a page of {count:,} samples of {num_tokens:,} tokens: the next one is drawn after "
+        f"{statistics.median(times):.0f} ms ({min(times):.0f} to {max(times):.0f})"
+    )
+
+
 def main() -> None:
-    """Runs both parts."""
+    """Runs the three parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -112,6 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     look(options.rows, options.tokens)
     open_page(options.samples, options.rounds)
+    step(504, 4096, options.rounds)
+    step(24, 32_768, options.rounds)
 
 
 if __name__ == "__main__":

@@ -184,6 +184,11 @@ REFUSED = [
 ]
 
 
+def test_a_list_is_written_as_its_field_is(client, meta):
+    write_columns(client, meta, {"reward": [1, 2, 3, 4]})
+    assert client.get_data(meta, ["reward"])["reward"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 @pytest.mark.parametrize(("changes", "column", "error", "named"), REFUSED)
 def test_columns_that_do_not_fit_are_refused_with_call_and_field(client, meta, changes, column, error, named):
     with pytest.raises(error, match=named):

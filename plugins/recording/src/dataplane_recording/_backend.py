@@ -233,7 +233,7 @@ class RecordingBackend(BlobStore):
             sample_ids=list(ids),
             tags=[dict(tags) for tags in record.tags or [{}] * len(ids)],
             lease_tokens=no_tokens if no_tokens is None else [request.token] * len(ids),
-            exhausted=record.exhausted,
+            exhausted=record.exhausted or not ids,
             epoch=now.info.epoch,
             num_ranks=record.num_ranks,
         )
@@ -242,7 +242,7 @@ class RecordingBackend(BlobStore):
         """The record of the last claim before one that the run did not make, if it found the end of the partition."""
         claims, rank = now.run.claims.get(request.task_name, {}), request.dp_rank
         what = f"claim_meta('{request.partition_id}', '{request.task_name}') refused: "
-        mine = [each for (its_rank, _), each in claims.items() if its_rank == rank]
+        mine = [each for (its_rank, _), each in claims.items() if its_rank == rank and not each.is_lost]
         if not mine and claims:
             ranks = sorted({-1 if its_rank is None else its_rank for its_rank, _ in claims})
             raise errors.InvalidRequestError(

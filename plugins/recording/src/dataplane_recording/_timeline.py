@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from dataplane_core.codec import Columns
 from dataplane_core.errors import InvalidRequestError, MissingDataError, preview
@@ -13,6 +15,8 @@ from dataplane_core.middleware import Record, Recording
 
 #: Blocks of rows that stay decoded.
 _BLOCKS: Final = 4
+#: Which batch of a task a claim asks for: rank and index, or None and the claim's place.
+Key: TypeAlias = tuple[int | None, int]
 
 
 class Event(NamedTuple):
@@ -21,6 +25,11 @@ class Event(NamedTuple):
     at: int
     record: Record
     place: int = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Of a claim: whether it lost all its rows, see `Registration.lost`."""
+        return not (self.record.ids or self.record.exhausted)
 
 
 @dataclass
@@ -38,7 +47,10 @@ class Registration:
         puts: Sample -> the puts of it.
         reads: Sample -> the reads of it.
         clears: Sample -> the places of the clears that name it.
-        claims: Task -> rank and index of a batch, or None and the claim's place -> the first claim that was given it.
+        claims: Task -> the first claim of each batch, without the rows that it lost.
+        held: Task -> sample -> the batch whose lease holds it.
+        lost: Sample -> the places of the last claim that lost it, since its process crashed or was too slow, and of the
+            one that was given it then. What was done in between is done again after it.
     """
 
     number: int
@@ -51,7 +63,9 @@ class Registration:
     puts: dict[str, list[Event]] = field(default_factory=dict)
     reads: dict[str, list[Event]] = field(default_factory=dict)
     clears: dict[str, list[int]] = field(default_factory=dict)
-    claims: dict[str, dict[tuple[int | None, int], Event]] = field(default_factory=dict)
+    claims: dict[str, dict[Key, Event]] = field(default_factory=dict)
+    held: dict[str, dict[str, Key]] = field(default_factory=dict)
+    lost: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def puts_of(self, sample_id: str, name: str, after: float = -1) -> list[Event]:
         """The puts of a cell, after a place."""
@@ -65,6 +79,7 @@ class Registration:
     def add(self, event: Event) -> None:
         """Notes what the run did next."""
         at, record, _ = event
+        held = self.held.setdefault(record.task, {})
         match record.op:
             case "clear_samples" if at < self.begin:
                 for sample_id in record.ids:
@@ -79,16 +94,45 @@ class Registration:
                     self.enums.setdefault(name, {}).update(dict.fromkeys(words))
             case "claim":
                 key = record.dp_rank, at if record.dp_rank is None else record.batch_index
-                self.claims.setdefault(record.task, {}).setdefault(key, event)
+                claims = self.claims.setdefault(record.task, {})
+                if key not in claims:
+                    claims[key] = event
+                    self._lose({each: held[each] for each in record.ids if each in held}, claims, at)
+                    held.update(dict.fromkeys(record.ids if record.lease_s is not None else (), key))
+            case "ack" | "nack":
+                for sample_id in record.ids:
+                    held.pop(sample_id, None)
+            case "set_cursor":
+                held.clear()
             case "put_samples":
+                fields = record.specs.keys()
                 for place, sample_id in enumerate(record.ids):
-                    self.puts.setdefault(sample_id, []).append(Event(at, record, place))
+                    since, until = self.lost.get(sample_id, (at, at))
+                    self.puts[sample_id] = [
+                        each
+                        for each in self.puts.get(sample_id, ())
+                        if not (since < each.at < until and set() < each.record.specs.keys() <= fields)
+                    ] + [Event(at, record, place)]
             case "get_samples":
                 for sample_id in record.ids:
                     self.reads.setdefault(sample_id, []).append(event)
             case "clear_samples":
                 for sample_id in record.ids:
                     self.clears.setdefault(sample_id, []).append(at)
+                    for each in self.held.values():
+                        each.pop(sample_id, None)
+
+    def _lose(self, again: dict[str, Key], claims: dict[Key, Event], at: int) -> None:
+        """Takes samples that are given again out of the batches that held them, and their reads since then too."""
+        for key in dict.fromkeys(again.values()):
+            record = claims[key].record
+            kept = [place for place, sample_id in enumerate(record.ids) if again.get(sample_id) != key]
+            ids, tags = ([each[place] for place in kept] if each else each for each in (record.ids, record.tags))
+            record = msgspec.structs.replace(record, ids=ids, tags=tags, exhausted=record.exhausted and bool(ids))
+            claims[key] = claims[key]._replace(record=record)
+        for sample_id, key in again.items():
+            self.lost[sample_id] = since, _ = claims[key].at, at
+            self.reads[sample_id] = [each for each in self.reads.get(sample_id, ()) if each.at < since]
 
 
 class Timeline:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, NoReturn, Self, TypeVar
@@ -232,8 +232,7 @@ class Connection(ClientFacts):
 
         One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
         count by these marks. First it acks what the streams of this client have given, since a loop over a stream acks
-        a batch only when it asks for the next one. Call it in the thread of that loop; in asyncio, which it does not
-        ack for, after ``await batches.ack()``.
+        a batch only when it asks for the next one. Call it in the thread, or the task of asyncio, of that loop.
 
         Args:
             step: Its number.
@@ -250,9 +249,12 @@ class Connection(ClientFacts):
             for stream in list(self._streams):
                 stream.ack()
         finally:
-            for each in self._middleware:
-                if hasattr(each, "note_step"):
-                    each.note_step(step, values)
+            self._note_step(step, values)
+
+    def _note_step(self, step: int, values: Mapping[str, float]) -> None:
+        for each in self._middleware:
+            if hasattr(each, "note_step"):
+                each.note_step(step, values)
 
     # --- its end ------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import os
 import sys
 import threading
@@ -29,6 +28,7 @@ from dataplane_core.client.phases import Phases
 from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
+from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -46,8 +46,6 @@ from dataplane_core.spec import Capability, Claim, ClaimRequest, PartitionInfo, 
 
 _R = TypeVar("_R")
 
-#: Errors of the system when a disk, or somebody's share of it, is full.
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM: Final = "Make room on the disk, then call again."
 #: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
 LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
@@ -422,7 +420,7 @@ class Connection(ClientFacts):
         except Exception as error:
             if not self._to_stop:
                 raise ClientClosedError(f"{operation}: the client was closed meanwhile.") from error
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise BackendUnavailableError(
                     f"{operation}: the disk of the store is full ({error}). It may have been done or not.",
                     hint=_MAKE_ROOM,

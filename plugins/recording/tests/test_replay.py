@@ -332,6 +332,36 @@ def test_a_replay_may_begin_after_a_step(folder, of_run):
         replayed(folder, after_step=7)
 
 
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_replay_after_a_step_begins_with_what_the_run_registered_then(folder, crashes):
+    """Each step registers the partition anew. One that crashed is made again by another process."""
+
+    def step(client, number, marks=True):
+        register(client)
+        client.put_samples([f"s{number}"], "train", {"loss": torch.tensor([0.5])})
+        meta = client.claim_meta("train", "trainer", ["loss"], 1, lease_s=60, timeout_s=30)
+        if marks:
+            client.ack(meta)
+            client.mark_step(number)
+        return meta.sample_ids
+
+    with recorded(folder) as client:
+        step(client, 1)
+        if crashes:
+            step(client, 7, marks=False)
+        else:
+            step(client, 2)
+    if crashes:
+        with recorded(folder) as client:
+            step(client, 2)
+    with replayed(folder) as client:
+        step(client, 1)
+        with pytest.raises(MissingDataError, match="registered it again after step 1"):
+            client.claim_meta("train", "trainer", ["loss"], 1)
+    with replayed(folder, after_step=1) as client:
+        assert step(client, 2) == ["s2"]
+
+
 def test_of_the_steps_before_a_replay_only_what_was_left_is_there(folder):
     def step(client, number):
         register(client, if_exists="replace")

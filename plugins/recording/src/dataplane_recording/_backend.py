@@ -252,9 +252,12 @@ class RecordingBackend(BlobStore):
             )
         if mine and mine[-1].record.exhausted:
             return mine[-1].record
+        later = self._timeline.registrations(request.partition_id)[now.run.number + 1 :]
+        when = self._timeline.when(later[0].first) if later else ""
         raise errors.MissingDataError(
             f"{what}the recording ends here. The run claimed {len(mine)} batches for this task in this registration"
-            + (f", the last one {self._timeline.when(mine[-1])}." if mine else ".")
+            + (f", the last one {self._timeline.when(mine[-1])}." if mine else "."),
+            hint=f"The run registered it again {when}: with after_step, a replay begins there." if later else None,
         )
 
     def _check_claim(self, now: Replay, request: spec.ClaimRequest, event: Event) -> None:

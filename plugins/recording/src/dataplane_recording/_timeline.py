@@ -55,7 +55,7 @@ class Registration:
 
     number: int
     first: Event
-    begin: int = -1
+    begin: float = -1
     fields: dict[str, None] = field(default_factory=dict)
     consumer_tasks: dict[str, None] = field(default_factory=dict)
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -155,13 +155,20 @@ class Timeline:
         epochs: dict[tuple[str, str], Registration] = {}
         events = [Event(at, record) for at, record in enumerate(self._recording.records())]
         self._steps = [(event.at, event.record.step) for event in events if event.record.step is not None]
-        begin = -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
+        begin: float = (
+            -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
+        )
         if after_step is not None and begin < 0:
             raise InvalidRequestError(
                 f"after_step {after_step} is refused: the run marked "
                 f"{preview(step for _, step in self._steps) or 'no step'}.",
                 hint="The trainer marks the end of each step by client.mark_step.",
             )
+        marker = next(
+            (event.record.client for event in events if event.at > begin and event.record.step is not None), None
+        )
+        if after_step is not None and marker is not None:  # if the run was resumed after it: what crashed is over
+            begin = max(begin, next(event.at for event in events if event.record.client is marker) - 0.5)
         for event in events:
             record, name = event.record, event.record.partition
             if record.status != "ok" or not name:
@@ -185,6 +192,11 @@ class Timeline:
             epochs[key].add(event)
             for each in self._early.pop(name, ()):  # another client was quicker than the one that registered
                 known[0].add(each)
+        for known in self._registrations.values():
+            while len(known) > 1 and known[0].first.at < begin and not (known[0].claims or known[0].reads):
+                del known[0]  # it was over when the replay begins, though nobody had cleared it
+            for number, registration in enumerate(known):
+                registration.number = number
 
     def registrations(self, partition_id: str) -> list[Registration]:
         """The registrations of a partition. Empty: the run did not have it.

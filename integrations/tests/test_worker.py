@@ -110,6 +110,44 @@ def test_a_plan_of_other_rows_and_values_beside_other_tokens_are_refused(worker,
         worker.get_logprobs_presharded(meta)
 
 
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [("get_logprobs", "logprobs"), ("get_reference_policy_logprobs", "reference_logprobs")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, None])
+def test_a_mask_that_a_worker_returns_beside_log_probabilities_is_that_of_the_rows(
+    worker, write_rows, client, monkeypatch, call, key, dtype
+):
+    def compute(data, **_):
+        mask = data["token_mask"].clone()
+        mask[0, 1] = 0
+        values = torch.where(mask > 0, -1.0, -torch.inf)
+        return {key: values, "token_mask": None if dtype is None else mask.to(dtype)}
+
+    meta = write_rows([3, 1])
+    before = _rows(client, meta, "token_mask")
+    assert before[0][1]
+    monkeypatch.setattr(worker, call, compute)
+    getattr(worker, f"{call}_presharded")(meta)
+    expected = before if dtype is None else [[before[0][0], 0, before[0][2]], before[1]]
+    assert _rows(client, meta, "token_mask") == expected
+    field = "prev_logprobs" if key == "logprobs" else "reference_policy_logprobs"
+    assert _rows(client, meta, field)[0][1] == -torch.inf
+
+
+def test_a_mask_that_does_not_fit_is_refused_before_anything_is_written(worker, write_rows, client, monkeypatch):
+    meta = write_rows([3, 1])
+    for mask, error, message in (
+        (torch.ones(2, 2), InvalidRequestError, "'token_mask' is 2 wide, and the tokens 3"),
+        ([[1, 1, 1], [1]], InvalidTypeError, "'token_mask' is list"),
+    ):
+        result = {"logprobs": torch.zeros(2, 3), "token_mask": mask}
+        monkeypatch.setattr(worker, "get_logprobs", lambda data, result=result, **_: result)
+        with pytest.raises(error, match=message):
+            worker.get_logprobs_presharded(meta)
+        assert "prev_logprobs" not in client.list_fields(meta.sample_ids, "train")[0]
+
+
 def test_without_the_drivers_plan_one_is_made_and_the_meta_follows_the_rows(worker, write_rows, client):
     worker.cfg = DYNAMIC
     meta = write_rows([4, 1, 3, 2, 2])

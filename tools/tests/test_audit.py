@@ -302,6 +302,34 @@ def test_prompts_that_no_step_trained_on_before_a_resume(tmp_path, finds, claime
         assert [(each["name"], each["undone"]) for each in found["steps"]] == names
 
 
+@pytest.mark.parametrize("given_again", [False, True])
+def test_prompts_of_undone_steps_where_rollouts_ran_ahead(tmp_path, finds, given_again):
+    """All prompts were put before the trainer was killed. The one that begins anew goes on with those that are left."""
+    with recorded_run(tmp_path, group_size=2, role="rollout") as rollout:
+        put(rollout, q(*range(8)))
+        for _ in range(2):
+            with joined(rollout, recorded(tmp_path)) as trainer:
+                if given_again:
+                    trainer.reset_consumption("train", "trainer")
+                for step in (1, 2):
+                    step_on(trainer, step, 4, clears=False)
+    two = ("4 prompts were skipped over the resume of trainer", "after step 2: q0 to q3. They were put before it")
+    finds({} if given_again else {"skipped": two}, steps=[4] * 4)
+
+
+def test_prompts_that_pass_no_filter_are_not_skipped_over_a_resume(tmp_path, finds):
+    with recorded_run(tmp_path, group_size=2, role="rollout") as rollout:
+        for number, version in enumerate([1, 0, 1]):
+            put(rollout, q(number), version=version)
+        for step in (1, 2):
+            with joined(rollout, recorded(tmp_path)) as trainer:
+                trainer.claim_meta("train", "trainer", ["x"], 2, tag_filter={"weight_version": 1})
+                trainer.mark_step(step)
+                if step == 2:
+                    trainer.clear_samples(None, "train")
+    finds({}, steps=[2, 2], untrained=[("filter", 2)])
+
+
 def test_ids_that_every_step_uses_again_name_no_prompts(tmp_path, finds):
     with recorded_run(tmp_path, group_size=2) as client:
         for number in (1, 2, 3):

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
+
+#: Errors of the system when a disk, or somebody's share of it, is full.
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_hint(error: OSError, otherwise: str | None = None) -> str | None:
+    """What a user does about a folder that cannot be used."""
+    return "Make room on the disk." if error.errno in FULL else otherwise
 
 
 def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:

@@ -1,5 +1,6 @@
 """A ledger whose process ends is where it was when it is opened again, and does no call twice."""
 
+import errno
 import os
 import random
 import shutil
@@ -371,6 +372,42 @@ def test_a_full_disk_refuses_the_command(client, monkeypatch):
     client.put("a")
     client.again()
     assert client.call(commands.ListRequest("p")).sample_ids == ["a"]
+
+
+def test_on_a_full_disk_samples_can_be_cleared(client, monkeypatch):
+    """There is room for the journal only while nothing is set aside."""
+    client.put("a", "b", "c")
+    client.claim("t1", lease_s=0.001)
+    reserve, pwrite = client.ledger.file._reserve, os.pwrite
+
+    def full(fd, data, offset):
+        if os.fstat(reserve).st_blocks:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_file.os, "pwrite", full)
+        for sample_id in ("a", "b"):
+            with pytest.raises(BackendUnavailableError, match="No space left"):
+                client.put("d")
+            client.call(commands.ClearRequest("p", [sample_id]))
+        client.ledger.call(commands.Collected(client.ledger.garbage()))
+    assert client.call(commands.ListRequest("p")).sample_ids == ["c"]
+    client.again()
+    assert client.call(commands.ListRequest("p")).sample_ids == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [(errno.ENOSPC, "Make room on the disk"), (errno.EDQUOT, "Make room"), (errno.EACCES, "Every node .* must see")],
+)
+def test_a_journal_that_cannot_be_opened_says_what_to_do(client, monkeypatch, number, hint):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(journal_file.os, "rename", refuse)
+    with pytest.raises(BackendUnavailableError, match=hint):
+        client.again()
 
 
 def test_a_note_that_is_the_work_of_a_call_is_made_once_however_soon_the_journal_is_shortened(client, monkeypatch):

@@ -1,5 +1,6 @@
 """What a save keeps of samples that were cleared, and what it says when files cannot be written or read."""
 
+import hashlib
 import os
 import socket
 
@@ -255,15 +256,19 @@ def test_a_save_with_something_else_than_a_file_is_refused(client, tmp_path, kin
     assert client.list_sample_ids("p") == ["a"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "longer", "changed", "manifest"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "changed", "manifest", "forged"])
 def test_a_save_that_is_damaged_is_refused_before_anything_is_changed(client, tmp_path, damage):
     client.register_partition("p", ["x"], None, ["t"])
     put(client, "a", "b")
     client.save(tmp_path)
     put(client, "c")
-    (path,) = tmp_path.glob("manifest.json" if damage == "manifest" else "rows-*.bin")
+    (path,) = tmp_path.glob("rows-*.bin" if damage in ("cut", "longer", "changed") else "manifest.json")
     whole = path.read_bytes()
+    head, body, _ = whole.split(b"\n") if damage == "forged" else [b""] * 3
+    forged = body.replace(b'"num_blocks"', b'"\\ud800":0,"num_blocks"')  # half of a surrogate pair
+    forged_head = head.replace(*(hashlib.sha256(each).hexdigest().encode() for each in (body, forged)))
     damaged = {"cut": whole[:-1], "longer": whole + b"x", "changed": whole[:-1] + bytes([whole[-1] ^ 1])}
+    damaged["forged"] = forged_head + b"\n" + forged + b"\n"
     path.write_bytes(damaged.get(damage) or whole.replace(b'"num_blocks":1', b'"num_blocks":0'))
     with pytest.raises(CorruptDataError):
         client.load(tmp_path)

@@ -55,9 +55,8 @@ def _all_given_back(client):
     eventually(lambda: not _num_leased(client), what="the samples are given back")
 
 
-@ONLY_SYNC
 def test_a_step_that_is_marked_has_what_streams_gave_before(client):
-    with stream(client, "p", "t", ["x"], 4) as batches:
+    with client.stream("p", "t", ["x"], 4) as batches:
         next(batches)
         client.mark_step(1)
         assert _consumed(client) == IDS[:4]

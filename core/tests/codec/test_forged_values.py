@@ -38,7 +38,7 @@ FORMS = [
     (Seconds, [0.5], [float("nan"), -0.5]),
     (Mapping[str, TagValue], [{"a": float("nan"), "b": 1, "c": None}], [{"a": [1.0]}]),
     (str | None, [None, ""], [b""]),
-    (Literal["keep", "replace"], ["keep"], [["keep"]]),
+    (Literal["keep", "replace"], ["keep"], [["keep"], "\ud800"]),
     (Sequence[int], [[1]], [[1, [2]]]),
     (Sequence[str], [["ab"]], ["ab"]),
     (Sequence[tuple[str, Any, int | None]], [[["a", 1, None]]], [[["a", 1]]]),
@@ -55,6 +55,7 @@ def test_a_value_fits_a_type_or_not(form, good, bad):
     for value, is_good in (*((each, True) for each in good), *((each, False) for each in bad)):
         assert fits(value, form) is is_good
         assert fits({"a": value, "more": 0}, Whole) is is_good
+        assert not fits({"a": value, "\ud800": 0}, Whole), "half of a surrogate pair"
     assert not fits({}, Whole)
 
 

@@ -160,6 +160,71 @@ def test_ranks_get_the_batches_of_the_run_whoever_asks_first(folder):
             client.claim_meta("train", "trainer", ["tokens"], 1, timeout_s=30, dp_rank=1, dp_size=4, batch_index=0)
 
 
+@pytest.mark.parametrize(("acked", "given"), [(0, [2, 2]), (1, [1, 1, 2])])
+def test_rows_that_a_crashed_trainer_did_not_ack_are_given_once(folder, acked, given):
+    def claim(client, count):
+        return client.claim_meta("train", "trainer", ["tokens"], count, lease_s=60, timeout_s=30)
+
+    def train(client, meta, losses):
+        seen = client.get_data(meta, ["text"])["text"].tolist()
+        client.put_samples(meta.sample_ids, "train", {"loss": torch.tensor(losses)})
+        return seen
+
+    with recorded(folder) as client:
+        register(client)
+        roll_out(client, 1, count=2)
+        crashed = claim(client, 2)
+        train(client, crashed, [7.0, 8.0])
+        client.ack(crashed.slice(0, acked))
+        client.renew(crashed.slice(acked, 2), 0.001)
+        client.put_samples(crashed.sample_ids, "train", {"text": ["new", "new"]})
+        again = claim(client, 2 - acked)
+        train(client, again, [0.5] * again.size)
+        client.ack(again)
+        roll_out(client, 2, count=2)
+        client.ack(claim(client, 2))
+        client.finish_partition("train")
+    with replayed(folder) as client:
+        register(client)
+        metas = [claim(client, count) for count in [2, 2 - acked, 2][1 - acked :]]  # before any is acked
+        assert [meta.size for meta in metas] == given
+        ids = [sample_id for meta in metas for sample_id in meta.sample_ids]
+        assert ids == ["s1_0", "s1_1", "s2_0", "s2_1"]
+        texts = []
+        for meta in metas[:-1]:
+            texts += train(client, meta, [7.0 if acked and meta is metas[0] else 0.5] * meta.size)
+        assert texts == ["a" if acked else "new", "new"]
+        for meta in metas:
+            client.ack(meta)
+        client.finish_partition("train")
+        assert client.is_finished("train", ["trainer"])
+
+
+@pytest.mark.parametrize("acked", [0, 1])
+def test_ranks_that_crashed_lose_what_they_did_not_ack(folder, acked):
+    """A batch that all ranks lost is none. Of another one each rank has what it acked, perhaps nothing."""
+
+    def claim(client, rank):
+        return client.claim_meta("train", "trainer", ["tokens"], 1, lease_s=60, timeout_s=30, dp_rank=rank, dp_size=2)
+
+    with recorded(folder) as client:
+        register(client)
+        roll_out(client, 1, count=2)
+        crashed = [claim(client, rank) for rank in range(2)]
+        for number, meta in enumerate(crashed):
+            client.ack(meta) if number < acked else client.renew(meta, 0.001)
+        for step, count in enumerate([acked, 2], 2):
+            if count:
+                roll_out(client, step, count)
+            for meta in [claim(client, rank) for rank in range(2)]:
+                client.ack(meta)
+    with replayed(folder) as client:
+        register(client)
+        given = [[claim(client, rank).sample_ids for _ in range(2 + acked)] for rank in range(2)]
+    of_both = [["s1_0"], ["s1_1"], ["s3_0"]], [[], ["s2_0"], ["s3_1"]]
+    assert given == list(of_both if acked else ([["s1_0"], ["s3_0"]], [["s1_1"], ["s3_1"]]))
+
+
 @pytest.mark.parametrize("payload", ["all", "digests"])
 def test_the_first_difference_is_named_with_step_sample_column_and_values(folder, payload):
     with recorded(folder, payload) as client:
@@ -265,6 +330,36 @@ def test_a_replay_may_begin_after_a_step(folder, of_run):
         assert train(client, steps=1) == of_run[2:]
     with pytest.raises(InvalidRequestError, match=r"after_step 7 is refused: the run marked 1, 2\."):
         replayed(folder, after_step=7)
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_replay_after_a_step_begins_with_what_the_run_registered_then(folder, crashes):
+    """Each step registers the partition anew. One that crashed is made again by another process."""
+
+    def step(client, number, marks=True):
+        register(client)
+        client.put_samples([f"s{number}"], "train", {"loss": torch.tensor([0.5])})
+        meta = client.claim_meta("train", "trainer", ["loss"], 1, lease_s=60, timeout_s=30)
+        if marks:
+            client.ack(meta)
+            client.mark_step(number)
+        return meta.sample_ids
+
+    with recorded(folder) as client:
+        step(client, 1)
+        if crashes:
+            step(client, 7, marks=False)
+        else:
+            step(client, 2)
+    if crashes:
+        with recorded(folder) as client:
+            step(client, 2)
+    with replayed(folder) as client:
+        step(client, 1)
+        with pytest.raises(MissingDataError, match="registered it again after step 1"):
+            client.claim_meta("train", "trainer", ["loss"], 1)
+    with replayed(folder, after_step=1) as client:
+        assert step(client, 2) == ["s2"]
 
 
 def test_of_the_steps_before_a_replay_only_what_was_left_is_there(folder):

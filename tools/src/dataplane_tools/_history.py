@@ -194,7 +194,7 @@ class History:
                 continue
             row.step = str(step)
             if row.prompt is not None and row.put is not None:
-                row.prompt.train(row.life, row.put.at, row.step)
+                row.prompt.train(row.life, row.put.at, row.step, row.trained_at)
         return step
 
     def _note_damage(self, row: Row, step: str | None) -> None:
@@ -264,7 +264,7 @@ class History:
                 row.put = put
                 row.prompt, row.life = self._prompts.put(sample_id, record.partition, row.tags, put.at)
                 if row.prompt is not None and row.step:
-                    row.prompt.train(row.life, put.at, row.step)
+                    row.prompt.train(row.life, put.at, row.step, row.trained_at)
             for name in damaged.get(sample_id, ()):
                 where = f"line {record.line} of segment {record.segment}"
                 if row in self._damaged or len(self._damaged) < _MOST_DAMAGED:
@@ -285,6 +285,7 @@ class History:
             row.is_read, row.is_lost, row.last = not lost, lost, "get_samples" if not lost else row.last
             if self.survey.marks and not (is_claimed or lost):
                 self._open.rows.setdefault(row, "")
+                row.trained_at = record.at
 
     def _claim(self, held: _Registration, record: Record) -> None:
         task = record.task
@@ -303,7 +304,6 @@ class History:
             if record.dp_rank is not None:
                 held.batches[key] = batch
                 held.batches.pop((task, record.batch_index - _BATCHES_KEPT), None)
-        latency_s = self.latency_s.setdefault(task, array("d"))
         for place, sample_id in enumerate(record.ids):
             row = self._row(held, record, sample_id)
             if record.tags is not None:
@@ -313,7 +313,8 @@ class History:
             given = row.given.get(task)
             if given is None:
                 since = [row.cells[name].since for name in record.required_fields if name in row.cells]
-                latency_s.append(max(0.0, record.at - max(since, default=record.at)))
+                latency_s = max(0.0, record.at - max(since, default=record.at))
+                self.latency_s.setdefault(task, array("d")).append(latency_s)
                 given = row.given[task] = Given()
             elif given.batch is batch:
                 continue  # another process of a rank that was given it
@@ -330,6 +331,7 @@ class History:
         given.consumed = True
         if batch.task not in self.survey.tasks:
             return
+        row.trained_at = self._now
         if given.before is not None:
             self._again.append((row, given.before, batch))
         if self.survey.marks:
@@ -380,7 +382,7 @@ class History:
             if row.prompt is not None and row.put is not None:
                 later = whole and self.survey.first[record.client.client] > row.put.at
                 row.prompt.is_dropped_later |= later
-                row.prompt.is_decided |= not later
+                row.prompt.is_decided |= not later or reason == "filter"
 
     def _close(self) -> None:
         """Notes the samples that are held at the end."""

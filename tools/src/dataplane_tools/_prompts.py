@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ class Prompt:
         lives: How often it was given: a life begins when a sample of it is put that this life has already.
         members: The samples of the present life, as bits.
         trained: Its lives that were trained on: the number, when it was put, and the step.
+        trained_at: When a sample of it that a step trained on was consumed last.
         is_undone: Whether a step trained on it from before which the run went on later.
         is_decided: Whether it was cleared by somebody who was there when it was put.
         is_dropped_later: Whether a client that began later dropped it with its partition.
@@ -57,12 +59,14 @@ class Prompt:
     lives: int = 0
     members: int = 0
     trained: list[tuple[int, float, str]] = field(default_factory=list)
+    trained_at: float = -math.inf
     is_undone: bool = False
     is_decided: bool = False
     is_dropped_later: bool = False
 
-    def train(self, life: int, put_at: float, step: str) -> None:
+    def train(self, life: int, put_at: float, step: str, trained_at: float) -> None:
         """Notes that a step that counts trained on it."""
+        self.trained_at = max(self.trained_at, trained_at)
         if not self.trained or self.trained[-1][0] != life:
             self.trained.append((life, put_at, step))
 
@@ -200,12 +204,13 @@ def _missing(stream: _Stream, times: Sequence[float], blind_until: float) -> _Ra
 def _lost(stream: _Stream, times: Sequence[float], blind_until: float) -> _Ranges:
     """The numbers of the prompts that were put before a resume and are gone."""
     found: _Ranges = {}
-    trained_later = float("-inf")  # when a prompt with a greater number that was trained on was put, at the latest
+    trained_later = -math.inf  # when a prompt with a greater number was trained on, at the latest
     for number in sorted(stream.prompts, reverse=True):
         prompt = stream.prompts[number]
+        trained_later = max(trained_later, prompt.trained_at)
         if prompt.trained:
-            trained_later = max(trained_later, prompt.trained[-1][1])
-        elif (prompt.is_undone or prompt.is_dropped_later) and not prompt.is_decided and prompt.first > blind_until:
+            continue
+        if (prompt.is_undone or prompt.is_dropped_later) and not prompt.is_decided and prompt.first > blind_until:
             place = _between(times, prompt.latest, trained_later)
             if place < len(times):
                 ranges = found.setdefault(place, [])

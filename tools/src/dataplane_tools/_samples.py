@@ -80,6 +80,7 @@ class Row:
         prompt: Its prompt.
         life: Which of the lives of its prompt it belongs to.
         step: The newest step that counts that trained on it, or "".
+        trained_at: When a task that trains consumed it, or it was read where none does.
         early: Field -> when it was first claimed or read, if the record of its put comes later; ``by``: by whom.
     """
 
@@ -95,6 +96,7 @@ class Row:
     prompt: Prompt | None = None
     life: int = 0
     step: str = ""
+    trained_at: float = 0.0
     early: dict[str, float] = field(default_factory=dict)
     by: Writer | None = None
 

@@ -225,9 +225,13 @@ class AsyncDataPlaneClient(ClientFacts):
     ) -> contextlib.AbstractContextManager[None]:
         return self._client.phase(name, partition_id=partition_id, groups=groups)
 
-    def mark_step(self, step: int, **values: float) -> None:
-        """As `DataPlaneClient.mark_step`."""
-        self._client.mark_step(step, **values)
+    @wraps(DataPlaneClient.mark_step)
+    async def mark_step(self, step: int, **values: float) -> None:
+        try:
+            for stream in list(self._client._streams):
+                await stream.ack()
+        finally:
+            self._client._note_step(step, values)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

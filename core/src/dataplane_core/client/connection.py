@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, NoReturn, Self, TypeVar
@@ -29,6 +28,7 @@ from dataplane_core.client.phases import Phases
 from dataplane_core.client.repeating import carry_out_once
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
+from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -46,8 +46,6 @@ from dataplane_core.spec import Capability, Claim, ClaimRequest, PartitionInfo, 
 
 _R = TypeVar("_R")
 
-#: Errors of the system when a disk, or somebody's share of it, is full.
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _MAKE_ROOM: Final = "Make room on the disk, then call again."
 #: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
 LATEST_END: Final = ContextVar("LATEST_END", default=float("inf"))
@@ -232,8 +230,7 @@ class Connection(ClientFacts):
 
         One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
         count by these marks. First it acks what the streams of this client have given, since a loop over a stream acks
-        a batch only when it asks for the next one. Call it in the thread of that loop; in asyncio, which it does not
-        ack for, after ``await batches.ack()``.
+        a batch only when it asks for the next one. Call it in the thread, or the task of asyncio, of that loop.
 
         Args:
             step: Its number.
@@ -250,9 +247,12 @@ class Connection(ClientFacts):
             for stream in list(self._streams):
                 stream.ack()
         finally:
-            for each in self._middleware:
-                if hasattr(each, "note_step"):
-                    each.note_step(step, values)
+            self._note_step(step, values)
+
+    def _note_step(self, step: int, values: Mapping[str, float]) -> None:
+        for each in self._middleware:
+            if hasattr(each, "note_step"):
+                each.note_step(step, values)
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -420,7 +420,7 @@ class Connection(ClientFacts):
         except Exception as error:
             if not self._to_stop:
                 raise ClientClosedError(f"{operation}: the client was closed meanwhile.") from error
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise BackendUnavailableError(
                     f"{operation}: the disk of the store is full ({error}). It may have been done or not.",
                     hint=_MAKE_ROOM,

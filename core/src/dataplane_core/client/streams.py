@@ -191,6 +191,7 @@ class AsyncStream:
         terms.request(client._client)  # to refuse it now
         self._feed = AsyncFeed(client, terms)
         self._current: Item | None = None
+        client._client._streams.add(self)
         weakref.finalize(self, self._feed.collected).atexit = False  # the event loop has ended then
 
     def __aiter__(self) -> Self:

@@ -5,7 +5,7 @@ over TCP (`Server`), what it serves (`LedgerHost`, `ExtentService`), and a clien
 ledger is in another process use it: shm_store, and those in TransferQueue's controller.
 """
 
-from dataplane_core.durable_files import sync_path
+from dataplane_core.durable_files import disk_hint, sync_path
 from dataplane_core.hosting.durable import (
     KeptExtentHost,
     Owner,
@@ -98,6 +98,7 @@ __all__ = [
     "decode_about",
     "decode_welcome",
     "digest_of",
+    "disk_hint",
     "has_extents",
     "is_locked",
     "is_open",

@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -33,6 +33,7 @@ from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
 from dataplane_core.hosting.layout import Bytes, Layout, runs
+from dataplane_core.ledger import Ref
 
 _log = logging.getLogger(__name__)
 
@@ -256,6 +257,14 @@ class KeptExtents(ExtentService):
         """As `ExtentService.stop_writing`."""
         self._writes.pop(put, None)
         super().stop_writing(holds, put)
+
+    def drop(self, refs: Iterable[Ref]) -> None:
+        """As `ExtentService.drop`. A full file system gets the room back that no extent needs."""
+        try:
+            super().drop(refs)
+        finally:
+            if self._arena.free_bytes < _BLOCK:
+                self._free_spare()
 
     def find(self, write_id: int, positions: list[int]) -> tuple[Place | None, list[int], list[int]]:
         """As `ExtentService.find`, after the bytes of the write were checked."""

@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dataplane_core.durable_files import sync_path
+from dataplane_core.durable_files import disk_hint, sync_path
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.hosting import CallId
 from dataplane_core.journal.records import DIGEST_BYTES, seal, unseal
@@ -52,6 +52,8 @@ _ENDED: Final = "ended"
 _EXIT_STATUS: Final = 70
 #: Notes without records are written anew when they take more than this, and twice what was left of them then.
 _NOTES_BYTES: Final = 1 << 20
+#: So much room is set aside for what makes room on a full disk.
+_RESERVE_BYTES: Final = 64 << 10
 _DAMAGED_HINT: Final = "Restore a whole copy of it, or move it away to begin without what it holds."
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin in another folder."
 
@@ -80,6 +82,7 @@ class JournalFile:
         entry: Of the record that was read or appended last.
         next_call: The call that the next record is of.
         next_is_lazy: Whether `commit` need not wait until the disk has the next record.
+        next_frees: Whether the next record makes room, as that of a clear. It may take what is set aside for it.
         next_seq: The number of the next record.
         notes: Name -> the newest value.
         head: What the head holds. Empty if there is none.
@@ -104,6 +107,7 @@ class JournalFile:
         self.entry = Entry(0.0, None)
         self.next_call: CallId | None = None
         self.next_is_lazy = False
+        self.next_frees = False
         self.notes: dict[str, bytes] = {}
         self.head: dict[str, Any] = {}
         self.make_head: Callable[[], dict[str, Any]] = dict
@@ -123,10 +127,16 @@ class JournalFile:
             self._fd, self._end = self._take_over(self._earlier())
             self._synced = self._end
             self._clear_before(number)
+            reserve = self._folder / "reserve.new"
+            self._reserve = os.open(reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.unlink(reserve)  # its room is kept until this process ends
+            self._set_aside()
         except OSError as error:
             raise BackendUnavailableError(
                 f"the journal in {folder} cannot be opened: {error}.",
-                hint="Every node on which the process may run must see this folder and may write there.",
+                hint=disk_hint(
+                    error, "Every node on which the process may run must see this folder and may write there."
+                ),
             ) from error
 
     def _numbers(self) -> list[int]:
@@ -340,29 +350,50 @@ class JournalFile:
         """Closes the file. The journal stays."""
         with self._lock:
             os.close(self._fd)
+            os.close(self._reserve)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _set_aside(self) -> None:
+        try:
+            os.posix_fallocate(self._reserve, 0, _RESERVE_BYTES)
+            self._has_reserve = True
+        except OSError:  # there is no room: later
+            self._has_reserve = False
 
     def _write(self, frame: dict[str, Any], entry: Entry) -> None:
         call = {} if entry.call is None else {"call": list(entry.call)}
         synced = {"synced": self._synced} if self._sync else {}
         data = _pack({"at": entry.at, **frame, **call, **synced})
         try:
-            if self._torn:
-                os.ftruncate(self._fd, self._end)
-                self._torn = False
-            self._dirty = True
-            self._torn = True
-            if os.pwrite(self._fd, data, self._end) != len(data):
-                raise OSError("only a part was written, as on a full disk")
-            self._torn = False
-            self._end += len(data)
+            try:
+                self._write_whole(data)
+            except OSError:
+                frees = self.next_frees if "record" in frame else frame.get("value", b"") is None
+                if not (frees and self._has_reserve):
+                    raise
+                self._has_reserve = False
+                os.truncate(self._reserve, 0)
+                self._write_whole(data)
         except OSError as error:
             raise BackendUnavailableError(
                 f"the journal in {self._root} cannot be written: {error}. It was not done.",
                 outcome="not_done",
                 hint="Make room on the disk, or mend the mount.",
             ) from error
+        if not self._has_reserve:
+            self._set_aside()
+
+    def _write_whole(self, data: bytes) -> None:
+        if self._torn:
+            os.ftruncate(self._fd, self._end)
+            self._torn = False
+        self._dirty = True
+        self._torn = True
+        if os.pwrite(self._fd, data, self._end) != len(data):
+            raise OSError("only a part was written, as on a full disk")
+        self._torn = False
+        self._end += len(data)
 
     def _read(self) -> bytes:
         """All whole frames."""

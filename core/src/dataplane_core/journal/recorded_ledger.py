@@ -41,6 +41,8 @@ _PACKING_S: Final = 600.0
 _TAIL_BYTES: Final = 1 << 20
 #: Commands that no client asked for.
 _OWN: Final = (commands.Expire, Begin, Plan, Snapshot)
+#: Commands that make room, which a full disk must not keep from it.
+_FREES: Final = (commands.ClearRequest, commands.Collected, commands.Expire)
 #: The outcomes that no client may ask for any more are dropped whenever so many were added.
 _SWEEP: Final = 4096
 
@@ -233,6 +235,7 @@ class _HostJournal(Journal):
     def _try_append(self, command: Command[Any]) -> bytes | None:
         self._file.next_call = None if isinstance(command, _OWN) else self.calling
         self._file.next_is_lazy = self._lazy_begins and isinstance(command, commands.BeginPut)
+        self._file.next_frees = isinstance(command, _FREES)
         return super()._try_append(command)
 
     def _apply(self, command: Command[Reply], data: bytes) -> Reply:

@@ -25,6 +25,6 @@ def fits(value: Any, form: Any) -> bool:
     """
     try:
         msgspec.convert(value, form, builtin_types=(bytes,))
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: a key with half of a surrogate pair
         return False
     return True

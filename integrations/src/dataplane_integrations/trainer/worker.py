@@ -63,6 +63,8 @@ FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
 HELD_ROWS: Final = "held_rows"
 #: Rows as they were read, and the arguments of `pad_columns`; None: they are padded.
 _Rows: TypeAlias = tuple[BatchedDataDict, dict[str, Any] | None]
+#: What a worker may return beside log-probabilities: the mask, without tokens whose log-probabilities do not count.
+_MASK: Final = "token_mask"
 #: In place of a number of microbatches: this rank could not plan.
 _NO_PLAN: Final = -1
 
@@ -81,12 +83,16 @@ class PolicyWorker(Protocol):
         """Trains on this data-parallel rank's rows; see `DataPlanePolicy.train_from_meta` for the keys it returns."""
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> Mapping[str, Any]:
-        """Returns ``logprobs`` (N, S), under the current policy."""
+        """Returns ``logprobs`` (N, S), under the current policy.
+
+        A ``token_mask`` (N, S) beside them replaces that of the rows: 0 where a token is not to be trained on, such as
+        one whose log-probability is -inf since top-k or top-p leave it out.
+        """
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> Mapping[str, Any]:
-        """Returns ``reference_logprobs`` (N, S), under the reference policy."""
+        """Returns ``reference_logprobs`` (N, S), under the reference policy; ``token_mask`` as `get_logprobs`."""
 
 
 class SplitStepWorker(Protocol):
@@ -533,8 +539,13 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> None:
         data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
         result = self._run(lambda: compute(data, micro_batch_size=micro_batch_size))
-        _check_width(result, names["result_key"], data.get(INPUT_IDS_FIELD))
-        self._write_back_result_field(meta, result, **names)
+        results: list[tuple[Any, dict[str, str]]] = [(result, names)]
+        mask = result.get(_MASK) if isinstance(result, Mapping) else None
+        if mask is not None:  # written first: who waits for the log-probabilities finds it
+            results.insert(0, ({_MASK: _as_type_of(mask, data.get(_MASK))}, {"result_key": _MASK, "tq_field": _MASK}))
+        for found, its in results:
+            _check_width(found, its["result_key"], data.get(INPUT_IDS_FIELD))
+            self._write_back_result_field(meta, found, **its)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step whose rows arrive in portions. The driver must call every rank, here and in the calls that
@@ -686,6 +697,14 @@ def _check_width(result: Any, name: str, ids: Any) -> None:
             "token.",
             hint="Values of the next token (S - 1 of them) get one more in front: 0 for the first token.",
         )
+
+
+def _as_type_of(mask: Any, known: Any) -> Any:
+    """A mask in the dtype of another one, if that holds its values: the product with a float mask is float."""
+    if not (isinstance(mask, Tensor) and isinstance(known, Tensor)):
+        return mask
+    converted = mask.to(known.dtype)
+    return converted if torch.equal(converted.to(mask.dtype), mask) else mask
 
 
 def _without_repeats(meta: KVBatchMeta, fields: Mapping[str, Any]) -> tuple[KVBatchMeta, Mapping[str, Any]]:

@@ -233,7 +233,7 @@ class RecordingBackend(BlobStore):
             sample_ids=list(ids),
             tags=[dict(tags) for tags in record.tags or [{}] * len(ids)],
             lease_tokens=no_tokens if no_tokens is None else [request.token] * len(ids),
-            exhausted=record.exhausted,
+            exhausted=record.exhausted or not ids,
             epoch=now.info.epoch,
             num_ranks=record.num_ranks,
         )
@@ -242,7 +242,7 @@ class RecordingBackend(BlobStore):
         """The record of the last claim before one that the run did not make, if it found the end of the partition."""
         claims, rank = now.run.claims.get(request.task_name, {}), request.dp_rank
         what = f"claim_meta('{request.partition_id}', '{request.task_name}') refused: "
-        mine = [each for (its_rank, _), each in claims.items() if its_rank == rank]
+        mine = [each for (its_rank, _), each in claims.items() if its_rank == rank and not each.is_lost]
         if not mine and claims:
             ranks = sorted({-1 if its_rank is None else its_rank for its_rank, _ in claims})
             raise errors.InvalidRequestError(
@@ -252,9 +252,12 @@ class RecordingBackend(BlobStore):
             )
         if mine and mine[-1].record.exhausted:
             return mine[-1].record
+        later = self._timeline.registrations(request.partition_id)[now.run.number + 1 :]
+        when = self._timeline.when(later[0].first) if later else ""
         raise errors.MissingDataError(
             f"{what}the recording ends here. The run claimed {len(mine)} batches for this task in this registration"
-            + (f", the last one {self._timeline.when(mine[-1])}." if mine else ".")
+            + (f", the last one {self._timeline.when(mine[-1])}." if mine else "."),
+            hint=f"The run registered it again {when}: with after_step, a replay begins there." if later else None,
         )
 
     def _check_claim(self, now: Replay, request: spec.ClaimRequest, event: Event) -> None:

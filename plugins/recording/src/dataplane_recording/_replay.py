@@ -67,9 +67,13 @@ class Replay:
     def next_claim(self, request: ClaimRequest) -> tuple[tuple[int | None, int], Event] | None:
         """The recorded claim that a claim stands for, and its key."""
         claims, given = self.run.claims.get(request.task_name, {}), self.given.get(request.task_name, ())
+        kept = {key: each for key, each in claims.items() if not each.is_lost}
         if request.dp_rank is None:
-            return next(((key, each) for key, each in claims.items() if key[0] is None and key not in given), None)
+            return next(((key, each) for key, each in kept.items() if key[0] is None and key not in given), None)
         index = request.batch_index if request.batch_epoch in (None, self.info.epoch) else 0
+        is_left = {each for _, each in kept}  # one that all its ranks lost has no number
+        for key in sorted(each for each in claims.keys() - kept.keys() if each[0] == request.dp_rank):
+            index += key[1] <= index and (claims[key].record.num_ranks is None or key[1] not in is_left)
         event = claims.get((request.dp_rank, index))
         return None if event is None else ((request.dp_rank, index), event)
 
@@ -91,7 +95,7 @@ class Replay:
         """Whether this process was given, and acked, all that the run claimed for its ranks."""
         given, claims = self.given.get(task_name, set()), self.run.claims.get(task_name, {})
         ranks = {rank for rank, _ in given}
-        is_left = any(key[0] in ranks and key not in given for key in claims)
+        is_left = any(key[0] in ranks and key not in given for key, each in claims.items() if not each.is_lost)
         return bool(given) and not is_left and all(done for _, done in self.leases.get(task_name, {}).values())
 
     def settle(self, request: SettleRequest) -> list[str]:

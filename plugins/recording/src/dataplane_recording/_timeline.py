@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from dataplane_core.codec import Columns
 from dataplane_core.errors import InvalidRequestError, MissingDataError, preview
@@ -13,6 +15,8 @@ from dataplane_core.middleware import Record, Recording
 
 #: Blocks of rows that stay decoded.
 _BLOCKS: Final = 4
+#: Which batch of a task a claim asks for: rank and index, or None and the claim's place.
+Key: TypeAlias = tuple[int | None, int]
 
 
 class Event(NamedTuple):
@@ -21,6 +25,11 @@ class Event(NamedTuple):
     at: int
     record: Record
     place: int = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Of a claim: whether it lost all its rows, see `Registration.lost`."""
+        return not (self.record.ids or self.record.exhausted)
 
 
 @dataclass
@@ -38,12 +47,15 @@ class Registration:
         puts: Sample -> the puts of it.
         reads: Sample -> the reads of it.
         clears: Sample -> the places of the clears that name it.
-        claims: Task -> rank and index of a batch, or None and the claim's place -> the first claim that was given it.
+        claims: Task -> the first claim of each batch, without the rows that it lost.
+        held: Task -> sample -> the batch whose lease holds it.
+        lost: Sample -> the places of the last claim that lost it, since its process crashed or was too slow, and of the
+            one that was given it then. What was done in between is done again after it.
     """
 
     number: int
     first: Event
-    begin: int = -1
+    begin: float = -1
     fields: dict[str, None] = field(default_factory=dict)
     consumer_tasks: dict[str, None] = field(default_factory=dict)
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -51,7 +63,9 @@ class Registration:
     puts: dict[str, list[Event]] = field(default_factory=dict)
     reads: dict[str, list[Event]] = field(default_factory=dict)
     clears: dict[str, list[int]] = field(default_factory=dict)
-    claims: dict[str, dict[tuple[int | None, int], Event]] = field(default_factory=dict)
+    claims: dict[str, dict[Key, Event]] = field(default_factory=dict)
+    held: dict[str, dict[str, Key]] = field(default_factory=dict)
+    lost: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def puts_of(self, sample_id: str, name: str, after: float = -1) -> list[Event]:
         """The puts of a cell, after a place."""
@@ -65,6 +79,7 @@ class Registration:
     def add(self, event: Event) -> None:
         """Notes what the run did next."""
         at, record, _ = event
+        held = self.held.setdefault(record.task, {})
         match record.op:
             case "clear_samples" if at < self.begin:
                 for sample_id in record.ids:
@@ -79,16 +94,45 @@ class Registration:
                     self.enums.setdefault(name, {}).update(dict.fromkeys(words))
             case "claim":
                 key = record.dp_rank, at if record.dp_rank is None else record.batch_index
-                self.claims.setdefault(record.task, {}).setdefault(key, event)
+                claims = self.claims.setdefault(record.task, {})
+                if key not in claims:
+                    claims[key] = event
+                    self._lose({each: held[each] for each in record.ids if each in held}, claims, at)
+                    held.update(dict.fromkeys(record.ids if record.lease_s is not None else (), key))
+            case "ack" | "nack":
+                for sample_id in record.ids:
+                    held.pop(sample_id, None)
+            case "set_cursor":
+                held.clear()
             case "put_samples":
+                fields = record.specs.keys()
                 for place, sample_id in enumerate(record.ids):
-                    self.puts.setdefault(sample_id, []).append(Event(at, record, place))
+                    since, until = self.lost.get(sample_id, (at, at))
+                    self.puts[sample_id] = [
+                        each
+                        for each in self.puts.get(sample_id, ())
+                        if not (since < each.at < until and set() < each.record.specs.keys() <= fields)
+                    ] + [Event(at, record, place)]
             case "get_samples":
                 for sample_id in record.ids:
                     self.reads.setdefault(sample_id, []).append(event)
             case "clear_samples":
                 for sample_id in record.ids:
                     self.clears.setdefault(sample_id, []).append(at)
+                    for each in self.held.values():
+                        each.pop(sample_id, None)
+
+    def _lose(self, again: dict[str, Key], claims: dict[Key, Event], at: int) -> None:
+        """Takes samples that are given again out of the batches that held them, and their reads since then too."""
+        for key in dict.fromkeys(again.values()):
+            record = claims[key].record
+            kept = [place for place, sample_id in enumerate(record.ids) if again.get(sample_id) != key]
+            ids, tags = ([each[place] for place in kept] if each else each for each in (record.ids, record.tags))
+            record = msgspec.structs.replace(record, ids=ids, tags=tags, exhausted=record.exhausted and bool(ids))
+            claims[key] = claims[key]._replace(record=record)
+        for sample_id, key in again.items():
+            self.lost[sample_id] = since, _ = claims[key].at, at
+            self.reads[sample_id] = [each for each in self.reads.get(sample_id, ()) if each.at < since]
 
 
 class Timeline:
@@ -111,13 +155,20 @@ class Timeline:
         epochs: dict[tuple[str, str], Registration] = {}
         events = [Event(at, record) for at, record in enumerate(self._recording.records())]
         self._steps = [(event.at, event.record.step) for event in events if event.record.step is not None]
-        begin = -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
+        begin: float = (
+            -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
+        )
         if after_step is not None and begin < 0:
             raise InvalidRequestError(
                 f"after_step {after_step} is refused: the run marked "
                 f"{preview(step for _, step in self._steps) or 'no step'}.",
                 hint="The trainer marks the end of each step by client.mark_step.",
             )
+        marker = next(
+            (event.record.client for event in events if event.at > begin and event.record.step is not None), None
+        )
+        if after_step is not None and marker is not None:  # if the run was resumed after it: what crashed is over
+            begin = max(begin, next(event.at for event in events if event.record.client is marker) - 0.5)
         for event in events:
             record, name = event.record, event.record.partition
             if record.status != "ok" or not name:
@@ -141,6 +192,11 @@ class Timeline:
             epochs[key].add(event)
             for each in self._early.pop(name, ()):  # another client was quicker than the one that registered
                 known[0].add(each)
+        for known in self._registrations.values():
+            while len(known) > 1 and known[0].first.at < begin and not (known[0].claims or known[0].reads):
+                del known[0]  # it was over when the replay begins, though nobody had cleared it
+            for number, registration in enumerate(known):
+                registration.number = number
 
     def registrations(self, partition_id: str) -> list[Registration]:
         """The registrations of a partition. Empty: the run did not have it.

@@ -71,7 +71,7 @@ from dataplane_redis._server import (
     check_server,
     diagnose,
     durability_of,
-    has_ended,
+    greeting,
     private_url,
 )
 from dataplane_redis._session import Instance, Session
@@ -145,6 +145,7 @@ class RedisBackend(Puts, Reads, Claims):
                 self._server = PrivateServer(config)
                 self._server.start(deadline)
             link = Link(private_url(config.namespace), f"the private redis-server of namespace '{config.namespace}'")
+            link.greeting = lambda: greeting(config.namespace) or ""  # one that does not run may not have started yet
         else:
             link = Link(config.url.get_secret_value(), told=session.acknowledgements)
         session.link = link
@@ -155,7 +156,7 @@ class RedisBackend(Puts, Reads, Claims):
         session.instance = Instance.connect(action, link, config, deadline, num_buckets)
         self._payload.open(slots or ())
         if config.url is None:
-            link.has_ended = functools.partial(has_ended, config.namespace)
+            link.greeting = functools.partial(greeting, config.namespace)
         self._bootstrapped = bootstrap
         _log.info("connected to %s: %s", link.label, durability.describe())
 

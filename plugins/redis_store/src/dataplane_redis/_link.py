@@ -243,7 +243,7 @@ class Link:
             decode_responses=False,
         )
         self.label = label or _place_in(url, self._service)
-        self.has_ended: Callable[[], bool] | None = None  # of a private server, which nobody starts again
+        self.greeting: Callable[[], str | None] | None = None  # of a private server, which nobody starts again
         self.address = _UNNAMED  # of the node that calls go to
         self._told = told
         self._nodes: list[Address] = []  # of the cluster, if there is one
@@ -393,7 +393,7 @@ class Link:
             # redis-py closes the connection when it meets LOADING: what followed may have been done
             in_part = count > 1 and is_temporary_refusal(error)
             if (lost and failure.retryable) or in_part:
-                raise LostReplyError(failure.message) from error
+                raise LostReplyError(failure.message, hint=failure.hint) from error
             raise failure from error
         finally:
             self._release(connection, complete)
@@ -443,7 +443,8 @@ class Link:
         if self._service is not None and isinstance(error, ReadOnlyError):
             self._switch_to(_UNNAMED)
         is_lost = isinstance(error, (LostConnectionError, OSError)) and not isinstance(error, TimeoutError)
-        if is_lost and self.has_ended is not None and self.has_ended():
+        greeting = self.greeting() if is_lost and self.greeting is not None else ""
+        if greeting is None:
             return BackendUnavailableError(
                 f"{what} failed: {self.label} has ended, and all that it held is gone.",
                 retryable=False,
@@ -451,7 +452,7 @@ class Link:
                 "it was killed, memory may have run out. For data that must outlive it, run a server of your own and "
                 "name it in the option url.",
             )
-        return to_error(what, self.label, error)
+        return to_error(what, self.label, LostConnectionError(greeting) if greeting else error)
 
     # --- connections --------------------------------------------------------------------------------------------------
 

@@ -294,6 +294,12 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             hint="Check that ssl_ca_certs of the url is the authority that signed it, and that it is made for the host "
             "that the url names.",
         )
+    if "max number of clients" in text:
+        return BackendUnavailableError(
+            f"{what} refused: {label} takes no more connections: {text}.",
+            hint="Each thread that is in an operation has one. Raise the server's maxclients, and the limit of open "
+            "files (ulimit -n) of the process that starts it: for a private server, that of its owner.",
+        )
     if isinstance(error, (redis.ConnectionError, OSError)):
         return BackendUnavailableError(
             f"{what} failed: {label} cannot be reached: {text.rstrip('.')}.",

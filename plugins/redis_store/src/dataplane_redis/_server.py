@@ -61,20 +61,22 @@ def private_url(namespace: str) -> str:
     return f"unix://{quote(str(_folder(namespace).socket))}"
 
 
-def has_ended(namespace: str) -> bool:
-    """Whether no private server of this namespace runs. One that is busy or stopped still takes connections."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
+def greeting(namespace: str) -> str | None:
+    """What the private server of this namespace says first: nothing, unless it refuses connections. None: none runs.
+
+    One that is busy or stopped still takes connections.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
             probe.connect(str(_folder(namespace).socket))
             # a server that was just killed may listen for a moment longer: it then resets what it has not accepted
             probe.settimeout(_ENDING_S)
-            probe.recv(1)
-        except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
-            return True
-        except OSError:  # too many wait to be connected, or it is silent, as it should be
-            return False
-    return False
+            return probe.recv(256).decode("utf-8", "replace").strip().removeprefix("-ERR ")
+    except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
+        return None
+    except OSError:  # too many wait to be connected, or it is silent, as it should be
+        return ""
 
 
 def _find_binary() -> str:

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
                 act()
             assert not caught.value.retryable
             assert "produce their samples again" in caught.value.hint
+
+
+def test_a_server_with_too_many_connections_says_how_to_have_more(connect):
+    owner = connect(server="private", namespace="many")
+    owner.ping()
+    link = backend_of(owner)._session.link
+    link.command("test", time.monotonic() + 60, b"CONFIG", b"SET", b"maxclients", b"1")
+    with pytest.raises(BackendUnavailableError, match=r"takes no more connections: .*max number of clients") as caught:
+        connect(bootstrap=False, server="private", namespace="many")
+    assert "ulimit -n" in caught.value.hint
 
 
 @pytest.fixture

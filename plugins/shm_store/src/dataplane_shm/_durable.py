@@ -9,7 +9,7 @@ from typing import Final
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_core.hosting import Client, lock_folder, open_extents
+from dataplane_core.hosting import Client, disk_hint, lock_folder, open_extents
 from dataplane_core.journal import RecordedLedger
 from dataplane_shm._store import Store
 
@@ -67,7 +67,11 @@ class DurableStore(Store):
         except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
             raise
         except OSError as error:
-            raise BackendUnavailableError(f"the folder {folder} cannot be used: {error}.", retryable=False) from error
+            raise BackendUnavailableError(
+                f"the folder {folder} cannot be used: {error}.",
+                retryable=False,
+                hint=disk_hint(error),
+            ) from error
         self.sync = "commit" if sync else "none"
         self.folder = os.path.realpath(folder)
         super().__init__(self.kept, recorded, capacity_bytes, on_full)

@@ -306,6 +306,16 @@ def test_room_that_no_row_needs_goes_back_to_the_file_system(folder):
     life.close()
 
 
+def test_a_full_file_system_gets_back_what_is_cleared(folder, monkeypatch):
+    life = Life(folder, 64 << 20)
+    life.register()
+    life.put(["a"], 8 << 20, 1)
+    monkeypatch.setattr(Arena, "free_bytes", 0)
+    life.clear(["a"])
+    assert (folder / "arena").stat().st_blocks * 512 < 4 << 20
+    life.close()
+
+
 def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

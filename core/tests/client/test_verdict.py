@@ -91,6 +91,7 @@ FILTERS = client("trainer", claims(tag_filter={"v": (">=", 7)}))
 WORKS = client("trainer", claims(waits_s=None, ended_s=20.0), heard_s=0.0)
 BLOCKED = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
 FOUR = partition(group=4)
+ENDED_SHORT = partition(group=4, num_samples=4)
 TWO = partition(tasks=("train", "score"))
 OF_TASK = partition(tasks=("train", "trian", "train-1"))
 CONSUMED = replace(partition(), tasks={"train": TaskDescription(num_ready=0, num_leased=0, num_consumed=4)})
@@ -207,6 +208,7 @@ WAITS = [
     row("unwritten", TRAINER, said="No client that is known has written it.", **LACKING),
     row("", TRAINER, ROLLOUT, said="4 samples do not pass its filter", **PASSED),
     row("", TRAINER, ROLLOUT, said="'q17_g3' was never put. process 7", found=FOUR, **GROUPS),
+    row("", TRAINER, ROLLOUT, said="3 of 4, and no more samples come.", found=ENDED_SHORT, **GROUPS),
     row("", TRAINER, ROLLOUT, said="4 samples came. process 7 on h (rollout) puts new samples."),
     row("", TRAINER, said="No client that is known has put any"),
     # two tasks that wait for each other
@@ -260,7 +262,10 @@ IDLE = [
     row("", client("trainer", claims(waits_s=None), state="closed", heard_s=0.2)),
     row("", client("trainer", claims(waits_s=None), state="closed", heard_s=90.0), client("trainer", pid=70)),
 ]
-DONE = [row("", found=partition(held=0, cleared=8, num_samples=8))]
+DONE = [
+    row("", found=partition(held=0, cleared=8, num_samples=8)),
+    row("", TRAINER, ROLLOUT, said="but 4, which are never given", found=ENDED_SHORT, finished={("p", "train")}),
+]
 TABLE = {"starved": STARVED, "waits": WAITS, "moves": MOVES, "idle": IDLE, "done": DONE}
 
 

@@ -204,6 +204,16 @@ def test_rows_that_can_never_be_given_are_named(stream: DataPlaneClient) -> None
         train_on(consumer_of(stream, max_staleness=1, timeout_s=1.0))
 
 
+def test_a_group_that_stays_short_ends_the_training_and_is_cleared(client: DataPlaneClient) -> None:
+    client.register_partition("replay", ["x"], None, ["train"], grpo_group_size=2)
+    ids = [f"p{row // 2}_g{row % 2}" for row in range(7)]
+    client.put_samples(ids, "replay", {"x": torch.arange(7).unsqueeze(1)})
+    client.finish_partition("replay")
+    client.clear_samples(["p2_g1"], "replay")
+    assert train_on(consumer_of(client)) == [[0, 1, 2, 3]]
+    assert client.list_samples("replay").size == 0
+
+
 def test_a_consumer_waits_for_a_dead_ones_lease_but_not_without_end(stream: DataPlaneClient) -> None:
     put(stream, range(12))
     dead = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)

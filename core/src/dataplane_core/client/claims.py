@@ -29,6 +29,7 @@ from dataplane_core.errors import (
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
+    Shortfall,
     UnknownPartitionError,
     UnknownTaskError,
     Verdict,
@@ -48,6 +49,7 @@ from dataplane_core.spec import (
     NackRequest,
     PartitionDescription,
     PartitionInfo,
+    Question,
     RegisterRequest,
     RenewRequest,
     Replaced,
@@ -204,7 +206,7 @@ class Claims(Overview):
             return self._call("check_consumption", ConsumptionRequest(partition_id, tasks), ConsumptionReply).consumed
 
     def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether the tasks get no more samples: all are written, and each task has consumed those that are held.
+        """Whether the tasks get no more samples: all are written, and each has consumed those that can be given.
 
         Unlike `check_consumption_status`, it is never true before the end is known: by ``num_samples`` of the
         registration, or by `DataPlaneClient.finish_partition`.
@@ -511,6 +513,19 @@ class Claims(Overview):
                 again, ago_s = "" if known is None else " again", max(0.0, time.time() - info.registered_at)
                 told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago"
                 error.hint = f"{error.hint or ''} {told}: what it held before is gone.".lstrip()
+
+    def _tell_short_groups(self, partition_id: str, info: PartitionInfo) -> None:
+        """Warns of groups that are not whole, if no more samples come."""
+        questions = [Question(task_name=name, required_fields=[], explain=True) for name in info.consumer_tasks]
+        with suppress(DataPlaneError):  # it is advice
+            found = self._call("inspect_partition", InspectRequest(partition_id, questions), PartitionDescription)
+            told = [each.shortfall for each in found.answers if each is not None and each.shortfall is not None]
+            short = max(told, key=lambda each: each.num_incomplete, default=Shortfall())
+            if found.is_complete and short.num_incomplete:
+                groups = [f"'{name}' has {count}" for name, count in short.incomplete_groups.items()]
+                text = f"groups that lack some of their {info.grpo_group_size} samples are never given"
+                left = f"{', '.join(groups)}. Samples in such groups: {short.num_incomplete}."
+                _log.warning("%s", printable(f"finish_partition('{partition_id}'): {text}: {left}"))
 
     def _describe(self, partition_id: str, deadline: float = math.inf) -> PartitionInfo:
         return self._call("describe_partition", DescribeRequest(partition_id, deadline=deadline), PartitionInfo)

@@ -33,6 +33,8 @@ from dataplane_core.spec import (
     ChangeUnitsRequest,
     ClientInfo,
     ClientList,
+    ConsumptionReply,
+    ConsumptionRequest,
     ExportRequest,
     FieldList,
     FieldsRequest,
@@ -375,6 +377,7 @@ class Overview(Connection):
         names = self._list_partitions("why", deadline) if wants_all else [partition_id or ""]
         partitions: dict[str, PartitionDescription] = {}
         answers: dict[tuple[str, str], Answer | None] = {}
+        finished: set[tuple[str, str]] = set()
         for name in names:
             asked = {task: question_of(clients, name, task) for task in _tasks_of(clients, name)}
             waiting = [each for each in asked.values() if each is not None]
@@ -397,9 +400,15 @@ class Overview(Connection):
                 continue  # cleared meanwhile
             said = partitions[name].answers or [None] * len(waiting)  # a backend may answer none
             answers |= {(name, each.task_name): answer for each, answer in zip(waiting, said, strict=True)}
+            has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
+            for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
+                consumption = ConsumptionRequest(name, [task], deadline=deadline)
+                if self._call("check_consumption", consumption, ConsumptionReply).consumed:
+                    finished.add((name, task))
         facts = Facts(
             partitions=partitions,
             answers=answers,
+            finished=finished,
             clients=clients,
             held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
             capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * self._config.num_ledgers,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -45,6 +45,7 @@ class Facts:
     Attributes:
         partitions: Partition -> what it holds.
         answers: Partition and task -> what the claim that `question_of` finds would be given.
+        finished: Partitions of groups and tasks that can be given no more, though samples may be left.
         clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
         tags: Partition and sample -> its tags, of those that a shortfall names.
         members: Partition and group -> the members that are there, of those that a shortfall names.
@@ -56,6 +57,7 @@ class Facts:
 
     partitions: Mapping[str, PartitionDescription]
     answers: Mapping[tuple[str, str], Answer | None] = field(default_factory=dict)
+    finished: Collection[tuple[str, str]] = ()
     clients: Sequence[ClientInfo] = ()
     tags: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     members: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
@@ -195,8 +197,11 @@ class _Judge:
             backlog=backlog,
             num_ready=counts.num_ready if answer is None else answer.num_ready,
         )
-        if self._is_complete(found) and backlog == 0:
+        if found.is_complete and backlog == 0:
             return replace(verdict, state="done", text="It was given all samples that were to come.")
+        if (partition_id, task_name) in self._facts.finished:
+            text = f"It was given all samples but {backlog}, which are never given: their groups are not whole."
+            return replace(verdict, state="done", text=text)
         claimers = [each for each in self._claimers(partition_id, task_name) if each[1].fields or each[1].waits_s]
         if not claimers:
             return self._unclaimed(verdict)
@@ -231,7 +236,7 @@ class _Judge:
         found = self._facts.partitions[verdict.partition_id]
         waited_s = found.oldest_s or 0.0
         may_begin = self._idle or not self._are_listed
-        if near is None and self._is_complete(found) and waited_s >= self._facts.patience_s and not may_begin:
+        if near is None and found.is_complete and waited_s >= self._facts.patience_s and not may_begin:
             text = f"Nobody has claimed for it, and all of its samples are there, the oldest for {_seconds(waited_s)}."
             return replace(verdict, state="starved", cause="unclaimed", waited_s=waited_s, text=text)
         if near is None or not self._is_late(waited_s) or may_begin:
@@ -359,6 +364,8 @@ class _Judge:
         what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
         if count >= size:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
+        if found.is_complete:
+            return _Reason("group", f"{what}, and no more samples come. It is never given.", False)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
         maker = self._maker(partition_id, group)
         sources = sorted(self._sources(partition_id), key=lambda each: each[0] is not maker)
@@ -394,7 +401,7 @@ class _Judge:
         sources = self._sources(partition_id)
         is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
         is_over = is_over and self._is_final(self._ended(sources)[0])
-        return _Reason("filter", text, is_late or is_over or self._is_complete(self._facts.partitions[partition_id]))
+        return _Reason("filter", text, is_late or is_over or self._facts.partitions[partition_id].is_complete)
 
     def _too_few(
         self,
@@ -616,8 +623,3 @@ class _Judge:
         """Whether a client says by a phase that it makes a group, or any group, of a partition."""
         phases = (each for each in client.phases if each.partition_id == partition_id)
         return any(each.groups and group in (None, *each.groups) for each in phases)
-
-    @staticmethod
-    def _is_complete(found: PartitionDescription) -> bool:
-        expected = found.info.num_samples
-        return expected is not None and found.num_samples + found.num_cleared >= expected

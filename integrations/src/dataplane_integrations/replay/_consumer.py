@@ -353,9 +353,7 @@ class StreamingConsumer:
         untagged = [each for each, row in zip(listed.sample_ids, tags, strict=True) if WEIGHT_VERSION_TAG not in row]
         if self._max_staleness is not None and untagged:
             text += f" Without the tag '{WEIGHT_VERSION_TAG}', so never given under max_staleness: {preview(untagged)}."
-        return ClaimTimeoutError(
-            text, hint="The others are on lease to other consumers, or of groups of which a row was cleared."
-        )
+        return ClaimTimeoutError(text, hint="The others are on lease to other consumers.")
 
     def _is_over(self) -> bool:
         """Whether this task has acked all rows. If so, clears rows that a killed consumer acked but did not clear."""

@@ -417,7 +417,8 @@ class Shortfall:
         num_leased: Samples under a lease of this task.
         leased: The few of them whose leases end first.
         num_not_matching: Samples that do not match the tag filter.
-        not_matching: A few of them: those that were first written last, the newest first. One of each group.
+        not_matching: A few of them: those that were first written last, the newest first. Of each group the newest
+            that does not match by itself.
         num_incomplete: Samples of groups that lack a member, or lost one.
         incomplete_groups: For the first few of these groups, the number of members that are there.
         num_lacking: Samples that lack required fields, or whose group has a member that does.

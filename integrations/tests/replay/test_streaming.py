@@ -177,6 +177,29 @@ def test_stale_rows_that_another_consumer_trains_on_are_left_to_it(stream: DataP
     assert stream.list_samples("replay").size == 0
 
 
+@pytest.mark.parametrize(
+    ("versions", "trained", "num_stale"),
+    [
+        ([0, 1, 1, 1], [[2, 3]], 2),
+        ([1, 1, 1, 0], [[0, 1]], 2),
+        ([0, 1, 1, 0], [], 4),
+        ([1, 1, 2, 1], [[0, 1, 2, 3]], 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_group_is_as_old_as_its_oldest_row(
+    client: DataPlaneClient, versions: list[int], trained: list[list[int]], num_stale: int, clear: bool
+) -> None:
+    client.register_partition("replay", ["x"], 4, ["train"], grpo_group_size=2)
+    tags = [{"weight_version": version} for version in versions]
+    ids = ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
+    client.put_samples(ids, "replay", {"x": torch.arange(4).unsqueeze(1)}, tags=tags)
+    consumer = consumer_of(client, max_staleness=0, weight_version=1, clear=clear)
+    assert (train_on(consumer), consumer.num_stale) == (trained, num_stale)
+    assert client.list_samples("replay").size == (0 if clear else 4)
+
+
 def test_rows_are_kept_for_further_tasks(client: DataPlaneClient) -> None:
     client.register_partition("replay", ["x"], 4, ["train", "score"])
     put(client, range(4))

@@ -16,10 +16,10 @@ from dataplane_core.batch import BatchedDataDict, pad_columns, read_columns
 from dataplane_core.client import RENEWED_AFTER, DataPlaneClient
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, LeaseExpiredError, preview
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import WEIGHT_VERSION_TAG
 from dataplane_core.spec import TagFilter
 from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.errors import noted_on
-from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 #: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
 _END_POLL_S: Final = 0.1
@@ -172,7 +172,8 @@ class StreamingConsumer:
         batch_size: Rows at a time; a multiple of the group size where the partition has one.
         lease_s: Lease time in seconds. The lease is renewed while its consumer lives.
         max_staleness: Only claim rows whose tag ``weight_version`` is at most this far behind `weight_version`, and
-            drop the others (needs tag filters). Rows without the tag are never claimed. None: no limit.
+            drop the others (needs tag filters). A group is as old as its oldest row: it is claimed or dropped as a
+            whole. Rows without the tag are never claimed. None: no limit.
         weight_version: The trainer's version at the start.
         clear: Clear rows after the ack, and rows that are too stale. Pass False if other tasks read them.
         timeout_s: How long to wait for a batch, in seconds.
@@ -272,7 +273,7 @@ class StreamingConsumer:
                 self._batch_size,
                 blocking=False,
                 lease_s=self._lease_s,
-                tag_filter={WEIGHT_VERSION_TAG: ("<", self._oldest())},
+                tag_filter={WEIGHT_VERSION_TAG: ("any <", self._oldest())},
             )
             if not stale.size:
                 break
@@ -350,10 +351,12 @@ class StreamingConsumer:
             f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): of the {listed.size} rows held, such as "
             f"{preview(listed.sample_ids)}, some are not acked, and none could be claimed within {self._timeout_s:g} s."
         )
-        untagged = [each for each, row in zip(listed.sample_ids, tags, strict=True) if WEIGHT_VERSION_TAG not in row]
+        untagged = [
+            each for each, row in zip(listed.sample_ids, tags, strict=True) if row.get(WEIGHT_VERSION_TAG) is None
+        ]
         if self._max_staleness is not None and untagged:
             text += f" Without the tag '{WEIGHT_VERSION_TAG}', so never given under max_staleness: {preview(untagged)}."
-        return ClaimTimeoutError(text, hint="The others are on lease to other consumers.")
+        return ClaimTimeoutError(text, hint="Other rows may be on lease to other consumers.")
 
     def _is_over(self) -> bool:
         """Whether this task has acked all rows. If so, clears rows that a killed consumer acked but did not clear."""

@@ -1,10 +1,12 @@
-"""A task that can be given no more is finished: `is_finished`, streams and `why` agree, and say what is left."""
+"""Groups that stay short, and groups that pass a filter in part: what is given, and what is said of the rest."""
 
 import pytest
 
 from dataplane_core import connect, stream
+from dataplane_core.errors import ClaimTimeoutError
 
 PAIR = ["q0_g0", "q0_g1"]
+BACKENDS = pytest.mark.parametrize("backend", ["noop", "redis_store"])
 
 
 def nothing(client):
@@ -29,7 +31,7 @@ def give_one(client):
     ],
     ids=["short", "two short", "one lost", "half given"],
 )
-@pytest.mark.parametrize("backend", ["noop", "redis_store"])
+@BACKENDS
 def test_a_group_that_stays_short_does_not_keep_a_task_from_its_end(caplog, backend, others, then, num_left, said):
     with connect({"backend": backend}) as client:
         client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
@@ -45,3 +47,28 @@ def test_a_group_that_stays_short_does_not_keep_a_task_from_its_end(caplog, back
         assert (verdict.state, verdict.backlog) == ("done", num_left)
         assert f"all samples but {num_left}, which are never given" in verdict.text
         assert client.claim_meta("p", "train", ["x"], 2).size == 0
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("tags", "condition", "wrong"),
+    [
+        ([{"v": 0}, {"v": 1}], (">=", 1), "q0_g0"),
+        ([{"v": 1}, {"v": 0}], (">=", 1), "q0_g1"),
+        ([{}, {"v": 1}], (">=", 1), "q0_g0"),
+        ([{"v": 0}, {"v": 1}], ("any <", 1), None),
+        ([{"v": 1}, {}], ("any ==", 1), None),
+        ([{"v": 1}, {}], ("any in", [0, 2]), "q0_g1"),
+    ],
+)
+def test_a_filter_holds_for_all_of_a_group_or_any_and_who_does_not_pass_is_named(backend, tags, condition, wrong):
+    with connect({"backend": backend}) as client:
+        client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
+        client.put_samples(PAIR, "p", {"x": [1.0, 2.0]}, tags)
+        claim = {"timeout_s": 0.0, "tag_filter": {"v": condition}}
+        if wrong is None:
+            assert client.claim_meta("p", "train", ["x"], 2, **claim).sample_ids == PAIR
+            return
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.claim_meta("p", "train", ["x"], 2, **claim)
+        assert caught.value.shortfall.not_matching == (wrong,)

@@ -474,6 +474,8 @@ class Verdict:
         waited_s: Seconds for which it has got nothing.
         backlog: Samples that it has not consumed.
         num_ready: How many of these it could be given now: those with the fields that it claims, and its filter.
+        is_over: Whether those that it waits for have ended, and nobody is about to take their place. Or nobody has
+            begun, or they wait for the task themselves, for five times ``warn_after_s``.
         text: All of this in a few sentences.
     """
 
@@ -485,6 +487,7 @@ class Verdict:
     waited_s: float = 0.0
     backlog: int = 0
     num_ready: int = 0
+    is_over: bool = False
     text: str = ""
 
     def __str__(self) -> str:

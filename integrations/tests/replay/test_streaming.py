@@ -11,7 +11,13 @@ import torch
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError, OperationTimeoutError
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    OperationTimeoutError,
+    Verdict,
+)
 from dataplane_integrations.replay import StreamingConsumer, _consumer
 
 WAIT_S = 60.0
@@ -249,6 +255,43 @@ def test_no_batch_in_time_is_an_error_that_says_so(stream: DataPlaneClient) -> N
     put(stream, range(3))
     with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
         next(iter(consumer_of(stream, timeout_s=0.1)))
+
+
+def test_without_a_timeout_it_waits_until_nobody_is_left_who_could_put(
+    stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_consumer, "_LOOK_S", 0.01)
+    looks = iter([False, False, True])
+    stream.why = lambda *task: [Verdict(partition_id=task[0], task_name=task[1], state="waits", is_over=next(looks))]
+    put(stream, range(3))
+    with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
+        next(iter(consumer_of(stream, timeout_s=None)))
+    assert list(looks) == []
+
+
+def test_without_a_timeout_it_waits_for_what_others_hold(
+    stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_consumer, "_LOOK_S", 0.01)
+    put(stream, range(12))
+    held = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)
+    looked, describe = threading.Semaphore(0), stream.describe
+
+    def counted(*args: Any, **options: Any) -> Any:
+        looked.release()
+        return describe(*args, **options)
+
+    stream.describe = counted
+
+    def end() -> None:
+        assert looked.acquire(timeout=WAIT_S)
+        assert looked.acquire(timeout=WAIT_S)
+        stream.nack(held)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert sorted(train_on(consumer_of(stream, timeout_s=None))) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    thread.join()
 
 
 @pytest.mark.parametrize("options", [{"lease_s": 0.0}, {"max_staleness": -1}])

@@ -21,7 +21,7 @@ from dataplane_core.client.checks import (
     check_sampler,
     check_seconds,
 )
-from dataplane_core.client.overview import Overview
+from dataplane_core.client.overview import PATIENCE_S, Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import (
     BackendError,
@@ -272,13 +272,10 @@ class Claims(Overview):
             else:
                 wait = self._wait_of(request, timeout_s, since)
 
-                def warn() -> None:
-                    self._warn(request, wait.waited_s, wait.gives_up_at)
-
                 try:
-                    claim = wait_for_claim(wait, self._claim_noted, waiters, warn)
+                    claim = wait_for_claim(wait, self._claim_noted, waiters, lambda: self._look(request, wait))
                 except ClaimTimeoutError as error:
-                    self._explain(error, request, wait.waited_s)
+                    self._explain(error, request, wait)
                     raise
             if self._closes_after is not None:
                 raise ClientClosedError("the client was closed while the store answered a claim.")
@@ -325,7 +322,7 @@ class Claims(Overview):
             entrance=self._entrance,
             since=since,
             work=self._begin_work(request),
-            warn_after_s=self._config.warn_after_s,
+            warn_after_s=self._config.warn_after_s or (PATIENCE_S if timeout_s == math.inf else None),
         )
 
     def _work_of(self, request: ClaimRequest) -> Work:
@@ -342,13 +339,19 @@ class Claims(Overview):
             work.batch_size *= request.dp_size or 1
         return work
 
-    def _warn(self, request: ClaimRequest, waited_s: float, until: float) -> None:
+    def _look(self, request: ClaimRequest, wait: ClaimWait) -> None:
+        """Says why a claim waits, and ends it if those that it waits for have ended and it has no timeout."""
+        verdict = self._warn(request, wait.waited_s, wait.gives_up_at)
+        if verdict is not None and verdict.is_over:
+            wait.give_up(verdict)
+
+    def _warn(self, request: ClaimRequest, waited_s: float, until: float) -> Verdict | None:
         """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
         if waited_s < self._worth_s():
-            return
+            return None
         verdict = self._verdict_of(request, waited_s, until)
-        if verdict is None or verdict.state not in ("waits", "starved"):
-            return
+        if verdict is None or verdict.state not in ("waits", "starved") or self._config.warn_after_s is None:
+            return verdict
         _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
         for each in self._middleware:
             if hasattr(each, "note_verdict"):
@@ -356,12 +359,13 @@ class Claims(Overview):
                     each.note_verdict(verdict)
                 except Exception:  # of a listener, say; the claim goes on
                     _log.exception("%s was not told why a claim waits.", type(each).__name__)
+        return verdict
 
-    def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, waited_s: float) -> None:
+    def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, wait: ClaimWait) -> None:
         """Says why a claim timed out. Not if that might cost the store much."""
-        if waited_s < max(_EXPLAINED_AFTER_S, self._worth_s()):
-            return
-        error.verdict = self._verdict_of(request, waited_s)
+        error.verdict, waited_s = wait.verdict, wait.waited_s
+        if error.verdict is None and waited_s >= max(_EXPLAINED_AFTER_S, self._worth_s()):
+            error.verdict = self._verdict_of(request, waited_s)
         if error.verdict is not None and error.verdict.state in ("waits", "starved"):
             error.message = f"{error.message} {error.verdict.text}"
 

@@ -59,7 +59,7 @@ from dataplane_core.spec import (
 )
 
 #: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
-_PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 60.0
 #: A client that has not announced itself for so many periods, and so many seconds, is late.
 _LATE: Final = 1.5
 _LATE_S: Final = 0.5
@@ -412,7 +412,7 @@ class Overview(Connection):
             clients=clients,
             held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
             capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * self._config.num_ledgers,
-            patience_s=self._config.warn_after_s or _PATIENCE_S,
+            patience_s=self._config.warn_after_s or PATIENCE_S,
             now=time.time(),
         )
         return self._with_names(facts, deadline)

@@ -139,6 +139,7 @@ class _Reason:
     text: str
     is_fault: bool
     culprit: str = ""
+    is_over: bool = False  # as of `Verdict`
 
 
 class _Judge:
@@ -226,6 +227,7 @@ class _Judge:
             cause=reason.cause,
             waited_s=waited_s,
             culprit=reason.culprit,
+            is_over=reason.is_over,
             text=f"It has {answer.num_ready} of {wanted} samples. {reason.text}",
         )
 
@@ -301,13 +303,15 @@ class _Judge:
         if shortfall.num_lacking or shortfall.missing_cells:
             reasons.append(self._lacking(partition_id, shortfall, is_late, reach))
             coming += shortfall.num_lacking
-        if coming < wanted:
+        # once all are written, the last claim waits for those that can still be given, however few
+        if coming < wanted and not (reasons and self._facts.partitions[partition_id].is_complete):
             if shortfall.num_incomplete:
                 reasons.append(self._incomplete(partition_id, shortfall, is_late, reach))
             if shortfall.num_not_matching:
                 reasons.append(self._not_matching(partition_id, waiting, shortfall, is_late))
             reasons.append(self._too_few(partition_id, wanted, waited_s, reach))
-        return next((each for each in reasons if each.is_fault), reasons[0])
+        found = next((each for each in reasons if each.is_fault), reasons[0])
+        return replace(found, is_over=all(each.is_over for each in reasons))
 
     def _leased(self, shortfall: Shortfall) -> _Reason:
         """Others hold samples of the task."""
@@ -339,15 +343,15 @@ class _Judge:
             is_over = is_late and not self._may_begin()
             near = _meant(name, found.specs) if is_over else None
             if near is not None:
-                reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True))
+                reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True, "", True))
                 continue
             faulty = self._faulty_task(partition_id, 1) if reach > 1 else None
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
-                _Reason("unwritten", text, is_over)
+                _Reason("unwritten", text, is_over, "", is_over)
                 if faulty is None
-                else _Reason(faulty.cause, text, True, faulty.culprit)
+                else _Reason(faulty.cause, text, True, faulty.culprit, faulty.is_over)
             )
         if not reasons:
             return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", False)
@@ -363,16 +367,16 @@ class _Judge:
         are = "is in a group that is" if shortfall.num_incomplete == 1 else "are in groups that are"
         what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
         if count >= size:
-            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
+            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late, "", True)
         if found.is_complete:
-            return _Reason("group", f"{what}, and no more samples come. It is never given.", False)
+            return _Reason("group", f"{what}, and no more samples come. It is never given.", False, "", True)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
         maker = self._maker(partition_id, group)
         sources = sorted(self._sources(partition_id), key=lambda each: each[0] is not maker)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         is_fault = reason.is_fault or is_late
         if maker is None:
-            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit)
+            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit, reason.is_over)
         name = process_of(maker)
         if maker.state == "open":
             told = f"It is made by {name}{_phase_of(maker, group)}."
@@ -380,7 +384,7 @@ class _Judge:
         else:
             told = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {self._told(maker)}"
             culprit = name
-        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit)
+        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit, reason.is_over)
 
     def _maker(self, partition_id: str, group: str) -> ClientInfo | None:
         """Who says that it makes a group: one that is alive, else who was heard of last."""
@@ -401,7 +405,8 @@ class _Judge:
         sources = self._sources(partition_id)
         is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
         is_over = is_over and self._is_final(self._ended(sources)[0])
-        return _Reason("filter", text, is_late or is_over or self._facts.partitions[partition_id].is_complete)
+        is_over = is_over or self._facts.partitions[partition_id].is_complete
+        return _Reason("filter", text, is_late or is_over, "", is_over)
 
     def _too_few(
         self,
@@ -433,7 +438,8 @@ class _Judge:
             came = f"{came} since {found.info.registered_by} registered it {ago} ago"
         if not sources:
             text = f"{came}. No client that is known has put any."
-            return _Reason("unwritten", text, is_late and not self._may_begin())
+            is_over = is_late and not self._may_begin()
+            return _Reason("unwritten", text, is_over, "", is_over)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
@@ -451,10 +457,12 @@ class _Judge:
         alive = [each for each in workers if each[0].state == "open"]
         if not alive:
             last, fate, told = self._ended(workers)
-            return _Reason(fate, f"Nobody {what} now: {told}", self._is_final(last), process_of(last))
+            is_over = self._is_final(last)
+            return _Reason(fate, f"Nobody {what} now: {told}", is_over, process_of(last), is_over)
         first = self._of_producer(alive[0], what, is_late, reach)
-        others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if first.is_fault)
-        reason = next((each for each in others if not each.is_fault), first)
+        is_good = not first.is_fault and not first.is_over
+        others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if not is_good)
+        reason = next((each for each in others if not each.is_fault and not each.is_over), first)
         dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
             last, fate, told = self._ended(dead)
@@ -481,7 +489,11 @@ class _Judge:
                 verdict = self.of_task(task, reach)
                 if verdict is not None and verdict.state in ("starved", "waits"):
                     text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
-                    return _Reason(verdict.cause, text, verdict.state == "starved", verdict.culprit)
+                    is_fault = verdict.state == "starved"
+                    return _Reason(verdict.cause, text, is_fault, verdict.culprit, verdict.is_over)
+                if verdict is None and is_late and not client.phases:
+                    text = f"{name} {what}, and waits for samples of this task itself."  # or another thread works?
+                    return _Reason("works", text, False, name, True)
         stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
             client, "put_samples", self._facts.patience_s
         )

@@ -418,7 +418,8 @@ class Shortfall:
         num_leased: Samples under a lease of this task.
         leased: The few of them whose leases end first.
         num_not_matching: Samples that do not match the tag filter.
-        not_matching: A few of them: those that were first written last, the newest first. One of each group.
+        not_matching: A few of them: those that were first written last, the newest first. Of each group the newest
+            that does not match by itself.
         num_incomplete: Samples of groups that lack a member, or lost one.
         incomplete_groups: For the first few of these groups, the number of members that are there.
         num_lacking: Samples that lack required fields, or whose group has a member that does.
@@ -474,6 +475,8 @@ class Verdict:
         waited_s: Seconds for which it has got nothing.
         backlog: Samples that it has not consumed.
         num_ready: How many of these it could be given now: those with the fields that it claims, and its filter.
+        is_over: Whether those that it waits for have ended, and nobody is about to take their place. Or nobody has
+            begun, or they wait for the task themselves, for five times ``warn_after_s``.
         text: All of this in a few sentences.
     """
 
@@ -485,6 +488,7 @@ class Verdict:
     waited_s: float = 0.0
     backlog: int = 0
     num_ready: int = 0
+    is_over: bool = False
     text: str = ""
 
     def __str__(self) -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "TURN_CONTENTS_FIELD",
     "TURN_LENGTHS_FIELD",
     "TURN_ROLES_FIELD",
+    "WEIGHT_VERSION_TAG",
     "fields_with_optional_routed_experts",
     "padded_length",
 ]
@@ -80,6 +81,8 @@ PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB
 
 #: Tag from which a claim fills ``KVBatchMeta.sequence_lengths``.
 INPUT_LENGTHS_TAG: Final = "input_lengths"
+#: Tag for the version of the weights that generated a sample: a number.
+WEIGHT_VERSION_TAG: Final = "weight_version"
 
 #: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k) signed integers, the experts that generation
 #: chose per token; -1 where it recorded none, such as for the last token, which generation does not run the model on.

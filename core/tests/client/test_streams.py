@@ -12,8 +12,8 @@ import pytest
 import torch
 from gates import Gate
 
-from dataplane_core import connect_async, stream
-from dataplane_core.client import feeds
+from dataplane_core import connect, connect_async, stream
+from dataplane_core.client import async_client, claims, feeds
 from dataplane_core.client.held import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -23,6 +23,7 @@ from dataplane_core.errors import (
     LeaseExpiredError,
     UnknownPartitionError,
 )
+from dataplane_core.middleware import Metrics
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 pytestmark = pytest.mark.anyio
@@ -215,6 +216,39 @@ def test_time_in_which_the_loop_works_does_not_count_for_the_timeout(client):
         assert next(batches).meta.sample_ids == ["b"]
         with pytest.raises(ClaimTimeoutError, match=r"timed out after 3 s: 0 of 1"):
             next(batches)
+
+
+@PREFETCH
+def test_a_stream_waits_as_long_as_those_that_it_waits_for_live(opened, monkeypatch, prefetch):
+    for module in (claims, async_client):
+        monkeypatch.setattr(module, "ADVICE_S", STARTS_S)  # a look may take as long as a busy machine needs
+    told = []
+    metrics = Metrics(on_event=lambda event: told.append(event.verdict) if event.verdict is not None else None)
+    with opened({"backend": "noop", "warn_after_s": 0.1, "middleware": [metrics]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": [1]})
+        batches = client.stream("p", "t", ["x"], 2, prefetch=prefetch)
+        with client.phase("generate"):
+            waiting = Background(lambda: next(batches))
+            eventually(
+                lambda: any(each.waited_s > 0.5 for each in told), STARTS_S, "a look after it has waited for long"
+            )
+            client.put_samples(["b"], "p", {"x": [1]})
+            assert waiting.result().meta.sample_ids == ["a", "b"]
+        with pytest.raises(
+            ClaimTimeoutError, match="puts new samples, and waits for samples of this task itself"
+        ) as over:
+            next(batches)  # nobody is left who could put any
+        assert over.value.verdict.is_over
+
+
+@ONLY_SYNC
+def test_a_stream_of_a_store_that_cannot_say_who_lives_has_a_timeout(client, monkeypatch):
+    monkeypatch.setattr(feeds, "_UNKNOWN_S", 0.01)
+    with connect({"backend": "noop", "announce_s": None}) as silent:
+        silent.register_partition("p", ["x"], None, ["t"])
+        with pytest.raises(ClaimTimeoutError, match=r"timed out after 0\.01 s"):
+            next(stream(silent, "p", "t", ["x"], 1))
 
 
 @ONLY_SYNC

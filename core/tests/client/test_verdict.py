@@ -75,6 +75,8 @@ ROLLOUT = client("rollout", puts("x"), pid=7)
 ENDED = replace(ROLLOUT, state="closed", heard_s=90.0)
 LACKING = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("y",)})}
 LEASED = {"short": Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 8 on h", left_s=9.0),))}
+SOME_LACK = replace(LACKING["short"], num_lacking=2)
+SOME_LEASED = replace(LEASED["short"], num_leased=2)
 PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",)), "tags": {("p", "d"): {"v": 6}}}
 GROUPS = {"short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3})}
 GROUPS["members"] = {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]}
@@ -91,6 +93,7 @@ FILTERS = client("trainer", claims(tag_filter={"v": (">=", 7)}))
 WORKS = client("trainer", claims(waits_s=None, ended_s=20.0), heard_s=0.0)
 BLOCKED = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
 FOUR = partition(group=4)
+ENDED_SHORT = partition(group=4, num_samples=4)
 TWO = partition(tasks=("train", "score"))
 OF_TASK = partition(tasks=("train", "trian", "train-1"))
 CONSUMED = replace(partition(), tasks={"train": TaskDescription(num_ready=0, num_leased=0, num_consumed=4)})
@@ -207,6 +210,11 @@ WAITS = [
     row("unwritten", TRAINER, said="No client that is known has written it.", **LACKING),
     row("", TRAINER, ROLLOUT, said="4 samples do not pass its filter", **PASSED),
     row("", TRAINER, ROLLOUT, said="'q17_g3' was never put. process 7", found=FOUR, **GROUPS),
+    # the last claim gets fewer than it asks for
+    row(
+        "", TRAINER, ENDED, writer(), said="2 samples lack 'y'", found=partition(held=2, num_samples=2), short=SOME_LACK
+    ),
+    row("", TRAINER, ROLLOUT, said="3 of 4, and no more samples come.", found=ENDED_SHORT, **GROUPS),
     row("", TRAINER, ROLLOUT, said="4 samples came. process 7 on h (rollout) puts new samples."),
     row("", TRAINER, said="No client that is known has put any"),
     # two tasks that wait for each other
@@ -260,7 +268,10 @@ IDLE = [
     row("", client("trainer", claims(waits_s=None), state="closed", heard_s=0.2)),
     row("", client("trainer", claims(waits_s=None), state="closed", heard_s=90.0), client("trainer", pid=70)),
 ]
-DONE = [row("", found=partition(held=0, cleared=8, num_samples=8))]
+DONE = [
+    row("", found=partition(held=0, cleared=8, num_samples=8)),
+    row("", TRAINER, ROLLOUT, said="but 4, which are never given", found=ENDED_SHORT, finished={("p", "train")}),
+]
 TABLE = {"starved": STARVED, "waits": WAITS, "moves": MOVES, "idle": IDLE, "done": DONE}
 
 
@@ -271,6 +282,38 @@ def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_not_called_sta
     assert told.state == state, told
     for name, value in expected.items():
         assert value in (getattr(told, name) or ""), told
+
+
+@pytest.mark.parametrize(
+    ("is_over", "row"),
+    [
+        (True, row("", TRAINER, ENDED)),
+        (True, row("", TRAINER, ENDED, found=partition(num_samples=512))),
+        (True, row("", TRAINER, writer(state="gone"), ROLLOUT, **LACKING)),
+        (True, row("", FILTERS, ENDED, **PASSED)),
+        (True, row("", TRAINER, GONE, found=FOUR, **GROUPS)),
+        (True, row("", LATE, found=EMPTY)),
+        (True, row("", LATE, ROLLOUT, **LACKING)),  # nobody has ever written 'y'
+        (True, row("", TRAINER, SCORER, ENDED, found=TWO, **LACKING, **SCORES)),
+        (True, row("", client("both", claims(waits_s=400.0), puts("x")))),
+        (False, row("", client("both", claims(), puts("x")))),
+        (False, row("", generates(client("both", claims(waits_s=400.0), puts("x"))))),
+        (False, row("", client("both", claims(waits_s=400.0), puts("x")), ROLLOUT)),
+        (True, row("", TRAINER, ENDED, found=FOUR, short=Shortfall(num_incomplete=3, incomplete_groups={"q1": 4}))),
+        (False, row("", TRAINER, just(ENDED))),
+        (False, row("", TRAINER, ENDED, writer(), found=partition(held=2), short=SOME_LACK)),
+        (False, row("", TRAINER, ENDED, client("old", pid=8), short=SOME_LEASED)),
+        (False, row("", LATE, QUIET, **LACKING)),
+        (False, row("", LATE, ROLLOUT, **PASSED)),
+        (False, row("", LATE, ROLLOUT, found=FOUR, **GROUPS)),
+        (False, row("", LATE, LOADING, found=EMPTY)),
+        (False, row("", LATE, BLOCKED, found=CONSUMED, **FULL)),
+        (False, row("", TRAINER, client("old", pid=8, state="silent"), **LEASED)),  # the lease ends
+    ],
+)
+def test_it_is_over_if_those_that_are_waited_for_have_ended_and_not_if_they_are_slow(is_over, row):
+    _, found, clients, facts = row
+    assert verdict(found, *clients, **facts).is_over is is_over
 
 
 def test_a_task_has_waited_since_it_asked_first():

@@ -20,10 +20,19 @@ def test_tags_that_are_no_list_are_refused_with_what_to_write(tags):
         check_tags(tags, 1)
 
 
+def test_the_version_of_weights_is_a_number():
+    for version in (7, 7.5, None):
+        check_tags([{"weight_version": version, "weights": "7"}], 1)
+    with pytest.raises(InvalidTypeError, match=r"tags\[0\]\['weight_version'\] must be a number, got the str '10'"):
+        check_tags([{"weight_version": "10"}], 1)
+
+
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
         (([1], 2), "must be a value or"),
+        (("any", 2), "must be a value or .* in, or 'any ' before one of them"),
+        (("any in", 2), "a list of primitives"),
         (("<", 2**70), "does not fit in 64 bits"),
         (("in", [1, -(2**70)]), "does not fit in 64 bits"),
         (LONE, "is not valid Unicode"),

@@ -11,7 +11,13 @@ import torch
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError, OperationTimeoutError
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    OperationTimeoutError,
+    Verdict,
+)
 from dataplane_integrations.replay import StreamingConsumer, _consumer
 
 WAIT_S = 60.0
@@ -177,6 +183,29 @@ def test_stale_rows_that_another_consumer_trains_on_are_left_to_it(stream: DataP
     assert stream.list_samples("replay").size == 0
 
 
+@pytest.mark.parametrize(
+    ("versions", "trained", "num_stale"),
+    [
+        ([0, 1, 1, 1], [[2, 3]], 2),
+        ([1, 1, 1, 0], [[0, 1]], 2),
+        ([0, 1, 1, 0], [], 4),
+        ([1, 1, 2, 1], [[0, 1, 2, 3]], 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_group_is_as_old_as_its_oldest_row(
+    client: DataPlaneClient, versions: list[int], trained: list[list[int]], num_stale: int, clear: bool
+) -> None:
+    client.register_partition("replay", ["x"], 4, ["train"], grpo_group_size=2)
+    tags = [{"weight_version": version} for version in versions]
+    ids = ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
+    client.put_samples(ids, "replay", {"x": torch.arange(4).unsqueeze(1)}, tags=tags)
+    consumer = consumer_of(client, max_staleness=0, weight_version=1, clear=clear)
+    assert (train_on(consumer), consumer.num_stale) == (trained, num_stale)
+    assert client.list_samples("replay").size == (0 if clear else 4)
+
+
 def test_rows_are_kept_for_further_tasks(client: DataPlaneClient) -> None:
     client.register_partition("replay", ["x"], 4, ["train", "score"])
     put(client, range(4))
@@ -204,6 +233,16 @@ def test_rows_that_can_never_be_given_are_named(stream: DataPlaneClient) -> None
         train_on(consumer_of(stream, max_staleness=1, timeout_s=1.0))
 
 
+def test_a_group_that_stays_short_ends_the_training_and_is_cleared(client: DataPlaneClient) -> None:
+    client.register_partition("replay", ["x"], None, ["train"], grpo_group_size=2)
+    ids = [f"p{row // 2}_g{row % 2}" for row in range(7)]
+    client.put_samples(ids, "replay", {"x": torch.arange(7).unsqueeze(1)})
+    client.finish_partition("replay")
+    client.clear_samples(["p2_g1"], "replay")
+    assert train_on(consumer_of(client)) == [[0, 1, 2, 3]]
+    assert client.list_samples("replay").size == 0
+
+
 def test_a_consumer_waits_for_a_dead_ones_lease_but_not_without_end(stream: DataPlaneClient) -> None:
     put(stream, range(12))
     dead = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)
@@ -216,6 +255,43 @@ def test_no_batch_in_time_is_an_error_that_says_so(stream: DataPlaneClient) -> N
     put(stream, range(3))
     with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
         next(iter(consumer_of(stream, timeout_s=0.1)))
+
+
+def test_without_a_timeout_it_waits_until_nobody_is_left_who_could_put(
+    stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_consumer, "_LOOK_S", 0.01)
+    looks = iter([False, False, True])
+    stream.why = lambda *task: [Verdict(partition_id=task[0], task_name=task[1], state="waits", is_over=next(looks))]
+    put(stream, range(3))
+    with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
+        next(iter(consumer_of(stream, timeout_s=None)))
+    assert list(looks) == []
+
+
+def test_without_a_timeout_it_waits_for_what_others_hold(
+    stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_consumer, "_LOOK_S", 0.01)
+    put(stream, range(12))
+    held = stream.claim_meta("replay", "train", ["x"], 4, lease_s=600.0)
+    looked, describe = threading.Semaphore(0), stream.describe
+
+    def counted(*args: Any, **options: Any) -> Any:
+        looked.release()
+        return describe(*args, **options)
+
+    stream.describe = counted
+
+    def end() -> None:
+        assert looked.acquire(timeout=WAIT_S)
+        assert looked.acquire(timeout=WAIT_S)
+        stream.nack(held)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert sorted(train_on(consumer_of(stream, timeout_s=None))) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    thread.join()
 
 
 @pytest.mark.parametrize("options", [{"lease_s": 0.0}, {"max_staleness": -1}])

@@ -26,6 +26,8 @@ FILTERS: list[dict[str, tuple[str, Any]] | None] = [
     *({"n": (symbol, 1)} for symbol in ("==", "!=", "<", "<=", ">", ">=")),
     *({"n": ("in", [0, 2, "a", BIG])}, {"n": (">", BIG)}, {"n": ("<=", "a")}, {"n": ("!=", None)}),
     *({"n": (">=", 1), "rare": ("==", "r")}, {"rare": ("in", ["r", None])}),
+    *({"n": (f"any {symbol}", 1)} for symbol in ("==", "<", ">=")),
+    {"n": ("any in", [0, "a"]), "rare": ("!=", "r")},
 ]
 #: Steps of a history.
 EPISODE = 200

@@ -32,6 +32,7 @@ TAGS: Final[list[dict[str, Any]]] = [
 FILTERS: Final[list[dict[str, tuple[str, Any]]]] = [
     *({"v": (symbol, 1)} for symbol in ("==", "!=", "<", "<=", ">", ">=")),
     *({"v": ("in", [0, 2, "a"])}, {"late": ("==", True)}, {"v": (">=", 1), "rare": ("==", "r")}),
+    *({"v": ("any <", 1)}, {"v": ("any in", [0, 2, "a"]), "late": ("==", True)}),
 ]
 #: A lease that does not end while a history lasts, and one whose end the kit waits for.
 LONG_S: Final = 36000.0

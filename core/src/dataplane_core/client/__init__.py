@@ -8,7 +8,7 @@ from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.checks import check_seconds
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven
+from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven, longest_wait_s
 from dataplane_core.client.forks import refuse_in_fork
 from dataplane_core.client.overview import common_fields
 from dataplane_core.client.saving import read_to_save
@@ -28,6 +28,7 @@ __all__ = [
     "Uneven",
     "check_seconds",
     "common_fields",
+    "longest_wait_s",
     "program_name",
     "read_to_save",
     "refuse_in_fork",

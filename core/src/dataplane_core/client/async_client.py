@@ -339,7 +339,7 @@ class AsyncDataPlaneClient(ClientFacts):
                 try:
                     pause_s = wait.pause_s(claim)
                 except ClaimTimeoutError as error:
-                    await self._advise(partial(client._explain, error, request, wait.waited_s))
+                    await self._advise(partial(client._explain, error, request, wait))
                     raise
                 if pause_s is None:
                     return client._claimed(request, claim), claim
@@ -351,7 +351,7 @@ class AsyncDataPlaneClient(ClientFacts):
                     self._raise_cancelled(f"{where} was cancelled while it waited, and was handed nothing.", "not run")
                 waiters.check()
                 if wait.must_warn():
-                    await self._advise(partial(client._warn, request, wait.waited_s, wait.gives_up_at))
+                    await self._advise(partial(client._look, request, wait))
 
     async def _advise(self, function: Callable[[], None]) -> None:
         """Says why a claim waits, if that is soon found. If not, the claim goes on or fails as it would have."""

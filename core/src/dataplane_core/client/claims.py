@@ -21,7 +21,7 @@ from dataplane_core.client.checks import (
     check_sampler,
     check_seconds,
 )
-from dataplane_core.client.overview import Overview
+from dataplane_core.client.overview import PATIENCE_S, Overview
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import (
     BackendError,
@@ -29,6 +29,7 @@ from dataplane_core.errors import (
     ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
+    Shortfall,
     UnknownPartitionError,
     UnknownTaskError,
     Verdict,
@@ -48,6 +49,7 @@ from dataplane_core.spec import (
     NackRequest,
     PartitionDescription,
     PartitionInfo,
+    Question,
     RegisterRequest,
     RenewRequest,
     Replaced,
@@ -204,7 +206,7 @@ class Claims(Overview):
             return self._call("check_consumption", ConsumptionRequest(partition_id, tasks), ConsumptionReply).consumed
 
     def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Whether the tasks get no more samples: all are written, and each task has consumed those that are held.
+        """Whether the tasks get no more samples: all are written, and each has consumed those that can be given.
 
         Unlike `check_consumption_status`, it is never true before the end is known: by ``num_samples`` of the
         registration, or by `DataPlaneClient.finish_partition`.
@@ -270,13 +272,10 @@ class Claims(Overview):
             else:
                 wait = self._wait_of(request, timeout_s, since)
 
-                def warn() -> None:
-                    self._warn(request, wait.waited_s, wait.gives_up_at)
-
                 try:
-                    claim = wait_for_claim(wait, self._claim_noted, waiters, warn)
+                    claim = wait_for_claim(wait, self._claim_noted, waiters, lambda: self._look(request, wait))
                 except ClaimTimeoutError as error:
-                    self._explain(error, request, wait.waited_s)
+                    self._explain(error, request, wait)
                     raise
             if self._closes_after is not None:
                 raise ClientClosedError("the client was closed while the store answered a claim.")
@@ -323,7 +322,7 @@ class Claims(Overview):
             entrance=self._entrance,
             since=since,
             work=self._begin_work(request),
-            warn_after_s=self._config.warn_after_s,
+            warn_after_s=self._config.warn_after_s or (PATIENCE_S if timeout_s == math.inf else None),
         )
 
     def _work_of(self, request: ClaimRequest) -> Work:
@@ -340,13 +339,19 @@ class Claims(Overview):
             work.batch_size *= request.dp_size or 1
         return work
 
-    def _warn(self, request: ClaimRequest, waited_s: float, until: float) -> None:
+    def _look(self, request: ClaimRequest, wait: ClaimWait) -> None:
+        """Says why a claim waits, and ends it if those that it waits for have ended and it has no timeout."""
+        verdict = self._warn(request, wait.waited_s, wait.gives_up_at)
+        if verdict is not None and verdict.is_over:
+            wait.give_up(verdict)
+
+    def _warn(self, request: ClaimRequest, waited_s: float, until: float) -> Verdict | None:
         """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
         if waited_s < self._worth_s():
-            return
+            return None
         verdict = self._verdict_of(request, waited_s, until)
-        if verdict is None or verdict.state not in ("waits", "starved"):
-            return
+        if verdict is None or verdict.state not in ("waits", "starved") or self._config.warn_after_s is None:
+            return verdict
         _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
         for each in self._middleware:
             if hasattr(each, "note_verdict"):
@@ -354,12 +359,13 @@ class Claims(Overview):
                     each.note_verdict(verdict)
                 except Exception:  # of a listener, say; the claim goes on
                     _log.exception("%s was not told why a claim waits.", type(each).__name__)
+        return verdict
 
-    def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, waited_s: float) -> None:
+    def _explain(self, error: ClaimTimeoutError, request: ClaimRequest, wait: ClaimWait) -> None:
         """Says why a claim timed out. Not if that might cost the store much."""
-        if waited_s < max(_EXPLAINED_AFTER_S, self._worth_s()):
-            return
-        error.verdict = self._verdict_of(request, waited_s)
+        error.verdict, waited_s = wait.verdict, wait.waited_s
+        if error.verdict is None and waited_s >= max(_EXPLAINED_AFTER_S, self._worth_s()):
+            error.verdict = self._verdict_of(request, waited_s)
         if error.verdict is not None and error.verdict.state in ("waits", "starved"):
             error.message = f"{error.message} {error.verdict.text}"
 
@@ -511,6 +517,19 @@ class Claims(Overview):
                 again, ago_s = "" if known is None else " again", max(0.0, time.time() - info.registered_at)
                 told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago"
                 error.hint = f"{error.hint or ''} {told}: what it held before is gone.".lstrip()
+
+    def _tell_short_groups(self, partition_id: str, info: PartitionInfo) -> None:
+        """Warns of groups that are not whole, if no more samples come."""
+        questions = [Question(task_name=name, required_fields=[], explain=True) for name in info.consumer_tasks]
+        with suppress(DataPlaneError):  # it is advice
+            found = self._call("inspect_partition", InspectRequest(partition_id, questions), PartitionDescription)
+            told = [each.shortfall for each in found.answers if each is not None and each.shortfall is not None]
+            short = max(told, key=lambda each: each.num_incomplete, default=Shortfall())
+            if found.is_complete and short.num_incomplete:
+                groups = [f"'{name}' has {count}" for name, count in short.incomplete_groups.items()]
+                text = f"groups that lack some of their {info.grpo_group_size} samples are never given"
+                left = f"{', '.join(groups)}. Samples in such groups: {short.num_incomplete}."
+                _log.warning("%s", printable(f"finish_partition('{partition_id}'): {text}: {left}"))
 
     def _describe(self, partition_id: str, deadline: float = math.inf) -> PartitionInfo:
         return self._call("describe_partition", DescribeRequest(partition_id, deadline=deadline), PartitionInfo)

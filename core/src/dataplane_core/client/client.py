@@ -184,7 +184,8 @@ class DataPlaneClient(Claims):
 
         Its ``num_samples`` is now the number of samples that it holds: claims return the rest, streams end, and
         `is_finished` becomes true once all are consumed. Puts of new ids are refused; those of further fields or tags
-        are not. If it has ``num_samples``, this changes nothing.
+        are not. If it has ``num_samples``, this changes nothing. Groups that are not whole by then are never given; a
+        warning in the log names the first of them.
 
         Raises:
             UnknownPartitionError: Not registered.
@@ -208,6 +209,8 @@ class DataPlaneClient(Claims):
             if info.epoch == epoch:  # it was cleared after it was described
                 self.clear_samples(None, partition_id)
                 raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
+            if group_size is not None and Capability.LISTING in self._capabilities:
+                self._tell_short_groups(partition_id, info)
 
     def put_samples(
         self,

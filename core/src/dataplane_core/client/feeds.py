@@ -28,7 +28,7 @@ from dataplane_core.client.waiting import Waiters
 from dataplane_core.codec import empty_columns
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_core.spec import Capability, Claim, ClaimRequest
 
 #: The batches of a rank in turn: those that the client was not given yet.
 _IN_TURN: Final = repeat(None)
@@ -39,12 +39,23 @@ _CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size"}
 #: A lease is renewed after this share of it.
 RENEWED_AFTER: Final = 1 / 3
 
+#: How long a loop waits for a batch if the store cannot say who lives, in seconds.
+_UNKNOWN_S: Final = 60.0
+
 #: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
 _COLLECTED_WITHIN_S: Final = 1.0
 
 Collate = Callable[[KVBatchMeta, TensorDict], Any]
 #: What a stream does with samples at the end that are too few for every rank to get one.
 Uneven: TypeAlias = Literal["equal", "drop", "error"]
+
+
+def longest_wait_s(client: DataPlaneClient, timeout_s: float | None) -> float:
+    """How long a loop waits for a batch. Infinite: as long as those live who may put samples, as `why` knows."""
+    if timeout_s is not None:
+        return timeout_s
+    is_known = {Capability.LISTING, Capability.CLIENTS} <= client.capabilities
+    return math.inf if is_known and client.config.announce_s is not None else _UNKNOWN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +69,15 @@ class Terms:
     lease_s: float
     prefetch: int
     collate: Collate
-    timeout_s: float
+    timeout_s: float | None
     uneven: Uneven | None
     claim: Mapping[str, Any]
     most_held_s: float = math.inf  # after which a batch that is not acked is given back
 
     def __post_init__(self) -> None:
         check_seconds("lease_s", self.lease_s)
-        check_seconds("timeout_s", self.timeout_s, at_least_zero=True)
+        if self.timeout_s is not None:
+            check_seconds("timeout_s", self.timeout_s, at_least_zero=True)
         if self.most_held_s != math.inf:
             check_seconds("most_held_s", self.most_held_s)
         if self.prefetch != 0:
@@ -105,7 +117,7 @@ class Terms:
             deadline=math.inf,
             **self.claim,
         )
-        return client._checked_claim(request, self.timeout_s, batch_index)
+        return client._checked_claim(request, 0.0, batch_index)
 
     def is_given(self, claim: Claim) -> bool:
         """Whether the loop gets a batch. All ranks decide the same.
@@ -138,6 +150,7 @@ class _AnyFeed:
     def __init__(self, client: DataPlaneClient, terms: Terms, batch_indexes: Iterable[int | None] = _IN_TURN) -> None:
         self._sync = client
         self._terms = terms
+        self._wait_s = longest_wait_s(client, terms.timeout_s)
         self._held = HeldMetas(client, terms.lease_s, terms.most_held_s)
         self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
         self._asked_at = math.inf  # since when `next` waits; infinity: it does not
@@ -161,7 +174,7 @@ class _AnyFeed:
                 pass
 
     def _since(self) -> float:
-        """When the wait began that `Terms.timeout_s` limits: that of `next`, not that of a claim that is ahead."""
+        """When the wait began that `longest_wait_s` limits: that of `next`, not that of a claim that is ahead."""
         return self._asked_at
 
     def _read(self, meta: KVBatchMeta) -> Item:
@@ -285,7 +298,7 @@ class Feed(_AnyFeed):
     def _fetch(self) -> Item | None:
         while True:
             with self._claiming() as request:
-                meta, claim = self._sync._claim_until(request, self._terms.timeout_s, self._waiters, self._since)
+                meta, claim = self._sync._claim_until(request, self._wait_s, self._waiters, self._since)
             if not meta.sample_ids and not claim.num_ranks:
                 return None
             self._held.add(meta)
@@ -380,8 +393,7 @@ class AsyncFeed(_AnyFeed):
     async def _fetch(self) -> Item | None:
         while True:
             with self._claiming() as request:
-                timeout_s = self._terms.timeout_s
-                meta, claim = await self._client._claim_until(request, timeout_s, self._waiters, self._since)
+                meta, claim = await self._client._claim_until(request, self._wait_s, self._waiters, self._since)
             if not meta.sample_ids and not claim.num_ranks:
                 return None
             self._held.add(meta)

@@ -33,6 +33,8 @@ from dataplane_core.spec import (
     ChangeUnitsRequest,
     ClientInfo,
     ClientList,
+    ConsumptionReply,
+    ConsumptionRequest,
     ExportRequest,
     FieldList,
     FieldsRequest,
@@ -57,7 +59,7 @@ from dataplane_core.spec import (
 )
 
 #: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
-_PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 60.0
 #: A client that has not announced itself for so many periods, and so many seconds, is late.
 _LATE: Final = 1.5
 _LATE_S: Final = 0.5
@@ -375,6 +377,7 @@ class Overview(Connection):
         names = self._list_partitions("why", deadline) if wants_all else [partition_id or ""]
         partitions: dict[str, PartitionDescription] = {}
         answers: dict[tuple[str, str], Answer | None] = {}
+        finished: set[tuple[str, str]] = set()
         for name in names:
             asked = {task: question_of(clients, name, task) for task in _tasks_of(clients, name)}
             waiting = [each for each in asked.values() if each is not None]
@@ -397,13 +400,19 @@ class Overview(Connection):
                 continue  # cleared meanwhile
             said = partitions[name].answers or [None] * len(waiting)  # a backend may answer none
             answers |= {(name, each.task_name): answer for each, answer in zip(waiting, said, strict=True)}
+            has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
+            for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
+                consumption = ConsumptionRequest(name, [task], deadline=deadline)
+                if self._call("check_consumption", consumption, ConsumptionReply).consumed:
+                    finished.add((name, task))
         facts = Facts(
             partitions=partitions,
             answers=answers,
+            finished=finished,
             clients=clients,
             held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
             capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * self._config.num_ledgers,
-            patience_s=self._config.warn_after_s or _PATIENCE_S,
+            patience_s=self._config.warn_after_s or PATIENCE_S,
             now=time.time(),
         )
         return self._with_names(facts, deadline)

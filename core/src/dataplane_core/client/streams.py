@@ -39,7 +39,7 @@ def stream(
     lease_s: float = ...,
     prefetch: int = ...,
     collate: Collate | None = ...,
-    timeout_s: float = ...,
+    timeout_s: float | None = ...,
     uneven: Uneven | None = ...,
     **claim: Any,
 ) -> Stream: ...
@@ -56,7 +56,7 @@ def stream(
     lease_s: float = ...,
     prefetch: int = ...,
     collate: Collate | None = ...,
-    timeout_s: float = ...,
+    timeout_s: float | None = ...,
     uneven: Uneven | None = ...,
     **claim: Any,
 ) -> AsyncStream: ...
@@ -72,7 +72,7 @@ def stream(
     lease_s: float = 60.0,
     prefetch: int = 1,
     collate: Collate | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     uneven: Uneven | None = None,
     **claim: Any,
 ) -> Stream | AsyncStream:
@@ -84,7 +84,7 @@ def stream(
     process are handed out again when their leases end. So each sample is worked on at least once, and acked once.
 
     The stream ends only if ``num_samples`` was given when the partition was registered, or once somebody calls
-    `DataPlaneClient.finish_partition`. Until then it waits for further samples, up to ``timeout_s``.
+    `DataPlaneClient.finish_partition`. Until then it waits for further samples, as long as those that put them live.
 
     Args:
         client: With an `AsyncDataPlaneClient`, the stream is for ``async for``.
@@ -97,7 +97,9 @@ def stream(
         prefetch: How many batches are claimed and read ahead, in a thread or task of the stream. 0: none.
         collate: Called with the meta and the columns of each batch, where it is read; its result is what the stream
             gives. Default: a `StreamBatch`.
-        timeout_s: How long the loop waits for a batch, in seconds.
+        timeout_s: How long the loop waits for a batch, in seconds. None: until `DataPlaneClient.why` finds that those
+            that it waits for have ended (``is_over``). It looks after ``warn_after_s`` of the config, and again, at
+            least once in five times as long. On a backend that does not declare ``listing`` and ``clients``: 60.
         uneven: With ``dp_rank`` and ``dp_size``, all ranks get the same number of batches. This is what becomes of
             samples at the end that are fewer than the ranks. ``equal`` (the default): each of them goes to another
             rank, and the others get an empty batch, whose columns have no rows. ``drop``: they are acked, and no rank
@@ -110,7 +112,8 @@ def stream(
     Raises:
         LeaseExpiredError: At the next batch: the lease of the one before had ended, because this process was suspended
             for longer than the lease. Others may have been given its samples.
-        ClaimTimeoutError: No batch was ready within ``timeout_s``. The stream has ended then, as after any error.
+        ClaimTimeoutError: No batch was ready within ``timeout_s``, or none will come. Its ``verdict`` says why. The
+            stream has ended then, as after any error.
         InvalidRequestError: ``uneven`` is "error", and the samples at the end were fewer than the ranks.
         UnsupportedOperationError: The backend does not declare leases; or ``dp_rank`` is given, and not samplers.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -45,6 +45,7 @@ class Facts:
     Attributes:
         partitions: Partition -> what it holds.
         answers: Partition and task -> what the claim that `question_of` finds would be given.
+        finished: Partitions of groups and tasks that can be given no more, though samples may be left.
         clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
         tags: Partition and sample -> its tags, of those that a shortfall names.
         members: Partition and group -> the members that are there, of those that a shortfall names.
@@ -56,6 +57,7 @@ class Facts:
 
     partitions: Mapping[str, PartitionDescription]
     answers: Mapping[tuple[str, str], Answer | None] = field(default_factory=dict)
+    finished: Collection[tuple[str, str]] = ()
     clients: Sequence[ClientInfo] = ()
     tags: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     members: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class _Reason:
     text: str
     is_fault: bool
     culprit: str = ""
+    is_over: bool = False  # as of `Verdict`
 
 
 class _Judge:
@@ -195,8 +198,11 @@ class _Judge:
             backlog=backlog,
             num_ready=counts.num_ready if answer is None else answer.num_ready,
         )
-        if self._is_complete(found) and backlog == 0:
+        if found.is_complete and backlog == 0:
             return replace(verdict, state="done", text="It was given all samples that were to come.")
+        if (partition_id, task_name) in self._facts.finished:
+            text = f"It was given all samples but {backlog}, which are never given: their groups are not whole."
+            return replace(verdict, state="done", text=text)
         claimers = [each for each in self._claimers(partition_id, task_name) if each[1].fields or each[1].waits_s]
         if not claimers:
             return self._unclaimed(verdict)
@@ -221,6 +227,7 @@ class _Judge:
             cause=reason.cause,
             waited_s=waited_s,
             culprit=reason.culprit,
+            is_over=reason.is_over,
             text=f"It has {answer.num_ready} of {wanted} samples. {reason.text}",
         )
 
@@ -231,7 +238,7 @@ class _Judge:
         found = self._facts.partitions[verdict.partition_id]
         waited_s = found.oldest_s or 0.0
         may_begin = self._idle or not self._are_listed
-        if near is None and self._is_complete(found) and waited_s >= self._facts.patience_s and not may_begin:
+        if near is None and found.is_complete and waited_s >= self._facts.patience_s and not may_begin:
             text = f"Nobody has claimed for it, and all of its samples are there, the oldest for {_seconds(waited_s)}."
             return replace(verdict, state="starved", cause="unclaimed", waited_s=waited_s, text=text)
         if near is None or not self._is_late(waited_s) or may_begin:
@@ -296,13 +303,15 @@ class _Judge:
         if shortfall.num_lacking or shortfall.missing_cells:
             reasons.append(self._lacking(partition_id, shortfall, is_late, reach))
             coming += shortfall.num_lacking
-        if coming < wanted:
+        # once all are written, the last claim waits for those that can still be given, however few
+        if coming < wanted and not (reasons and self._facts.partitions[partition_id].is_complete):
             if shortfall.num_incomplete:
                 reasons.append(self._incomplete(partition_id, shortfall, is_late, reach))
             if shortfall.num_not_matching:
                 reasons.append(self._not_matching(partition_id, waiting, shortfall, is_late))
             reasons.append(self._too_few(partition_id, wanted, waited_s, reach))
-        return next((each for each in reasons if each.is_fault), reasons[0])
+        found = next((each for each in reasons if each.is_fault), reasons[0])
+        return replace(found, is_over=all(each.is_over for each in reasons))
 
     def _leased(self, shortfall: Shortfall) -> _Reason:
         """Others hold samples of the task."""
@@ -334,15 +343,15 @@ class _Judge:
             is_over = is_late and not self._may_begin()
             near = _meant(name, found.specs) if is_over else None
             if near is not None:
-                reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True))
+                reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True, "", True))
                 continue
             faulty = self._faulty_task(partition_id, 1) if reach > 1 else None
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
-                _Reason("unwritten", text, is_over)
+                _Reason("unwritten", text, is_over, "", is_over)
                 if faulty is None
-                else _Reason(faulty.cause, text, True, faulty.culprit)
+                else _Reason(faulty.cause, text, True, faulty.culprit, faulty.is_over)
             )
         if not reasons:
             return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", False)
@@ -358,14 +367,16 @@ class _Judge:
         are = "is in a group that is" if shortfall.num_incomplete == 1 else "are in groups that are"
         what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
         if count >= size:
-            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late)
+            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late, "", True)
+        if found.is_complete:
+            return _Reason("group", f"{what}, and no more samples come. It is never given.", False, "", True)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
         maker = self._maker(partition_id, group)
         sources = sorted(self._sources(partition_id), key=lambda each: each[0] is not maker)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         is_fault = reason.is_fault or is_late
         if maker is None:
-            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit)
+            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit, reason.is_over)
         name = process_of(maker)
         if maker.state == "open":
             told = f"It is made by {name}{_phase_of(maker, group)}."
@@ -373,7 +384,7 @@ class _Judge:
         else:
             told = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {self._told(maker)}"
             culprit = name
-        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit)
+        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit, reason.is_over)
 
     def _maker(self, partition_id: str, group: str) -> ClientInfo | None:
         """Who says that it makes a group: one that is alive, else who was heard of last."""
@@ -394,7 +405,8 @@ class _Judge:
         sources = self._sources(partition_id)
         is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
         is_over = is_over and self._is_final(self._ended(sources)[0])
-        return _Reason("filter", text, is_late or is_over or self._is_complete(self._facts.partitions[partition_id]))
+        is_over = is_over or self._facts.partitions[partition_id].is_complete
+        return _Reason("filter", text, is_late or is_over, "", is_over)
 
     def _too_few(
         self,
@@ -426,7 +438,8 @@ class _Judge:
             came = f"{came} since {found.info.registered_by} registered it {ago} ago"
         if not sources:
             text = f"{came}. No client that is known has put any."
-            return _Reason("unwritten", text, is_late and not self._may_begin())
+            is_over = is_late and not self._may_begin()
+            return _Reason("unwritten", text, is_over, "", is_over)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
@@ -444,10 +457,12 @@ class _Judge:
         alive = [each for each in workers if each[0].state == "open"]
         if not alive:
             last, fate, told = self._ended(workers)
-            return _Reason(fate, f"Nobody {what} now: {told}", self._is_final(last), process_of(last))
+            is_over = self._is_final(last)
+            return _Reason(fate, f"Nobody {what} now: {told}", is_over, process_of(last), is_over)
         first = self._of_producer(alive[0], what, is_late, reach)
-        others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if first.is_fault)
-        reason = next((each for each in others if not each.is_fault), first)
+        is_good = not first.is_fault and not first.is_over
+        others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if not is_good)
+        reason = next((each for each in others if not each.is_fault and not each.is_over), first)
         dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
             last, fate, told = self._ended(dead)
@@ -474,7 +489,11 @@ class _Judge:
                 verdict = self.of_task(task, reach)
                 if verdict is not None and verdict.state in ("starved", "waits"):
                     text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
-                    return _Reason(verdict.cause, text, verdict.state == "starved", verdict.culprit)
+                    is_fault = verdict.state == "starved"
+                    return _Reason(verdict.cause, text, is_fault, verdict.culprit, verdict.is_over)
+                if verdict is None and is_late and not client.phases:
+                    text = f"{name} {what}, and waits for samples of this task itself."  # or another thread works?
+                    return _Reason("works", text, False, name, True)
         stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
             client, "put_samples", self._facts.patience_s
         )
@@ -616,8 +635,3 @@ class _Judge:
         """Whether a client says by a phase that it makes a group, or any group, of a partition."""
         phases = (each for each in client.phases if each.partition_id == partition_id)
         return any(each.groups and group in (None, *each.groups) for each in phases)
-
-    @staticmethod
-    def _is_complete(found: PartitionDescription) -> bool:
-        expected = found.info.num_samples
-        return expected is not None and found.num_samples + found.num_cleared >= expected

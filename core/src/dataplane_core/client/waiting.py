@@ -11,12 +11,14 @@ from typing import Final
 
 from dataplane_core.client.announcing import Work
 from dataplane_core.client.entrance import Entrance
-from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, preview
+from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, Verdict, preview
 from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
 
 #: Claims that began together tell why they wait within so much more of the time, not all at once.
 _SPREAD: Final = 0.25
+#: A claim without a timeout looks at least once in so many ``warn_after_s`` why it waits.
+_RAREST: Final = 5
 #: Seconds that the last question of a waiting claim may take after its timeout: a busy store still says why.
 _LAST_ASK_S: Final = 5.0
 
@@ -28,14 +30,17 @@ class ClaimWait:
 
     Args:
         request: The request. This object changes it before each question, except for its token.
-        timeout_s: How long to wait, in seconds.
+        timeout_s: How long to wait, in seconds. Infinity: until `give_up`.
         pacer: Shared by all claims that wait on this client.
         wakes: Whether the backend wakes claims.
         entrance: The way into the backend.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
         work: Where it is noted that the claim waits.
         warn_after_s: Seconds after which its user is told why it waits, and again each time that it has waited twice as
-            long, or somewhat later. None: never.
+            long, or somewhat later; sooner if there is no timeout. None: never.
+
+    Attributes:
+        verdict: Why it has given up before its timeout.
     """
 
     def __init__(
@@ -56,9 +61,11 @@ class ClaimWait:
         self._entrance = entrance
         self._timeout_s = timeout_s
         self._pacer = pacer
+        self.verdict: Verdict | None = None
         self._start = time.monotonic()
         self._since = since or (lambda: self._start)
         self._warn_at = math.inf if warn_after_s is None else self._start + _spread(warn_after_s)
+        self._rarest_s = math.inf if warn_after_s is None or timeout_s < math.inf else _RAREST * warn_after_s
 
     @property
     def waited_s(self) -> float:
@@ -74,8 +81,14 @@ class ClaimWait:
         """Whether its user is to be told now why it waits."""
         is_due = time.monotonic() >= self._warn_at
         if is_due:
-            self._warn_at = self._start + _spread(2 * self.waited_s)
+            self._warn_at = self._start + _spread(min(2 * self.waited_s, self.waited_s + self._rarest_s))
         return is_due
+
+    def give_up(self, verdict: Verdict) -> None:
+        """Ends a wait without a timeout at the next question, unless its time does not count yet."""
+        since = self._since()
+        if self._timeout_s == math.inf and since < math.inf:
+            self.verdict, self._timeout_s = verdict, time.monotonic() - since
 
     @contextmanager
     def woken_by(self, notify: Callable[[], None]) -> Iterator[None]:

@@ -39,7 +39,7 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         lease_s: Seconds after which samples of a process that died come back.
         most_held_s: Seconds for which a worker renews the lease of a batch that is not acked.
         collate: Called in the worker with the meta and the columns of each batch. Its result takes the columns' place.
-        timeout_s: How long to wait for a batch, in seconds.
+        timeout_s: How long to wait for a batch, in seconds. None: as for `stream`.
         uneven: As for `stream`.
         claim: Further arguments of `DataPlaneClient.claim_meta`, as for `stream`. With ``dp_rank``, all ranks need as
             many workers, which claim the batches of the rank in turn, from the first one on: iterate once.
@@ -67,7 +67,7 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         lease_s: float = 60.0,
         most_held_s: float = 3600.0,
         collate: Collate | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         uneven: Uneven | None = None,
         **claim: Any,
     ) -> None:

@@ -502,9 +502,15 @@ class Partition:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
-        if self.info.grpo_group_size is None and not command.tag_filter:
-            return len(self.rows) - task.num_held
+        if not command.tag_filter:
+            return self._num_free(command.task_name, task)
         return len(self._view(command.task_name, task, frozenset()).of(command.tag_filter, now))
+
+    def _num_free(self, task_name: str, task: Task) -> int:
+        """How many claimables are whole, and not held by the task."""
+        if self.info.grpo_group_size is None:
+            return len(self.rows) - task.num_held
+        return len(self._view(task_name, task, frozenset()).ready)
 
     def _shortfall(self, asked: commands.ClaimRequest | Question, now: float) -> Shortfall:
         required = frozenset(asked.required_fields)
@@ -661,12 +667,18 @@ class Partition:
 
     def consumed(self, task_names: Sequence[str]) -> bool:
         """Whether every task was given every row, and has acked the leased ones. False before all are written; if it is
-        not known how many that are, while there are none."""
+        not known how many that are, while there are none. Once all are written, groups that are not whole do not count:
+        they are never given."""
         num_samples = self.info.num_samples
         if not task_names or (not self.rows if num_samples is None else len(self.seen) < num_samples):
             return False
-        tasks = [self.tasks.get(name) for name in task_names]
-        return all(task is not None and task.num_done == len(self.rows) for task in tasks)
+        return all(self._has_consumed(name, self.tasks.get(name)) for name in task_names)
+
+    def _has_consumed(self, task_name: str, task: Task | None) -> bool:
+        if task is None or task.num_done < task.num_held:
+            return False
+        is_open = self.info.num_samples is None
+        return not (len(self.rows) - task.num_held if is_open else self._num_free(task_name, task))
 
     def _leased(self, command: commands.SettleRequest, now: float) -> tuple[Task, list[Row]]:
         action, task_name, sample_ids = command.op, command.task_name, command.sample_ids

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.ledger.rows import Claimable, Row
-from dataplane_core.spec import matches
+from dataplane_core.spec import group_matches, matches
 
 #: How many of each kind are named.
 _NUM_NAMED: Final = 3
@@ -33,7 +33,7 @@ def find_shortfall(
         now: The time in seconds.
     """
     leased: list[tuple[float, int, Row]] = []
-    passed: list[tuple[int, str]] = []  # one for each claimable: its place, and its last row
+    passed: list[tuple[int, Claimable]] = []
     num_not_matching = num_incomplete = num_lacking = 0
     groups: dict[str, int] = {}
     cells: dict[str, tuple[str, ...]] = {}
@@ -47,9 +47,9 @@ def find_shortfall(
                 leased.append((hold.expires_at, row.seq, row))
         if not free:
             continue
-        if tag_filter and not all(matches(row.tags, tag_filter) for row in claimable.rows):
+        if tag_filter and not group_matches([row.tags for row in claimable.rows], tag_filter):
             num_not_matching += len(free)
-            passed.append((claimable.seq, max(claimable.rows, key=lambda row: row.seq).sample_id))
+            passed.append((claimable.seq, claimable))
         elif not is_whole(claimable):
             num_incomplete += len(free)
             if len(groups) < _NUM_NAMED:
@@ -66,7 +66,10 @@ def find_shortfall(
             for expires_at, _, row in heapq.nsmallest(_NUM_NAMED, leased)
         ),
         num_not_matching=num_not_matching,
-        not_matching=tuple(sample_id for _, sample_id in heapq.nlargest(_NUM_NAMED, passed)),
+        not_matching=tuple(
+            max((row.seq, row.sample_id) for row in claimable.rows if not matches(row.tags, tag_filter))[1]
+            for _, claimable in heapq.nlargest(_NUM_NAMED, passed)
+        ),
         num_incomplete=num_incomplete,
         incomplete_groups=groups,
         num_lacking=num_lacking,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dataplane_core.ledger.rows import Claimable
-from dataplane_core.spec import matches
+from dataplane_core.spec import group_matches
 
 #: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
 _FILTER_IDLE_S: Final = 60.0
@@ -74,7 +74,7 @@ class _Matching:
     asked_at: float = 0.0
 
     def accepts(self, claimable: Claimable) -> bool:
-        return all(matches(row.tags, self.tag_filter) for row in claimable.rows)
+        return group_matches([row.tags for row in claimable.rows], self.tag_filter)
 
 
 @dataclass(slots=True)

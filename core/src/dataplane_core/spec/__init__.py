@@ -75,6 +75,7 @@ from dataplane_core.spec.tags import (
     check_tag_filter,
     check_tags,
     check_text,
+    group_matches,
     lengths_of,
     matches,
 )
@@ -152,6 +153,7 @@ __all__ = [
     "check_tags",
     "check_text",
     "fits",
+    "group_matches",
     "hookimpl",
     "lengths_of",
     "matches",

@@ -451,6 +451,12 @@ class PartitionDescription:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     answers: Sequence[Answer | None] = ()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many samples as were registered have been written."""
+        expected = self.info.num_samples
+        return expected is not None and self.num_samples + self.num_cleared >= expected
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the tasks and the fields as tables."""
         tasks = [(name, task.num_ready, task.num_leased, task.num_consumed) for name, task in self.tasks.items()]

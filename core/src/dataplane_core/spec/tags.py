@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.schema import INPUT_LENGTHS_TAG
+from dataplane_core.schema import INPUT_LENGTHS_TAG, WEIGHT_VERSION_TAG
 
 TagValue: TypeAlias = bool | int | float | str | None
 #: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
@@ -22,6 +22,9 @@ _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
     ">=": operator.ge,
     "in": lambda value, options: value in options,
 }
+#: Before an operator: of a group, one sample that passes is enough.
+_ANY: Final = "any "
+_COMPARE.update({f"{_ANY}{symbol}": compare for symbol, compare in _COMPARE.items()})
 
 #: The operators that a tag filter may use.
 FILTER_OPERATORS: Final[tuple[str, ...]] = tuple(_COMPARE)
@@ -72,6 +75,11 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
                 )
             if type(value) is int and not -(2**63) <= value < 2**63:
                 raise InvalidTypeError(f"tags[{index}]['{name}'] does not fit in 64 bits: {value}.")
+            if type(value) is str and name == WEIGHT_VERSION_TAG:
+                raise InvalidTypeError(
+                    f"tags[{index}]['{name}'] must be a number, got the str {value!r}. Versions are compared, and as "
+                    "strings '10' comes before '9'. For other names of weights, use another tag."
+                )
             if type(value) is str and not value.isascii():
                 check_text(f"tags[{index}]['{name}']", value)
         rows.append(dict(row))
@@ -93,23 +101,25 @@ def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]]
         if not isinstance(condition, (tuple, list)):
             condition = ("==", condition)
         if len(condition) != 2 or type(condition[0]) is not str or condition[0] not in _COMPARE:
+            symbols = ", ".join(each for each in FILTER_OPERATORS if _ANY not in each)
             raise InvalidRequestError(
-                f"tag_filter['{name}'] must be a value or (operator, operand) with an operator of "
-                f"{', '.join(FILTER_OPERATORS)}; got {condition!r}."
+                f"tag_filter['{name}'] must be a value or (operator, operand) with an operator of {symbols}, or 'any ' "
+                f"before one of them; got {condition!r}."
             )
         symbol, operand = condition
-        operands = operand if symbol == "in" and isinstance(operand, (list, tuple)) else [operand]
-        if (symbol == "in" and not isinstance(operand, (list, tuple))) or not all(
+        is_list = symbol.endswith("in")
+        operands = operand if is_list and isinstance(operand, (list, tuple)) else [operand]
+        if (is_list and not isinstance(operand, (list, tuple))) or not all(
             value is None or type(value) in (bool, int, float, str) for value in operands
         ):
             raise InvalidRequestError(
                 f"tag_filter['{name}']: the operand of '{symbol}' must be "
-                f"{'a list of primitives' if symbol == 'in' else 'a primitive'}, got {operand!r}."
+                f"{'a list of primitives' if is_list else 'a primitive'}, got {operand!r}."
             )
         if not all(-(2**63) <= value < 2**63 for value in operands if type(value) is int):
             raise InvalidRequestError(f"tag_filter['{name}']: the operand does not fit in 64 bits: {operand!r}.")
         check_text(f"tag_filter[{name!r}]", "".join([str(name), *(value for value in operands if type(value) is str)]))
-        full[str(name)] = (str(symbol), list(operand) if symbol == "in" else operand)
+        full[str(name)] = (str(symbol), list(operand) if is_list else operand)
     return full
 
 
@@ -122,6 +132,16 @@ def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] |
             if not _COMPARE[symbol](tags[name], operand):
                 return False
         except TypeError:
+            return False
+    return True
+
+
+def group_matches(group: Collection[Mapping[str, Any]], tag_filter: Mapping[str, tuple[str, Any]] | None) -> bool:
+    """Whether the samples of a group, by their tags, pass a full-form filter: all of them each condition, or after
+    ``any`` one of them."""
+    for name, condition in (tag_filter or {}).items():
+        some = any if condition[0].startswith(_ANY) else all
+        if not some(matches(tags, {name: condition}) for tags in group):
             return False
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +14,19 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from dataplane_core.batch import BatchedDataDict, pad_columns, read_columns
-from dataplane_core.client import RENEWED_AFTER, DataPlaneClient
+from dataplane_core.client import RENEWED_AFTER, DataPlaneClient, longest_wait_s
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, LeaseExpiredError, preview
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import WEIGHT_VERSION_TAG
 from dataplane_core.spec import TagFilter
 from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.errors import noted_on
-from dataplane_integrations.replay._ids import WEIGHT_VERSION_TAG
 
 #: At the end of a partition: seconds between two checks whether a dead consumer's leases have expired.
 _END_POLL_S: Final = 0.1
+#: Seconds between two looks whether those live that a consumer without a timeout waits for; and for which it waits for
+#: rows that nobody can give back.
+_LOOK_S: Final = 60.0
 #: Seconds after which a claim ahead of its turn looks whether it is still wanted.
 _AHEAD_CLAIM_S: Final = 0.2
 
@@ -172,10 +176,11 @@ class StreamingConsumer:
         batch_size: Rows at a time; a multiple of the group size where the partition has one.
         lease_s: Lease time in seconds. The lease is renewed while its consumer lives.
         max_staleness: Only claim rows whose tag ``weight_version`` is at most this far behind `weight_version`, and
-            drop the others (needs tag filters). Rows without the tag are never claimed. None: no limit.
+            drop the others (needs tag filters). A group is as old as its oldest row: it is claimed or dropped as a
+            whole. Rows without the tag are never claimed. None: no limit.
         weight_version: The trainer's version at the start.
         clear: Clear rows after the ack, and rows that are too stale. Pass False if other tasks read them.
-        timeout_s: How long to wait for a batch, in seconds.
+        timeout_s: How long to wait for a batch, in seconds. None: as for `dataplane_core.stream`.
         read_ahead: So many batches are claimed, and their ``fields`` read, while the trainer works on another; their
             leases are renewed meanwhile. 0: none. When the iteration ends, also by an error or a ``break``, those that
             were not yielded are given back.
@@ -200,7 +205,7 @@ class StreamingConsumer:
         max_staleness: int | None = None,
         weight_version: int = 0,
         clear: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         read_ahead: int = 0,
     ) -> None:
         if lease_s <= 0 or (max_staleness is not None and max_staleness < 0):
@@ -218,7 +223,9 @@ class StreamingConsumer:
         self._lease_s = lease_s
         self._max_staleness = max_staleness
         self._clear = clear
-        self._timeout_s = timeout_s
+        wait_s = longest_wait_s(client, timeout_s)
+        self._is_endless = wait_s == math.inf
+        self._timeout_s = _LOOK_S if self._is_endless else wait_s
         self._read_ahead = check_depth(f"StreamingConsumer('{partition_id}', '{task_name}')", read_ahead)
 
     def __iter__(self) -> Iterator[ClaimedBatch]:
@@ -227,7 +234,7 @@ class StreamingConsumer:
         Ends only if the partition was registered with ``num_samples``. The last batches may be smaller.
 
         Raises:
-            ClaimTimeoutError: No batch within ``timeout_s``, though not every row has been acked.
+            ClaimTimeoutError: No batch within ``timeout_s``, or none will come, though not every row has been acked.
         """
         give_up: float | None = None
         while True:
@@ -244,7 +251,7 @@ class StreamingConsumer:
                             return
                         # the other rows are on lease to other consumers; a dead one's come back when its lease ends
                         give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
-                        if time.monotonic() > give_up:
+                        if time.monotonic() > give_up and not (self._is_endless and self._others_hold()):
                             raise self._nothing_comes_back()
                         time.sleep(_END_POLL_S)
                     elif not self._read_ahead or self._is_current(batch):
@@ -272,7 +279,7 @@ class StreamingConsumer:
                 self._batch_size,
                 blocking=False,
                 lease_s=self._lease_s,
-                tag_filter={WEIGHT_VERSION_TAG: ("<", self._oldest())},
+                tag_filter={WEIGHT_VERSION_TAG: ("any <", self._oldest())},
             )
             if not stale.size:
                 break
@@ -294,17 +301,27 @@ class StreamingConsumer:
         return itertools.repeat(functools.partial(self._claim_ahead, turn) if self._read_ahead else self._claim_batch)
 
     def _claim_batch(self) -> ClaimedBatch | None:
-        meta = self._claim(self._timeout_s)
+        while True:
+            try:
+                meta = self._claim(self._timeout_s)
+                break
+            except ClaimTimeoutError:
+                if self._waits_in_vain():
+                    raise
         return ClaimedBatch(self._client, meta, self._lease_s, clear=self._clear) if meta.size else None
 
     def _claim_ahead(self, turn: _Turn) -> ClaimedBatch | None:
         """Runs in the thread that reads ahead. The time to wait for a batch begins when the trainer asks for it."""
+        looked_at = -math.inf
         while not turn.over.is_set():
             try:
                 meta = self._claim(_AHEAD_CLAIM_S)
             except ClaimTimeoutError as error:
                 asked_at = turn.asked_at
-                if asked_at is None or time.monotonic() - asked_at < self._timeout_s:
+                if asked_at is None or time.monotonic() - max(asked_at, looked_at) < self._timeout_s:
+                    continue
+                looked_at = time.monotonic()
+                if not self._waits_in_vain():
                     continue
                 raise ClaimTimeoutError(
                     f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): no batch within "
@@ -343,6 +360,15 @@ class StreamingConsumer:
             tag_filter=fresh,
         )
 
+    def _waits_in_vain(self) -> bool:
+        """Whether a wait of ``_timeout_s`` was the last one."""
+        if not self._is_endless:
+            return True
+        return any(each.is_over for each in self._client.why(self._partition_id, self._task_name))
+
+    def _others_hold(self) -> bool:
+        return self._client.describe(self._partition_id, count_rows=False).tasks[self._task_name].num_leased > 0
+
     def _nothing_comes_back(self) -> ClaimTimeoutError:
         listed = self._client.list_samples(self._partition_id)
         tags = listed.tags or [{}] * listed.size
@@ -350,12 +376,12 @@ class StreamingConsumer:
             f"StreamingConsumer('{self._partition_id}', '{self._task_name}'): of the {listed.size} rows held, such as "
             f"{preview(listed.sample_ids)}, some are not acked, and none could be claimed within {self._timeout_s:g} s."
         )
-        untagged = [each for each, row in zip(listed.sample_ids, tags, strict=True) if WEIGHT_VERSION_TAG not in row]
+        untagged = [
+            each for each, row in zip(listed.sample_ids, tags, strict=True) if row.get(WEIGHT_VERSION_TAG) is None
+        ]
         if self._max_staleness is not None and untagged:
             text += f" Without the tag '{WEIGHT_VERSION_TAG}', so never given under max_staleness: {preview(untagged)}."
-        return ClaimTimeoutError(
-            text, hint="The others are on lease to other consumers, or of groups of which a row was cleared."
-        )
+        return ClaimTimeoutError(text, hint="Other rows may be on lease to other consumers.")
 
     def _is_over(self) -> bool:
         """Whether this task has acked all rows. If so, clears rows that a killed consumer acked but did not clear."""

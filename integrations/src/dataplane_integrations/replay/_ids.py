@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_core.errors import InvalidRequestError
+from dataplane_core.schema import WEIGHT_VERSION_TAG
 from dataplane_core.spec import TagValue
 
-#: Tags of every row that a collector writes: the version of the weights that generated it, the number of its prompt,
-#: the name of the collector, and the number of the collector's start.
-WEIGHT_VERSION_TAG: Final = "weight_version"
+#: Tags of every row that a collector writes, beside `WEIGHT_VERSION_TAG`: the number of its prompt, the name of the
+#: collector, and the number of the collector's start.
 PROMPT_TAG: Final = "prompt"
 COLLECTOR_TAG: Final = "collector"
 INCARNATION_TAG: Final = "incarnation"

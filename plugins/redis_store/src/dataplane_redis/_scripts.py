@@ -259,7 +259,7 @@ def unpack_tags(data: bytes | None) -> dict[str, TagValue]:
 def pack_filter(tag_filter: Mapping[str, tuple[str, Any]] | None) -> list[Any]:
     """The conditions of a tag filter in its full form: (name, symbol, operand) each."""
     return [
-        [name, symbol, [_tag_value(each) for each in operand] if symbol == "in" else _tag_value(operand)]
+        [name, symbol, [_tag_value(each) for each in operand] if symbol.endswith("in") else _tag_value(operand)]
         for name, (symbol, operand) in (tag_filter or {}).items()
     ]
 

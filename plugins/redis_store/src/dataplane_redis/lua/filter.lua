@@ -36,7 +36,10 @@ local function compare(a, b)
   return a == b, nil, nil
 end
 
+local ANY = 'any '  -- before an operator: of a group, one sample that passes is enough
+
 local function satisfies(value, symbol, operand)
+  if string.sub(symbol, 1, #ANY) == ANY then symbol = string.sub(symbol, #ANY + 1) end
   if symbol == 'in' then
     for _, option in ipairs(operand) do
       if (compare(value, option)) then return true end
@@ -60,6 +63,18 @@ local function matches(packed, conditions)
   for _, condition in ipairs(conditions) do
     local value = tags[condition[1]]
     if not value or not satisfies(value, condition[2], condition[3]) then return false end
+  end
+  return true
+end
+
+-- Whether the samples of a group match. `all_packed`: the tags of each, or false.
+local function group_matches(all_packed, conditions)
+  for _, condition in ipairs(conditions) do
+    local count = 0
+    for _, packed in ipairs(all_packed) do
+      if matches(packed, {condition}) then count = count + 1 end
+    end
+    if count < (string.sub(condition[2], 1, #ANY) == ANY and 1 or #all_packed) then return false end
   end
   return true
 end

@@ -65,12 +65,7 @@ local function judged(P, F, units)
   local groups = load_groups(P, units)
   for i, unit in ipairs(units) do
     local g = groups[unit]
-    verdicts[i] = is_whole(P, g)
-    if verdicts[i] then
-      for _, packed in ipairs(hmget(P.at .. 't', g.members)) do
-        if not matches(packed, F.conditions) then verdicts[i] = false break end
-      end
-    end
+    verdicts[i] = is_whole(P, g) and group_matches(hmget(P.at .. 't', g.members), F.conditions)
   end
   return verdicts
 end

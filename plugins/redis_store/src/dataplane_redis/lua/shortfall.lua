@@ -73,9 +73,9 @@ local function note_passed(seq, id) keep_first(S.last, {-seq, id}, 1) end
 
 -- Called when all rows of a group that lost a member were seen.
 local function end_lost(found)
-  local seq, group, count, free, passed = unpack(found)
+  local seq, group, count, free, tags = unpack(found)
   S.lost[group] = nil
-  if passed == 1 then
+  if conditions and not group_matches(tags, conditions) then
     S.passed = S.passed + free
     if free > 0 then note_passed(seq, found[7]) end
   elseif free > 0 then
@@ -86,11 +86,15 @@ end
 
 -- A row of a group that lost a member. Its members are not listed, so its rows are collected as they are seen.
 local function look_at_lost(id, group)
-  local found = S.lost[group.name] or {group.seq, group.name, group.count, 0, 0, 0}
+  local found = S.lost[group.name] or {group.seq, group.name, group.count, 0, {}, 0}
   S.lost[group.name] = found
   if not is_held(id, call('HGET', held_key, id)) then found[4] = found[4] + 1 end
-  if conditions and not matches(call('HGET', P.at .. 't', id), conditions) then found[5] = 1 end
-  found[6], found[7] = found[6] + 1, id
+  if conditions then
+    local packed = call('HGET', P.at .. 't', id)
+    found[5][#found[5] + 1] = packed
+    if not matches(packed, conditions) then found[7] = id end
+  end
+  found[6] = found[6] + 1
   if found[6] >= group.count then end_lost(found) end
 end
 
@@ -123,12 +127,13 @@ local function look_at_group(ids, group)
   local free = free_of(ids)
   if #free == 0 then return end
   if conditions then
-    for _, packed in ipairs(hmget(P.at .. 't', ids)) do
-      if not matches(packed, conditions) then
-        S.passed = S.passed + #free
-        note_passed(group.seq, ids[#ids])
-        return
-      end
+    local tags = hmget(P.at .. 't', ids)
+    if not group_matches(tags, conditions) then
+      local last = #ids
+      while matches(tags[last], conditions) do last = last - 1 end
+      S.passed = S.passed + #free
+      note_passed(group.seq, ids[last])
+      return
     end
   end
   if not is_whole(P, group) then

@@ -87,6 +87,7 @@ def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():
 
 LOST, NOT_DONE = LostReplyError("gone."), OperationTimeoutError("x.", outcome="not_done")
 DONE = OperationTimeoutError("x.", outcome="done")
+GONE = BackendUnavailableError("gone.", retryable=False, outcome="not_done")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ DONE = OperationTimeoutError("x.", outcome="done")
         ([BackendUnavailableError("down.")], BackendUnavailableError, "unknown", "It may have been done or not."),
         ([DONE], OperationTimeoutError, "done", "It was done."),
         ([NOT_DONE], OperationTimeoutError, "not_done", "It was not done."),
+        ([GONE], BackendUnavailableError, "not_done", "It was not done."),
         ([LOST, NOT_DONE], LostReplyError, "unknown", "gone. It may have been done or not. It was repeated: x."),
         ([LOST, DONE], OperationTimeoutError, "done", "done."),
         ([LOST, LeaseExpiredError("refused.")], LeaseExpiredError, None, "refused."),

@@ -35,6 +35,7 @@ def test_a_scrape_says_what_the_clients_of_the_process_did():
     with connect(config()) as one, connect(config()) as two:
         address = one.middleware[0].metrics_address
         assert two.middleware[0].metrics_address == address
+        assert address.startswith("127.0.0.1:")
         for client in (one, two):
             client.register_partition("p", ["x"], None, ["t"])
             client.put_samples(["a", "b"], "p", {"x": torch.zeros(2, 4)})

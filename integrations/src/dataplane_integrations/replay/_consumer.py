@@ -237,6 +237,7 @@ class StreamingConsumer:
             ClaimTimeoutError: No batch within ``timeout_s``, or none will come, though not every row has been acked.
         """
         give_up: float | None = None
+        num_alone = 0  # claims that found nothing, one after another, while nobody held rows
         while True:
             turn = _Turn()
             claims = read_ahead(self._claims(turn), self._read_ahead, _give_back)
@@ -251,11 +252,14 @@ class StreamingConsumer:
                             return
                         # the other rows are on lease to other consumers; a dead one's come back when its lease ends
                         give_up = time.monotonic() + self._timeout_s if give_up is None else give_up
-                        if time.monotonic() > give_up and not (self._is_endless and self._others_hold()):
-                            raise self._nothing_comes_back()
+                        if time.monotonic() > give_up:
+                            num_alone = 0 if self._is_endless and self._others_hold() else num_alone + 1
+                            # those ahead were made before the last rows came back
+                            if not self._is_endless or num_alone > self._read_ahead + 1:
+                                raise self._nothing_comes_back()
                         time.sleep(_END_POLL_S)
                     elif not self._read_ahead or self._is_current(batch):
-                        give_up = None
+                        give_up, num_alone = None, 0
                         batch._stop_renewing()
                         yield batch
                     else:  # begin anew, so that no row is handed out that would not have been claimed only now

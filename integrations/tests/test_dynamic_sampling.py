@@ -194,6 +194,7 @@ def test_rules():
     whole = all_match({"truncated": False, "weight_version": (">=", 3)})
     assert whole([{"truncated": False, "weight_version": 3}] * 2)
     assert not whole([{"truncated": False, "weight_version": 3}, {"truncated": True, "weight_version": 3}])
+    assert all_match({"reward": ("any >", 0)})([{"reward": 0.0}, {"reward": 1.0}])
 
 
 @pytest.mark.parametrize("name", ["num_groups", "group_size", "max_generations"])

@@ -68,4 +68,8 @@ def test_a_client_that_knew_no_other_registration_is_told_of_the_one_since_it_wa
     _, rank = two
     with pytest.raises(MissingDataError) as caught:
         rank.get_samples(["z"], "p", ["x"])
-    assert f"{this_process()} (driver) registered the partition " in caught.value.hint
+    told = f"It was never written, or cleared. {this_process()} (driver) registered the partition "
+    assert re.fullmatch(rf"{re.escape(told)}\d+ s ago\.", caught.value.hint), "it may have held nothing before"
+    with pytest.raises(MissingDataError) as caught:
+        rank.get_samples(["a"], "p", ["y"])
+    assert "registered" not in caught.value.hint, "the sample is there"

@@ -1,6 +1,7 @@
 """What a save keeps of samples that were cleared, and what it says when files cannot be written or read."""
 
 import hashlib
+import math
 import os
 import socket
 
@@ -18,6 +19,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.saves import files
+from dataplane_core.spec import new_id
 
 
 def once(step):
@@ -102,6 +104,16 @@ def test_a_row_that_is_written_during_a_save_is_saved_as_it_was_at_one_moment(
     assert client.list_sample_ids("p", fields=["z"]) == ["b"] * n * tagged
     if tagged and n:
         assert "b" in client.list_consumed("p", "t"), "it was claimed before it was written"
+
+
+def test_a_tag_that_is_nan_has_not_changed(tmp_path):
+    options = {"capacity_bytes": "1 MiB", "namespace": f"test-{new_id()}"}
+    with connect({"backend": "shm_store", "options": options}) as client:  # each listing makes a NaN of its own
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.zeros(1)}, tags=[{"n": float("nan")}])
+        client.save(tmp_path)
+        client.load(tmp_path)
+        assert math.isnan(client.list_samples("p").tags[0]["n"])
 
 
 def test_a_row_that_is_written_all_the_time_is_named(client, faults, tmp_path):

@@ -106,6 +106,9 @@ EVICTED = client("trainer", claims(num_samples=8, ended_s=400.0, waits_s=400.0))
 EVICTS = client("buffer", puts("x"), replace(puts(), operation="clear_samples"), pid=9)
 ONE_LEFT = partition(held=1, cleared=40)
 QUIET = client("r", puts("y", ended_s=400.0), heard_s=0.0)
+#: It puts what it makes of prompts that it claims.
+SLOW = client("rollout", puts("x", ended_s=400.0), claims("prompts", waits_s=None, ended_s=400.0), pid=7)
+OF_PROMPTS = partition(tasks=("train", "prompts"))
 LOADING = client("new", pid=8)
 DRIVER = client("driver", replace(puts(ended_s=400.0, count=0), operation="register_partition"), pid=8)
 COMPLETE = partition(tasks=("train", "score"), num_samples=4)
@@ -299,6 +302,8 @@ def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_not_called_sta
         (False, row("", client("both", claims(), puts("x")))),
         (False, row("", generates(client("both", claims(waits_s=400.0), puts("x"))))),
         (False, row("", client("both", claims(waits_s=400.0), puts("x")), ROLLOUT)),
+        (False, row("", client("both", claims(waits_s=400.0), puts("x")), SLOW, found=OF_PROMPTS)),
+        (False, row("", SLOW, client("both", claims(waits_s=400.0), puts("x")), found=OF_PROMPTS)),
         (True, row("", TRAINER, ENDED, found=FOUR, short=Shortfall(num_incomplete=3, incomplete_groups={"q1": 4}))),
         (False, row("", TRAINER, just(ENDED))),
         (False, row("", TRAINER, ENDED, writer(), found=partition(held=2), short=SOME_LACK)),

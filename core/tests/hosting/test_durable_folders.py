@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -57,3 +58,21 @@ def test_a_journal_that_was_closed_and_is_shorter_now_is_refused(tmp_path: Path,
     opened(finish=False)
     os.truncate(journal(), journal().stat().st_size - 1)
     opened()  # its process was killed, so that its last frame may be torn
+
+
+def test_a_journal_is_opened_again_whose_end_found_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = JournalFile(tmp_path)
+    file.note("n", b"value")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)  # of the note how long the journal is
+        file.finish()
+    file.close()
+    file = JournalFile(tmp_path)
+    assert file.notes == {"n": b"value"}
+    file.finish()
+    (ended,) = tmp_path.glob("*/ended")
+    assert file._synced == int(ended.read_text()), "the disk had less than the note says"
+    file.close()

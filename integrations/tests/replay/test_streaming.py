@@ -19,6 +19,7 @@ from dataplane_core.errors import (
     Verdict,
 )
 from dataplane_integrations.replay import StreamingConsumer, _consumer
+from dataplane_testkit._timing import Background, eventually
 
 WAIT_S = 60.0
 #: Batches that the consumers read ahead.
@@ -267,6 +268,23 @@ def test_without_a_timeout_it_waits_until_nobody_is_left_who_could_put(
     with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
         next(iter(consumer_of(stream, timeout_s=None)))
     assert list(looks) == []
+
+
+def test_rows_that_come_too_stale_while_it_waits_are_dropped(
+    stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is full of them takes no others."""
+    monkeypatch.setattr(_consumer, "_LOOK_S", 0.01)
+    waits = threading.Event()
+    stream.why = lambda *task: waits.set() or []
+    consumer = consumer_of(stream, timeout_s=None, max_staleness=0, weight_version=1)
+    batch = Background(lambda: next(iter(consumer)))
+    assert waits.wait(WAIT_S)
+    put(stream, range(4))
+    eventually(lambda: not stream.list_samples("replay").size, WAIT_S, "the stale rows are dropped")
+    put(stream, range(4), 1)
+    assert batch.result(WAIT_S).meta.sample_ids == [f"v1_p{row}_g0" for row in range(4)]
+    assert consumer.num_stale == 4
 
 
 def test_without_a_timeout_it_waits_for_what_others_hold(

@@ -514,9 +514,10 @@ class Claims(Overview):
             info = self._describe(partition_id, time.monotonic() + ADVICE_S)
             is_new = info.registered_at > self._opened_at if known is None else known.epoch != info.epoch
             if is_new and info.registered_by and info.epoch not in self._registered:
-                again, ago_s = "" if known is None else " again", max(0.0, time.time() - info.registered_at)
-                told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago"
-                error.hint = f"{error.hint or ''} {told}: what it held before is gone.".lstrip()
+                again, gone = ("", "") if known is None else (" again", ": what it held before is gone")
+                ago_s = max(0.0, time.time() - info.registered_at)
+                told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago{gone}."
+                error.hint = f"{error.hint or ''} {told}".lstrip()
 
     def _tell_short_groups(self, partition_id: str, info: PartitionInfo) -> None:
         """Warns of groups that are not whole, if no more samples come."""

@@ -366,7 +366,8 @@ class Connection(ClientFacts):
             yield
         except DataPlaneError as error:
             error.backend = error.backend or self.backend_name
-            if partition and type(error) in (MissingDataError, LeaseExpiredError):
+            missing = type(error) is MissingDataError and error.missing_samples
+            if partition and (missing or type(error) is LeaseExpiredError):
                 self._tell_new_registration(error, *partition)
             raise
         finally:

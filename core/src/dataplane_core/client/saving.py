@@ -30,6 +30,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.packed import pack_msgpack
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, Registration, TagValue, fits
 
@@ -181,6 +182,10 @@ class _Seen:
                 continue  # some were cleared since they were listed
             return cls(dict(zip(listed.sample_ids, zip(listed.tags or (), fields, strict=True), strict=True)))
 
+    def packed(self, sample_ids: Sequence[str]) -> bytes:
+        """How these rows were seen, to be compared: as values, two NaN of a tag differ."""
+        return pack_msgpack([self.rows.get(each) for each in sample_ids])
+
 
 class _Part(NamedTuple):
     """Rows that were read: the tags of each, and the tasks that had consumed it; and their columns, by the ids that
@@ -235,7 +240,7 @@ class _Reader:
         after = _Seen.of(self._client, self._partition_id, there)
         if batches is None and after.rows.keys() == set(there):  # not cleared, but lost
             batches, is_whole = self._columns(there, after), False
-        if batches is not None and is_whole and all(after.rows.get(each) == before.rows[each] for each in there):
+        if batches is not None and is_whole and after.packed(there) == before.packed(there):
             given = [{task for task, ids in consumed.items() if each in ids} for each in there]
             tags = [before.rows[each][0] for each in there]
             return [_Part(list(zip(there, tags, given, strict=True)), batches)]

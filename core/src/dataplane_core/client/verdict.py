@@ -462,7 +462,7 @@ class _Judge:
         first = self._of_producer(alive[0], what, is_late, reach)
         is_good = not first.is_fault and not first.is_over
         others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if not is_good)
-        reason = next((each for each in others if not each.is_fault and not each.is_over), first)
+        reason = min([first, *others], key=lambda each: (each.is_over, each.is_fault))
         dead = [each for each in workers if each[0].state not in ("open", "closed")]
         if dead and not reason.is_fault:
             last, fate, told = self._ended(dead)

@@ -344,7 +344,8 @@ class JournalFile:
             self.commit()
             with self._lock:
                 self._write({"end": True}, Entry(self.now(), None))
-                os.close(self._begin(self._folder / _ENDED, b"%d" % self._end))
+            self.commit()  # the disk has the end before it has the note
+            self.put(_ENDED, b"%d" % self._end)
 
     def close(self) -> None:
         """Closes the file. The journal stays."""

@@ -365,9 +365,10 @@ class StreamingConsumer:
         )
 
     def _waits_in_vain(self) -> bool:
-        """Whether a wait of ``_timeout_s`` was the last one."""
+        """Whether a wait of ``_timeout_s`` was the last one. If not, drops what came meanwhile and is too stale."""
         if not self._is_endless:
             return True
+        self.drop_stale()  # so that a store that is full of it takes other rows
         return any(each.is_over for each in self._client.why(self._partition_id, self._task_name))
 
     def _others_hold(self) -> bool:

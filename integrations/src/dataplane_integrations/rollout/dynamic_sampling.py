@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from dataplane_core.batch import BatchedDataDict
@@ -18,7 +19,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import TagFilter, check_tag_filter, matches
+from dataplane_core.spec import TagFilter, check_tag_filter, group_matches
 from dataplane_integrations.errors import SamplingExhaustedError, noted_on
 from dataplane_integrations.rollout.first_write import RolloutReceipt
 
@@ -42,13 +43,8 @@ def tag_varies(name: str = "reward", *, tolerance: float = 0.0) -> GroupRule:
 
 
 def all_match(tag_filter: TagFilter) -> GroupRule:
-    """Keeps groups if all their rows match a tag filter, such as ``{"truncated": ("==", False)}``."""
-    condition = check_tag_filter(tag_filter)
-
-    def match(group: Sequence[Mapping[str, Any]]) -> bool:
-        return all(matches(row, condition) for row in group)
-
-    return match
+    """Keeps groups that match a tag filter, such as ``{"truncated": ("==", False)}``, as those of a claim do."""
+    return partial(group_matches, tag_filter=check_tag_filter(tag_filter))
 
 
 def _number(tags: Mapping[str, Any], name: str) -> float:

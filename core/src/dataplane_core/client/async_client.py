@@ -227,11 +227,10 @@ class AsyncDataPlaneClient(ClientFacts):
 
     @wraps(DataPlaneClient.mark_step)
     async def mark_step(self, step: int, **values: float) -> None:
-        try:
+        async with contextlib.AsyncExitStack() as each:
+            each.callback(self._client._note_step, step, values)
             for stream in list(self._client._streams):
-                await stream.ack()
-        finally:
-            self._client._note_step(step, values)
+                each.push_async_callback(stream.ack)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

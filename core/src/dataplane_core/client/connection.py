@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, NoReturn, Self, TypeVar
 from weakref import WeakSet
@@ -243,11 +243,10 @@ class Connection(ClientFacts):
         Example:
             >>> client.mark_step(7, loss=0.25, staleness=1)
         """
-        try:
+        with ExitStack() as each:  # the step last; all of them, whichever fails
+            each.callback(self._note_step, step, values)
             for stream in list(self._streams):
-                stream.ack()
-        finally:
-            self._note_step(step, values)
+                each.callback(stream.ack)
 
     def _note_step(self, step: int, values: Mapping[str, float]) -> None:
         for each in self._middleware:

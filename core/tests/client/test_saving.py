@@ -116,6 +116,21 @@ def test_a_tag_that_is_nan_has_not_changed(tmp_path):
         assert math.isnan(client.list_samples("p").tags[0]["n"])
 
 
+def test_a_row_that_was_cleared_and_written_as_before_is_not_consumed(client, faults, tmp_path):
+    client.register_partition("p", ["x"], None, ["t"])
+    put(client, "a")
+    client.claim_meta("p", "t", ["x"], 1, blocking=False)
+
+    def again():
+        client.clear_samples(["a"], "p")
+        put(client, "a")
+
+    with faults.before("get_samples", once(again)):
+        client.save(tmp_path)
+    client.load(tmp_path)
+    assert client.list_consumed("p", "t") == []
+
+
 def test_a_row_that_is_written_all_the_time_is_named(client, faults, tmp_path):
     client.register_partition("p", ["x"], None, ["t"])
     put(client, "a", "b")

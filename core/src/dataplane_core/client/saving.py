@@ -108,7 +108,7 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
     info = client.describe(partition_id).info
     seen = _Seen.of(client, partition_id, None)
     state = client._export("save", partition_id)  # after the list: so it knows what was cleared before
-    consumed = {task: set(ids) for task, ids in state.consumed.items()}
+    consumed = _consumed(state)
     reader = _Reader(client, partition_id)
     num_blocks = num_saved = 0
     listed = list(seen.rows)
@@ -195,6 +195,10 @@ class _Part(NamedTuple):
     batches: list[tuple[list[str], dict[str, Any]]]
 
 
+def _consumed(state: PartitionState) -> dict[str, set[str]]:
+    return {task: set(ids) for task, ids in state.consumed.items()}
+
+
 class _Reader:
     """Reads rows of a partition while others write.
 
@@ -242,12 +246,14 @@ class _Reader:
             batches, is_whole = self._columns(there, after), False
         if batches is not None and is_whole and after.packed(there) == before.packed(there):
             given = [{task for task, ids in consumed.items() if each in ids} for each in there]
-            tags = [before.rows[each][0] for each in there]
-            return [_Part(list(zip(there, tags, given, strict=True)), batches)]
+            if any(given):  # a row that was cleared and written as before since then is consumed no longer
+                consumed = _consumed(self._client._export("save", self._partition_id))
+            if all(each in consumed.get(task, ()) for each, tasks in zip(there, given, strict=True) for task in tasks):
+                tags = [before.rows[each][0] for each in there]
+                return [_Part(list(zip(there, tags, given, strict=True)), batches)]
         if not tries:
             raise StalePartitionError(f"save: sample '{there[0]}' is written all the time.", retryable=True)
-        state = self._client._export("save", self._partition_id)
-        consumed = {task: set(ids) for task, ids in state.consumed.items()}
+        consumed = _consumed(self._client._export("save", self._partition_id))
         half = (len(there) + 1) // 2  # one of many changes at any time, one alone does not
         parts = (self.read(some, after, consumed, tries - (len(some) == 1)) for some in (there[:half], there[half:]))
         return [part for some in parts for part in some]

@@ -11,9 +11,10 @@ from dataplane_mooncake import TQMooncakeBackend
 
 @pytest.fixture(scope="module", autouse=True)
 def _address_of_no_node():
-    """This process has an address that no node has, as the processes of its Ray."""
+    """This process has an address that no node has, as the processes of its Ray, and a pool that mixes rows up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MC_TCP_BIND_ADDRESS", "169.254.7.7")
+        patch.setenv("MC_TCP_ENABLE_CONNECTION_POOL", "1")
         yield
 
 

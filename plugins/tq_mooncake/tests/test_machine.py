@@ -1,20 +1,24 @@
 """What a machine may lack: each is named by a ConfigError with the command that mends it."""
 
+import logging
 import sys
 from importlib import metadata
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from dataplane_core.backends import Level
 from dataplane_core.errors import ConfigError
 from dataplane_mooncake import TQMooncakeConfig, machine
+from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.machine import NodeMemory
 
 MIB = 1 << 20
 
 
 def test_this_machine_has_what_it_needs():
-    machine.check_distributions()
-    machine.check_library()
+    machine.check_machine(TQMooncakeConfig())
     machine.check_master()
 
 
@@ -36,23 +40,32 @@ def wheels(monkeypatch):
 
 
 @pytest.mark.parametrize("name", machine.DISTRIBUTIONS)
-def test_each_wheel_will_do_in_a_version_that_was_tried(wheels, name):
-    for version in machine.TRIED:
+def test_each_wheel_will_do_in_an_accepted_version_and_by_option_in_any(wheels, connect, caplog, name):
+    for version in machine.ACCEPTED:
         wheels({name: version})
-        machine.check_distributions()
-    wheels({name: "0.2.0"})
-    with pytest.raises(ConfigError, match=rf"{name} 0\.2\.0 is installed, with which this package was not tried"):
-        machine.check_distributions()
+        machine.check_machine(TQMooncakeConfig())
+    assert caplog.messages == []
+    wheels({name: "0.3.11.post1"})
+    refused = f"{name} 0.3.11.post1 is installed"
+    with pytest.raises(ConfigError, match=refused) as error:
+        connect()
+    assert "any_mooncake_version: true" in error.value.hint
+    machine.check_machine(TQMooncakeConfig(any_mooncake_version=True))
+    ((_, level, said),) = caplog.record_tuples
+    assert (level, said) == (logging.WARNING, error.value.message)
+    for option, expected in ((False, Level.ERROR), (True, Level.WARNING)):
+        found = diagnose(TQMooncakeConfig(any_mooncake_version=option))
+        assert [each.level for each in found if each.what.startswith(refused)] == [expected]
 
 
 def test_two_wheels_over_each_other_are_named_and_the_one_for_cuda_is_kept(wheels, connect):
-    wheels({"mooncake-transfer-engine-non-cuda": machine.TRIED[-1], "mooncake-transfer-engine": "0.3.13"})
+    wheels({"mooncake-transfer-engine-non-cuda": machine.ACCEPTED[-1], "mooncake-transfer-engine": "0.3.13"})
     with pytest.raises(ConfigError, match=r"2 distributions install the module mooncake") as error:
         connect()
     assert "'mooncake-transfer-engine 0.3.13'" in str(error.value)
     assert "mooncake-transfer-engine-non-cuda mooncake-transfer-engine && pip install" in str(error.value)
     assert error.value.hint.endswith(
-        f"pip install dataplane-mooncake-backend mooncake-transfer-engine=={machine.TRIED[-1]}"
+        f"pip install dataplane-mooncake-backend mooncake-transfer-engine=={machine.ACCEPTED[-1]}"
     )
 
 
@@ -86,11 +99,17 @@ def test_a_missing_library_is_named_and_the_cause_kept(tmp_path, monkeypatch, co
     assert str(error.value.__cause__) == reason
 
 
-def test_a_master_that_may_not_be_executed_is_named(tmp_path, monkeypatch, connect):
+def test_a_master_that_is_not_executable_is_made_so_where_this_user_may(tmp_path, monkeypatch, connect):
     path = tmp_path / "mooncake_master"
     path.touch(mode=0o644)
     monkeypatch.setattr(machine, "master_path", lambda: path)
     with pytest.raises(ConfigError, match=rf"{path} is not executable \(mode 644\)\. Run: chmod \+x {path}"):
+        machine.check_master()
+    machine.check_master(mend=True)
+    assert path.stat().st_mode & 0o777 == 0o755
+    path.chmod(0o600)
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError))  # as of another user's file
+    with pytest.raises(ConfigError, match=rf"{path} is not executable \(mode 600\)\. Run: chmod \+x {path}"):
         connect()
 
 

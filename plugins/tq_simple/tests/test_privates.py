@@ -4,9 +4,11 @@ import ast
 import importlib
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import dataplane_tq_simple
+from dataplane_tq_simple._diagnosis import TRIED
 
 SOURCE = Path(dataplane_tq_simple.__file__).parent
 
@@ -33,6 +35,11 @@ def is_there(name):
         node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
     return attribute in methods | kept
+
+
+def test_pip_accepts_the_versions_that_were_tried():
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    assert f"TransferQueue>={TRIED[0]},<={TRIED[-1]}" in project["dependencies"]
 
 
 def test_transfer_queue_has_moved_none_of_them():

@@ -9,7 +9,7 @@ from dataplane_core.backends import Finding, RowStoreBackend
 from dataplane_core.spec import Capability
 from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
-from dataplane_mooncake.machine import check_machine, check_master
+from dataplane_mooncake.machine import check_distributions, check_library, check_machine, check_master
 from dataplane_tq_simple import QueueBackend
 
 if TYPE_CHECKING:
@@ -44,9 +44,13 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
         # before TransferQueue is imported: it hides the reason if the library does not load
-        check_machine(self.config)
-        if bootstrap and self.config.master_address is None:
-            check_master()
+        if bootstrap:
+            check_machine(self.config)
+            if self.config.master_address is None:
+                check_master(mend=True)
+        else:  # the rest when the options of the instance are known
+            check_distributions()
+            check_library()
         super().start(bootstrap=bootstrap, deadline=deadline)
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:

@@ -18,6 +18,7 @@ from dataplane_mooncake.machine import (
     check_master,
     check_memory,
     check_rdma,
+    check_version,
     installed,
 )
 from dataplane_tq_simple.addresses import announced_address
@@ -26,6 +27,8 @@ from dataplane_tq_simple.addresses import announced_address
 def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`."""
     yield _finding(check_distributions, f"Mooncake is installed once: {' '.join(chain(*installed().items()))}.")
+    severity = Finding.warning if config.any_mooncake_version else Finding.error
+    yield _finding(check_version, "This version of Mooncake is accepted.", severity)
     yield _finding(check_library, "Mooncake's library loads.")
     if config.master_address is None:
         yield _finding(check_master, "mooncake_master exists and is executable.")
@@ -40,9 +43,11 @@ def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
         yield _finding(memory, f"This node has {available // 2**20} MiB of memory available, which is enough.")
 
 
-def _finding(check: Callable[[], object], ok_message: str) -> Finding:
+def _finding(
+    check: Callable[[], object], ok_message: str, failed: Callable[[str, str | None], Finding] = Finding.error
+) -> Finding:
     try:
         check()
     except ConfigError as error:
-        return Finding.error(error.message, error.hint)
+        return failed(error.message, error.hint)
     return Finding.ok(ok_message)

@@ -72,7 +72,8 @@ class Engine(QueueEngine):
 
     def _join(self, deadline: float) -> None:
         config = self.config.model_copy(update=self.own.own_options())
-        check_machine(config)
+        if not self.bootstrapped:
+            check_machine(config)
         available = memory_limit().available_bytes
         if config.client_buffer_bytes > available:
             raise ConfigError(

@@ -72,10 +72,10 @@ class Master:
             BackendUnavailableError: It ended at every start.
             OperationTimeoutError: It did not answer in time.
         """
-        check_master()
+        check_master(mend=True)
         try:
             for _ in range(_NUM_STARTS):
-                self._ports = _free_port(self._ip), _free_port("127.0.0.1")
+                self._ports = _free_port(self._ip), _free_port("0.0.0.0")
                 if self._launch(deadline):
                     return
             raise BackendUnavailableError(
@@ -111,6 +111,7 @@ class Master:
             "rpc_address": self._ip,
             "rpc_port": str(rpc_port),
             "metrics_host": "127.0.0.1",
+            "undefok": "metrics_host",  # Mooncake before 0.3.13 does not know it
             "metrics_port": str(metrics_port),
             **_SETTINGS,
         }

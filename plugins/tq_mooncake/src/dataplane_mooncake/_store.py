@@ -113,6 +113,7 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
     """
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
     os.environ["MC_STORE_MEMCPY"] = str(int(settings.memcpy))
+    os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)  # in 0.3.11 a pool gives rows the bytes of others
     if settings.protocol == "rdma":
         os.environ.pop("MC_FORCE_TCP", None)
     library = check_library()

@@ -53,6 +53,10 @@ class TQMooncakeConfig(QueueConfig):
     """Mooncake's ``MC_STORE_MEMCPY``: copies rows within a process without the transport. Unsafe over TCP in some
     wheels of Mooncake."""
 
+    any_mooncake_version: bool = False
+    """Whether a version of Mooncake with which the conformance tests did not pass, or did not run, is only a warning in
+    the log. Otherwise it is refused."""
+
     master_start_s: float = Field(default=30.0, gt=0)
     """Seconds that a started ``mooncake_master`` may take until it answers, within the deadline of connecting."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata, util
@@ -17,16 +18,18 @@ from typing import Any, Final, NamedTuple
 from dataplane_core.errors import ConfigError, preview
 from dataplane_mooncake.config import TQMooncakeConfig
 
+_logger = logging.getLogger(__name__)
+
 #: The wheels that install the module ``mooncake``, and what each is built for. This package depends on none of them.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {
     "mooncake-transfer-engine-non-cuda": "no CUDA",
     "mooncake-transfer-engine": "CUDA 12",
     "mooncake-transfer-engine-cuda13": "CUDA 13",
 }
-#: The versions with which this package was tried, oldest first. It relies on more than Mooncake documents.
-TRIED: Final = ("0.3.13.post1",)
+#: The versions with which the kit passes, oldest first. This package relies on more than Mooncake documents.
+ACCEPTED: Final = ("0.3.13", "0.3.13.post1")
 _PLAIN, *_FOR_CUDA = DISTRIBUTIONS
-_INSTALL: Final = f"pip install {_PLAIN}=={TRIED[-1]}"
+_INSTALL: Final = f"pip install {_PLAIN}=={ACCEPTED[-1]}"
 #: The package that is this one and the wheel without CUDA.
 _WITH_WHEEL: Final = "dataplane-mooncake"
 
@@ -44,10 +47,7 @@ def installed() -> dict[str, str]:
 
 
 def check_distributions() -> None:
-    """Checks that exactly one of the three wheels is installed, of a version that was tried.
-
-    Several overwrite each other's files.
-    """
+    """Checks that exactly one of the three wheels is installed: several overwrite each other's files."""
     found = installed()
     if not found:
         raise ConfigError(
@@ -62,14 +62,21 @@ def check_distributions() -> None:
             f"{len(found)} distributions install the module mooncake over each other: "
             f"{preview(f'{name} {version}' for name, version in found.items())}. Expected one.",
             hint=f"Remove them all and install one: pip uninstall -y {' '.join(names)} && pip install "
-            f"dataplane-mooncake-backend {kept}=={TRIED[-1]}",
+            f"dataplane-mooncake-backend {kept}=={ACCEPTED[-1]}",
         )
-    ((name, version),) = found.items()
-    if version not in TRIED:
-        raise ConfigError(
-            f"{name} {version} is installed, with which this package was not tried. Expected {' or '.join(TRIED)}.",
-            hint=f"Run: pip install {name}=={TRIED[-1]}",
-        )
+
+
+def check_version() -> None:
+    """Checks that the installed wheel is of an accepted version."""
+    for name, version in installed().items():
+        if version not in ACCEPTED:
+            raise ConfigError(
+                f"{name} {version} is installed, with which the conformance tests of this package did not pass or did "
+                f"not run. Expected {' or '.join(ACCEPTED)}.",
+                hint=f"Run: pip install {name}=={ACCEPTED[-1]}. If that cannot be: docs/operating.md says what was "
+                "tried; any_mooncake_version: true makes this a warning. Then run: dataplane conformance tq_mooncake "
+                "--options '{any_mooncake_version: true}'",
+            )
 
 
 def check_library() -> Any:
@@ -109,12 +116,19 @@ def master_path() -> Path:
 
 
 def _reinstall() -> str:
-    return f"Reinstall it: pip install --force-reinstall --no-deps {next(iter(installed()), _PLAIN)}=={TRIED[-1]}"
+    return f"Reinstall it: pip install --force-reinstall --no-deps {next(iter(installed()), _PLAIN)}=={ACCEPTED[-1]}"
 
 
-def check_master() -> None:
-    """Checks that ``mooncake_master`` exists and is executable."""
+def check_master(*, mend: bool = False) -> None:
+    """Checks that ``mooncake_master`` exists and is executable.
+
+    Args:
+        mend: Whether to make it executable, if this user may: some installers drop that bit.
+    """
     path = master_path()
+    if mend and not os.access(path, os.X_OK):
+        with contextlib.suppress(OSError):  # of another user, or on a file system that is read-only
+            path.chmod(path.stat().st_mode | 0o111)
     if not os.access(path, os.X_OK):
         raise ConfigError(
             f"{path} is not executable (mode {path.stat().st_mode & 0o777:o}).", hint=f"Run: chmod +x {path}"
@@ -140,8 +154,17 @@ def check_rdma(devices: Sequence[str] = ()) -> None:
 
 
 def check_machine(config: TQMooncakeConfig) -> None:
-    """Checks what every process that loads Mooncake needs: the library, and for ``rdma`` the devices."""
+    """Checks what every process that loads Mooncake needs: one wheel, its library, and for ``rdma`` the devices.
+
+    With ``any_mooncake_version``, a version that is not accepted is logged.
+    """
     check_distributions()
+    try:
+        check_version()
+    except ConfigError as error:
+        if not config.any_mooncake_version:
+            raise
+        _logger.warning("%s", error.message)
     check_library()
     if config.protocol == "rdma":
         check_rdma(config.rdma_devices)

@@ -451,6 +451,7 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     assert mooncake.store.__name__ in sys.modules
     assert os.environ["MC_TCP_BIND_ADDRESS"] == here
     assert os.environ["MC_STORE_MEMCPY"] == "0"
+    assert "MC_TCP_ENABLE_CONNECTION_POOL" not in os.environ
     assert backend_of(client)._engine._store._engine.get_hostname().rpartition(":")[0] == here
     unit = ray.get_actor("tqm-store/unit-0", namespace="dataplane")
     inherited = ray.get(unit.__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)

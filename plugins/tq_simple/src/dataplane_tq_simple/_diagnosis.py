@@ -17,6 +17,8 @@ from dataplane_tq_simple.config import QueueConfig
 
 _DISTRIBUTION: Final = "dataplane-tq-simple"
 _ENGINE: Final = "TransferQueue"
+#: The versions of it with which this package was tried, oldest first: it uses internals, so it accepts no others.
+TRIED: Final = ("0.1.9", "0.1.10", "0.1.11")
 #: Seconds that a Ray of this host has to accept a connection.
 _ANSWERS_S: Final = 5.0
 
@@ -68,12 +70,11 @@ def _packages() -> Iterator[Finding]:
                 hint = f"Install the system package that brings {library}."
             yield Finding.error(f"{module} cannot be imported: {type(error).__name__}: {error}", hint)
             return
-    # this package uses TransferQueue's internals, so its version is pinned
-    pins = [line for line in metadata.requires(_DISTRIBUTION) or () if line.lower().startswith(f"{_ENGINE}==".lower())]
-    expected, found = pins[0].partition("==")[2], metadata.version(_ENGINE)
-    if found != expected:
+    found = metadata.version(_ENGINE)
+    if found not in TRIED:
         yield Finding.error(
-            f"{_ENGINE} {found} is installed. Expected {expected}.", f"Run: pip install '{_ENGINE}=={expected}'"
+            f"{_ENGINE} {found} is installed. Expected {' or '.join(TRIED)}.",
+            f"Run: pip install '{_ENGINE}=={TRIED[-1]}'",
         )
     else:
         yield Finding.ok(f"{_ENGINE} {found} on Ray {metadata.version('ray')}.")

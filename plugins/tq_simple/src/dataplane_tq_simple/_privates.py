@@ -1,7 +1,7 @@
 """What this package uses of TransferQueue beyond its clients' API: one definition for each name, and used nowhere else.
 
 Each docstring begins with the name, as ``module:Class.attribute``, so that a test can say which of them another version
-of TransferQueue has moved. For that reason the version is pinned.
+of TransferQueue has moved. For that reason only versions that were tried are accepted.
 
 Importing this module imports Ray and TransferQueue.
 """

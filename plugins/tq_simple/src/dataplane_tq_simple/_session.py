@@ -6,6 +6,7 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import socket
 import threading
@@ -107,8 +108,9 @@ class RaySession:
             RaySession._num_users -= 1
             if RaySession._num_users == 0 and ray.is_initialized() and RaySession._ours == _connection():
                 RaySession._ours = None
-                # wait for its processes, so that none is left behind
-                shutdown = functools.partial(ray.shutdown, wait_for_processes=True)
+                # wait for its processes, so that none is left behind; an older Ray cannot
+                waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
+                shutdown = functools.partial(ray.shutdown, **({"wait_for_processes": True} if waits else {}))
                 limit_s = _SHUTDOWN_S if RaySession._local else _DISCONNECT_S
                 end_within(limit_s, "end its connection", shutdown)
 

@@ -13,7 +13,6 @@ import time
 from typing import Final, NamedTuple
 
 import ray
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from dataplane_core.backends import PrivateFolder
 from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError
@@ -110,7 +109,12 @@ def find(config: QueueConfig, name: str) -> str:
         )
     if found[0].secured:
         # else Ray, which is given an address, would not use the user's token, though the owner's Ray asks for it
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        with contextlib.suppress(ImportError):  # an older Ray uses a token only where RAY_AUTH_MODE says so
+            from ray._private.authentication.authentication_token_setup import (
+                maybe_enable_token_auth_if_token_available,
+            )
+
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     return found[0].address
 
 

@@ -27,7 +27,7 @@ from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords
-from dataplane_tq_simple._session import RaySession
+from dataplane_tq_simple._session import RaySession, _connection
 
 _OWN_RAY = """
 import json, os, sys, time, warnings
@@ -193,6 +193,16 @@ for address in (None, '127.0.0.1:1', 'nonsense'):
 
 def without_address():
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
+    """Its `shutdown` has no argument."""
+    ended = []
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(RaySession, "_ours", _connection())
+    monkeypatch.setattr(RaySession, "_num_users", 1)
+    RaySession(ours=True).release()
+    assert ended
 
 
 def test_without_ray_attaching_says_what_to_do(python):

@@ -119,6 +119,15 @@ def test_a_name_is_not_the_beginning_of_another(find):
     left.release()
 
 
+def test_an_older_ray_is_not_told_to_use_a_token(find, monkeypatch):
+    setup = "ray._private.authentication.authentication_token_setup"
+    monkeypatch.delattr(f"{setup}.maybe_enable_token_auth_if_token_available", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    left = _whereabouts.leave("tq-default", "127.0.0.1:1", time.monotonic() + 30)
+    assert find() == "127.0.0.1:1"
+    left.release()
+
+
 def test_processes_with_the_name_alone_share_an_instance(start):
     attaches = start(_ATTACHES)  # before there is an owner
     autos = [start(_AUTO), start(_AUTO)]

@@ -545,6 +545,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             results.insert(0, ({_MASK: _as_type_of(mask, data.get(_MASK))}, {"result_key": _MASK, "tq_field": _MASK}))
         for found, its in results:
             _check_width(found, its["result_key"], data.get(INPUT_IDS_FIELD))
+        for found, its in results:
             self._write_back_result_field(meta, found, **its)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:

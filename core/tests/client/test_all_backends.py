@@ -260,6 +260,7 @@ WRONG = [
     ("put_samples", TypeError, "", [{"tags": [row, row]} for row in NO_TAGS]),
     ("get_samples", ValueError, "", [{"sample_ids": [name]} for name in NO_NAMES]),
     ("get_samples", ValueError, "select_fields", [{"select_fields": []}]),
+    ("claim_meta", ValueError, "task_name", [{"task_name": name} for name in NO_NAMES]),
     ("claim_meta", ValueError, "batch_size", [{"batch_size": 0}, {"batch_size": -1}]),
     ("claim_meta", ValueError, "lease_s", [{"lease_s": 0}, {"lease_s": -1.0}]),
     ("claim_meta", ValueError, "tag_filter", [{"tag_filter": each} for each in NO_FILTERS]),

@@ -68,6 +68,11 @@ def test_equal_rows_are_sent_once_and_come_back(wire, form):
         assert len({row.data_ptr() for row in found}) == (3 if share else 6)
 
 
+def test_two_equal_rows_are_sent_once():
+    columns, _ = encode_columns({"x": torch.stack([IMAGES[0]] * 2)}, 2, SHARED)
+    assert num_rows(columns["x"].rows) == 1
+
+
 @EACH_WIRE
 def test_small_equal_rows_are_sent_as_ever_and_columns_with_equal_rows_can_be_combined(wire):
     fields = {"x": torch.arange(10).expand(6, -1), "word": NonTensorStack(*"abaaab")}

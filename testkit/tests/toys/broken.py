@@ -339,6 +339,13 @@ def stores_before_it_asks(self, put_samples, request):
     del self._segments[min(self._segments)]
     return reply
 
+@toy("Lists a sample with the tags with which it was listed first.", fails="test_a_save_is_loaded")
+def lists_what_it_listed_before(self, list_samples, request):
+    reply, first = list_samples(request), self.seen[request.partition_id]
+    first += zip(reply.sample_ids, reply.tags, strict=True)
+    known = dict(reversed(first))
+    return replace(reply, tags=[known[each] for each in reply.sample_ids])
+
 @toy("Drops ids from the listing, and leaves the cells readable.",
      list_samples=rows(lambda self, rows: [row for row in rows if row[0] not in self.seen["hidden"]]))
 def keeps_rows_after_clear(self, clear_samples, request):

@@ -18,6 +18,7 @@ from dataplane_testkit._columns import as_objects, batch, check_column, ids, ite
 from dataplane_testkit._copies import allocated
 from dataplane_testkit._store import Store, not_run
 from dataplane_testkit._timing import bounded
+from dataplane_testkit.faults import Faults
 
 _INTS: Final = torch.zeros(2, dtype=torch.int64)
 _VECTORS: Final = torch.zeros(2, 3, dtype=torch.int64)
@@ -340,3 +341,16 @@ class RowSuite(Suite, chapter="rows"):
         rest = store.claim(partition, 8, blocking=True, timeout_s=10.0)
         assert rest.sample_ids == ["s2", "s3", "s4", "s6"], "what was cleared no longer counts for num_samples"
         assert store.claim(partition, 9, task="b").sample_ids == ["s1", "s2", "s3", "s4", "s6"]
+        if store.declares(Capability.OVERWRITE):
+            moving = store.filled(2, tags=[{"n": 0}] * 2)
+            puts = [partial(store.put, moving, ["s1"], [{"n": 7}], x=torch.tensor([7]))]
+
+            def once(request: object) -> None:
+                if puts:
+                    puts.pop()()
+
+            with Faults.of(client).before("get_samples", once):
+                client.save(tmp_path, None, [moving])
+            client.load(tmp_path)
+            row = ((client.list_samples(moving).tags or [])[1], store.get(moving, ["s1"])["x"].tolist())
+            assert row == ({"n": 7}, [7]), "a row that is written during a save has tags and cells of different puts"

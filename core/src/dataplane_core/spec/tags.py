@@ -139,6 +139,8 @@ def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] |
 def group_matches(group: Collection[Mapping[str, Any]], tag_filter: Mapping[str, tuple[str, Any]] | None) -> bool:
     """Whether the samples of a group, by their tags, pass a full-form filter: all of them each condition, or after
     ``any`` one of them."""
+    if len(group) == 1:
+        return all(matches(tags, tag_filter) for tags in group)
     for name, condition in (tag_filter or {}).items():
         some = any if condition[0].startswith(_ANY) else all
         if not some(matches(tags, {name: condition}) for tags in group):

@@ -12,6 +12,7 @@ import torch
 from dataplane_core import KVBatchMeta
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
+    BackendUnavailableError,
     ClaimTimeoutError,
     InvalidRequestError,
     LeaseExpiredError,
@@ -262,8 +263,15 @@ def test_without_a_timeout_it_waits_until_nobody_is_left_who_could_put(
     stream: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_consumer, "_LOOK_S", 0.01)
-    looks = iter([False, False, True])
-    stream.why = lambda *task: [Verdict(partition_id=task[0], task_name=task[1], state="waits", is_over=next(looks))]
+    looks = iter([False, None, True])
+
+    def why(*task: str) -> list[Verdict]:
+        is_over = next(looks)
+        if is_over is None:
+            raise BackendUnavailableError("restarts.")
+        return [Verdict(partition_id=task[0], task_name=task[1], state="waits", is_over=is_over)]
+
+    stream.why = why
     put(stream, range(3))
     with pytest.raises(ClaimTimeoutError, match="3 of 4 samples were ready"):
         next(iter(consumer_of(stream, timeout_s=None)))

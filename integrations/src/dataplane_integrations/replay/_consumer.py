@@ -369,7 +369,9 @@ class StreamingConsumer:
         if not self._is_endless:
             return True
         self.drop_stale()  # so that a store that is full of it takes other rows
-        return any(each.is_over for each in self._client.why(self._partition_id, self._task_name))
+        with contextlib.suppress(DataPlaneError):  # the next claim says what is wrong
+            return any(each.is_over for each in self._client.why(self._partition_id, self._task_name))
+        return False
 
     def _others_hold(self) -> bool:
         return self._client.describe(self._partition_id, count_rows=False).tasks[self._task_name].num_leased > 0

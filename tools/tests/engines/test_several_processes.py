@@ -95,10 +95,13 @@ def test_a_task_that_another_follower_has_is_refused(python, store, config, tmp_
     def follow():
         return follow_partition(store, "p", tmp_path / "two", task="mine", idle_s=0.0).num_rows
 
+    def operations():
+        return [work.operation for each in store.list_clients() for work in each.work]
+
     store.register_partition("p", ["x"], None, ["mine"], followers=["mine"])
     with python.start("-c", EXPORT, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
         try:
-            eventually(lambda: any(each.work for each in store.list_clients()), within_s=STARTS_S, what="a claim")
+            eventually(lambda: "claim_meta" in operations(), within_s=STARTS_S, what="a claim")
             with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
                 follow()
             assert not (tmp_path / "two" / ".export.json").exists()

@@ -228,8 +228,7 @@ class Wakes:
         with self._lock:
             if self._thread is not None or self._closed:
                 return
-            sockets = list(socket.socketpair())
-            thread = threading.Thread(target=self._run, args=(sockets,), name="dataplane-redis-wakes", daemon=True)
+            thread = threading.Thread(target=self._run, name="dataplane-redis-wakes", daemon=True)
             thread.start()
             self._thread = thread
 
@@ -239,18 +238,16 @@ class Wakes:
             with contextlib.suppress(OSError):  # it has ended, or has enough to read
                 self._sockets[1].send(b".")
 
-    def _run(self, sockets: list[socket.socket]) -> None:
+    def _run(self) -> None:
         with self._lock:
             if self._thread is not threading.current_thread():
-                for each in sockets:
-                    each.close()
                 return  # its start was interrupted: another one is started when it is needed
-            for each in sockets:
-                each.setblocking(False)
-            self._sockets = sockets
-            _open.add(self)
         pause_s = _PAUSE_S
         try:
+            self._sockets = list(socket.socketpair())  # here no signal handler can come in between
+            for each in self._sockets:
+                each.setblocking(False)
+            _open.add(self)
             while not (self._closed or self._refused):
                 connection = self._subscribe()
                 if connection is not None:
@@ -260,6 +257,8 @@ class Wakes:
                 if not self._refused:
                     self._sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MOST_S)
+        except OSError as error:  # there are no more sockets
+            _log.warning("claims and puts that wait are not woken, but ask the store now and then: %s", error)
         finally:
             self._tried.set()
             _open.discard(self)

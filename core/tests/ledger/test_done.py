@@ -2,7 +2,7 @@
 
 from ledgers import ledger
 
-from dataplane_core.ledger import StateReader, commands, to_state
+from dataplane_core.ledger import Ledger, StateReader, commands, to_state
 from dataplane_core.ledger.done import KEPT_S
 
 
@@ -29,3 +29,10 @@ def test_what_is_forgotten_depends_on_records_and_not_on_clocks():
     kept = [set(each._done._ends) for each in (asks, late, third.ledger)]
     assert kept[0] == kept[1] == kept[2]
     assert kept[0] == {f"r{number}" for number in range(0, 2500, 5)}
+
+
+def test_an_expiry_of_what_is_gone_changes_nothing():
+    made = Ledger(self_expiring=False)
+    made.apply(commands.RegisterRequest("p", ["x"], None, ["t"]), 0.0)
+    made.apply(commands.Expire([("gone", "t", "one", ["a"]), ("p", "gone", "one", ["a"])], []), 0.0)
+    assert made.apply(commands.Due(), 0.0) is None

@@ -334,10 +334,9 @@ def _lines(report: Mapping[str, Any], *, fields: bool) -> list[str]:
         for task, counts in found["tasks"].items():
             oldest = counts["oldest_not_consumed"]
             if oldest is not None:
-                lacks = "has all registered fields"
-                if oldest["lacks"]:
-                    lacks = f"has all registered fields but {', '.join(oldest['lacks'])}"
-                lines.append(f"  The oldest sample that {task} has not consumed is {oldest['sample_id']}; it {lacks}.")
+                but = f" but {', '.join(oldest['lacks'])}" if oldest["lacks"] else ""
+                which = f"The oldest sample that {task} has not consumed is {oldest['sample_id']}"
+                lines.append(f"  {which}; it has all registered fields{but}.")
         if fields and found["fields"]:
             shown = [
                 [name, str(each["rows"] or 0) if each else "0", each["cells"] if each else "not written"]

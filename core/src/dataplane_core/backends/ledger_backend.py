@@ -42,6 +42,7 @@ from dataplane_core.spec import (
     CANCELLATION,
     OPERATIONS,
     Bell,
+    Cancellation,
     Capability,
     Claim,
     ClaimRequest,
@@ -378,9 +379,8 @@ class LedgerBackend(Backend, ABC):
     ) -> Sequence[Ref]:
         """Tries a put until there is room for it. Returns the refs that it freed."""
         start = time.monotonic()
-        bell, cancellation = Bell(), CANCELLATION.get()
-        if cancellation is not None:
-            cancellation.listen(bell.ring)
+        bell, cancellation = Bell(), CANCELLATION.get() or Cancellation()
+        cancellation.listen(bell.ring)
 
         def wake() -> bool:
             bell.ring()
@@ -394,7 +394,7 @@ class LedgerBackend(Backend, ABC):
                     raise
                 now = time.monotonic()
                 left_s = request.deadline - now
-                if left_s <= LEAST_ROOM_PAUSE_S or (cancellation is not None and cancellation.is_set):
+                if left_s <= LEAST_ROOM_PAUSE_S or cancellation.is_set:
                     ticket.refusal = None
                     raise RoomTimeoutError.after(error) from error
                 ticket.refusal = error

@@ -500,8 +500,7 @@ class Claims(Overview):
         request = RegisterRequest(partition_id, registered_by=by, registered_at=time.time(), **registration)
         info = self._remember(partition_id, self._call("register_partition", request, PartitionInfo))
         work.end(0)
-        dropped = info.replaced
-        if dropped is not None and dropped.num_samples and dropped.epoch not in self._registered:
+        if (dropped := info.replaced) is not None and dropped.num_samples and dropped.epoch not in self._registered:
             _log.warning("%s", printable(_dropped(partition_id, dropped)))
         if info.epoch == request.epoch:
             self._registered.append(info.epoch)

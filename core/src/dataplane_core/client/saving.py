@@ -204,7 +204,7 @@ class _Reader:
 
     Each row is as it was at one moment: its tags and the names of its fields are listed before its cursors and cells
     are read, and once more afterwards. If they differ, it is read again. Cells of several reads are read twice: a put
-    may change cells and no tags. Such a put may be newer than the cursors.
+    may change cells and no tag. Such a put may be newer than the cursors.
 
     Attributes:
         gone: The rows that were cleared meanwhile.
@@ -242,8 +242,8 @@ class _Reader:
             batches = None
         is_whole = batches is not None and (len(batches) < 2 or self._are_read_again(batches, there, before))
         after = _Seen.of(self._client, self._partition_id, there)
-        if batches is None and after.rows.keys() == set(there):  # not cleared, but lost
-            batches, is_whole = self._columns(there, after), False
+        if batches is None and after.rows.keys() == set(there):
+            self._columns(there, after)  # raises, unless they were cleared and written again: lost cells are no change
         if batches is not None and is_whole and after.packed(there) == before.packed(there):
             given = [{task for task, ids in consumed.items() if each in ids} for each in there]
             if any(given):  # a row that was cleared and written as before since then is consumed no longer

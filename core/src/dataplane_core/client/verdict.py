@@ -343,15 +343,16 @@ class _Judge:
             is_over = is_late and not self._may_begin()
             near = _meant(name, found.specs) if is_over else None
             if near is not None:
-                reasons.append(_Reason("name", f"{lacks} Nobody writes it, but '{near}' is written.", True, "", True))
+                text = f"{lacks} Nobody writes it, but '{near}' is written."
+                reasons.append(_Reason("name", text, True, is_over=True))
                 continue
             faulty = self._faulty_task(partition_id, 1) if reach > 1 else None
             told = "" if faulty is None else f" The task '{faulty.task_name}' is starved: {faulty.text}"
             text = f"{lacks} No client that is known has written it.{told}"
             reasons.append(
-                _Reason("unwritten", text, is_over, "", is_over)
+                _Reason("unwritten", text, is_over, is_over=is_over)
                 if faulty is None
-                else _Reason(faulty.cause, text, True, faulty.culprit, faulty.is_over)
+                else _Reason(faulty.cause, text, True, faulty.culprit, is_over=faulty.is_over)
             )
         if not reasons:
             return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", False)
@@ -367,16 +368,16 @@ class _Judge:
         are = "is in a group that is" if shortfall.num_incomplete == 1 else "are in groups that are"
         what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
         if count >= size:
-            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late, "", True)
+            return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late, is_over=True)
         if found.is_complete:
-            return _Reason("group", f"{what}, and no more samples come. It is never given.", False, "", True)
+            return _Reason("group", f"{what}, and no more samples come. It is never given.", False, is_over=True)
         never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
         maker = self._maker(partition_id, group)
         sources = sorted(self._sources(partition_id), key=lambda each: each[0] is not maker)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         is_fault = reason.is_fault or is_late
         if maker is None:
-            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit, reason.is_over)
+            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit, is_over=reason.is_over)
         name = process_of(maker)
         if maker.state == "open":
             told = f"It is made by {name}{_phase_of(maker, group)}."
@@ -384,7 +385,7 @@ class _Judge:
         else:
             told = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {self._told(maker)}"
             culprit = name
-        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit, reason.is_over)
+        return _Reason("group", f"{never} {told} {reason.text}", is_fault, culprit, is_over=reason.is_over)
 
     def _maker(self, partition_id: str, group: str) -> ClientInfo | None:
         """Who says that it makes a group: one that is alive, else who was heard of last."""
@@ -406,7 +407,7 @@ class _Judge:
         is_over = bool(sources) and all(client.state != "open" for client, _ in sources)
         is_over = is_over and self._is_final(self._ended(sources)[0])
         is_over = is_over or self._facts.partitions[partition_id].is_complete
-        return _Reason("filter", text, is_late or is_over, "", is_over)
+        return _Reason("filter", text, is_late or is_over, is_over=is_over)
 
     def _too_few(
         self,
@@ -439,7 +440,7 @@ class _Judge:
         if not sources:
             text = f"{came}. No client that is known has put any."
             is_over = is_late and not self._may_begin()
-            return _Reason("unwritten", text, is_over, "", is_over)
+            return _Reason("unwritten", text, is_over, is_over=is_over)
         reason = self._of_producers(sources, "puts new samples", partition_id, is_late, reach)
         if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
@@ -458,7 +459,7 @@ class _Judge:
         if not alive:
             last, fate, told = self._ended(workers)
             is_over = self._is_final(last)
-            return _Reason(fate, f"Nobody {what} now: {told}", is_over, process_of(last), is_over)
+            return _Reason(fate, f"Nobody {what} now: {told}", is_over, process_of(last), is_over=is_over)
         first = self._of_producer(alive[0], what, is_late, reach)
         is_good = not first.is_fault and not first.is_over
         others = (self._of_producer(each, what, is_late, reach) for each in alive[1:] if not is_good)
@@ -490,10 +491,10 @@ class _Judge:
                 if verdict is not None and verdict.state in ("starved", "waits"):
                     text = f"{name} {what}, and waits for samples of its task '{task[1]}' itself. {verdict.text}"
                     is_fault = verdict.state == "starved"
-                    return _Reason(verdict.cause, text, is_fault, verdict.culprit, verdict.is_over)
+                    return _Reason(verdict.cause, text, is_fault, verdict.culprit, is_over=verdict.is_over)
                 if verdict is None and is_late and not client.phases:
                     text = f"{name} {what}, and waits for samples of this task itself."  # or another thread works?
-                    return _Reason("works", text, False, name, True)
+                    return _Reason("works", text, False, name, is_over=True)
         stuck_s = _call_of(client, None, self._facts.patience_s) or _call_of(
             client, "put_samples", self._facts.patience_s
         )

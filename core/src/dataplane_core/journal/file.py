@@ -339,7 +339,7 @@ class JournalFile:
             os._exit(_EXIT_STATUS)
 
     def finish(self) -> None:
-        """Says that nothing follows: from now on, a record that is damaged or lacks was there, and is no torn one."""
+        """Says that nothing follows. What is damaged or missing later was written whole, so it is no torn record."""
         with suppress(OSError):  # the disk is full, or another process has the journal
             self.commit()
             with self._lock:

@@ -31,7 +31,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import commands, group_of, too_many_samples
-from dataplane_core.spec import CANCELLATION, FieldSpec, PutReply, PutRequest
+from dataplane_core.spec import CANCELLATION, Cancellation, FieldSpec, PutReply, PutRequest
 from dataplane_redis._acknowledged import Acknowledged
 from dataplane_redis._nodes import LostNodeError
 from dataplane_redis._payload import Payload, Table
@@ -253,15 +253,14 @@ class Puts(Backend):
             raise instance.full_error(put.what, put.size_bytes, reply[1], reply[2])
         start, told = time.monotonic(), b""  # what the server knows: whether this client listens
         with self._wakes.for_room(write) as woken:
-            cancellation = CANCELLATION.get()
-            if cancellation is not None:
-                cancellation.listen(woken.set)
+            cancellation = CANCELLATION.get() or Cancellation()
+            cancellation.listen(woken.set)
             while reply[0] == b"full":
                 _, held, num_before, pause_s = reply
                 now = time.monotonic()
                 left_s = deadline - now - _LAST_ASK_S
                 full = instance.full_error(put.what, put.size_bytes, held, num_before)
-                if left_s <= 0 or (cancellation is not None and cancellation.is_set):
+                if left_s <= 0 or cancellation.is_set:
                     raise RoomTimeoutError.after(full) from full
                 listener = self._wakes.listener(deadline)
                 if listener == told:

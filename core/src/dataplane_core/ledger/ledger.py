@@ -181,6 +181,17 @@ class Ledger:
             step(*args)
         self.recount()
 
+    def limit(self, capacity_bytes: int | None, first_write: int) -> None:
+        """Sets the limit of a ledger that ran without one, and the least write id that it may number from now on."""
+        self._capacity_bytes = capacity_bytes
+        self._next_write = max(self._next_write, first_write)
+
+    def end_holds(self, now: float) -> None:
+        """Ends all leases and all puts under way: those who hold them are gone."""
+        for partition in self._partitions.values():
+            partition.expire(math.inf)
+        self._give_up(list(self._pending), now)
+
     def payload(self) -> dict[int, tuple[list[int] | None, list[int]]]:
         """Write id -> the bytes of all its rows, if known, and which of them the store may still hold, ascending."""
         held: dict[int, tuple[list[int] | None, set[int]]] = {

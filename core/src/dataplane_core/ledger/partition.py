@@ -368,7 +368,7 @@ class Partition:
         Amortised cost: O(k log n) for k samples handed out of n. With a tag filter, it also looks at each claimable
         that changed since the filter was last used. Samples that are ready and not handed out cost nothing.
         """
-        self._expire(now)
+        self.expire(now)
         given = self._given(command)
         if given is not None:
             return given
@@ -407,7 +407,7 @@ class Partition:
 
     def num_ready(self, command: commands.ClaimRequest, now: float) -> float:
         """How many samples are ready for a claim. Infinite if the claim would not wait, however many are ready."""
-        self._expire(now)
+        self.expire(now)
         if self._given(command) is not None:
             return math.inf
         found = self._find(command, now)
@@ -571,7 +571,7 @@ class Partition:
 
     def describe(self, now: float, questions: Sequence[Question] = ()) -> PartitionDescription:
         """What the partition holds, and what claims would find."""
-        self._expire(now)
+        self.expire(now)
         declared = frozenset(self.info.fields)
         tasks = {
             task_name: TaskDescription(
@@ -683,7 +683,7 @@ class Partition:
     def _leased(self, command: commands.SettleRequest, now: float) -> tuple[Task, list[Row]]:
         action, task_name, sample_ids = command.op, command.task_name, command.sample_ids
         task = self._task(task_name)
-        self._expire(now)
+        self.expire(now)
         rows: dict[Row, None] = {}  # ids may repeat
         lost: list[str] = []
         for sample_id, token in zip(sample_ids, command.lease_tokens, strict=True):
@@ -732,7 +732,8 @@ class Partition:
             if row is not None and hold is not None and not hold.done and hold.token == token:
                 self._give_back(row, task_name)
 
-    def _expire(self, now: float) -> None:
+    def expire(self, now: float) -> None:
+        """Takes back what is held under leases whose time is over."""
         while self.self_expiring and (due := self.leases.next_due(self._lease, now)) is not None:
             self._give_back(*due)
 

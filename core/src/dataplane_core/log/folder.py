@@ -1,0 +1,418 @@
+"""A log in a folder: what a process did, so that another one goes on when it has ended.
+
+One process writes it. The file ``log`` is a sequence of frames: the length of a body, the CRC-32 of these 4 bytes, a
+digest of the body, and the body, in msgpack. The first frame is the state and the notes before all others. Each later
+one holds a record or a note, with its time, and with how much of the file the disk had by then. Times are on a clock of
+the log's own. It stands still while no process has the log open, so what is left of a lease is left of it then.
+
+Each process that opens the log has a folder of its own in the folder: 1, 2, 3, ... It first makes its folder. From
+then on, the process before it answers nobody: see `FolderLog.commit`. Then it reads what that one wrote, and begins
+with a state of its own. No process writes into the folder of another, so one that is late destroys nothing. The
+numbered folders stay, without files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from dataplane_core.durable_files import disk_hint, sync_path, write_file
+from dataplane_core.errors import BackendUnavailableError, CorruptDataError
+from dataplane_core.regular_files import read_regular
+
+_log = logging.getLogger(__name__)
+
+_VERSION: Final = 3
+#: The length of what follows, its CRC-32, and the digest of what follows. A damaged length must not make the frames
+#: after it look unfinished.
+_HEAD: Final = struct.Struct("<IIQ")
+_NAME: Final = "log"
+#: How long the log was when its process ended well. A shorter one was cut.
+_ENDED: Final = "ended"
+#: The exit status of a process that may answer nobody any more.
+_EXIT_STATUS: Final = 70
+#: A log is long when what follows the state exceeds both some bytes and this share of the state.
+_TAIL_BYTES: Final = 1 << 20
+_TAIL_SHARE: Final = 0.25
+#: So much room is set aside for what makes room on a full disk.
+_RESERVE_BYTES: Final = 64 << 10
+_DAMAGED_HINT: Final = "Restore a whole copy of it, or move it away to begin without what it holds."
+
+
+class _Beginning(msgspec.Struct, array_like=True):
+    """The first frame: the version of this format, and the state and the notes at a time."""
+
+    version: int
+    at: float
+    notes: dict[str, bytes]
+    state: bytes
+
+
+class _Frame(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A record, or a note (None: no longer), or neither: the process ended, and all that it wrote is before this.
+
+    ``synced``: how much of the file the disk had by then. None: the disk is not waited for.
+    """
+
+    at: float
+    synced: int | None
+    record: bytes | None = None
+    name: str | None = None
+    value: bytes | None = None
+
+
+_decode_beginning: Final = msgspec.msgpack.Decoder(_Beginning).decode
+_decode_frame: Final = msgspec.msgpack.Decoder(_Frame).decode
+
+
+class TakenError(BackendUnavailableError):
+    """Another process has taken the log since. Nothing may be answered any more."""
+
+
+class FolderLog:
+    """The log of a folder. Opening it takes it from the process that had it. Thread-safe.
+
+    Call `begin` once what it holds is read, and before all else.
+
+    Args:
+        folder: The folder. It is made.
+        sync: Whether `commit` waits until the disk has all frames. If not, they survive the end of the process, but not
+            that of the machine.
+        must_exist: Whether there must be a log.
+
+    Attributes:
+        state: What the log of before began with. Empty if there was none.
+        state_at: The time of the state.
+        records: The records since then, each with its time. Empty once `begin` was called.
+        notes: Name -> the newest value.
+        is_long: Whether it is time for `begin`, which makes the log short.
+
+    Raises:
+        BackendUnavailableError: There is no log, or the folder cannot be used.
+        CorruptDataError: A frame is damaged that is not the last one, or the log is of another version.
+    """
+
+    def __init__(self, folder: Path, *, sync: bool = True, must_exist: bool = False) -> None:
+        self._root = folder
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._end = self._synced = 0  # the size of the file, and how much of it the disk has
+        self._is_dirty = False  # whether `commit` has to wait for the disk
+        self._is_torn = False  # whether a part of a frame may follow the last whole one
+        self._long_at = 0  # the size at which the log is long
+        self.state, self.state_at = b"", 0.0
+        self.records: list[tuple[float, bytes]] = []
+        self.notes: dict[str, bytes] = {}
+        try:
+            self._earlier = self._newest()
+            if must_exist and self._earlier is None:
+                raise BackendUnavailableError(
+                    f"there is no log in {folder}.",
+                    retryable=False,
+                    hint="Name a folder that every node sees, on which the process may be started again.",
+                )
+            number = max(self._numbers(), default=0) + 1
+            self._folder, self._next = folder / str(number), folder / str(number + 1)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700)  # from now on, the process that had the log answers nobody
+            self._ahead_s = (self._read() if self._earlier is not None else 0.0) - time.monotonic()
+            reserve = self._folder / "reserve.new"
+            self._reserve = os.open(reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.unlink(reserve)  # its room is kept until this process ends
+            self._set_aside()
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> BackendUnavailableError:
+        if isinstance(error, BackendUnavailableError):
+            return error
+        otherwise = "Every node on which the process may run must see this folder and may write there."
+        return BackendUnavailableError(
+            f"the log in {self._root} cannot be opened: {error}.", hint=disk_hint(error, otherwise)
+        )
+
+    def _numbers(self) -> list[int]:
+        try:
+            return sorted(int(name) for name in os.listdir(self._root) if name.isdecimal())
+        except FileNotFoundError:
+            return []
+
+    def _newest(self) -> Path | None:
+        """The folder with the newest log. The folder of a process that ended while it opened one has none."""
+        folders = [self._root / str(number) for number in self._numbers()]
+        return next((each for each in reversed(folders) if (each / _NAME).exists()), None)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> float:
+        """Reads the log of before. Returns the time of its last frame."""
+        assert self._earlier is not None
+        data, end = read_regular(self._earlier / _NAME), 0
+        for body, after in self._bodies(data):
+            if not end:
+                self._take_beginning(body)
+                last_at = self.state_at
+            else:
+                frame = _decode_frame(body)
+                last_at = frame.at
+                if frame.record is not None:
+                    self.records.append((frame.at, frame.record))
+                elif frame.name is not None:
+                    self._take_note(frame.name, frame.value)
+            end = after
+        if not end:
+            raise CorruptDataError(f"the log in {self._root} is empty.", hint=_DAMAGED_HINT)
+        with suppress(FileNotFoundError):
+            whole = int(read_regular(self._earlier / _ENDED))
+            if end < whole:
+                raise CorruptDataError(
+                    f"the log in {self._root} lacks {whole - end} of the {whole} bytes that it had when it was closed.",
+                    hint=f"Restore a whole copy of it, or remove {self._earlier / _ENDED} to go on without what it "
+                    "lacks.",
+                )
+        return last_at
+
+    def _take_beginning(self, body: bytes) -> None:
+        version: object = None
+        with suppress(msgspec.MsgspecError):
+            found = msgspec.msgpack.decode(body)
+            version = found[0] if isinstance(found, list) else found.get("v")
+        if version != _VERSION:
+            raise CorruptDataError(
+                f"the log in {self._root} is of version {version}. Expected {_VERSION}.",
+                hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
+            )
+        beginning = _decode_beginning(body)
+        self.state, self.state_at, self.notes = beginning.state, beginning.at, beginning.notes
+
+    def _bodies(self, data: bytes) -> Iterator[tuple[bytes, int]]:
+        """What the frames hold, each with where it ends. What was not written whole is dropped: nobody got its answer.
+
+        If the power is cut, the disk may have later parts of the file and not earlier ones. So where the disk is waited
+        for, a frame was whole only if the disk had it when a later one was written.
+        """
+        start = 0
+        while start < len(data):
+            body = _body_at(data, start)
+            if body is None:
+                later = (_decode_frame(found) for at in range(start + 1, len(data)) if (found := _body_at(data, at)))
+                if any(frame.synced is None or frame.synced > start for frame in later):
+                    raise CorruptDataError(
+                        f"the log in {self._root} is damaged at byte {start} of {len(data)}.", hint=_DAMAGED_HINT
+                    )
+                _log.warning("the last frame of the log in %s is not whole, and is left out", self._root)
+                return
+            start += _HEAD.size + len(body)
+            yield body, start
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The time in seconds on the log's clock."""
+        return time.monotonic() + self._ahead_s
+
+    def begin(self, state: bytes = b"") -> None:
+        """Begins the log of this process with a state, which stands for all that came before; or begins it again.
+
+        Raises:
+            BackendUnavailableError: The folder cannot be used.
+            TakenError: Another process has the log.
+        """
+        new = self._folder / f"{_NAME}.new"
+        try:
+            with self._lock:
+                data = _packed(_Beginning(_VERSION, self.now(), self.notes, state))
+                write_file(new, [data]) if self._sync else new.write_bytes(data)
+                self._refuse_if_taken()
+                fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)
+                new.rename(self._folder / _NAME)
+                if self._fd is not None:
+                    os.close(self._fd)
+                self._fd, self._end, self._synced, self._is_torn, self._is_dirty = fd, len(data), len(data), False, False
+                self._long_at = len(data) + max(_TAIL_BYTES, int(_TAIL_SHARE * len(data)))
+                if self._sync:
+                    sync_path(self._folder)  # before a frame is added to the new file
+                    sync_path(self._root)
+        except OSError as error:
+            raise self._unusable(error) from error
+        self.state, self.records = b"", []
+        if self._earlier is not None:
+            for number in self._numbers():
+                if number < int(self._folder.name):
+                    for entry in os.scandir(self._root / str(number)):
+                        with suppress(OSError):
+                            os.unlink(entry.path)
+            self._earlier = None
+
+    def shorten(self, state: bytes = b"") -> None:
+        """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
+        try:
+            self.begin(state)
+        except TakenError:
+            pass  # as `commit` will say
+        except BackendUnavailableError as error:
+            self._long_at = 2 * self._end
+            _log.warning("the log could not be shortened, and goes on growing until the next try: %s", error)
+
+    @property
+    def is_long(self) -> bool:
+        return self._end > self._long_at
+
+    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float:
+        """Adds a record. Returns its time.
+
+        Args:
+            record: The record.
+            is_lazy: Whether `commit` need not wait until the disk has it.
+            frees: Whether it makes room, as that of a clear. It may take what is set aside for it on a full disk.
+
+        Raises:
+            BackendUnavailableError: It cannot be written. It was not done.
+        """
+        with self._lock:
+            at, was_dirty = self.now(), self._is_dirty
+            self._write(_Frame(at, None, record), frees)
+            self._is_dirty = was_dirty or not is_lazy
+            return at
+
+    def note(self, name: str, value: bytes | None) -> None:
+        """Keeps a value under a name; None: no longer. Raises as `append`."""
+        with self._lock:
+            self._write(_Frame(self.now(), None, None, name, value), value is None)
+            self._take_note(name, value)
+
+    def _take_note(self, name: str, value: bytes | None) -> None:
+        if value is None:
+            self.notes.pop(name, None)
+        else:
+            self.notes[name] = value
+
+    def commit(self) -> None:
+        """Returns when everything written so far is kept, but for lazy records. Call it before anything is answered.
+
+        Raises:
+            TakenError: Another process has opened the log since.
+            OSError: The disk failed: what it has is not known.
+        """
+        with self._lock:
+            if self._is_dirty and self._sync:
+                assert self._fd is not None
+                os.fdatasync(self._fd)
+                self._synced = self._end
+            self._is_dirty = False
+            self._refuse_if_taken()
+
+    def commit_or_end(self) -> None:
+        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
+        try:
+            self.commit()
+        except (OSError, BackendUnavailableError) as error:
+            _log.critical("this process may answer nobody any more, and ends: %s", error)
+            os._exit(_EXIT_STATUS)
+
+    def finish(self) -> None:
+        """Says that nothing follows. What is damaged or missing later was written whole, so it is no torn record."""
+        with suppress(OSError):  # the disk is full, or another process has the log
+            self.commit()
+            with self._lock:
+                self._write(_Frame(self.now(), None), False)
+                self._is_dirty = True
+            self.commit()  # the disk has the end before it has the note
+            write_file(self._folder / _ENDED, [b"%d" % self._end])
+            sync_path(self._folder)
+
+    def close(self) -> None:
+        """Closes the file. The log stays in its folder."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+            os.close(self._reserve)
+
+    # --- how it is done -----------------------------------------------------------------------------------------------
+
+    def _set_aside(self) -> None:
+        try:
+            os.posix_fallocate(self._reserve, 0, _RESERVE_BYTES)
+            self._has_reserve = True
+        except OSError:  # there is no room: later
+            self._has_reserve = False
+
+    def _write(self, frame: _Frame, frees: bool) -> None:
+        frame.synced = self._synced if self._sync else None
+        data = _packed(frame)
+        try:
+            try:
+                self._write_whole(data)
+            except OSError:
+                if not (frees and self._has_reserve):
+                    raise
+                self._has_reserve = False
+                os.truncate(self._reserve, 0)
+                self._write_whole(data)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"the log in {self._root} cannot be written: {error}. It was not done.",
+                outcome="not_done",
+                hint="Make room on the disk, or mend the mount.",
+            ) from error
+        if not self._has_reserve:
+            self._set_aside()
+
+    def _write_whole(self, data: bytes) -> None:
+        assert self._fd is not None
+        if self._is_torn:
+            os.ftruncate(self._fd, self._end)
+        self._is_dirty = self._is_torn = True
+        if os.pwrite(self._fd, data, self._end) != len(data):
+            raise OSError("only a part was written, as on a full disk")
+        self._is_torn = False
+        self._end += len(data)
+
+    def _refuse_if_taken(self) -> None:
+        if self._next.exists():
+            raise TakenError(f"another process has taken the log in {self._root}.")
+
+
+class NotesLog(FolderLog):
+    """Notes without records, which stay short by themselves. Args and raises: as `FolderLog`."""
+
+    def __init__(self, folder: Path, *, sync: bool = True) -> None:
+        super().__init__(folder, sync=sync)
+        self.begin()
+
+    def note(self, name: str, value: bytes | None) -> None:
+        super().note(name, value)
+        if self.is_long:
+            self.shorten()
+
+
+def _packed(frame: _Beginning | _Frame) -> bytes:
+    body = msgspec.msgpack.encode(frame)
+    return _HEAD.pack(len(body), _check(len(body)), xxh3_64_intdigest(body)) + body
+
+
+def _body_at(data: bytes, start: int) -> bytes | None:
+    """What the frame holds that begins there. None: it is not whole."""
+    if len(data) - start <= _HEAD.size:
+        return None
+    size, check, digest = _HEAD.unpack_from(data, start)
+    if check != _check(size):
+        return None
+    body = data[start + _HEAD.size : start + _HEAD.size + size]
+    return body if len(body) == size and size and xxh3_64_intdigest(body) == digest else None
+
+
+def _check(size: int) -> int:
+    return zlib.crc32(size.to_bytes(4, "little"))

@@ -1,0 +1,150 @@
+"""`LoggedLedger`: the ledger of a process that may be killed, and go on in another one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import msgpack
+
+from dataplane_core.errors import CorruptDataError, DataPlaneError
+from dataplane_core.hosting import Messages
+from dataplane_core.ledger import Command, LedgerService, Ref, Reply, StateReader, commands, to_state
+from dataplane_core.packed import unpack_msgpack_stream
+
+_MESSAGES: Final = Messages()
+#: Commands that make room, which a full disk must not keep from it.
+_FREES: Final = (commands.ClearRequest, commands.Collected)
+
+
+class Log(Protocol):
+    """What a `LoggedLedger` is kept in; see `FolderLog`."""
+
+    state: bytes
+    state_at: float
+    records: list[tuple[float, bytes]]
+
+    @property
+    def is_long(self) -> bool: ...
+    def now(self) -> float: ...
+    def begin(self, state: bytes) -> None: ...
+    def shorten(self, state: bytes) -> None: ...
+    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float: ...
+
+
+class LoggedLedger:
+    """A ledger that adds each command which changes something to a log, before it runs it. Thread-safe.
+
+    A record is the command as it comes over a socket. The ledger of the next process runs all records at their times,
+    and so is where this one was: every put, claim and ack, and what is left of each lease.
+
+    Args:
+        log: The log. Answer only after its ``commit``.
+        capacity_bytes: Limit for the payload bytes held and reserved, or None.
+        lazy_begins: Whether ``commit`` need not wait for the begin of a put: puts end with this machine, and their
+            write ids are not numbered here.
+        ends_holds: Whether leases and puts under way are ended first: the clients of the process before are gone.
+        first_write: No write id that the ledger numbers is smaller.
+
+    Raises:
+        CorruptDataError: The log holds what is no ledger.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        capacity_bytes: int | None = None,
+        *,
+        lazy_begins: bool = False,
+        ends_holds: bool = False,
+        first_write: int = 1,
+    ) -> None:
+        self._log = log
+        self._capacity_bytes = capacity_bytes
+        self._lazy_begins = lazy_begins
+        self._lock = threading.RLock()
+        self._at: float | None = None  # the time of the record that is run
+        reader = StateReader()
+        try:
+            for section in unpack_msgpack_stream(log.state):
+                reader.take(section, log.state_at)
+            reader.end()
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
+        self._service = LedgerService(clock=self._now, ledger=reader.ledger)
+        for at, record in log.records:
+            self._run_again(at, record)
+        if ends_holds:
+            reader.ledger.end_holds(log.now())
+        reader.ledger.limit(capacity_bytes, first_write)
+        log.begin(self._state())
+
+    def _run_again(self, at: float, record: bytes) -> None:
+        try:
+            command, _ = _MESSAGES.decode_request(record)
+            self._run(command, at, None)
+        except CorruptDataError:
+            raise
+        except DataPlaneError:  # it was refused then as well
+            pass
+        except Exception as error:
+            raise CorruptDataError(f"the ledger failed on a record of its log: {error!r}.") from error
+
+    def _now(self) -> float:
+        return self._log.now() if self._at is None else self._at
+
+    def _state(self) -> bytes:
+        pack = msgpack.Packer().pack
+        return b"".join(map(pack, to_state(self._service.ledger, self._log.now())))
+
+    def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """As `LedgerService.call`. Answer only after the log's ``commit``.
+
+        Raises:
+            BackendUnavailableError: The log cannot be written. Nothing was done.
+        """
+        with self._lock:
+            if command.reads or not self._changes(command):
+                return self._service.call(command, wake)
+            is_lazy = self._lazy_begins and isinstance(command, commands.BeginPut)
+            record = _MESSAGES.encode_request(command)[4:]
+            at = self._log.append(record, is_lazy=is_lazy, frees=isinstance(command, _FREES))
+            try:
+                return self._run(command, at, wake)
+            finally:
+                if self._log.is_long:
+                    self._log.shorten(self._state())
+
+    def _changes(self, command: Command[Any]) -> bool:
+        """Whether a command changes anything. Raises if it is a put that is refused."""
+        match command:
+            case commands.BeginPut():
+                self._service.call(commands.CheckPut(command, self._capacity_bytes))
+            case commands.ClaimRequest():
+                return self._service.call(commands.MayClaim(command))
+            case commands.WaitForRoom():  # those who wait say so again
+                return False
+        return True
+
+    def _run(self, command: Command[Reply], at: float, wake: Callable[[], bool] | None) -> Reply:
+        self._at = at
+        try:
+            return self._service.call(command, wake)
+        finally:
+            self._at = None
+
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerService.stop_waiting`."""
+        with self._lock:
+            self._service.stop_waiting(token)
+
+    def garbage(self) -> list[Ref]:
+        """As `LedgerService.garbage`."""
+        with self._lock:
+            return self._service.garbage()
+
+    @property
+    def ledger(self) -> Any:
+        """As `LedgerService.ledger`."""
+        return self._service.ledger

@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dataplane_core.backends import Backend, BlobStore
+    from dataplane_core.backends import Backend, RowStoreBackend
     from dataplane_core.batch import (
         BatchedDataDict,
         SlicedDataDict,
@@ -38,7 +38,6 @@ __all__ = [
     "AsyncDataPlaneClient",
     "Backend",
     "BatchedDataDict",
-    "BlobStore",
     "Capability",
     "DataPlaneClient",
     "DataPlaneConfig",
@@ -46,6 +45,7 @@ __all__ = [
     "KVBatchMeta",
     "NamedSharding",
     "OperationCancelledError",
+    "RowStoreBackend",
     "SlicedDataDict",
     "StreamingDataset",
     "WireFormat",
@@ -64,7 +64,7 @@ __all__ = [
 
 #: Public name -> the module that it is from.
 _FROM: Final = {
-    **dict.fromkeys(("Backend", "BlobStore"), "backends"),
+    **dict.fromkeys(("Backend", "RowStoreBackend"), "backends"),
     **dict.fromkeys(("BatchedDataDict", "SlicedDataDict", "kv_first_write", "materialize"), "batch"),
     **dict.fromkeys(("pack_jagged_fields", "read_columns", "to_arrow", "to_numpy", "write_columns"), "batch"),
     **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),

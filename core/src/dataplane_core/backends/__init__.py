@@ -1,27 +1,31 @@
-"""The base classes of backends: `Backend`, and on a ledger `LedgerBackend`, `RowStoreBackend` and `BlobStore`.
-Also checks for ``dataplane doctor`` and processes that a backend owns.
+"""The base classes of backends: `Backend`, and on a ledger `LedgerBackend` and `RowStoreBackend`. Also checks for
+``dataplane doctor`` and processes that a backend owns.
 
-Backend packages derive from these classes; the client calls only `Backend`.
+Backend packages derive from these classes; the client calls only `Backend`. What needs torch is imported when it is
+first used: a process that hosts a ledger imports the class of its backend.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
-from dataplane_core.backends.blob_store import BlobStore
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
-from dataplane_core.backends.extent_client import ExtentClient
-from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
 from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
-from dataplane_core.backends.row_store import RowStoreBackend, framed_columns
-from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
+from dataplane_core.backends.row_store import RowStoreBackend, RowStoreOptions, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
 from dataplane_core.backends.writes import columns_of, writes_of
 from dataplane_core.config import SizeBytes
 
+if TYPE_CHECKING:
+    from dataplane_core.backends.extent_client import ExtentClient
+    from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
+    from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
+
 __all__ = [
     "LEDGER_CAPABILITIES",
     "Backend",
-    "BlobStore",
     "CapacityOptions",
     "ExtentClient",
     "ExtentPlan",
@@ -34,6 +38,7 @@ __all__ = [
     "PrivateFolder",
     "RefsGoneError",
     "RowStoreBackend",
+    "RowStoreOptions",
     "SharedMemory",
     "SizeBytes",
     "StoredRows",
@@ -50,3 +55,17 @@ __all__ = [
     "stored_columns",
     "writes_of",
 ]
+
+#: Name -> its module, which imports torch.
+_LAZY: Final = {
+    "ExtentClient": "extent_client",
+    **dict.fromkeys(("ExtentPlan", "StoredRows", "read_stored", "stored_columns"), "extent_columns"),
+    **dict.fromkeys(("ExtentRead", "SharedMemory"), "shared_memory"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return value

@@ -1,4 +1,7 @@
-"""`RowStoreBackend`: a backend over an engine that stores rows of bytes by integer handle.
+"""`RowStoreBackend`: a whole backend over an engine that stores rows of bytes by integer handle.
+
+With only `put_rows`, `get_rows` and `delete_rows`, the store serves one process. With `append`, `read_log` and `trim`
+it serves many: a process of its own hosts the ledger, and keeps it in a log in the engine (`backends.owner`).
 
 In many engines each stored value has a cost, so the frames that one put writes of one sample are joined in one row.
 """
@@ -7,22 +10,80 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal
 
-from dataplane_core.backends.ledger_backend import LedgerBackend, RefsGoneError
+from dataplane_core.backends.ledger_backend import (
+    LEDGER_CAPABILITIES,
+    CapacityOptions,
+    LedgerBackend,
+    RefsGoneError,
+)
+from dataplane_core.backends.owner import OwnerClient
 from dataplane_core.backends.writes import columns_of
-from dataplane_core.codec import join_rows, split_rows
-from dataplane_core.errors import BackendError, FrameError
-from dataplane_core.ledger import Located, Ref, commands
-from dataplane_core.spec import SharedRows, WireColumn, WireFormat
+from dataplane_core.errors import BackendError, FrameError, PluginSignatureError, UnsupportedOperationError
+from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply, commands
+from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
+
+_LOG: Final = ("append", "read_log", "trim")
+_CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
+
+
+class RowStoreOptions(CapacityOptions):
+    """Options of every `RowStoreBackend`.
+
+    Attributes:
+        ledger: Where the ledger lives: in the client's process (``here``), which then is the only client, or in a
+            process of its own that all clients reach (``owner``). None: the second, if the engine keeps a log.
+    """
+
+    ledger: Literal["here", "owner"] | None = None
 
 
 class RowStoreBackend(LedgerBackend):
-    """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again."""
+    """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again.
+
+    A subclass connects in `open_engine` and disconnects in `close_engine`, and overrides `put_rows`, `get_rows` and
+    `delete_rows`; to serve several processes, also `append`, `read_log` and `trim`. These methods may be called from
+    several threads at once, and must end by their deadlines, on `time.monotonic`'s clock in seconds. An exception other
+    than a `DataPlaneError` reaches the user as a `BackendError`. Its module is also imported by the ledger's process,
+    which needs no torch: import that where it is used.
+    """
 
     wire = WireFormat(bytes=True, shared_rows=True)
+    capabilities = _CAPABILITIES
     row_cost_bytes = 6144
+    Config: ClassVar[type[CapacityOptions]] = RowStoreOptions
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._service: LedgerService | None = None
+        self._owner: OwnerClient | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        lacking = [name for name in _LOG if getattr(cls, name) is getattr(RowStoreBackend, name)]
+        if lacking and len(lacking) < len(_LOG):
+            raise PluginSignatureError(
+                f"{cls.__name__} does not override {', '.join(lacking)}. Expected all of {', '.join(_LOG)}, which keep "
+                "a log, or none."
+            )
+        if not lacking and cls.capabilities == _CAPABILITIES:
+            cls.capabilities = _CAPABILITIES | {Capability.DURABLE}
+        if not lacking and cls.scope is Scope.PROCESS:
+            cls.scope = Scope.HOST
+
+    # --- what a storage author supplies -------------------------------------------------------------------------------
+
+    def open_engine(self, *, bootstrap: bool, deadline: float) -> None:
+        """Connects to the engine. ``bootstrap``: makes what the store needs, where that is not there yet.
+
+        Raises:
+            BackendUnavailableError: The engine cannot be reached, or there is no store.
+        """
+
+    def close_engine(self) -> None:
+        """Disconnects. Called once, also after a failed `open_engine`."""
 
     @abstractmethod
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
@@ -47,6 +108,68 @@ class RowStoreBackend(LedgerBackend):
     def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         """Deletes rows. Ignores handles that do not exist."""
 
+    def append(self, number: int, record: bytes, deadline: float) -> bool:
+        """Adds a record to the log, if ``number`` is the newest record's number and one; 1 if there is none.
+
+        Returns when no crash can lose it. Of several processes that append the same number, one gets True. The number
+        of the newest record counts also if `trim` was called since.
+        """
+        raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
+
+    def read_log(self, first: int | None, deadline: float) -> Iterable[tuple[int, bytes]]:
+        """The records from number ``first`` on, with their numbers, in order. None: only the newest one, if any."""
+        raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
+
+    def trim(self, before: int, deadline: float) -> None:
+        """Drops the records whose numbers are smaller."""
+        raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
+
+    def owner_ip(self) -> str:
+        """The address of this host at which the ledger's process listens. Default: for clients of this host only."""
+        return "127.0.0.1"
+
+    # --- the ledger ---------------------------------------------------------------------------------------------------
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """Connects to the engine and to the ledger."""
+        self.open_engine(bootstrap=bootstrap, deadline=deadline)
+        keeps_log = type(self).append is not RowStoreBackend.append
+        if (self.config.ledger or ("owner" if keeps_log else "here")) == "here":
+            self._service = LedgerService(self.config.capacity_bytes)
+        else:
+            self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)
+
+    def stop(self) -> None:
+        """Disconnects."""
+        if self._owner is not None:
+            self._owner.close()
+        self.close_engine()
+
+    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+        if self._owner is None:
+            assert self._service is not None
+            return self._service.call(command)
+        return self._owner.call(deadline, command)
+
+    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        if self._owner is None:
+            assert self._service is not None
+            return self._service.call(command, wake)
+        return self._owner.call(deadline, command, wake)
+
+    def stop_waiting(self, token: str) -> None:
+        if self._owner is None:
+            assert self._service is not None
+            self._service.stop_waiting(token)
+        else:
+            self._owner.stop_waiting(token)
+
+    def new_write_id(self, num_ids: int) -> int | None:
+        """The ledger numbers the writes."""
+        return None
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         self.store_writes({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
 
@@ -56,11 +179,15 @@ class RowStoreBackend(LedgerBackend):
         columns: Mapping[str, WireColumn | SharedRows],
         deadline: float,
     ) -> None:
+        from dataplane_core.codec import join_rows  # it imports torch
+
         buffer, offsets = join_rows([framed_columns(columns_of(write, columns)) for write in writes.values()])
         first = min(writes)
         self.put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline)
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        from dataplane_core.codec import split_rows  # it imports torch
+
         refs = located.refs
         try:
             found = self.get_rows([write_id + position for write_id, position in refs], deadline)

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from dataplane_core.codec import cell_nbytes, num_rows, row_nbytes
 from dataplane_core.errors import BackendError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import SharedRows, WireColumn
@@ -41,6 +40,8 @@ def writes_of(
     Raises:
         BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
     """
+    from dataplane_core.codec import cell_nbytes, num_rows, row_nbytes  # it imports torch
+
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
         return [commands.Write(tuple(plain), row_nbytes(plain, num_samples))] if plain else []
@@ -52,8 +53,9 @@ def writes_of(
     writes += [commands.Write((name,), sizes[name].tolist()) for name in apart]
     for name, column in columns.items():
         if isinstance(column, SharedRows):
-            _check_index(name, column, num_samples)
-            writes.append(commands.Write((name,), row_nbytes({name: column.rows}, num_rows(column.rows)), column.index))
+            num_shared = num_rows(column.rows)
+            _check_index(name, column, num_shared, num_samples)
+            writes.append(commands.Write((name,), row_nbytes({name: column.rows}, num_shared), column.index))
     return writes
 
 
@@ -63,8 +65,7 @@ def columns_of(write: commands.Write, columns: Mapping[str, WireColumn | SharedR
     return {name: column.rows if isinstance(column, SharedRows) else column for name, column in found.items()}
 
 
-def _check_index(name: str, column: SharedRows, num_samples: int) -> None:
-    found = num_rows(column.rows)
+def _check_index(name: str, column: SharedRows, found: int, num_samples: int) -> None:
     if len(column.index) != num_samples or set(column.index) != set(range(found)):
         raise BackendError(
             f"put_samples refused: column '{name}' has {found} shared rows and an index of {len(column.index)}. "

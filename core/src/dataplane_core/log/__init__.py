@@ -5,7 +5,8 @@ outlive a process (`NotesLog`), and the ledger that is kept in one (`LoggedLedge
 owner of a `RowStoreBackend`'s ledger use it. Nothing here imports torch.
 """
 
+from dataplane_core.log.engine import EngineLog, Lease, newest_record
 from dataplane_core.log.folder import FolderLog, NotesLog, TakenError
 from dataplane_core.log.ledger import LoggedLedger
 
-__all__ = ["FolderLog", "LoggedLedger", "NotesLog", "TakenError"]
+__all__ = ["EngineLog", "FolderLog", "Lease", "LoggedLedger", "NotesLog", "TakenError", "newest_record"]

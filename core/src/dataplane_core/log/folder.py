@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -41,10 +41,10 @@ _NAME: Final = "log"
 #: How long the log was when its process ended well. A shorter one was cut.
 _ENDED: Final = "ended"
 #: The exit status of a process that may answer nobody any more.
-_EXIT_STATUS: Final = 70
+EXIT_STATUS: Final = 70
 #: A log is long when what follows the state exceeds both some bytes and this share of the state.
-_TAIL_BYTES: Final = 1 << 20
-_TAIL_SHARE: Final = 0.25
+TAIL_BYTES: Final = 1 << 20
+TAIL_SHARE: Final = 0.25
 #: So much room is set aside for what makes room on a full disk.
 _RESERVE_BYTES: Final = 64 << 10
 _DAMAGED_HINT: Final = "Restore a whole copy of it, or move it away to begin without what it holds."
@@ -96,7 +96,8 @@ class FolderLog:
         state_at: The time of the state.
         records: The records since then, each with its time. Empty once `begin` was called.
         notes: Name -> the newest value.
-        is_long: Whether it is time for `begin`, which makes the log short.
+        make_state: Gives the state that the log begins with.
+        is_long: Whether it is time for `shorten`.
 
     Raises:
         BackendUnavailableError: There is no log, or the folder cannot be used.
@@ -112,6 +113,7 @@ class FolderLog:
         self._is_dirty = False  # whether `commit` has to wait for the disk
         self._is_torn = False  # whether a part of a frame may follow the last whole one
         self._long_at = 0  # the size at which the log is long
+        self.make_state: Callable[[], bytes] = bytes
         self.state, self.state_at = b"", 0.0
         self.records: list[tuple[float, bytes]] = []
         self.notes: dict[str, bytes] = {}
@@ -223,8 +225,8 @@ class FolderLog:
         """The time in seconds on the log's clock."""
         return time.monotonic() + self._ahead_s
 
-    def begin(self, state: bytes = b"") -> None:
-        """Begins the log of this process with a state, which stands for all that came before; or begins it again.
+    def begin(self) -> None:
+        """Begins the log of this process with the state, which stands for all that came before; or begins it again.
 
         Raises:
             BackendUnavailableError: The folder cannot be used.
@@ -233,15 +235,16 @@ class FolderLog:
         new = self._folder / f"{_NAME}.new"
         try:
             with self._lock:
-                data = _packed(_Beginning(_VERSION, self.now(), self.notes, state))
+                data = _packed(_Beginning(_VERSION, self.now(), self.notes, self.make_state()))
                 write_file(new, [data]) if self._sync else new.write_bytes(data)
                 self._refuse_if_taken()
                 fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)
                 new.rename(self._folder / _NAME)
                 if self._fd is not None:
                     os.close(self._fd)
-                self._fd, self._end, self._synced, self._is_torn, self._is_dirty = fd, len(data), len(data), False, False
-                self._long_at = len(data) + max(_TAIL_BYTES, int(_TAIL_SHARE * len(data)))
+                self._fd, self._end, self._synced = fd, len(data), len(data)
+                self._is_torn = self._is_dirty = False
+                self._long_at = len(data) + max(TAIL_BYTES, int(TAIL_SHARE * len(data)))
                 if self._sync:
                     sync_path(self._folder)  # before a frame is added to the new file
                     sync_path(self._root)
@@ -256,10 +259,10 @@ class FolderLog:
                             os.unlink(entry.path)
             self._earlier = None
 
-    def shorten(self, state: bytes = b"") -> None:
+    def shorten(self) -> None:
         """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
         try:
-            self.begin(state)
+            self.begin()
         except TakenError:
             pass  # as `commit` will say
         except BackendUnavailableError as error:
@@ -320,7 +323,7 @@ class FolderLog:
             self.commit()
         except (OSError, BackendUnavailableError) as error:
             _log.critical("this process may answer nobody any more, and ends: %s", error)
-            os._exit(_EXIT_STATUS)
+            os._exit(EXIT_STATUS)
 
     def finish(self) -> None:
         """Says that nothing follows. What is damaged or missing later was written whole, so it is no torn record."""

@@ -24,12 +24,13 @@ class Log(Protocol):
     state: bytes
     state_at: float
     records: list[tuple[float, bytes]]
+    make_state: Callable[[], bytes]
 
     @property
     def is_long(self) -> bool: ...
     def now(self) -> float: ...
-    def begin(self, state: bytes) -> None: ...
-    def shorten(self, state: bytes) -> None: ...
+    def begin(self) -> None: ...
+    def shorten(self) -> None: ...
     def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float: ...
 
 
@@ -78,7 +79,8 @@ class LoggedLedger:
         if ends_holds:
             reader.ledger.end_holds(log.now())
         reader.ledger.limit(capacity_bytes, first_write)
-        log.begin(self._state())
+        log.make_state = self._state
+        log.begin()
 
     def _run_again(self, at: float, record: bytes) -> None:
         try:
@@ -114,7 +116,7 @@ class LoggedLedger:
                 return self._run(command, at, wake)
             finally:
                 if self._log.is_long:
-                    self._log.shorten(self._state())
+                    self._log.shorten()
 
     def _changes(self, command: Command[Any]) -> bool:
         """Whether a command changes anything. Raises if it is a put that is refused."""

@@ -1,0 +1,272 @@
+"""The owner of a store: the process that hosts its ledger, and how its clients reach it.
+
+It is a process of its own, which the first client starts. It keeps the ledger in a log in the store's engine
+(`dataplane_core.log.EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the
+engine, any client starts another one, which goes on where the log ends. Clients find it by the newest record.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendUnavailableError,
+    DataPlaneError,
+    OperationTimeoutError,
+)
+from dataplane_core.hosting import LedgerHost, Messages, Server, Session, TcpAddress, listen_on, new_token
+from dataplane_core.ledger import Command, Reply
+from dataplane_core.log import EngineLog, Lease, LoggedLedger, TakenError, newest_record
+from dataplane_core.spec import new_id
+
+if TYPE_CHECKING:
+    from dataplane_core.backends.row_store import RowStoreBackend
+
+_MESSAGES: Final = Messages()
+#: Seconds in which the engine answers an owner that starts.
+_OPEN_S: Final = 30.0
+#: Seconds between two looks of an owner at its log and its clients, and of a client for an owner.
+_BEAT_S: Final = 0.3
+_LOOK_S: Final = 0.02
+#: Seconds that an owner waits for its first client, and that a client waits for a connection to an owner.
+_FIRST_S: Final = 30.0
+_REACH_S: Final = 2.0
+#: Write ids of an owner begin with a number of this many bits, drawn at random, and go on with 40 bits.
+_GENERATION_BITS: Final = 22
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+class _GoneError(BackendUnavailableError):
+    """The owner is gone, or another one has taken its place. The call may be repeated there."""
+
+
+@dataclass(frozen=True)
+class _Address(TcpAddress):
+    """Where an owner is."""
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        if isinstance(error, TimeoutError):
+            return OperationTimeoutError(
+                f"{what}: the owner of the store at {self.ip}:{self.port} did not answer in time."
+            )
+        return _GoneError(f"{what}: the owner of the store at {self.ip}:{self.port} cannot be reached: {error}.")
+
+
+class _Watch:
+    """Whether an owner that does not answer is still the owner."""
+
+    def __init__(self, engine: RowStoreBackend, address: _Address) -> None:
+        self._engine, self._address, self._lease = engine, address, Lease()
+
+    def check(self) -> None:
+        number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
+        if newest is None or newest.address != (self._address.ip, self._address.port, self._address.token):
+            raise _GoneError("another process owns the store.")
+        if self._lease.is_over(number):
+            raise _GoneError("the owner of the store is dead.")
+
+    def describe(self) -> str:
+        return "it is alive, and writes its log"
+
+
+class OwnerClient:
+    """A client's way to the owner, wherever that is. Thread-safe.
+
+    Args:
+        backend: The backend, whose engine is open.
+        bootstrap, deadline: As for `Backend.start`.
+
+    Raises:
+        As `Backend.start`.
+    """
+
+    def __init__(self, backend: RowStoreBackend, *, bootstrap: bool, deadline: float) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words: IO[bytes] | None = None  # what the process wrote
+        self._closed = False
+        number, newest = newest_record(backend, deadline)
+        owner = ""
+        if newest is None:
+            if not bootstrap:
+                raise BackendUnavailableError("there is no store.", hint="Bootstrap it first.")
+            owner = self._start(number)
+        elif bootstrap and backend.exclusive:
+            raise AlreadyRunningError("there is a store already.", retryable=True)
+        self._session = self._connect(deadline)
+        if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
+            self.close()
+            raise AlreadyRunningError("another process has started the store.", retryable=True)
+
+    def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice."""
+        while True:
+            session = self._session_now(deadline)
+            try:
+                if wake is None:
+                    return session.call(command.op, deadline, command)
+                return session.call_waiting(command.op, deadline, command, wake)
+            except _GoneError:
+                with self._lock:
+                    if self._session is session:
+                        self._session = None
+                session.close()
+
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerBackend.stop_waiting`."""
+        if (session := self._session) is not None:
+            session.end_waiting(token, tell=True)
+
+    def close(self) -> None:
+        """Leaves the owner, which ends if this was its last client."""
+        self._closed = True
+        if (session := self._session) is not None:
+            session.close()
+
+    def _session_now(self, deadline: float) -> Session:
+        if (session := self._session) is not None:
+            return session
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise OperationTimeoutError("the deadline passed while another thread looked for the owner of the store.")
+        try:
+            if self._session is None:
+                self._session = self._connect(deadline)
+            return self._session
+        finally:
+            self._lock.release()
+
+    def _connect(self, deadline: float) -> Session:
+        """A session with the owner. Starts one where there is none."""
+        lease, why = Lease(), "none has started yet"
+        while True:
+            number, newest = newest_record(self._backend, deadline)
+            if newest is not None and newest.address is not None:
+                address = _Address(*newest.address)
+                try:
+                    until = min(deadline, time.monotonic() + _REACH_S)
+                    return Session(address, _MESSAGES, until, partial(_Watch, self._backend, address))
+                except (_GoneError, OperationTimeoutError) as error:
+                    why = error.message
+            if newest is None or newest.address is None or lease.is_over(number):
+                self._start(number)
+            if self._process is not None and self._process.poll() not in (None, 0):
+                raise self._not_started()
+            if time.monotonic() >= deadline:
+                raise OperationTimeoutError(f"the store has no owner that can be reached: {why}")
+            time.sleep(_LOOK_S)
+
+    # --- the process --------------------------------------------------------------------------------------------------
+
+    def _start(self, dead: int) -> str:
+        """Starts an owner, unless one that was started is still trying. Returns its id."""
+        if self._process is not None and self._process.poll() is None:
+            return ""
+        cls, owner = type(self._backend), new_id()
+        words = {
+            "path": sys.path,
+            "class": f"{cls.__module__}:{cls.__qualname__}",
+            "options": self._backend.config.model_dump(mode="json"),
+            "owner": owner,
+            "dead": dead,
+        }
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  (it is read if the process fails, and has no name)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from dataplane_core.backends.owner import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._words,
+            start_new_session=True,  # an interrupt of the trainer does not end it
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(words).encode())
+        self._process.stdin.close()
+        threading.Thread(target=self._process.wait, name="dataplane-owner", daemon=True).start()  # it leaves no zombie
+        return owner
+
+    def _not_started(self) -> BackendUnavailableError:
+        assert self._words is not None
+        self._words.seek(0)
+        last = self._words.read().decode(errors="replace").strip().splitlines()[-3:]
+        self._process = None
+        return BackendUnavailableError(
+            f"the process of the ledger could not be started: {' / '.join(last) or 'it said nothing'}",
+            hint="It imports the backend's class by its name, and opens the engine with the same options.",
+        )
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+class _OwnerHost(LedgerHost):
+    def __init__(self, ledger: LoggedLedger, log: EngineLog) -> None:
+        super().__init__(ledger)
+        self._log = log
+
+    def settle(self) -> None:
+        self._log.commit_or_end()
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._clients)
+
+
+def main() -> None:
+    """Runs an owner, which is told on standard input what it owns. Returns when it has no client, or is not needed."""
+    words = json.loads(sys.stdin.read())
+    sys.path[:] = words["path"]
+    module, _, name = words["class"].partition(":")
+    cls: Any = importlib.import_module(module)
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    backend: RowStoreBackend = cls(cls.Config.model_validate(words["options"]))
+    backend.open_engine(bootstrap=True, deadline=time.monotonic() + _OPEN_S)
+    try:
+        _serve(backend, words["owner"], words["dead"])
+    except TakenError:
+        pass  # another owner was faster
+    finally:
+        backend.close_engine()
+
+
+def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
+    token, listener = new_token(), listen_on(backend.owner_ip())
+    ip, port = listener.getsockname()[:2]
+    log = EngineLog(backend, owner, (ip, port, token), dead=dead)
+    generation = secrets.randbits(_GENERATION_BITS) << 40
+    host = _OwnerHost(LoggedLedger(log, backend.config.capacity_bytes, first_write=generation or 1), log)
+    server = Server(host, listener, token=token)
+
+    def beat() -> None:
+        alone_since = time.monotonic() + _FIRST_S
+        while time.monotonic() - alone_since < _BEAT_S:
+            time.sleep(_BEAT_S)
+            log.beat()
+            if host.num_clients:
+                alone_since = time.monotonic()
+        server.close()
+
+    threading.Thread(target=beat, name="dataplane-beat", daemon=True).start()
+    server.run()
+    log.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""A log in an engine that several hosts reach, whose writer is elected: the owner of the store's ledger.
+
+The engine keeps records under the numbers 1, 2, 3, ... It appends one only if its number follows the newest. So of two
+processes that append the same number, one succeeds, and the other notices that it is not the owner any more. A record
+holds what the owner did since the one before, and says where the owner is reached.
+
+An owner appends a record at least each second. Where the newest record stays the same for `LEASE_S`, its owner is dead,
+or may answer nobody until it has appended again. No clock is compared with another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
+from dataplane_core.log.folder import EXIT_STATUS, TAIL_BYTES, TAIL_SHARE, TakenError
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_VERSION: Final = 1
+#: Seconds in which the newest record stays the same if its owner is dead.
+LEASE_S: Final = 5.0
+#: Seconds after which an owner with nothing to say appends a record all the same.
+_BEAT_S: Final = 1.0
+#: Seconds after its newest record in which an owner may answer.
+_SURE_S: Final = 2.5
+#: Seconds that the engine may take for a call, and until it is tried again.
+_ENGINE_S: Final = 10.0
+_AGAIN_S: Final = 0.1
+#: Seconds after which an engine that refuses what it is asked is believed.
+_REFUSED_S: Final = 1.0
+
+
+class LogEngine(Protocol):
+    """What keeps the records; see `RowStoreBackend`."""
+
+    def append(self, number: int, record: bytes, deadline: float) -> bool: ...
+    def read_log(self, first: int | None, deadline: float) -> Iterable[tuple[int, bytes]]: ...
+    def trim(self, before: int, deadline: float) -> None: ...
+
+
+class LogRecord(msgspec.Struct, array_like=True):
+    """A record.
+
+    Attributes:
+        version: Of this format.
+        owner: The id of the owner, random bits.
+        address: Where it is reached: its address, port and token. None: it has ended.
+        at: The time, on the log's clock.
+        commands: What it did, each with its time.
+        state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
+    """
+
+    version: int
+    owner: str
+    address: tuple[str, int, bytes] | None
+    at: float
+    commands: list[tuple[float, bytes]]
+    state: bytes | None = None
+
+
+_decode: Final = msgspec.msgpack.Decoder(LogRecord).decode
+
+
+def newest_record(engine: LogEngine, deadline: float) -> tuple[int, LogRecord | None]:
+    """The newest record of a log and its number; 0 and None if it is empty.
+
+    Raises:
+        CorruptDataError: It is no record of a log of this version.
+    """
+    found = [*engine.read_log(None, deadline)]
+    return (found[-1][0], _record(*found[-1])) if found else (0, None)
+
+
+def _record(number: int, data: bytes) -> LogRecord:
+    try:
+        record = _decode(data)
+    except msgspec.MsgspecError as error:
+        raise CorruptDataError(f"record {number} of the log cannot be read: {error}.") from error
+    if record.version != _VERSION:
+        raise CorruptDataError(
+            f"record {number} of the log is of version {record.version}. Expected {_VERSION}.",
+            hint="Another dataplane-core wrote it: use that one, or begin a new store.",
+        )
+    return record
+
+
+class Lease:
+    """Watches whether the newest record changes."""
+
+    def __init__(self) -> None:
+        self._number, self._since = -1, 0.0
+
+    def is_over(self, number: int) -> bool:
+        """Whether the newest record, whose number this is, has stayed the same for `LEASE_S`."""
+        if number != self._number:
+            self._number, self._since = number, time.monotonic()
+        return time.monotonic() - self._since >= LEASE_S
+
+
+class EngineLog:
+    """The log of an owner. Creating it waits until there is no other owner, and reads the log. Thread-safe.
+
+    It is the owner only after `begin`. Then call `beat` at least twice a second.
+
+    Args:
+        engine: The engine.
+        owner, address: See `LogRecord`.
+        dead: The number of the newest record, if it is known that its owner is dead.
+
+    Attributes:
+        state, state_at, records, is_long: As for `FolderLog`.
+        make_state: Gives the state.
+
+    Raises:
+        TakenError: There is an owner.
+        CorruptDataError: A record is damaged or missing.
+    """
+
+    def __init__(self, engine: LogEngine, owner: str, address: tuple[str, int, bytes], *, dead: int = -1) -> None:
+        self._engine = engine
+        self._owner = owner
+        self._address: tuple[str, int, bytes] | None = address
+        self._lock = threading.RLock()
+        self._pending: list[tuple[float, bytes]] = []
+        self._sure_at = -_SURE_S
+        self._long_at = self._size = 0
+        self.make_state: Callable[[], bytes] = bytes
+        self.state, self.state_at = b"", 0.0
+        self.records: list[tuple[float, bytes]] = []
+        lease = Lease()
+        first, newest = self._newest()
+        number = first
+        while newest is not None and newest.address is not None and number != dead and not lease.is_over(number):
+            time.sleep(_AGAIN_S)
+            number, newest = self._newest()
+            if number != first:
+                raise TakenError("another process owns the store.")
+        self._before = (number, "" if newest is None else newest.owner)  # the newest record that is not ours
+        self._next = number + 1
+        self._ahead_s = (0.0 if newest is None else newest.at) - time.monotonic()
+        self._read()
+
+    def _newest(self) -> tuple[int, LogRecord | None]:
+        return self._until_done(lambda deadline: newest_record(self._engine, deadline))
+
+    def _read(self) -> None:
+        expected = 0
+        for number, data in self._until_done(lambda deadline: [*self._engine.read_log(0, deadline)]):
+            record = _record(number, data)
+            if record.state is not None:
+                self.state, self.state_at, self.records, expected = record.state, record.at, [], number
+            elif number != expected:
+                raise CorruptDataError(f"record {expected or 1} of the log is missing, and {number} is there.")
+            self.records += record.commands
+            expected += 1
+        if expected > self._next:
+            raise TakenError("another process has taken the store.")
+        if expected and expected < self._next:
+            raise CorruptDataError(f"record {expected} of the log is missing.")
+
+    def _until_done(self, call: Callable[[float], _T]) -> _T:
+        """Calls the engine until it answers: it may be started again, or be replaced by its replica.
+
+        Raises:
+            BackendUnavailableError: It refuses what it is asked, as one whose disk is full.
+        """
+        since = math.inf
+        while True:
+            try:
+                return call(time.monotonic() + _ENGINE_S)
+            except CorruptDataError:
+                raise
+            except (BackendUnavailableError, OperationTimeoutError) as error:
+                if since == math.inf:
+                    _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
+                since = min(since, time.monotonic())
+                if error.outcome == "not_done" and time.monotonic() - since > _REFUSED_S:
+                    raise
+                time.sleep(_AGAIN_S)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The time in seconds on the log's clock, which stands still while there is no owner."""
+        return time.monotonic() + self._ahead_s
+
+    def begin(self) -> None:
+        """Appends the state, which stands for all that came before. The process is the owner then.
+
+        Raises:
+            TakenError: Another process is.
+        """
+        with self._lock:
+            self.state, self.records, self._pending = b"", [], []
+            state = self.make_state()
+            number = self._next
+            if not self._append(state):
+                self._refuse_if_taken()
+                return  # a later state was appended
+            self._size, self._long_at = 0, max(TAIL_BYTES, int(TAIL_SHARE * len(state)))
+        try:
+            self._engine.trim(number, time.monotonic() + _ENGINE_S)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            _log.warning("the log could not be trimmed, and is with the next state: %s", error)
+
+    shorten = begin
+
+    @property
+    def is_long(self) -> bool:
+        return self._size > self._long_at
+
+    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float:
+        """Adds a record. The engine has it after `commit`. Returns its time."""
+        with self._lock:
+            at = self.now()
+            self._pending.append((at, record))
+            self._size += len(record)
+            return at
+
+    def commit(self, *, within_s: float = _SURE_S) -> None:
+        """Returns when the engine has everything, and this process is still the owner. Call it before each answer.
+
+        Args:
+            within_s: Appends a record also if the newest one is older than this.
+
+        Raises:
+            TakenError: Another process is.
+        """
+        with self._lock:
+            if (self._pending or time.monotonic() - self._sure_at > within_s) and not self._append(None):
+                self._refuse_if_taken()
+
+    def commit_or_end(self, *, within_s: float = _SURE_S) -> None:
+        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
+        try:
+            self.commit(within_s=within_s)
+        except BackendUnavailableError as error:
+            _log.critical("this process may answer nobody any more, and ends: %s", error)
+            os._exit(EXIT_STATUS)
+
+    def beat(self) -> None:
+        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`."""
+        self.commit_or_end(within_s=_BEAT_S)
+
+    def end(self) -> None:
+        """Says that this owner ends: the next one need not wait."""
+        self._address = None
+        with self._lock:
+            self._append(None)
+
+    def _append(self, state: bytes | None) -> bool:
+        """Appends a record of all that is pending, or of the state. False: the engine has other records than expected.
+
+        What is sent twice, since the answer was lost, is refused the second time, and found to be there.
+        """
+        record = LogRecord(_VERSION, self._owner, self._address, self.now(), self._pending, state)
+        data, begun = msgspec.msgpack.encode(record), time.monotonic()
+        if not self._until_done(lambda deadline: self._engine.append(self._next, data, deadline)):
+            number, newest = self._newest()
+            if newest is None or (number, newest.owner, newest.at) != (self._next, self._owner, record.at):
+                return False
+        self._next, self._sure_at, self._pending = self._next + 1, begun, []
+        return True
+
+    def _refuse_if_taken(self) -> None:
+        """If the engine lost its newest records, as when a replica replaces it, appends the state, which has them all.
+
+        Raises:
+            TakenError: It has records of another owner.
+        """
+        number, newest = self._newest()
+        owner = self._owner if newest is None else newest.owner
+        was_before = number <= self._before[0] and owner == self._before[1]
+        if number >= self._next or not (owner == self._owner or was_before):
+            raise TakenError("another process has taken the store.")
+        _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
+        self._next = number + 1
+        self.begin()

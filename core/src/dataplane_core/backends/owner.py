@@ -27,7 +27,16 @@ from dataplane_core.errors import (
     DataPlaneError,
     OperationTimeoutError,
 )
-from dataplane_core.hosting import LedgerHost, Messages, Server, Session, TcpAddress, listen_on, new_token
+from dataplane_core.hosting import (
+    LedgerHost,
+    Messages,
+    Server,
+    Session,
+    TcpAddress,
+    decode_about,
+    listen_on,
+    new_token,
+)
 from dataplane_core.ledger import Command, Reply
 from dataplane_core.log import EngineLog, Lease, LoggedLedger, TakenError, newest_record
 from dataplane_core.spec import new_id
@@ -91,6 +100,9 @@ class OwnerClient:
         backend: The backend, whose engine is open.
         bootstrap, deadline: As for `Backend.start`.
 
+    Attributes:
+        limits: The options of the owner that hold for all its clients.
+
     Raises:
         As `Backend.start`.
     """
@@ -111,6 +123,11 @@ class OwnerClient:
         elif bootstrap and backend.exclusive:
             raise AlreadyRunningError("there is a store already.", retryable=True)
         self._session = self._connect(deadline)
+        self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])
+        mine = {name: getattr(backend.config, name) for name in self.limits}
+        if bootstrap and mine != self.limits:
+            self.close()
+            raise AlreadyRunningError(f"the store runs with the options {self.limits}, not {mine}.")
         if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
             self.close()
             raise AlreadyRunningError("another process has started the store.", retryable=True)
@@ -182,7 +199,7 @@ class OwnerClient:
         words = {
             "path": sys.path,
             "class": f"{cls.__module__}:{cls.__qualname__}",
-            "options": self._backend.config.model_dump(mode="json"),
+            "options": self._backend.owner_options(),
             "owner": owner,
             "dead": dead,
         }
@@ -216,9 +233,13 @@ class OwnerClient:
 
 
 class _OwnerHost(LedgerHost):
-    def __init__(self, ledger: LoggedLedger, log: EngineLog) -> None:
+    def __init__(self, ledger: LoggedLedger, log: EngineLog, limits: dict[str, Any]) -> None:
         super().__init__(ledger)
         self._log = log
+        self._limits = limits
+
+    def about(self) -> dict[str, Any]:
+        return self._limits
 
     def settle(self) -> None:
         self._log.commit_or_end()
@@ -237,7 +258,7 @@ def main() -> None:
     for part in name.split("."):
         cls = getattr(cls, part)
     backend: RowStoreBackend = cls(cls.Config.model_validate(words["options"]))
-    backend.open_engine(bootstrap=True, deadline=time.monotonic() + _OPEN_S)
+    backend.open_engine(bootstrap=False, deadline=time.monotonic() + _OPEN_S)
     try:
         _serve(backend, words["owner"], words["dead"])
     except TakenError:
@@ -251,7 +272,9 @@ def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
     ip, port = listener.getsockname()[:2]
     log = EngineLog(backend, owner, (ip, port, token), dead=dead)
     generation = secrets.randbits(_GENERATION_BITS) << 40
-    host = _OwnerHost(LoggedLedger(log, backend.config.capacity_bytes, first_write=generation or 1), log)
+    limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
+    host = _OwnerHost(LoggedLedger(log, backend.config.capacity_bytes, first_write=generation or 1), log, limits)
+    log.is_needed = lambda: host.num_clients > 0
     server = Server(host, listener, token=token)
 
     def beat() -> None:

@@ -128,6 +128,11 @@ class RowStoreBackend(LedgerBackend):
         """The address of this host at which the ledger's process listens. Default: for clients of this host only."""
         return "127.0.0.1"
 
+    def owner_options(self) -> dict[str, Any]:
+        """The options with which the ledger's process makes an object of this class. They are passed on in a pipe."""
+        options: dict[str, Any] = self.config.model_dump(mode="json")
+        return options
+
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
@@ -138,6 +143,7 @@ class RowStoreBackend(LedgerBackend):
             self._service = LedgerService(self.config.capacity_bytes)
         else:
             self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)
+            self.config = self.config.model_copy(update=self._owner.limits)
 
     def stop(self) -> None:
         """Disconnects."""

@@ -120,6 +120,7 @@ class EngineLog:
     Attributes:
         state, state_at, records, is_long: As for `FolderLog`.
         make_state: Gives the state.
+        is_needed: Whether somebody waits for this owner while the engine does not answer.
 
     Raises:
         TakenError: There is an owner.
@@ -135,6 +136,7 @@ class EngineLog:
         self._sure_at = -_SURE_S
         self._long_at = self._size = 0
         self.make_state: Callable[[], bytes] = bytes
+        self.is_needed: Callable[[], bool] = lambda: True
         self.state, self.state_at = b"", 0.0
         self.records: list[tuple[float, bytes]] = []
         lease = Lease()
@@ -172,7 +174,8 @@ class EngineLog:
         """Calls the engine until it answers: it may be started again, or be replaced by its replica.
 
         Raises:
-            BackendUnavailableError: It refuses what it is asked, as one whose disk is full.
+            BackendUnavailableError: It has ended, or refuses what it is asked, as one whose disk is full.
+            OperationTimeoutError: Nobody waits for this owner any more.
         """
         since = math.inf
         while True:
@@ -184,7 +187,8 @@ class EngineLog:
                 if since == math.inf:
                     _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
                 since = min(since, time.monotonic())
-                if error.outcome == "not_done" and time.monotonic() - since > _REFUSED_S:
+                is_refused = error.outcome == "not_done" and time.monotonic() - since > _REFUSED_S
+                if is_refused or not error.retryable or not self.is_needed():
                     raise
                 time.sleep(_AGAIN_S)
 
@@ -244,7 +248,7 @@ class EngineLog:
         """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
         try:
             self.commit(within_s=within_s)
-        except BackendUnavailableError as error:
+        except (BackendUnavailableError, OperationTimeoutError) as error:
             _log.critical("this process may answer nobody any more, and ends: %s", error)
             os._exit(EXIT_STATUS)
 

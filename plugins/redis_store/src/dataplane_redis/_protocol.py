@@ -9,7 +9,6 @@ A row is what one put wrote of one sample: its frames, joined in the format of `
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -38,7 +37,6 @@ from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
     OperationTimeoutError,
-    StalePartitionError,
 )
 from dataplane_core.host_memory import recycled_bytes
 
@@ -47,45 +45,14 @@ Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]
 
 #: The least socket timeout in seconds. Zero would mean not to wait at all, which TLS does not support.
 _MIN_TIMEOUT_S: Final = 0.001
-#: Replies to what `pack_rows` packs.
-PACKED_REPLIES: Final = 4
-#: The most that a byte string of a reply takes besides its own bytes: ``$<digits>\r\n`` and ``\r\n``.
-_STRING_BYTES: Final = 24
 #: Added to every buffer, for the heads of the replies or an error message.
 _SLACK_BYTES: Final = 64 * 1024
 #: The longest number in a reply, with its kind and its sign.
 _MOST_DIGITS: Final = 21
-#: A refusal that names another node: what kind it is, host and port.
-_REDIRECTION: Final = re.compile(r"(MOVED|ASK) \d+ (\S*):(\d{1,5})")
 #: How the refusals of a server begin that takes no writes.
 _NO_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "MASTERDOWN")
 #: How refusals begin of a user that may not do it. The last one is of a script, by Redis 7.0.
 _NO_RIGHT: Final = ("WRONGPASS", "NOAUTH", "NOPERM", "ACL failure in script", "The user executing the script")
-#: The keys that scripts look for, by the name in common.lua.
-_LOST_PARTS: Final = {
-    "p": "the registration of the partition",
-    "r": "the index of the partition's rows",
-    "t": "the tags of the partition",
-    "o": "the order of the partition's rows",
-    "s": "the types of the partition's fields",
-    "l": "the layouts of the partition's rows",
-    "u": "the list of the partition's writes",
-    "n": "the list of rows that several samples of the partition share",
-    "x": "the list of the partition's cleared samples",
-    "g": "the groups of the partition",
-    "gm": "members of the partition's groups",
-    "h": "what a consumer task of the partition holds",
-    "k": "the leases of the partition",
-    "q": "the times when leases of the partition end",
-    "a": "the samples of a lease of the partition",
-    "parts": "the list of the partitions",
-    "clients": "the list of the clients",
-}
-#: What to do if it is no partition's own.
-_MENDS: Final = {
-    "parts": "Then connect with another namespace, and produce all samples again.",
-    "clients": "The list is complete again when all clients have announced themselves.",
-}
 
 
 def left_s(deadline: float) -> float:
@@ -104,35 +71,28 @@ def pack(words: Parts) -> list[bytes | bytearray | memoryview]:
     return parts
 
 
-def row_overhead(num_columns: int) -> int:
-    """The most bytes that a row of so many cells takes in a reply besides its frames."""
-    return 8 + 8 * num_columns + _STRING_BYTES
-
-
-def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]], keep_s: float) -> list[Any]:
+def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[Any]:
     """Packs an HSET of rows under their positions, from ``first`` on: ``frames`` is one list per column.
 
-    The hash then expires in ``keep_s`` seconds, at the same moment as it is written: so should this client die, the
-    server drops the rows. Frames are not copied.
+    Frames are not copied.
     """
     num_columns, num_rows = len(frames), len(frames[0])
     sizes = np.empty((num_rows, num_columns), dtype="<i8")
     for number, column in enumerate(frames):
         sizes[:, number] = [len(frame) for frame in column]
-    fixed = join_row([b""] * num_columns)[
-        : -8 * num_columns
-    ]  # how every row of so many frames starts, before the sizes
+    # how every row of so many frames starts, before the sizes
+    fixed = join_row([b""] * num_columns)[: -8 * num_columns]
     heads = sizes.tobytes()
     step = 8 * num_columns
     totals = (sizes.sum(axis=1) + (len(fixed) + step)).tolist()
-    parts: list[Any] = [*pack((b"MULTI",)), b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * num_rows, len(key), key)]
+    parts: list[Any] = [b"*%d\r\n$4\r\nHSET\r\n$%d\r\n%b\r\n" % (2 + 2 * num_rows, len(key), key)]
     for row, cells in enumerate(zip(*frames, strict=True)):
         position = b"%d" % (first + row)
         head = b"$%d\r\n%b\r\n$%d\r\n" % (len(position), position, totals[row])
         parts.append(head + fixed + heads[row * step : (row + 1) * step])
         parts += cells
         parts.append(b"\r\n")
-    return [*parts, *pack((b"PEXPIRE", key, b"%d" % int(1000 * keep_s))), *pack((b"EXEC",))]
+    return parts
 
 
 class ArrayReader:
@@ -219,20 +179,10 @@ class ArrayReader:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def redirection_of(refusal: Exception) -> tuple[str, str, int] | None:
-    """``MOVED`` or ``ASK``, host and port, if a refusal names another node. An empty host: the node that was asked."""
-    if isinstance(refusal, AskError):  # MovedError is one
-        return "MOVED" if isinstance(refusal, MovedError) else "ASK", refusal.host, int(refusal.port)
-    found = _REDIRECTION.fullmatch(str(refusal))
-    return None if found is None else (found[1], found[2], int(found[3]))
-
-
 def is_moving(error: Exception) -> bool:
     """Whether a node of a cluster refused since the keys are being moved, or since the cluster lacks a node."""
-    return (
-        isinstance(error, (ClusterDownError, TryAgainError))
-        or str(error).startswith(("TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"))
-        or (redirection_of(error) or ("",))[0] == "ASK"
+    return isinstance(error, (ClusterDownError, TryAgainError, AskError)) or str(error).startswith(
+        ("TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")
     )
 
 
@@ -261,14 +211,6 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
             "command that makes a user with enough rights.",
         )
     text = str(error)
-    if text.startswith("LOST "):
-        part = text.split()[1]
-        return StalePartitionError(
-            f"{what} failed: {label} has lost {_LOST_PARTS.get(part, part)}. What is left is not used.",
-            retryable=False,
-            hint="A key was deleted, or evicted: set the server's maxmemory-policy to noeviction. "
-            + _MENDS.get(part, "Then register the partition again, and produce its samples again."),
-        )
     if is_temporary_refusal(error):
         does = "is busy with a script that takes long" if text.startswith("BUSY ") else "is still loading its data"
         return OperationTimeoutError(f"{what} timed out: {label} {does}.", outcome="not_done")
@@ -281,7 +223,7 @@ def to_error(what: str, label: str, error: Exception) -> DataPlaneError:
         return to_error(what, label, AuthenticationError(text))
     if isinstance(error, (ReadOnlyError, MasterDownError, ClusterDownError)) or text.startswith(_NO_WRITES):
         return BackendUnavailableError(f"{what} refused: {label} takes no writes: {text}", outcome="not_done")
-    if is_moving(error) or redirection_of(error) is not None:
+    if is_moving(error) or isinstance(error, MovedError):
         return BackendUnavailableError(
             f"{what} refused: {label} is a cluster that is moving this namespace to another node.",
             hint="Ask again: the next call goes to the node that serves it then.",

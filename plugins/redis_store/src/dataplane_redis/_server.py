@@ -29,9 +29,8 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_redis._link import Link
-from dataplane_redis._scripts import STORE_VERSION
 from dataplane_redis._sentinel import Service
-from dataplane_redis.config import RedisConfig, base_of
+from dataplane_redis.config import RedisConfig, log_key
 
 #: The hint if redis-server is not installed.
 _INSTALL_HINT: Final = (
@@ -147,7 +146,7 @@ class PrivateServer:
                 assert self._process is not None
                 if self._folder.socket.exists():
                     with contextlib.suppress(DataPlaneError):
-                        link.command("connect", deadline, b"PING")
+                        link.command("connect", deadline, b"", b"PING")
                         return
                 if self._process.ended:
                     raise BackendUnavailableError(
@@ -207,14 +206,14 @@ class Durability:
 
 
 def _info(link: Link, deadline: float, section: bytes) -> dict[str, str]:
-    text = link.command("connect", deadline, b"INFO", section).decode("utf-8", "replace")
+    text = link.command("connect", deadline, b"", b"INFO", section).decode("utf-8", "replace")
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
 def setting_of(link: Link, what: str, deadline: float, name: str) -> str | None:
     """A setting, or None if the server does not say."""
     try:
-        reply = link.command(what, deadline, b"CONFIG", b"GET", name.encode())
+        reply = link.command(what, deadline, b"", b"CONFIG", b"GET", name.encode())
     except DataPlaneError as error:
         if isinstance(error, BackendUnavailableError) and not error.retryable:
             return None  # the ACL forbids it
@@ -296,16 +295,6 @@ def _policy_error(who: str, config: RedisConfig, durability: Durability) -> Conf
     )
 
 
-def store_error(who: str, version: bytes | None) -> ConfigError | None:
-    """The error if the namespace holds an instance of another version, else None."""
-    if version in (None, b"%d" % STORE_VERSION):
-        return None
-    return ConfigError(
-        f"{who} holds an instance of version {version.decode()}. Expected {STORE_VERSION}.",
-        hint="Use the dataplane-redis that wrote it, or another namespace.",
-    )
-
-
 # --- the doctor -------------------------------------------------------------------------------------------------------
 
 
@@ -362,12 +351,10 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         yield _sentinels(service, answering)
     link = Link(url)
     try:
-        base = base_of(config.namespace)
-        link.follow("doctor", deadline, base)
+        link.follow("doctor", deadline)
         version, durability = _version_of(link, deadline), durability_of(link, config, deadline)
-        store_version = link.command("doctor", deadline, b"HGET", base + b":instance", b"version")
+        link.command("doctor", deadline, log_key(config.namespace), b"EXISTS", log_key(config.namespace))
         replicas = int(_info(link, deadline, b"replication").get("connected_slaves", "0"))
-        mute = _wake_error(link, base, deadline)
     except DataPlaneError as error:
         yield _error(error)
         return
@@ -376,8 +363,8 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     who = link.label[0].upper() + link.label[1:]
     refused = _version_error(who, version)
     yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
-    refusals = (store_error(who, store_version), _policy_error(who, config, durability))
-    yield from map(_error, filter(None, (*refusals, _fsync_error(who, config, version, durability))))
+    refusals = (_policy_error(who, config, durability), _fsync_error(who, config, version, durability))
+    yield from map(_error, filter(None, refusals))
     if durability.maxmemory_policy != "noeviction" and config.allow_eviction:
         yield Finding.warning(
             f"{who} has maxmemory-policy '{durability.maxmemory_policy}', which allow_eviction accepts: it may drop "
@@ -394,12 +381,6 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
             "appendfsync always; redis-cli CONFIG REWRITE",
         )
     yield from _replication(who, config, replicas)
-    if mute is not None:
-        yield Finding.warning(
-            f"Claims that wait are not woken, but ask now and then: {mute.message}",
-            f"Let the user send and receive messages: ACL SETUSER NAME '&dp:{{{config.namespace}}}*' +spublish "
-            "+ssubscribe.",
-        )
     parts = urlsplit(url if service is None else service.server_url)
     hosts = {parts.hostname} if service is None else {host for host, _ in service.sentinels}
     if parts.scheme == "redis" and not hosts <= {"localhost", "127.0.0.1", "::1"}:
@@ -411,17 +392,6 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
         yield Finding.warning(
             f"The connection to {link.label} is not encrypted.", "If others use this network, use rediss:// (TLS)."
         )
-
-
-def _wake_error(link: Link, base: bytes, deadline: float) -> DataPlaneError | None:
-    """Why the server refuses this user the messages that wake claims."""
-    try:
-        link.command("doctor", deadline, b"SPUBLISH", base + b":wake:doctor", b"")
-    except BackendUnavailableError as error:
-        if error.retryable:
-            raise
-        return error
-    return None
 
 
 def _sentinels(service: Service, answering: int) -> Finding:

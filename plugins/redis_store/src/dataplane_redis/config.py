@@ -7,19 +7,24 @@ from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, IPvAnyAddress, SecretStr, field_validator, model_validator
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from dataplane_core.backends import CapacityOptions
+from dataplane_core.backends import RowStoreOptions
 from dataplane_redis._sentinel import SENTINEL_SCHEMES, Service
 
 _SCHEMES = ("redis://", "rediss://", "unix://", *(f"{scheme}://" for scheme in SENTINEL_SCHEMES))
 
 
-def base_of(namespace: str) -> bytes:
-    """The prefix of the keys of a namespace's ledger."""
-    return b"dp:{%s}" % namespace.encode()
+def log_key(namespace: str) -> bytes:
+    """The key of the ledger's log of a namespace."""
+    return b"dp:%s:log" % namespace.encode()
+
+
+def rows_key(namespace: str, group: int) -> bytes:
+    """The key of a group of rows. In a cluster, groups spread over the nodes."""
+    return b"dp:%s:r:%x" % (namespace.encode(), group)
 
 
 def _is_parsed_as_intended(url: str) -> bool:
@@ -40,7 +45,7 @@ def _is_parsed_as_intended(url: str) -> bool:
     return not at_sign_is_late and "#" not in url
 
 
-class RedisConfig(CapacityOptions):
+class RedisConfig(RowStoreOptions):
     """Which Redis server to use, the one at ``url`` or a private one, and which namespace on it.
 
     The bootstrapping client sets ``capacity_bytes`` and ``on_full``. An attaching client reads them from the server.
@@ -65,6 +70,10 @@ class RedisConfig(CapacityOptions):
 
     namespace: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Prefix of all keys. Instances of different namespaces on one server share nothing."""
+
+    ledger_ip: IPvAnyAddress | None = None
+    """The address at which clients reach this host, should the process of the ledger be started here. None: that from
+    which this host's connections to the server come."""
 
     allow_eviction: bool = False
     """Accept a server whose ``maxmemory-policy`` may evict keys. Samples that nobody has consumed may then be lost."""

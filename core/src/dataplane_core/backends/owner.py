@@ -25,6 +25,7 @@ from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
     DataPlaneError,
+    LostReplyError,
     OperationTimeoutError,
 )
 from dataplane_core.hosting import (
@@ -37,7 +38,7 @@ from dataplane_core.hosting import (
     listen_on,
     new_token,
 )
-from dataplane_core.ledger import Command, Reply
+from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.log import EngineLog, Lease, LoggedLedger, TakenError, newest_record
 from dataplane_core.spec import new_id
 
@@ -133,18 +134,24 @@ class OwnerClient:
             raise AlreadyRunningError("another process has started the store.", retryable=True)
 
     def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice."""
+        """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice.
+
+        Raises:
+            LostReplyError: The owner is gone in the middle of a put, which is repeated as a whole.
+        """
         while True:
             session = self._session_now(deadline)
             try:
                 if wake is None:
                     return session.call(command.op, deadline, command)
                 return session.call_waiting(command.op, deadline, command, wake)
-            except _GoneError:
+            except _GoneError as error:
                 with self._lock:
                     if self._session is session:
                         self._session = None
                 session.close()
+                if isinstance(command, (commands.BeginPut, commands.CommitPut)):
+                    raise LostReplyError(error.message) from error
 
     def stop_waiting(self, token: str) -> None:
         """As `LedgerBackend.stop_waiting`."""

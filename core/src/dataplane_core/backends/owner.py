@@ -35,8 +35,12 @@ from dataplane_core.hosting import (
     Session,
     TcpAddress,
     decode_about,
+    listen_as,
     listen_on,
+    new_certificate,
+    new_socket_name,
     new_token,
+    serve_tls,
 )
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.log import EngineLog, Lease, LoggedLedger, TakenError, newest_record
@@ -85,7 +89,7 @@ class _Watch:
 
     def check(self) -> None:
         number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
-        if newest is None or newest.address != (self._address.ip, self._address.port, self._address.token):
+        if newest is None or newest.address is None or _Address(*newest.address) != self._address:
             raise _GoneError("another process owns the store.")
         if self._lease.is_over(number):
             raise _GoneError("the owner of the store is dead.")
@@ -102,6 +106,7 @@ class OwnerClient:
         bootstrap, deadline: As for `Backend.start`.
 
     Attributes:
+        num_sessions: How often it connected to an owner.
         limits: The options of the owner that hold for all its clients.
 
     Raises:
@@ -114,7 +119,7 @@ class OwnerClient:
         self._session: Session | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: IO[bytes] | None = None  # what the process wrote
-        self._closed = False
+        self.num_sessions = 0
         number, newest = newest_record(backend, deadline)
         owner = ""
         if newest is None:
@@ -160,7 +165,6 @@ class OwnerClient:
 
     def close(self) -> None:
         """Leaves the owner, which ends if this was its last client."""
-        self._closed = True
         if (session := self._session) is not None:
             session.close()
 
@@ -185,7 +189,9 @@ class OwnerClient:
                 address = _Address(*newest.address)
                 try:
                     until = min(deadline, time.monotonic() + _REACH_S)
-                    return Session(address, _MESSAGES, until, partial(_Watch, self._backend, address))
+                    session = Session(address, _MESSAGES, until, partial(_Watch, self._backend, address))
+                    self.num_sessions += 1
+                    return session
                 except (_GoneError, OperationTimeoutError) as error:
                     why = error.message
             if newest is None or newest.address is None or lease.is_over(number):
@@ -277,7 +283,13 @@ def main() -> None:
 def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
     token, listener = new_token(), listen_on(backend.owner_ip())
     ip, port = listener.getsockname()[:2]
-    log = EngineLog(backend, owner, (ip, port, token), dead=dead)
+    certificate = ""
+    if backend.owner_uses_tls():
+        name = new_socket_name()
+        certificate, key = new_certificate(ip)
+        serve_tls(listener, certificate, key, name)
+        listener = listen_as(name)
+    log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
     generation = secrets.randbits(_GENERATION_BITS) << 40
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(LoggedLedger(log, backend.config.capacity_bytes, first_write=generation or 1), log, limits)

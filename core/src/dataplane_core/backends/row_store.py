@@ -21,9 +21,16 @@ from dataplane_core.backends.ledger_backend import (
 )
 from dataplane_core.backends.owner import OwnerClient
 from dataplane_core.backends.writes import columns_of
-from dataplane_core.errors import BackendError, FrameError, PluginSignatureError, UnsupportedOperationError
+from dataplane_core.errors import (
+    BackendError,
+    FrameError,
+    LostReplyError,
+    PluginSignatureError,
+    StalePartitionError,
+    UnsupportedOperationError,
+)
 from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply, commands
-from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
+from dataplane_core.spec import Capability, PutRequest, Scope, SharedRows, WireColumn, WireFormat
 
 _LOG: Final = ("append", "read_log", "trim")
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
@@ -128,6 +135,10 @@ class RowStoreBackend(LedgerBackend):
         """The address of this host at which the ledger's process listens. Default: for clients of this host only."""
         return "127.0.0.1"
 
+    def owner_uses_tls(self) -> bool:
+        """Whether what goes to and from the ledger's process is encrypted. It needs the package cryptography."""
+        return False
+
     def owner_options(self) -> dict[str, Any]:
         """The options with which the ledger's process makes an object of this class. They are passed on in a pipe."""
         options: dict[str, Any] = self.config.model_dump(mode="json")
@@ -169,6 +180,16 @@ class RowStoreBackend(LedgerBackend):
             self._service.stop_waiting(token)
         else:
             self._owner.stop_waiting(token)
+
+    def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
+        """A put that an owner began, and the next one does not know, is repeated."""
+        before = None if self._owner is None else self._owner.num_sessions
+        try:
+            return super().put_once(request, writes, ticket)
+        except StalePartitionError as error:
+            if self._owner is not None and self._owner.num_sessions != before:
+                raise LostReplyError(error.message) from error
+            raise
 
     def new_write_id(self, num_ids: int) -> int | None:
         """The ledger numbers the writes."""

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from dataplane_core.log.folder import EXIT_STATUS, TAIL_BYTES, TAIL_SHARE, Taken
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+Place: TypeAlias = tuple[str, int, bytes, str]
 
 _VERSION: Final = 1
 #: Seconds in which the newest record stays the same if its owner is dead.
@@ -54,7 +55,8 @@ class LogRecord(msgspec.Struct, array_like=True):
     Attributes:
         version: Of this format.
         owner: The id of the owner, random bits.
-        address: Where it is reached: its address, port and token. None: it has ended.
+        address: Where it is reached: its address, port, token, and its certificate if it uses TLS. None: it has
+            ended.
         at: The time, on the log's clock.
         commands: What it did, each with its time.
         state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
@@ -62,7 +64,7 @@ class LogRecord(msgspec.Struct, array_like=True):
 
     version: int
     owner: str
-    address: tuple[str, int, bytes] | None
+    address: Place | None
     at: float
     commands: list[tuple[float, bytes]]
     state: bytes | None = None
@@ -127,10 +129,10 @@ class EngineLog:
         CorruptDataError: A record is damaged or missing.
     """
 
-    def __init__(self, engine: LogEngine, owner: str, address: tuple[str, int, bytes], *, dead: int = -1) -> None:
+    def __init__(self, engine: LogEngine, owner: str, address: Place, *, dead: int = -1) -> None:
         self._engine = engine
         self._owner = owner
-        self._address: tuple[str, int, bytes] | None = address
+        self._address: Place | None = address
         self._lock = threading.RLock()
         self._pending: list[tuple[float, bytes]] = []
         self._sure_at = -_SURE_S

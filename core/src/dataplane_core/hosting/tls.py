@@ -10,12 +10,15 @@ import socket
 import ssl
 import tempfile
 import threading
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError
 
 _DAYS: Final = 3650
 _PIECE_BYTES: Final = 1 << 18
+#: Seconds that a client may take to agree on a key.
+_GREETING_S: Final = 10.0
 
 
 def new_certificate(ip: str) -> tuple[str, str]:
@@ -53,8 +56,12 @@ def new_certificate(ip: str) -> tuple[str, str]:
     return certificate.public_bytes(serialization.Encoding.PEM).decode(), secret.decode()
 
 
-def serve_tls(listener: socket.socket, certificate: str, key: str, target: str) -> None:
-    """Starts a thread that passes on what clients of a TCP socket send, to a Unix socket of this process, and back."""
+def serve_tls(listener: socket.socket, certificate: str, key: str, target: str) -> Callable[[], object]:
+    """Starts a thread that passes on what clients of a TCP socket send, to a Unix socket of this process, and back.
+
+    Returns:
+        Ends the thread. May be called once, from any thread.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(certificate + key)
@@ -67,10 +74,18 @@ def serve_tls(listener: socket.socket, certificate: str, key: str, target: str) 
             await asyncio.gather(_pass_on(reader, out), _pass_on(inner, writer))
 
     async def run() -> None:
-        server = await asyncio.start_server(serve, sock=listener, ssl=context, limit=_PIECE_BYTES)
-        await server.serve_forever()
+        options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": _GREETING_S, "limit": _PIECE_BYTES}
+        async with await asyncio.start_server(serve, sock=listener, **options):
+            await ended.wait()
 
-    threading.Thread(target=asyncio.run, args=(run(),), name="dataplane-tls", daemon=True).start()
+    ended, loop = asyncio.Event(), asyncio.new_event_loop()
+
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(run())
+
+    threading.Thread(target=run_loop, name="dataplane-tls", daemon=True).start()
+    return lambda: loop.call_soon_threadsafe(ended.set)
 
 
 async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

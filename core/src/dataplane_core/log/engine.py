@@ -121,7 +121,7 @@ class EngineLog:
 
     Attributes:
         state, state_at, records, is_long: As for `FolderLog`.
-        make_state: Gives the state.
+        make_state: Gives the state as of a time.
         is_needed: Whether somebody waits for this owner while the engine does not answer.
 
     Raises:
@@ -137,7 +137,7 @@ class EngineLog:
         self._pending: list[tuple[float, bytes]] = []
         self._sure_at = -_SURE_S
         self._long_at = self._size = 0
-        self.make_state: Callable[[], bytes] = bytes
+        self.make_state: Callable[[float], bytes] = lambda at: b""
         self.is_needed: Callable[[], bool] = lambda: True
         self.state, self.state_at = b"", 0.0
         self.records: list[tuple[float, bytes]] = []
@@ -207,10 +207,10 @@ class EngineLog:
             TakenError: Another process is.
         """
         with self._lock:
-            self.state, self.records, self._pending = b"", [], []
-            state = self.make_state()
-            number = self._next
-            if not self._append(state):
+            self.state, self.records = b"", []
+            at, number = self.now(), self._next
+            state = self.make_state(at)
+            if not self._append(at, state):
                 self._refuse_if_taken()
                 return  # a later state was appended
             self._size, self._long_at = 0, max(TAIL_BYTES, int(TAIL_SHARE * len(state)))
@@ -219,19 +219,23 @@ class EngineLog:
         except (BackendUnavailableError, OperationTimeoutError) as error:
             _log.warning("the log could not be trimmed, and is with the next state: %s", error)
 
-    shorten = begin
+    def shorten(self) -> None:
+        """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
+        try:
+            self.begin()
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            self._long_at = 2 * self._size
+            _log.warning("the log could not be shortened, and goes on growing until the next try: %s", error)
 
     @property
     def is_long(self) -> bool:
         return self._size > self._long_at
 
-    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float:
-        """Adds a record. The engine has it after `commit`. Returns its time."""
+    def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
+        """Adds a record of that time. The engine has it after `commit`."""
         with self._lock:
-            at = self.now()
             self._pending.append((at, record))
             self._size += len(record)
-            return at
 
     def commit(self, *, within_s: float = _SURE_S) -> None:
         """Returns when the engine has everything, and this process is still the owner. Call it before each answer.
@@ -243,7 +247,7 @@ class EngineLog:
             TakenError: Another process is.
         """
         with self._lock:
-            if (self._pending or time.monotonic() - self._sure_at > within_s) and not self._append(None):
+            if (self._pending or time.monotonic() - self._sure_at > within_s) and not self._append(self.now()):
                 self._refuse_if_taken()
 
     def commit_or_end(self, *, within_s: float = _SURE_S) -> None:
@@ -262,18 +266,19 @@ class EngineLog:
         """Says that this owner ends: the next one need not wait."""
         self._address = None
         with self._lock:
-            self._append(None)
+            self._append(self.now())
 
-    def _append(self, state: bytes | None) -> bool:
+    def _append(self, at: float, state: bytes | None = None) -> bool:
         """Appends a record of all that is pending, or of the state. False: the engine has other records than expected.
 
         What is sent twice, since the answer was lost, is refused the second time, and found to be there.
         """
-        record = LogRecord(_VERSION, self._owner, self._address, self.now(), self._pending, state)
+        pending = self._pending if state is None else []
+        record = LogRecord(_VERSION, self._owner, self._address, at, pending, state)
         data, begun = msgspec.msgpack.encode(record), time.monotonic()
         if not self._until_done(lambda deadline: self._engine.append(self._next, data, deadline)):
             number, newest = self._newest()
-            if newest is None or (number, newest.owner, newest.at) != (self._next, self._owner, record.at):
+            if newest is None or (number, newest.owner, newest.at) != (self._next, self._owner, at):
                 return False
         self._next, self._sure_at, self._pending = self._next + 1, begun, []
         return True

@@ -55,6 +55,8 @@ _OPEN_S: Final = 30.0
 #: Seconds between two looks of an owner at its log and its clients, and of a client for an owner.
 _BEAT_S: Final = 0.3
 _LOOK_S: Final = 0.02
+#: Seconds between two looks of a client at an owner that does not answer.
+_WATCH_S: Final = 0.5
 #: Seconds that an owner waits for its first client, and that a client waits for a connection to an owner.
 _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
@@ -86,9 +88,18 @@ class _Watch:
 
     def __init__(self, engine: RowStoreBackend, address: _Address) -> None:
         self._engine, self._address, self._lease = engine, address, Lease()
+        self._look_at = 0.0
 
     def check(self) -> None:
-        number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _WATCH_S
+        try:
+            number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            if not error.retryable:
+                raise
+            return  # the owner waits for the engine, too
         if newest is None or newest.address is None or _Address(*newest.address) != self._address:
             raise _GoneError("another process owns the store.")
         if self._lease.is_over(number):
@@ -154,7 +165,7 @@ class OwnerClient:
                 with self._lock:
                     if self._session is session:
                         self._session = None
-                session.close()
+                session.finish()  # other calls over it notice by themselves
                 if isinstance(command, (commands.BeginPut, commands.CommitPut)):
                     raise LostReplyError(error.message) from error
 

@@ -214,6 +214,7 @@ class EngineLog:
                 self._refuse_if_taken()
                 return  # a later state was appended
             self._size, self._long_at = 0, max(TAIL_BYTES, int(TAIL_SHARE * len(state)))
+            self._append(self.now())  # a short one is the newest, which clients read
         try:
             self._engine.trim(number, time.monotonic() + _ENGINE_S)
         except (BackendUnavailableError, OperationTimeoutError) as error:

@@ -103,16 +103,18 @@ def _record(number: int, data: bytes) -> LogRecord:
 
 
 class Lease:
-    """Watches whether the newest record changes."""
+    """Watches whether the newest record changes. Only what is looked at again and again counts as the same."""
 
     def __init__(self) -> None:
-        self._number, self._since = -1, 0.0
+        self._number, self._since, self._looked_at = -1, 0.0, 0.0
 
     def is_over(self, number: int) -> bool:
         """Whether the newest record, whose number this is, has stayed the same for `LEASE_S`."""
-        if number != self._number:
-            self._number, self._since = number, time.monotonic()
-        return time.monotonic() - self._since >= LEASE_S
+        now = time.monotonic()
+        if number != self._number or now - self._looked_at > _SURE_S:
+            self._number, self._since = number, now
+        self._looked_at = now
+        return now - self._since >= LEASE_S
 
 
 class EngineLog:
@@ -156,8 +158,8 @@ class EngineLog:
             number, newest = self._newest()
             if number != first:
                 raise TakenError("another process owns the store.")
-        self._before = (number, "" if newest is None else newest.owner)  # the newest record that is not ours
-        self._next = number + 1
+        # the newest record that is not ours, and the newest one: each its number and owner
+        self._before = self._last = number, "" if newest is None else newest.owner
         self.generation = (0 if newest is None else newest.generation) + 1 + secrets.randbits(_GENERATION_BITS)
         self._ahead_s = (0.0 if newest is None else newest.at) - time.monotonic()
         self._read()
@@ -175,9 +177,9 @@ class EngineLog:
                 raise CorruptDataError(f"record {expected or 1} of the log is missing, and {number} is there.")
             self.records += record.commands
             expected += 1
-        if expected > self._next:
+        if expected > self._last[0] + 1:
             raise TakenError("another process has taken the store.")
-        if expected and expected < self._next:
+        if expected and expected <= self._last[0]:
             raise CorruptDataError(f"record {expected} of the log is missing.")
 
     def _until_done(self, call: Callable[[float], _T]) -> _T:
@@ -216,7 +218,7 @@ class EngineLog:
         """
         with self._lock:
             self.state, self.records = b"", []
-            at, number = self.now(), self._next
+            at, number = self.now(), self._last[0] + 1
             state = self.make_state(at)
             if not self._append(at, state):
                 self._refuse_if_taken()
@@ -288,12 +290,17 @@ class EngineLog:
         """
         pending = self._pending if state is None else []
         record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state)
-        data, begun = msgspec.msgpack.encode(record), time.monotonic()
-        if not self._until_done(lambda deadline: self._engine.append(self._next, data, deadline)):
+        data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
+        if begun - self._sure_at > _SURE_S:
+            # another process may own the store, and have come to the same number: the engine may have lost some
             number, newest = self._newest()
-            if newest is None or (number, newest.owner, newest.at) != (self._next, self._owner, at):
+            if (number, "" if newest is None else newest.owner) != self._last:
                 return False
-        self._next, self._sure_at, self._pending = self._next + 1, begun, []
+        if not self._until_done(lambda deadline: self._engine.append(next_one, data, deadline)):
+            number, newest = self._newest()
+            if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
+                return False
+        self._last, self._sure_at, self._pending = (next_one, self._owner), begun, []
         self._size += len(data)
         return True
 
@@ -304,10 +311,10 @@ class EngineLog:
             TakenError: It has records of another owner.
         """
         number, newest = self._newest()
-        owner = self._owner if newest is None else newest.owner
-        was_before = number <= self._before[0] and owner == self._before[1]
-        if number >= self._next or not (owner == self._owner or was_before):
+        owner = "" if newest is None else newest.owner
+        was_before = number <= self._before[0] and owner in ("", self._before[1])
+        if number > self._last[0] or not (owner == self._owner or was_before):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
-        self._next = number + 1
+        self._last = number, owner
         self.begin()

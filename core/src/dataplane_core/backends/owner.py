@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.hosting import (
+    Client,
     LedgerHost,
     Messages,
     Server,
@@ -175,6 +177,7 @@ class OwnerClient:
 
     def pid(self, deadline: float) -> int:
         """The owner's process id, on its host."""
+        self.call(deadline, commands.ListPartitionsRequest(deadline=deadline))  # there is one, and it is alive
         pid: int = decode_about(self._session_now(deadline).welcome, dict[str, Any])["pid"]
         return pid
 
@@ -286,16 +289,22 @@ class _OwnerHost(LedgerHost):
         super().__init__(ledger)
         self._log = log
         self._limits = limits
+        self.alone_since = time.monotonic() + _FIRST_S  # infinite while there are clients
+
+    def begin_session(self) -> Client:
+        self.alone_since = math.inf
+        return super().begin_session()
+
+    def end_session(self, client: Client) -> None:
+        super().end_session(client)
+        if not self._clients:
+            self.alone_since = time.monotonic()
 
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "limits": self._limits}
 
     def settle(self) -> None:
         self._log.commit_or_end()
-
-    @property
-    def num_clients(self) -> int:
-        return len(self._clients)
 
 
 def main() -> None:
@@ -330,17 +339,14 @@ def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
     ledger = LoggedLedger(log, backend.config.capacity_bytes, first_write=log.generation << _WRITE_BITS)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(ledger, log, limits)
-    log.is_needed = lambda: host.num_clients > 0
+    log.is_needed = lambda: host.alone_since == math.inf
     server = Server(host, listener, token=token)
 
     def beat() -> None:
-        alone_since = time.monotonic() + _FIRST_S
-        while time.monotonic() - alone_since < _BEAT_S:
+        while time.monotonic() - host.alone_since < _BEAT_S:
             time.sleep(_BEAT_S)
             with ledger.lock:
                 log.beat()
-            if host.num_clients:
-                alone_since = time.monotonic()
         server.close()
 
     threading.Thread(target=beat, name="dataplane-beat", daemon=True).start()

@@ -303,7 +303,9 @@ def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
     log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
     generation = secrets.randbits(_GENERATION_BITS) << 40
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
-    host = _OwnerHost(LoggedLedger(log, backend.config.capacity_bytes, first_write=generation or 1), log, limits)
+    # a put whose begin the next owner does not know is repeated, under ids that begin with another number
+    ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=generation or 1)
+    host = _OwnerHost(ledger, log, limits)
     log.is_needed = lambda: host.num_clients > 0
     server = Server(host, listener, token=token)
 

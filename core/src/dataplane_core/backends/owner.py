@@ -140,7 +140,7 @@ class OwnerClient:
         elif bootstrap and backend.exclusive:
             raise AlreadyRunningError("there is a store already.", retryable=True)
         self._session = self._connect(deadline)
-        self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])
+        self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
         mine = {name: getattr(backend.config, name) for name in self.limits}
         if bootstrap and mine != self.limits:
             self.close()
@@ -168,6 +168,11 @@ class OwnerClient:
                 session.finish()  # other calls over it notice by themselves
                 if isinstance(command, (commands.BeginPut, commands.CommitPut)):
                     raise LostReplyError(error.message) from error
+
+    def pid(self, deadline: float) -> int:
+        """The owner's process id, on its host."""
+        pid: int = decode_about(self._session_now(deadline).welcome, dict[str, Any])["pid"]
+        return pid
 
     def stop_waiting(self, token: str) -> None:
         """As `LedgerBackend.stop_waiting`."""
@@ -263,7 +268,7 @@ class _OwnerHost(LedgerHost):
         self._limits = limits
 
     def about(self) -> dict[str, Any]:
-        return self._limits
+        return {"pid": os.getpid(), "limits": self._limits}
 
     def settle(self) -> None:
         self._log.commit_or_end()

@@ -48,7 +48,9 @@ class RowStoreOptions(CapacityOptions):
 
 
 class RowStoreBackend(LedgerBackend):
-    """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again.
+    """All operations, on a ledger and rows of bytes.
+
+    A row's handle is an integer from 1 to 2**63 - 1 that is never used again. No row is empty.
 
     A subclass connects in `open_engine` and disconnects in `close_engine`, and overrides `put_rows`, `get_rows` and
     `delete_rows`; to serve several processes, also `append`, `read_log` and `trim`. These methods may be called from
@@ -124,12 +126,22 @@ class RowStoreBackend(LedgerBackend):
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
 
     def read_log(self, first: int | None, deadline: float) -> Iterable[tuple[int, bytes]]:
-        """The records from number ``first`` on, with their numbers, in order. None: only the newest one, if any."""
+        """The records from number ``first`` on, with their numbers, in order. None: only the newest one, if any.
+
+        No record is left out that was appended before the call, unless it was trimmed, also if another process trims
+        the log meanwhile.
+        """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
 
     def trim(self, before: int, deadline: float) -> None:
         """Drops the records whose numbers are smaller."""
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
+
+    def owner_pid(self, deadline: float) -> int:
+        """The process id of the ledger's owner, on its host."""
+        if self._owner is None:
+            raise UnsupportedOperationError(f"the ledger of this {type(self).__name__} has no process of its own.")
+        return self._owner.pid(deadline)
 
     def owner_ip(self) -> str:
         """The address of this host at which the ledger's process listens. Default: for clients of this host only."""

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dataplane_core.backends import Finding, RowStoreBackend
 from dataplane_core.spec import Capability
-from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
-from dataplane_mooncake.machine import check_distributions, check_library, check_machine, check_master
+from dataplane_mooncake.machine import check_distributions, check_library, check_machine, check_master, diagnose
 from dataplane_tq_simple import QueueBackend
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
         # before TransferQueue is imported: it hides the reason if the library does not load
         if bootstrap:
             check_machine(self.config)
-            if self.config.master_address is None:
-                check_master(mend=True)
+            check_master(mend=True)
         else:  # the rest when the options of the instance are known
             check_distributions()
             check_library()

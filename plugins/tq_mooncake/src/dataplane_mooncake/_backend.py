@@ -1,4 +1,4 @@
-"""`TQMooncakeBackend`: the ledger in TransferQueue's controller, the rows in Mooncake's segments."""
+"""`TQMooncakeBackend`: the ledger in a controller on Ray, the rows in Mooncake's segments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
-        # before TransferQueue is imported: it hides the reason if the library does not load
         if bootstrap:
             check_machine(self.config)
             check_master(mend=True)

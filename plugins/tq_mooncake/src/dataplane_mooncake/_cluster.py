@@ -1,9 +1,9 @@
-"""The processes of an instance: TransferQueue's controller, the hosts of Mooncake's segments, and the master.
+"""The processes of an instance: the controller, the hosts of Mooncake's segments, and the master.
 
 By default Mooncake keeps rows in segments of the clients. Here separate processes provide the segments, so a client
 that ends or is killed takes no rows with it.
 
-Importing this module imports Ray and TransferQueue.
+Importing this module imports Ray.
 """
 
 from __future__ import annotations

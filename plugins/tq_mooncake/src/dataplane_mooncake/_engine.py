@@ -1,6 +1,6 @@
 """The engine of ``tq_mooncake``: keeps rows of bytes in the Mooncake segments of an instance.
 
-Importing this module imports Ray and TransferQueue.
+Importing this module imports Ray.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A process has one engine per master and settings. Its clients share the engine; 
 Over TCP, rows are sent from the memory where they lie, which is registered with the engine for that time. Over RDMA,
 where registering is slow, they are copied through one buffer, which is registered once. If a put is given up but its
 thread still stores rows, that thread deletes them.
-
-Importing this module imports TransferQueue, which loads Mooncake's library where it can.
 """
 
 from __future__ import annotations

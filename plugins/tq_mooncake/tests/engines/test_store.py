@@ -10,7 +10,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-import mooncake.store  # loaded before anything is set for it, as TransferQueue does
+import mooncake.store  # loaded before anything is set for it, as connecting does
 import numpy as np
 import psutil
 import pytest

@@ -335,8 +335,9 @@ def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
         serve_tls(listener, certificate, key, name)
         listener = listen_as(name)
     log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
-    # the engine may have lost the records of the ids that an owner before gave out
-    ledger = LoggedLedger(log, backend.config.capacity_bytes, first_write=log.generation << _WRITE_BITS)
+    # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
+    first_write = log.generation << _WRITE_BITS
+    ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(ledger, log, limits)
     log.is_needed = lambda: host.alone_since == math.inf

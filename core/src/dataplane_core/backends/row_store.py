@@ -23,6 +23,7 @@ from dataplane_core.backends.owner import OwnerClient
 from dataplane_core.backends.writes import columns_of
 from dataplane_core.errors import (
     BackendError,
+    ConfigError,
     FrameError,
     LostReplyError,
     PluginSignatureError,
@@ -162,7 +163,13 @@ class RowStoreBackend(LedgerBackend):
         """Connects to the engine and to the ledger."""
         self.open_engine(bootstrap=bootstrap, deadline=deadline)
         keeps_log = type(self).append is not RowStoreBackend.append
-        if (self.config.ledger or ("owner" if keeps_log else "here")) == "here":
+        place = getattr(self.config, "ledger", None) or ("owner" if keeps_log else "here")
+        if place == "owner" and not keeps_log:
+            raise ConfigError(
+                f"ledger: owner is refused: {type(self).__name__} keeps no log, which the owner of a ledger writes.",
+                hint="Leave the option out: the ledger is then in the client's process.",
+            )
+        if place == "here":
             self._service = LedgerService(self.config.capacity_bytes)
         else:
             self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)

@@ -1,7 +1,7 @@
 """The control plane as one pure state machine: which cells exist, which task holds which samples, tags, bytes held.
 
 Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
-one. A host applies one command at a time. noop hosts the ledger in its process, the TransferQueue backends in the
+one. A host applies one command at a time. noop hosts the ledger in its process, tq_simple and tq_mooncake in the
 queue's controller. `BlobStore` backends replay a journal through it, and the conformance kit compares backends with it.
 The ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
 process.

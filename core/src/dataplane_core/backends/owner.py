@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final, Protocol
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -43,11 +43,8 @@ from dataplane_core.hosting import (
     serve_tls,
 )
 from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log import EngineLog, Lease, LoggedLedger, TakenError, newest_record
+from dataplane_core.log import EngineLog, Lease, LogEngine, LoggedLedger, TakenError, newest_record
 from dataplane_core.spec import new_id
-
-if TYPE_CHECKING:
-    from dataplane_core.backends.row_store import RowStoreBackend
 
 _MESSAGES: Final = Messages()
 #: Seconds in which the engine answers an owner that starts.
@@ -62,6 +59,19 @@ _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
 #: Write ids of an owner begin with a number of this many bits, drawn at random, and go on with 40 bits.
 _GENERATION_BITS: Final = 22
+
+
+class OwnedStore(LogEngine, Protocol):
+    """A backend whose ledger has an owner; see `RowStoreBackend`."""
+
+    config: Any
+    exclusive: bool
+
+    def open_engine(self, *, bootstrap: bool, deadline: float) -> None: ...
+    def close_engine(self) -> None: ...
+    def owner_ip(self) -> str: ...
+    def owner_uses_tls(self) -> bool: ...
+    def owner_options(self) -> dict[str, Any]: ...
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -86,7 +96,7 @@ class _Address(TcpAddress):
 class _Watch:
     """Whether an owner that does not answer is still the owner."""
 
-    def __init__(self, engine: RowStoreBackend, address: _Address) -> None:
+    def __init__(self, engine: OwnedStore, address: _Address) -> None:
         self._engine, self._address, self._lease = engine, address, Lease()
         self._look_at = 0.0
 
@@ -124,7 +134,7 @@ class OwnerClient:
         As `Backend.start`.
     """
 
-    def __init__(self, backend: RowStoreBackend, *, bootstrap: bool, deadline: float) -> None:
+    def __init__(self, backend: OwnedStore, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -183,6 +193,14 @@ class OwnerClient:
         """Leaves the owner, which ends if this was its last client."""
         if (session := self._session) is not None:
             session.close()
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        """Forgets a process that was started: it needs this client no more."""
+        self._process = None
+        if self._words is not None:
+            self._words.close()
+            self._words = None
 
     def _session_now(self, deadline: float) -> Session:
         if (session := self._session) is not None:
@@ -201,12 +219,19 @@ class OwnerClient:
         lease, why = Lease(), "none has started yet"
         while True:
             number, newest = newest_record(self._backend, deadline)
+            if newest is None and self._process is None:
+                raise BackendUnavailableError(
+                    "the store is gone: it was emptied, or another one is in its place.",
+                    retryable=False,
+                    hint="Close this client, connect again, register the partitions and produce their samples again.",
+                )
             if newest is not None and newest.address is not None:
                 address = _Address(*newest.address)
                 try:
                     until = min(deadline, time.monotonic() + _REACH_S)
                     session = Session(address, _MESSAGES, until, partial(_Watch, self._backend, address))
                     self.num_sessions += 1
+                    self._forget_process()
                     return session
                 except (_GoneError, OperationTimeoutError) as error:
                     why = error.message
@@ -224,6 +249,7 @@ class OwnerClient:
         """Starts an owner, unless one that was started is still trying. Returns its id."""
         if self._process is not None and self._process.poll() is None:
             return ""
+        self._forget_process()
         cls, owner = type(self._backend), new_id()
         words = {
             "path": sys.path,
@@ -251,7 +277,7 @@ class OwnerClient:
         assert self._words is not None
         self._words.seek(0)
         last = self._words.read().decode(errors="replace").strip().splitlines()[-3:]
-        self._process = None
+        self._forget_process()
         return BackendUnavailableError(
             f"the process of the ledger could not be started: {' / '.join(last) or 'it said nothing'}",
             hint="It imports the backend's class by its name, and opens the engine with the same options.",
@@ -286,7 +312,7 @@ def main() -> None:
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
         cls = getattr(cls, part)
-    backend: RowStoreBackend = cls(cls.Config.model_validate(words["options"]))
+    backend: OwnedStore = cls(cls.Config.model_validate(words["options"]))
     backend.open_engine(bootstrap=False, deadline=time.monotonic() + _OPEN_S)
     try:
         _serve(backend, words["owner"], words["dead"])
@@ -296,7 +322,7 @@ def main() -> None:
         backend.close_engine()
 
 
-def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
+def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
     token, listener = new_token(), listen_on(backend.owner_ip())
     ip, port = listener.getsockname()[:2]
     certificate = ""

@@ -290,12 +290,13 @@ class EngineLog:
         """If the engine lost its newest records, as when a replica replaces it, appends the state, which has them all.
 
         Raises:
-            TakenError: It has records of another owner.
+            TakenError: It has records of another owner, or none.
         """
         number, newest = self._newest()
-        owner = self._owner if newest is None else newest.owner
-        was_before = number <= self._before[0] and owner == self._before[1]
-        if number >= self._next or not (owner == self._owner or was_before):
+        if newest is None:  # and all rows are gone: what is there now is another store
+            raise TakenError("the store was emptied.")
+        was_before = number <= self._before[0] and newest.owner == self._before[1]
+        if number >= self._next or not (newest.owner == self._owner or was_before):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
         self._next = number + 1

@@ -19,7 +19,7 @@ from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, RefsGone
 from dataplane_core.backends.row_store import RowStoreBackend
 from dataplane_core.errors import PluginSignatureError, UnsupportedOperationError
 from dataplane_core.journal import Journal, Shortener
-from dataplane_core.ledger import Command, LedgerService, Reply, commands
+from dataplane_core.ledger import Command, LedgerThread, Reply, commands
 from dataplane_core.spec import Capability, Scope
 
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.NO_PICKLE}
@@ -51,7 +51,9 @@ class BlobStore(RowStoreBackend):
         self._shortener: Shortener | None = None
         if self._journal is not None and type(self).trim is not BlobStore.trim:
             self._shortener = Shortener(self._journal, self, self._until, _TAIL_BYTES)
-        self._service = LedgerService(self.config.capacity_bytes)
+        self._service = None if self._journal is not None else LedgerThread(self.config.capacity_bytes)
+        if self._service is not None:
+            self._service.start()
         self._deadlines = threading.local()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -134,9 +136,15 @@ class BlobStore(RowStoreBackend):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
+    def stop(self) -> None:
+        """Ends the ledger. That of a class which overrides this ends when the backend is deleted."""
+        if self._service is not None:
+            self._service.stop()
+
     def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        if self._journal is None:
+        if self._service is not None:
             return self._service.call(command)
+        assert self._journal is not None
         with self._until(deadline):
             answer = self._journal.call(deadline, command)
         if self._shortener is not None and isinstance(command, _LAST):

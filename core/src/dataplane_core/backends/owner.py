@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -24,11 +24,13 @@ from typing import IO, Any, Final, Protocol
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
+    ClientClosedError,
     DataPlaneError,
     LostReplyError,
     OperationTimeoutError,
 )
 from dataplane_core.hosting import (
+    Client,
     LedgerHost,
     Messages,
     Server,
@@ -43,7 +45,15 @@ from dataplane_core.hosting import (
     serve_tls,
 )
 from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log import EngineLog, Lease, LogEngine, LoggedLedger, TakenError, newest_record
+from dataplane_core.log import (
+    EXIT_STATUS,
+    EngineLog,
+    Lease,
+    LogEngine,
+    LoggedLedger,
+    TakenError,
+    newest_record,
+)
 from dataplane_core.spec import new_id
 
 _MESSAGES: Final = Messages()
@@ -57,8 +67,8 @@ _WATCH_S: Final = 0.5
 #: Seconds that an owner waits for its first client, and that a client waits for a connection to an owner.
 _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
-#: Write ids of an owner begin with a number of this many bits, drawn at random, and go on with 40 bits.
-_GENERATION_BITS: Final = 22
+#: Write ids of an owner begin with its generation, and go on with this many bits.
+_WRITE_BITS: Final = 32
 
 
 class OwnedStore(LogEngine, Protocol):
@@ -96,8 +106,8 @@ class _Address(TcpAddress):
 class _Watch:
     """Whether an owner that does not answer is still the owner."""
 
-    def __init__(self, engine: OwnedStore, address: _Address) -> None:
-        self._engine, self._address, self._lease = engine, address, Lease()
+    def __init__(self, engine: OwnedStore, lease: Lease, address: _Address) -> None:
+        self._engine, self._lease, self._address = engine, lease, address
         self._look_at = 0.0
 
     def check(self) -> None:
@@ -137,9 +147,11 @@ class OwnerClient:
     def __init__(self, backend: OwnedStore, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
         self._lock = threading.Lock()
+        self._lease = Lease()
         self._session: Session | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: IO[bytes] | None = None  # what the process wrote
+        self._closed = False
         self.num_sessions = 0
         number, newest = newest_record(backend, deadline)
         owner = ""
@@ -149,15 +161,17 @@ class OwnerClient:
             owner = self._start(number)
         elif bootstrap and backend.exclusive:
             raise AlreadyRunningError("there is a store already.", retryable=True)
-        self._session = self._connect(deadline)
-        self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
-        mine = {name: getattr(backend.config, name) for name in self.limits}
-        if bootstrap and mine != self.limits:
+        try:
+            self._session = self._connect(deadline)
+            self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
+            mine = {name: getattr(backend.config, name) for name in self.limits}
+            if bootstrap and mine != self.limits:
+                raise AlreadyRunningError(f"the store runs with the options {self.limits}, not {mine}.")
+            if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
+                raise AlreadyRunningError("another process has started the store.", retryable=True)
+        except BaseException:
             self.close()
-            raise AlreadyRunningError(f"the store runs with the options {self.limits}, not {mine}.")
-        if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
-            self.close()
-            raise AlreadyRunningError("another process has started the store.", retryable=True)
+            raise
 
     def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice.
@@ -181,6 +195,7 @@ class OwnerClient:
 
     def pid(self, deadline: float) -> int:
         """The owner's process id, on its host."""
+        self.call(deadline, commands.ListPartitionsRequest(deadline=deadline))  # there is one, and it is alive
         pid: int = decode_about(self._session_now(deadline).welcome, dict[str, Any])["pid"]
         return pid
 
@@ -191,16 +206,10 @@ class OwnerClient:
 
     def close(self) -> None:
         """Leaves the owner, which ends if this was its last client."""
+        self._closed = True
         if (session := self._session) is not None:
             session.close()
-        self._forget_process()
-
-    def _forget_process(self) -> None:
-        """Forgets a process that was started: it needs this client no more."""
-        self._process = None
-        if self._words is not None:
-            self._words.close()
-            self._words = None
+        self._forget()
 
     def _session_now(self, deadline: float) -> Session:
         if (session := self._session) is not None:
@@ -210,14 +219,16 @@ class OwnerClient:
         try:
             if self._session is None:
                 self._session = self._connect(deadline)
+                if self._closed:  # meanwhile
+                    self._session.close()
             return self._session
         finally:
             self._lock.release()
 
     def _connect(self, deadline: float) -> Session:
         """A session with the owner. Starts one where there is none."""
-        lease, why = Lease(), "none has started yet"
-        while True:
+        why = "none has started yet"
+        while not self._closed:
             number, newest = newest_record(self._backend, deadline)
             if newest is None and self._process is None:
                 raise BackendUnavailableError(
@@ -229,19 +240,23 @@ class OwnerClient:
                 address = _Address(*newest.address)
                 try:
                     until = min(deadline, time.monotonic() + _REACH_S)
-                    session = Session(address, _MESSAGES, until, partial(_Watch, self._backend, address))
+                    watch = partial(_Watch, self._backend, self._lease, address)
+                    session = Session(address, _MESSAGES, until, watch)
                     self.num_sessions += 1
-                    self._forget_process()
+                    self._forget()  # that process has its owner: itself, or one that was faster
                     return session
                 except (_GoneError, OperationTimeoutError) as error:
                     why = error.message
-            if newest is None or newest.address is None or lease.is_over(number):
-                self._start(number)
-            if self._process is not None and self._process.poll() not in (None, 0):
+            code = None if self._process is None else self._process.poll()
+            if code is not None and code > 0 and code != EXIT_STATUS:
                 raise self._not_started()
+            # also once more if the one that was started was killed, or too late
+            if newest is None or newest.address is None or self._lease.is_over(number):
+                self._start(number)
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"the store has no owner that can be reached: {why}")
             time.sleep(_LOOK_S)
+        raise ClientClosedError("this client is closed.")
 
     # --- the process --------------------------------------------------------------------------------------------------
 
@@ -258,6 +273,7 @@ class OwnerClient:
             "owner": owner,
             "dead": dead,
         }
+        self._forget()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (it is read if the process fails, and has no name)
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from dataplane_core.backends.owner import main; main()"],
@@ -273,11 +289,17 @@ class OwnerClient:
         threading.Thread(target=self._process.wait, name="dataplane-owner", daemon=True).start()  # it leaves no zombie
         return owner
 
+    def _forget(self) -> None:
+        """Forgets the process that was started, which goes on."""
+        if self._words is not None:
+            self._words.close()
+        self._words = self._process = None
+
     def _not_started(self) -> BackendUnavailableError:
         assert self._words is not None
         self._words.seek(0)
         last = self._words.read().decode(errors="replace").strip().splitlines()[-3:]
-        self._forget_process()
+        self._forget()
         return BackendUnavailableError(
             f"the process of the ledger could not be started: {' / '.join(last) or 'it said nothing'}",
             hint="It imports the backend's class by its name, and opens the engine with the same options.",
@@ -292,16 +314,22 @@ class _OwnerHost(LedgerHost):
         super().__init__(ledger)
         self._log = log
         self._limits = limits
+        self.alone_since = time.monotonic() + _FIRST_S  # infinite while there are clients
+
+    def begin_session(self) -> Client:
+        self.alone_since = math.inf
+        return super().begin_session()
+
+    def end_session(self, client: Client) -> None:
+        super().end_session(client)
+        if not self._clients:
+            self.alone_since = time.monotonic()
 
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "limits": self._limits}
 
     def settle(self) -> None:
         self._log.commit_or_end()
-
-    @property
-    def num_clients(self) -> int:
-        return len(self._clients)
 
 
 def main() -> None:
@@ -332,21 +360,19 @@ def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
         serve_tls(listener, certificate, key, name)
         listener = listen_as(name)
     log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
-    generation = secrets.randbits(_GENERATION_BITS) << 40
+    # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
+    first_write = log.generation << _WRITE_BITS
+    ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
-    # a put whose begin the next owner does not know is repeated, under ids that begin with another number
-    ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=generation or 1)
     host = _OwnerHost(ledger, log, limits)
-    log.is_needed = lambda: host.num_clients > 0
+    log.is_needed = lambda: host.alone_since == math.inf
     server = Server(host, listener, token=token)
 
     def beat() -> None:
-        alone_since = time.monotonic() + _FIRST_S
-        while time.monotonic() - alone_since < _BEAT_S:
+        while time.monotonic() - host.alone_since < _BEAT_S:
             time.sleep(_BEAT_S)
-            log.beat()
-            if host.num_clients:
-                alone_since = time.monotonic()
+            with ledger.lock:
+                log.beat()
         server.close()
 
     threading.Thread(target=beat, name="dataplane-beat", daemon=True).start()

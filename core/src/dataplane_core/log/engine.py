@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -37,8 +38,11 @@ _SURE_S: Final = 2.5
 #: Seconds that the engine may take for a call, and until it is tried again.
 _ENGINE_S: Final = 10.0
 _AGAIN_S: Final = 0.1
-#: Seconds after which an engine that refuses what it is asked is believed.
+#: Seconds after which an engine that refuses what it is asked is believed, and one that does not answer is given up.
 _REFUSED_S: Final = 1.0
+_GIVE_UP_S: Final = 600.0
+#: A generation is greater than the one before by a number of at most this many bits, drawn at random.
+_GENERATION_BITS: Final = 14
 
 
 class LogEngine(Protocol):
@@ -57,6 +61,7 @@ class LogRecord(msgspec.Struct, array_like=True):
         owner: The id of the owner, random bits.
         address: Where it is reached: its address, port, token, and its certificate if it uses TLS. None: it has
             ended.
+        generation: Greater than that of each owner before; if the engine lost their records, most likely another one.
         at: The time, on the log's clock.
         commands: What it did, each with its time.
         state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
@@ -65,6 +70,7 @@ class LogRecord(msgspec.Struct, array_like=True):
     version: int
     owner: str
     address: Place | None
+    generation: int
     at: float
     commands: list[tuple[float, bytes]]
     state: bytes | None = None
@@ -97,16 +103,18 @@ def _record(number: int, data: bytes) -> LogRecord:
 
 
 class Lease:
-    """Watches whether the newest record changes."""
+    """Watches whether the newest record changes. Only what is looked at again and again counts as the same."""
 
     def __init__(self) -> None:
-        self._number, self._since = -1, 0.0
+        self._number, self._since, self._looked_at = -1, 0.0, 0.0
 
     def is_over(self, number: int) -> bool:
         """Whether the newest record, whose number this is, has stayed the same for `LEASE_S`."""
-        if number != self._number:
-            self._number, self._since = number, time.monotonic()
-        return time.monotonic() - self._since >= LEASE_S
+        now = time.monotonic()
+        if number != self._number or now - self._looked_at > _SURE_S:
+            self._number, self._since = number, now
+        self._looked_at = now
+        return now - self._since >= LEASE_S
 
 
 class EngineLog:
@@ -121,6 +129,7 @@ class EngineLog:
 
     Attributes:
         state, state_at, records, is_long: As for `FolderLog`.
+        generation: See `LogRecord`.
         make_state: Gives the state as of a time.
         is_needed: Whether somebody waits for this owner while the engine does not answer.
 
@@ -150,8 +159,9 @@ class EngineLog:
             number, newest = self._newest()
             if number != first:
                 raise TakenError("another process owns the store.")
-        self._before = (number, "" if newest is None else newest.owner)  # the newest record that is not ours
-        self._next = number + 1
+        # the newest record that is not ours, and the newest one: each its number and owner
+        self._before = self._last = number, "" if newest is None else newest.owner
+        self.generation = (0 if newest is None else newest.generation) + 1 + secrets.randbits(_GENERATION_BITS)
         self._ahead_s = (0.0 if newest is None else newest.at) - time.monotonic()
         self._read()
 
@@ -168,9 +178,9 @@ class EngineLog:
                 raise CorruptDataError(f"record {expected or 1} of the log is missing, and {number} is there.")
             self.records += record.commands
             expected += 1
-        if expected > self._next:
+        if expected > self._last[0] + 1:
             raise TakenError("another process has taken the store.")
-        if expected and expected < self._next:
+        if expected and expected <= self._last[0]:
             raise CorruptDataError(f"record {expected} of the log is missing.")
 
     def _until_done(self, call: Callable[[float], _T]) -> _T:
@@ -178,7 +188,7 @@ class EngineLog:
 
         Raises:
             BackendUnavailableError: It has ended, or refuses what it is asked, as one whose disk is full.
-            OperationTimeoutError: Nobody waits for this owner any more.
+            OperationTimeoutError: Nobody waits for this owner any more, or it has waited for long.
         """
         since = math.inf
         while True:
@@ -190,8 +200,8 @@ class EngineLog:
                 if since == math.inf:
                     _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
                 since = min(since, time.monotonic())
-                is_refused = error.outcome == "not_done" and time.monotonic() - since > _REFUSED_S
-                if is_refused or not error.retryable or not self.is_needed():
+                patience_s = _REFUSED_S if error.outcome == "not_done" else _GIVE_UP_S
+                if time.monotonic() - since > patience_s or not error.retryable or not self.is_needed():
                     raise
                 time.sleep(_AGAIN_S)
 
@@ -209,7 +219,7 @@ class EngineLog:
         """
         with self._lock:
             self.state, self.records = b"", []
-            at, number = self.now(), self._next
+            at, number = self.now(), self._last[0] + 1
             state = self.make_state(at)
             if not self._append(at, state):
                 self._refuse_if_taken()
@@ -238,7 +248,6 @@ class EngineLog:
         with self._lock:
             self._pending.append((at, record))
             self._is_dirty |= not is_lazy
-            self._size += len(record)
 
     def commit(self, *, within_s: float = _SURE_S) -> None:
         """Returns when the engine has everything, and this process is still the owner. Call it before each answer.
@@ -257,13 +266,18 @@ class EngineLog:
         """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
         try:
             self.commit(within_s=within_s)
-        except (BackendUnavailableError, OperationTimeoutError) as error:
+        except Exception as error:  # also one that the engine's author did not foresee
             _log.critical("this process may answer nobody any more, and ends: %s", error)
             os._exit(EXIT_STATUS)
 
     def beat(self) -> None:
-        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`."""
+        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`.
+
+        Nothing may change the ledger meanwhile.
+        """
         self.commit_or_end(within_s=_BEAT_S)
+        if self.is_long:  # also of such records
+            self.shorten()
 
     def end(self) -> None:
         """Says that this owner ends: the next one need not wait."""
@@ -277,13 +291,19 @@ class EngineLog:
         What is sent twice, since the answer was lost, is refused the second time, and found to be there.
         """
         pending = self._pending if state is None else []
-        record = LogRecord(_VERSION, self._owner, self._address, at, pending, state)
-        data, begun = msgspec.msgpack.encode(record), time.monotonic()
-        if not self._until_done(lambda deadline: self._engine.append(self._next, data, deadline)):
+        record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state)
+        data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
+        if begun - self._sure_at > _SURE_S:
+            # another process may own the store, and have come to the same number: the engine may have lost some
             number, newest = self._newest()
-            if newest is None or (number, newest.owner, newest.at) != (self._next, self._owner, at):
+            if (number, "" if newest is None else newest.owner) != self._last:
                 return False
-        self._next, self._sure_at, self._pending, self._is_dirty = self._next + 1, begun, [], False
+        if not self._until_done(lambda deadline: self._engine.append(next_one, data, deadline)):
+            number, newest = self._newest()
+            if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
+                return False
+        self._last, self._sure_at, self._pending, self._is_dirty = (next_one, self._owner), begun, [], False
+        self._size += len(data)
         return True
 
     def _refuse_if_taken(self) -> None:
@@ -296,8 +316,8 @@ class EngineLog:
         if newest is None:  # and all rows are gone: what is there now is another store
             raise TakenError("the store was emptied.")
         was_before = number <= self._before[0] and newest.owner == self._before[1]
-        if number >= self._next or not (newest.owner == self._owner or was_before):
+        if number > self._last[0] or not (newest.owner == self._owner or was_before):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
-        self._next = number + 1
+        self._last = number, newest.owner
         self.begin()

@@ -66,7 +66,7 @@ class LoggedLedger:
         self._log = log
         self._capacity_bytes = capacity_bytes
         self._lazy_begins = lazy_begins
-        self._lock = threading.RLock()
+        self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
         # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
         self._at: float | None = None
         reader = StateReader()

@@ -1,6 +1,6 @@
 """Puts and gets of whole batches through redis_store, beside a hand-written redis-py pipeline of the same cells.
 
-Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000] [--rows 60000]
+Run:  python benchmarks/redis_store.py [--rounds 7] [--batches A B] [--samples 10000 1000000]
 
 The batches are those of `batches.py`: A, 512 samples and 16 MB; B, 61 MB. The peer does what one would
 write by hand: one HSET of all cells per sample, one HMGET per sample, in one pipeline each, over the same unix socket;
@@ -9,9 +9,6 @@ schema, no commit. Rounds are interleaved, so a busy machine slows both alike; m
 
 Then claims of 512 out of 10,000 and of 1,000,000 ready samples of one scalar each, in turns: the first claim, which
 finds them, and the median of later ones.
-
-Then operations of 60,000 rows: how many scripts each takes, and the CPU of the server's main thread, which a busy
-machine does not stretch.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
 
 import redis
 import torch
@@ -94,51 +89,12 @@ def compare_claims(client: DataPlaneClient, sizes: list[int], claims: int) -> No
         )
 
 
-def run_operations(client: DataPlaneClient, count: int, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
-    """Operations of ``count`` rows, each by ``timed(name, act)``."""
-    ids = [f"s{number}" for number in range(count)]
-    columns = TensorDict({"x": torch.ones(count)}, batch_size=[count])
-    client.register_partition("rows", ["x"], None, ["t"])
-    for name in ("put", "overwrite"):
-        timed(name, lambda: client.put_samples(ids, "rows", columns))
-    for name, settle in (("renew", lambda meta: client.renew(meta, 600)), ("nack", client.nack), ("ack", client.ack)):
-        meta = timed("claim", lambda: client.claim_meta("rows", "t", ["x"], count, lease_s=600))
-        timed(name, lambda settle=settle, meta=meta: settle(meta))
-        if name == "renew":
-            client.nack(meta)
-    timed("get", lambda: client.get_samples(ids, "rows", ["x"]))
-    timed("list", lambda: client.list_samples("rows"))
-    timed("clear", lambda: client.clear_samples(ids, "rows"))
-
-
-def time_scripts(server: redis.Redis, client: DataPlaneClient, count: int) -> None:
-    """Prints what operations of ``count`` rows cost the server."""
-
-    def use() -> tuple[float, int]:
-        cpu, stats = server.info("cpu"), server.info("commandstats")
-        seconds = cpu["used_cpu_user_main_thread"] + cpu["used_cpu_sys_main_thread"]
-        return seconds, stats["cmdstat_evalsha"]["calls"]
-
-    def cost(name: str, act: Callable[[], Any]) -> Any:
-        seconds, scripts = use()
-        found = act()
-        after, more = use()
-        cpu_ms, ran = (after - seconds) * 1e3, more - scripts
-        print(f"  {name:10} {ran:4} scripts, {cpu_ms:7.1f} ms, {cpu_ms / max(1, ran):6.1f} ms each")
-        return found
-
-    run_operations(client, 8, lambda _, act: act())  # the server learns the scripts
-    print(f"{count:,} rows: scripts, and CPU of the server's main thread")
-    run_operations(client, count, cost)
-
-
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", nargs="*", choices=sorted(MAX_TOKENS), default=sorted(MAX_TOKENS))
     parser.add_argument("--samples", nargs="*", type=int, default=[10_000, 1_000_000])
-    parser.add_argument("--rows", type=int, default=60_000)
     options = parser.parse_args()
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     config = {
@@ -160,9 +116,6 @@ def main() -> None:
             compare(columns, contestants, options.rounds)
         print()
         compare_claims(client, options.samples, 19)
-        print()
-        if options.rows:
-            time_scripts(server, client, options.rows)
         server.close()
     print(f"\n{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 

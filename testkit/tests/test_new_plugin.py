@@ -15,9 +15,9 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("journal", [[], ["--journal"]])
-def test_it_writes_a_project_and_says_what_to_do_next(here, capsys, journal):
-    assert main(["new-plugin", "two_words", *journal]) == 0
+@pytest.mark.parametrize("log", [[], ["--log"]])
+def test_it_writes_a_project_and_says_what_to_do_next(here, capsys, log):
+    assert main(["new-plugin", "two_words", *log]) == 0
     assert "cd dataplane-two-words\n  pip install -e '.[testing]'\n  pytest" in capsys.readouterr().out
     root = here / "dataplane-two-words"
     files = {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
@@ -30,9 +30,10 @@ def test_it_writes_a_project_and_says_what_to_do_next(here, capsys, journal):
     project = tomllib.loads(files["pyproject.toml"])["project"]
     assert project["name"] == "dataplane-two-words"
     assert project["entry-points"]["dataplane.backends"] == {"two_words": "dataplane_two_words:TwoWords"}
-    assert "class TwoWords(BlobStore):" in source
-    assert ("def append" in source) == ("def restart" in test) == ("--options" in files["README.md"]) == bool(journal)
+    assert "class TwoWords(RowStoreBackend):" in source
+    assert ("def append" in source) == ("def restart" in test) == ("--options" in files["README.md"]) == bool(log)
     assert "acme" not in "".join((*files, *files.values())).lower(), "a name of the template is left"
+    assert len(source.splitlines()) <= 120
     assert ast.parse(source)
     assert ast.parse(test)
 
@@ -59,6 +60,12 @@ def test_a_name_that_is_none_or_is_taken_is_refused(here, capsys, name, says):
     assert main(["new-plugin", name]) == 1
     assert says in capsys.readouterr().err
     assert list(here.iterdir()) == []
+
+
+def test_the_old_name_of_the_option_is_refused_with_the_new_one(here, capsys):
+    with pytest.raises(SystemExit):
+        main(["new-plugin", "acme", "--journal"])
+    assert "--journal is now called --log" in capsys.readouterr().err
 
 
 def test_it_writes_where_it_is_told_to_and_overwrites_nothing(here, capsys):

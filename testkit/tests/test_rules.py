@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane_core.backends import blob_store
+from dataplane_core.backends import row_store
 from dataplane_core.spec import hooks, replies, requests
 from dataplane_testkit import BackendConformance, chapter_of
 from dataplane_testkit.rules import RULES, sentences
@@ -24,7 +24,7 @@ def _plain(text: str) -> str:
 _SOURCES = {
     "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
     "Hook spec": _plain("".join(map(inspect.getsource, (hooks, requests, replies)))),
-    "Blob store": _plain(inspect.getsource(blob_store)),
+    "Row store": _plain(inspect.getsource(row_store)),
 }
 
 

@@ -51,7 +51,7 @@ from dataplane_core.hosting import (
     new_token,
     open_extents,
 )
-from dataplane_core.journal import NotesFile, file
+from dataplane_core.log import NotesLog
 from dataplane_core.spec import FieldSpec
 from dataplane_testkit._timing import eventually
 
@@ -93,7 +93,7 @@ class Unit:
         if folder is None:
             host = ExtentHost(ExtentService(Arena.create(size_bytes)))
         else:
-            self.notes = NotesFile(folder / "notes")
+            self.notes = NotesLog(folder / "notes")
             host = KeptExtentHost(open_extents(folder, size_bytes, self.notes, None), self.notes.commit_or_end)
         self.server = Server(host, listen_as(self.name), wire, token=self.token)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -466,16 +466,3 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
         assert_rows(found, columns_of([100_000, 2, 3], seed=2), range(3))
     assert_rows(views, columns, range(3))
     life.end()
-
-
-def test_notes_stay_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "_NOTES_BYTES", 2000)
-    notes = NotesFile(tmp_path / "notes")
-    for number in range(500):
-        notes.note(f"n{number}", b"x" * 40)
-        notes.note(f"n{number - 5}", None)
-    notes.close()
-    assert sum(path.stat().st_size for path in (tmp_path / "notes").rglob("journal")) < 5000
-    notes = NotesFile(tmp_path / "notes")
-    assert sorted(notes.notes) == [f"n{number}" for number in range(495, 500)]
-    notes.close()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dataplane_testkit._conformance import BackendConformance, EngineConformance
     from dataplane_testkit._conformance_command import Progress
     from dataplane_testkit._hooks import backend_of
+    from dataplane_testkit._rows import kill_owner
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report, to_json
@@ -50,6 +51,7 @@ __all__ = [
     "Verdict",
     "backend_of",
     "chapter_of",
+    "kill_owner",
     "limit_of",
     "rule_of",
     "run_chaos",
@@ -65,6 +67,7 @@ _FROM: Final = {
     "_conformance": ("BackendConformance", "EngineConformance"),
     "_conformance_command": ("Progress",),
     "_hooks": ("backend_of",),
+    "_rows": ("kill_owner",),
     "chaos": ("Settings", "Shim", "Verdict", "run_chaos", "run_shim"),
     "faults": ("Faults",),
     "report": ("Report", "to_json"),

@@ -115,7 +115,8 @@ class AuthorsClass:
         """How many payload bytes the engine holds now; for the chapter "capacity".
 
         Use the sizes that the engine reports for its keys, files or segments, not a count of the backend. They may
-        include overhead, because the tests only compare values. The kit does this itself for a `BlobStore`.
+        include overhead, because the tests only compare values. The kit does this itself for a
+        `RowStoreBackend`.
         """
         raise NotImplementedError
 

@@ -51,7 +51,7 @@ class EngineConformance(
     SmokeSuite,
     chapter="",
 ):
-    """What a backend on core's ledger (`LedgerBackend`, `BlobStore`) can get wrong by itself: for the quick run.
+    """What a backend on core's ledger (`LedgerBackend`, `RowStoreBackend`) can get wrong by itself: for the quick run.
 
     Core's ledger decides the rest of `BackendConformance`, which such a backend must pass too.
     """

@@ -1,7 +1,7 @@
 """`dataplane new-plugin NAME`: writes a project with a backend that installs and passes the kit without changes.
 
-The project lies in the folder `template`, under the name ``acme_store``. What differs in one with a journal lies in
-`template_journal`.
+The project lies in the folder `template`, under the name ``acme_store``. What differs in one with a log lies in
+`template_log`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataplane_core.errors import ConfigError
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _HERE: Final = Path(__file__).parent
-#: What a README says of a backend without options -> the same with those of a backend with a journal.
+#: What a README says of a backend without options -> the same with those of a backend with a log.
 _WITH_OPTIONS: Final = {
     "dataplane conformance acme_store": "dataplane conformance acme_store --options '{path: /tmp/acme_store}'",
     '{"backend": "acme_store"}': '{"backend": "acme_store", "options": {"path": "/tmp/acme_store"}}',
 }
 
 
-def run(name: str, *, folder: str | None, journal: bool = False) -> int:
+def run(name: str, *, folder: str | None, log: bool = False) -> int:
     """Writes the project and prints the next commands. Its arguments are those of the command."""
     _check_name(name)
     distribution, module = f"dataplane-{name.replace('_', '-')}", f"dataplane_{name}"
@@ -36,7 +36,7 @@ def run(name: str, *, folder: str | None, journal: bool = False) -> int:
     try:
         if root.is_dir() and any(root.iterdir()):
             raise ConfigError(f"new-plugin refused: the folder '{root}' is not empty.", hint="Choose another: --dir.")
-        for path, text in files_of(name, journal=journal).items():
+        for path, text in files_of(name, log=log).items():
             file = root / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def run(name: str, *, folder: str | None, journal: bool = False) -> int:
     return 0
 
 
-def files_of(name: str, *, journal: bool = False) -> dict[str, str]:
+def files_of(name: str, *, log: bool = False) -> dict[str, str]:
     """The files of the project: path in it -> text."""
     names = {
         "acme_store": name,
@@ -55,12 +55,12 @@ def files_of(name: str, *, journal: bool = False) -> dict[str, str]:
         "AcmeStore": "".join(part.capitalize() for part in name.split("_")),
     }
     files = {}
-    for template in (_HERE / "template", *([_HERE / "template_journal"] if journal else [])):
+    for template in (_HERE / "template", *([_HERE / "template_log"] if log else [])):
         for file in template.rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 path = str(file.relative_to(template))
                 text = file.read_text(encoding="utf-8")
-                files[_replaced(path, names)] = _replaced(_replaced(text, _WITH_OPTIONS if journal else {}), names)
+                files[_replaced(path, names)] = _replaced(_replaced(text, _WITH_OPTIONS if log else {}), names)
     return files
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataplane_core.backends import Backend, BlobStore, LedgerBackend
+from dataplane_core.backends import Backend, LedgerBackend, RowStoreBackend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import Bootstrap, connect_backend
@@ -28,10 +28,10 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._asyncio import ThroughAsyncio
 from dataplane_testkit._author import AuthorsClass, shown_name
-from dataplane_testkit._blobs import recorded_keys
 from dataplane_testkit._columns import batch, bits, ids
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._nursery import Nursery
+from dataplane_testkit._rows import opened, recorded_handles, rows_at, stores_rows
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker, attached, prepare
 from dataplane_testkit.faults import Faults
@@ -157,12 +157,19 @@ class Deployment:
 
         The arguments are those of `connect`. A process that may bootstrap waits for `Worker.connect`.
         """
-        if self._nursery is None:
-            self._nursery = Nursery.of(self.backend_class.__module__, partial(prepare, self.backend_class))
         chosen = self.attach_options() if options is None else options
         full = self._config(chosen, attach_wait_s=STARTS_S, **config)
         connect = partial(attached, self.backend_class, full.model_dump(), bootstrap)
-        return Worker(self._nursery, connect, waits=bootstrap is not False)
+        return self._fork(connect, waits=bootstrap is not False)
+
+    def new_engine_worker(self, options: Mapping[str, Any]) -> Worker:
+        """A separate process that opens only the engine of a `RowStoreBackend`. The caller closes it."""
+        return self._fork(partial(opened, self.backend_class, options, False))
+
+    def _fork(self, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False) -> Worker:
+        if self._nursery is None:
+            self._nursery = Nursery.of(self.backend_class.__module__, partial(prepare, self.backend_class))
+        return Worker(self._nursery, connect, waits=waits)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -240,10 +247,10 @@ class Store:
         if not any(each is None or self.declares(each) for each in capabilities):
             not_declared(" or ".join(map(str, capabilities)))
 
-    def blobs(self) -> BlobStore:
-        """The backend if it is a `BlobStore`. Otherwise skips the test as not declared."""
-        if not isinstance(self.backend, BlobStore):
-            not_declared("blobs: the backend is no BlobStore")
+    def rows(self) -> RowStoreBackend:
+        """The backend if it is a `RowStoreBackend`. Otherwise skips the test as not declared."""
+        if not stores_rows(self.backend):
+            not_declared("rows: the backend is no RowStoreBackend")
         return self.backend
 
     @property
@@ -412,17 +419,13 @@ class Store:
     def held(self) -> Iterator[Callable[[], int]]:
         """Yields a function that returns by how many payload bytes the engine has grown since the block began.
 
-        It does not use the ledger. For a `BlobStore` without the author's ``held_bytes``, it counts the bytes of the
-        rows that were put in the block and still exist. What a journal keeps as blobs is no payload.
+        It does not use the ledger. For a `RowStoreBackend` without the author's ``held_bytes``, it counts the bytes of
+        the rows that were put in the block and still exist.
         """
         backend = self.backend
-        if isinstance(backend, BlobStore) and not self.case.supplies("held_bytes"):
-            with recorded_keys(backend) as keys:
-
-                def grown() -> int:
-                    return sum(len(backend.get(key) or b"") for key in keys if key.startswith("row"))
-
-                yield grown
+        if stores_rows(backend) and not self.case.supplies("held_bytes"):
+            with recorded_handles(backend) as handles:
+                yield lambda: sum(len(row or b"") for row in rows_at(backend, handles).values())
             return
         before = self.ask_author("held_bytes")
         yield lambda: self.ask_author("held_bytes") - before

@@ -133,9 +133,9 @@ def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
 # --- functions that run in a worker -----------------------------------------------------------------------------------
 
 
-def call_backend(client: DataPlaneClient, method: str, *arguments: Any) -> Any:
-    """Calls a method of the backend behind the client."""
-    return getattr(backend_of(client), method)(*arguments)
+def call_engine(client: DataPlaneClient, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of `_rows` with the backend behind the client."""
+    return function(backend_of(client), *arguments)
 
 
 def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:

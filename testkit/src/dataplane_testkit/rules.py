@@ -30,7 +30,7 @@ class Rule:
 
     Attributes:
         chapter: The chapter of the kit.
-        source: Where the sentences are from: ``Contract``, ``Hook spec`` or ``Blob store``.
+        source: Where the sentences are from: ``Contract``, ``Hook spec`` or ``Row store``.
         quotes: The sentences that the test proves.
         proves: First the row of the report in which the test counts. If any entry is not declared, the test is skipped.
         check_first: What to check first in a backend that fails the test.

@@ -16,26 +16,25 @@ with connect({"backend": "acme_store"}) as client:
     print(type(client._backend).__name__, meta.sample_ids, client.get_data(meta)["x"].tolist())
 """
 TASTE = "order_asked_for or hundreds_of_rows or objects_come_back or overlap or never_waits or what_comes_back"
-#: A store of files differs in its engine. The whole kit over a store with a journal is that of the example of a third
-#: party.
-OF_THE_ENGINE = "journal or smoke"
+#: A store of files differs in its engine. The whole kit over a store with a log is run on the SQLite example.
+OF_THE_ENGINE = "log or smoke"
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "journal", "select", "least"),
+    ("name", "log", "select", "least"),
     [
         ("acme_store", [], ["-k", TASTE], 8),
-        ("acme_files", ["--journal"], ["-k", OF_THE_ENGINE], 5),
-        *in_long(("whole_files", ["--journal"], [], 190)),
+        ("acme_files", ["--log"], ["-k", OF_THE_ENGINE], 5),
+        *in_long(("whole_files", ["--log"], [], 190)),
     ],
 )
-def test_it_installs_connects_by_name_and_passes_the_kit(clean, forked, tmp_path, name, journal, select, least):
-    done = clean.run("dataplane", "new-plugin", name, *journal)
+def test_it_installs_connects_by_name_and_passes_the_kit(clean, forked, tmp_path, name, log, select, least):
+    done = clean.run("dataplane", "new-plugin", name, *log)
     assert done.returncode == 0, done.stderr
     project = clean.folder / f"dataplane-{name.replace('_', '-')}"
     clean.install(project)
-    if not journal:
+    if not log:
         assert forked.run("-c", JOB).stdout.strip() == "AcmeStore ['a', 'b'] [1.0, 2.0]"
     report = tmp_path / "report.json"
     words = ["-q", "-p", "no:cacheprovider", "--rootdir", project, "-c", project / "pyproject.toml", project / "tests"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
+    ClientClosedError,
     DataPlaneError,
     LostReplyError,
     OperationTimeoutError,
@@ -35,11 +35,15 @@ from dataplane_core.hosting import (
     Session,
     TcpAddress,
     decode_about,
+    listen_as,
     listen_on,
+    new_certificate,
+    new_socket_name,
     new_token,
+    serve_tls,
 )
 from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log import EngineLog, Lease, LoggedLedger, TakenError, newest_record
+from dataplane_core.log import EXIT_STATUS, EngineLog, Lease, LoggedLedger, TakenError, newest_record
 from dataplane_core.spec import new_id
 
 if TYPE_CHECKING:
@@ -51,11 +55,13 @@ _OPEN_S: Final = 30.0
 #: Seconds between two looks of an owner at its log and its clients, and of a client for an owner.
 _BEAT_S: Final = 0.3
 _LOOK_S: Final = 0.02
+#: Seconds between two looks of a client at an owner that does not answer.
+_WATCH_S: Final = 0.5
 #: Seconds that an owner waits for its first client, and that a client waits for a connection to an owner.
 _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
-#: Write ids of an owner begin with a number of this many bits, drawn at random, and go on with 40 bits.
-_GENERATION_BITS: Final = 22
+#: Write ids of an owner begin with its generation, and go on with this many bits.
+_WRITE_BITS: Final = 32
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -80,12 +86,21 @@ class _Address(TcpAddress):
 class _Watch:
     """Whether an owner that does not answer is still the owner."""
 
-    def __init__(self, engine: RowStoreBackend, address: _Address) -> None:
-        self._engine, self._address, self._lease = engine, address, Lease()
+    def __init__(self, engine: RowStoreBackend, lease: Lease, address: _Address) -> None:
+        self._engine, self._lease, self._address = engine, lease, address
+        self._look_at = 0.0
 
     def check(self) -> None:
-        number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
-        if newest is None or newest.address != (self._address.ip, self._address.port, self._address.token):
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _WATCH_S
+        try:
+            number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            if not error.retryable:
+                raise
+            return  # the owner waits for the engine, too
+        if newest is None or newest.address is None or _Address(*newest.address) != self._address:
             raise _GoneError("another process owns the store.")
         if self._lease.is_over(number):
             raise _GoneError("the owner of the store is dead.")
@@ -102,6 +117,7 @@ class OwnerClient:
         bootstrap, deadline: As for `Backend.start`.
 
     Attributes:
+        num_sessions: How often it connected to an owner.
         limits: The options of the owner that hold for all its clients.
 
     Raises:
@@ -111,10 +127,12 @@ class OwnerClient:
     def __init__(self, backend: RowStoreBackend, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
         self._lock = threading.Lock()
+        self._lease = Lease()
         self._session: Session | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: IO[bytes] | None = None  # what the process wrote
         self._closed = False
+        self.num_sessions = 0
         number, newest = newest_record(backend, deadline)
         owner = ""
         if newest is None:
@@ -123,15 +141,17 @@ class OwnerClient:
             owner = self._start(number)
         elif bootstrap and backend.exclusive:
             raise AlreadyRunningError("there is a store already.", retryable=True)
-        self._session = self._connect(deadline)
-        self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])
-        mine = {name: getattr(backend.config, name) for name in self.limits}
-        if bootstrap and mine != self.limits:
+        try:
+            self._session = self._connect(deadline)
+            self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
+            mine = {name: getattr(backend.config, name) for name in self.limits}
+            if bootstrap and mine != self.limits:
+                raise AlreadyRunningError(f"the store runs with the options {self.limits}, not {mine}.")
+            if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
+                raise AlreadyRunningError("another process has started the store.", retryable=True)
+        except BaseException:
             self.close()
-            raise AlreadyRunningError(f"the store runs with the options {self.limits}, not {mine}.")
-        if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
-            self.close()
-            raise AlreadyRunningError("another process has started the store.", retryable=True)
+            raise
 
     def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice.
@@ -149,9 +169,14 @@ class OwnerClient:
                 with self._lock:
                     if self._session is session:
                         self._session = None
-                session.close()
+                session.finish()  # other calls over it notice by themselves
                 if isinstance(command, (commands.BeginPut, commands.CommitPut)):
                     raise LostReplyError(error.message) from error
+
+    def pid(self, deadline: float) -> int:
+        """The owner's process id, on its host."""
+        pid: int = decode_about(self._session_now(deadline).welcome, dict[str, Any])["pid"]
+        return pid
 
     def stop_waiting(self, token: str) -> None:
         """As `LedgerBackend.stop_waiting`."""
@@ -163,6 +188,7 @@ class OwnerClient:
         self._closed = True
         if (session := self._session) is not None:
             session.close()
+        self._forget()
 
     def _session_now(self, deadline: float) -> Session:
         if (session := self._session) is not None:
@@ -172,29 +198,38 @@ class OwnerClient:
         try:
             if self._session is None:
                 self._session = self._connect(deadline)
+                if self._closed:  # meanwhile
+                    self._session.close()
             return self._session
         finally:
             self._lock.release()
 
     def _connect(self, deadline: float) -> Session:
         """A session with the owner. Starts one where there is none."""
-        lease, why = Lease(), "none has started yet"
-        while True:
+        why = "none has started yet"
+        while not self._closed:
             number, newest = newest_record(self._backend, deadline)
             if newest is not None and newest.address is not None:
                 address = _Address(*newest.address)
                 try:
                     until = min(deadline, time.monotonic() + _REACH_S)
-                    return Session(address, _MESSAGES, until, partial(_Watch, self._backend, address))
+                    watch = partial(_Watch, self._backend, self._lease, address)
+                    session = Session(address, _MESSAGES, until, watch)
+                    self.num_sessions += 1
+                    self._forget()  # that process has its owner: itself, or one that was faster
+                    return session
                 except (_GoneError, OperationTimeoutError) as error:
                     why = error.message
-            if newest is None or newest.address is None or lease.is_over(number):
-                self._start(number)
-            if self._process is not None and self._process.poll() not in (None, 0):
+            code = None if self._process is None else self._process.poll()
+            if code is not None and code > 0 and code != EXIT_STATUS:
                 raise self._not_started()
+            # also once more if the one that was started was killed, or too late
+            if newest is None or newest.address is None or self._lease.is_over(number):
+                self._start(number)
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"the store has no owner that can be reached: {why}")
             time.sleep(_LOOK_S)
+        raise ClientClosedError("this client is closed.")
 
     # --- the process --------------------------------------------------------------------------------------------------
 
@@ -210,6 +245,7 @@ class OwnerClient:
             "owner": owner,
             "dead": dead,
         }
+        self._forget()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (it is read if the process fails, and has no name)
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from dataplane_core.backends.owner import main; main()"],
@@ -225,11 +261,17 @@ class OwnerClient:
         threading.Thread(target=self._process.wait, name="dataplane-owner", daemon=True).start()  # it leaves no zombie
         return owner
 
+    def _forget(self) -> None:
+        """Forgets the process that was started, which goes on."""
+        if self._words is not None:
+            self._words.close()
+        self._words = self._process = None
+
     def _not_started(self) -> BackendUnavailableError:
         assert self._words is not None
         self._words.seek(0)
         last = self._words.read().decode(errors="replace").strip().splitlines()[-3:]
-        self._process = None
+        self._forget()
         return BackendUnavailableError(
             f"the process of the ledger could not be started: {' / '.join(last) or 'it said nothing'}",
             hint="It imports the backend's class by its name, and opens the engine with the same options.",
@@ -246,7 +288,7 @@ class _OwnerHost(LedgerHost):
         self._limits = limits
 
     def about(self) -> dict[str, Any]:
-        return self._limits
+        return {"pid": os.getpid(), "limits": self._limits}
 
     def settle(self) -> None:
         self._log.commit_or_end()
@@ -277,10 +319,17 @@ def main() -> None:
 def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
     token, listener = new_token(), listen_on(backend.owner_ip())
     ip, port = listener.getsockname()[:2]
-    log = EngineLog(backend, owner, (ip, port, token), dead=dead)
-    generation = secrets.randbits(_GENERATION_BITS) << 40
+    certificate = ""
+    if backend.owner_uses_tls():
+        name = new_socket_name()
+        certificate, key = new_certificate(ip)
+        serve_tls(listener, certificate, key, name)
+        listener = listen_as(name)
+    log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
+    # the engine may have lost the records of the ids that an owner before gave out
+    ledger = LoggedLedger(log, backend.config.capacity_bytes, first_write=log.generation << _WRITE_BITS)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
-    host = _OwnerHost(LoggedLedger(log, backend.config.capacity_bytes, first_write=generation or 1), log, limits)
+    host = _OwnerHost(ledger, log, limits)
     log.is_needed = lambda: host.num_clients > 0
     server = Server(host, listener, token=token)
 
@@ -288,7 +337,8 @@ def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
         alone_since = time.monotonic() + _FIRST_S
         while time.monotonic() - alone_since < _BEAT_S:
             time.sleep(_BEAT_S)
-            log.beat()
+            with ledger.lock:
+                log.beat()
             if host.num_clients:
                 alone_since = time.monotonic()
         server.close()

@@ -21,9 +21,16 @@ from dataplane_core.backends.ledger_backend import (
 )
 from dataplane_core.backends.owner import OwnerClient
 from dataplane_core.backends.writes import columns_of
-from dataplane_core.errors import BackendError, FrameError, PluginSignatureError, UnsupportedOperationError
+from dataplane_core.errors import (
+    BackendError,
+    FrameError,
+    LostReplyError,
+    PluginSignatureError,
+    StalePartitionError,
+    UnsupportedOperationError,
+)
 from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply, commands
-from dataplane_core.spec import Capability, Scope, SharedRows, WireColumn, WireFormat
+from dataplane_core.spec import Capability, PutRequest, Scope, SharedRows, WireColumn, WireFormat
 
 _LOG: Final = ("append", "read_log", "trim")
 _CAPABILITIES: Final = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
@@ -41,7 +48,9 @@ class RowStoreOptions(CapacityOptions):
 
 
 class RowStoreBackend(LedgerBackend):
-    """All operations, on a ledger and rows of bytes. A row's handle is an integer that is never used again.
+    """All operations, on a ledger and rows of bytes.
+
+    A row's handle is an integer from 1 to 2**63 - 1 that is never used again. No row is empty.
 
     A subclass connects in `open_engine` and disconnects in `close_engine`, and overrides `put_rows`, `get_rows` and
     `delete_rows`; to serve several processes, also `append`, `read_log` and `trim`. These methods may be called from
@@ -117,16 +126,30 @@ class RowStoreBackend(LedgerBackend):
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
 
     def read_log(self, first: int | None, deadline: float) -> Iterable[tuple[int, bytes]]:
-        """The records from number ``first`` on, with their numbers, in order. None: only the newest one, if any."""
+        """The records from number ``first`` on, with their numbers, in order. None: only the newest one, if any.
+
+        No record is left out that was appended before the call, unless it was trimmed, also if another process trims
+        the log meanwhile.
+        """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
 
     def trim(self, before: int, deadline: float) -> None:
         """Drops the records whose numbers are smaller."""
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
 
+    def owner_pid(self, deadline: float) -> int:
+        """The process id of the ledger's owner, on its host."""
+        if self._owner is None:
+            raise UnsupportedOperationError(f"the ledger of this {type(self).__name__} has no process of its own.")
+        return self._owner.pid(deadline)
+
     def owner_ip(self) -> str:
         """The address of this host at which the ledger's process listens. Default: for clients of this host only."""
         return "127.0.0.1"
+
+    def owner_uses_tls(self) -> bool:
+        """Whether what goes to and from the ledger's process is encrypted. It needs the package cryptography."""
+        return False
 
     def owner_options(self) -> dict[str, Any]:
         """The options with which the ledger's process makes an object of this class. They are passed on in a pipe."""
@@ -169,6 +192,16 @@ class RowStoreBackend(LedgerBackend):
             self._service.stop_waiting(token)
         else:
             self._owner.stop_waiting(token)
+
+    def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
+        """A put that an owner began, and the next one does not know, is repeated."""
+        before = None if self._owner is None else self._owner.num_sessions
+        try:
+            return super().put_once(request, writes, ticket)
+        except StalePartitionError as error:
+            if self._owner is not None and self._owner.num_sessions != before:
+                raise LostReplyError(error.message) from error
+            raise
 
     def new_write_id(self, num_ids: int) -> int | None:
         """The ledger numbers the writes."""

@@ -48,6 +48,7 @@ from dataplane_core.hosting.messages import (
 )
 from dataplane_core.hosting.server import Server, listen_as, listen_at, listen_on, new_socket_name, new_token
 from dataplane_core.hosting.session import Address, Lanes, Pin, Session, TcpAddress, UnixAddress, Watch
+from dataplane_core.hosting.tls import new_certificate, serve_tls
 
 __all__ = [
     "ADDRESSES",
@@ -106,10 +107,12 @@ __all__ = [
     "listen_at",
     "listen_on",
     "lock_folder",
+    "new_certificate",
     "new_socket_name",
     "new_token",
     "offsets_at",
     "open_extents",
     "owner_of",
+    "serve_tls",
     "sync_path",
 ]

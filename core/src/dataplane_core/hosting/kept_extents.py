@@ -56,7 +56,7 @@ _PREFIX: Final = "extent "
 
 
 class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`JournalFile`).
+    """Keeps values by name for a later process, in the order in which they were noted (`FolderLog`).
 
     If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
     """

@@ -9,6 +9,7 @@ import itertools
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -41,6 +42,7 @@ from dataplane_core.hosting.messages import (
     encode,
 )
 from dataplane_core.hosting.server import HALF_BYTES, advance, next_arrays, set_tcp_options
+from dataplane_core.hosting.tls import connect_tls
 from dataplane_core.ledger import Command, commands
 from dataplane_core.spec import new_id
 
@@ -124,11 +126,12 @@ class UnixAddress(Address):
 
 @dataclass(frozen=True)
 class TcpAddress(Address):
-    """The address and port of a host, and its token."""
+    """The address and port of a host, its token, and the certificate that it shows, if it uses TLS."""
 
     ip: str
     port: int
     token: bytes
+    certificate: str = ""
 
     def connect(self, deadline: float) -> socket.socket:
         channel = socket.socket(socket.AF_INET6 if ":" in self.ip else socket.AF_INET)
@@ -136,10 +139,10 @@ class TcpAddress(Address):
             set_tcp_options(channel)
             channel.settimeout(_left_s(deadline))
             channel.connect((self.ip, self.port))
+            return connect_tls(channel, self.certificate) if self.certificate else channel
         except BaseException:
             channel.close()
             raise
-        return channel
 
 
 class Pin:
@@ -487,13 +490,16 @@ class _Line:
             return
         left = deque(arrays)
         while left:
-            advance(left, self._move(lambda: self._channel.sendmsg(next_arrays(left))))
+            if isinstance(self._channel, ssl.SSLSocket):  # it sends one array at a time
+                advance(left, self._move(partial(self._channel.send, left[0])))
+            else:
+                advance(left, self._move(lambda: self._channel.sendmsg(next_arrays(left))))
 
     def message(self, *, with_descriptors: bool = False) -> bytes:
         """The next message."""
         received, end = self._ahead, 4
         while len(received) < end:
-            if with_descriptors:
+            if with_descriptors and self._channel.family == socket.AF_UNIX:
                 data, self.descriptors, _, _ = self._move(
                     lambda: socket.recv_fds(self._channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
                 )

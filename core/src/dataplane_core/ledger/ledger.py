@@ -293,6 +293,7 @@ class Ledger:
 
     @_apply.register
     def _check_put_only(self, command: commands.CheckPut, now: float) -> None:
+        self._reap(now)  # as the put does, which must then be answered alike
         self._check_begin(command.put, command.capacity_bytes, now)
 
     @_apply.register
@@ -655,6 +656,7 @@ class Ledger:
 
     @_apply.register
     def _collected(self, command: commands.Collected, now: float) -> None:
+        self._reap(now)  # what came of puts that were given up may be among the refs
         for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from dataplane_core.log.folder import EXIT_STATUS, TAIL_BYTES, TAIL_SHARE, Taken
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+Place: TypeAlias = tuple[str, int, bytes, str]
 
 _VERSION: Final = 1
 #: Seconds in which the newest record stays the same if its owner is dead.
@@ -36,8 +38,11 @@ _SURE_S: Final = 2.5
 #: Seconds that the engine may take for a call, and until it is tried again.
 _ENGINE_S: Final = 10.0
 _AGAIN_S: Final = 0.1
-#: Seconds after which an engine that refuses what it is asked is believed.
+#: Seconds after which an engine that refuses what it is asked is believed, and one that does not answer is given up.
 _REFUSED_S: Final = 1.0
+_GIVE_UP_S: Final = 600.0
+#: A generation is greater than the one before by a number of at most this many bits, drawn at random.
+_GENERATION_BITS: Final = 14
 
 
 class LogEngine(Protocol):
@@ -54,7 +59,9 @@ class LogRecord(msgspec.Struct, array_like=True):
     Attributes:
         version: Of this format.
         owner: The id of the owner, random bits.
-        address: Where it is reached: its address, port and token. None: it has ended.
+        address: Where it is reached: its address, port, token, and its certificate if it uses TLS. None: it has
+            ended.
+        generation: Greater than that of each owner before; if the engine lost their records, most likely another one.
         at: The time, on the log's clock.
         commands: What it did, each with its time.
         state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
@@ -62,7 +69,8 @@ class LogRecord(msgspec.Struct, array_like=True):
 
     version: int
     owner: str
-    address: tuple[str, int, bytes] | None
+    address: Place | None
+    generation: int
     at: float
     commands: list[tuple[float, bytes]]
     state: bytes | None = None
@@ -95,16 +103,18 @@ def _record(number: int, data: bytes) -> LogRecord:
 
 
 class Lease:
-    """Watches whether the newest record changes."""
+    """Watches whether the newest record changes. Only what is looked at again and again counts as the same."""
 
     def __init__(self) -> None:
-        self._number, self._since = -1, 0.0
+        self._number, self._since, self._looked_at = -1, 0.0, 0.0
 
     def is_over(self, number: int) -> bool:
         """Whether the newest record, whose number this is, has stayed the same for `LEASE_S`."""
-        if number != self._number:
-            self._number, self._since = number, time.monotonic()
-        return time.monotonic() - self._since >= LEASE_S
+        now = time.monotonic()
+        if number != self._number or now - self._looked_at > _SURE_S:
+            self._number, self._since = number, now
+        self._looked_at = now
+        return now - self._since >= LEASE_S
 
 
 class EngineLog:
@@ -119,7 +129,8 @@ class EngineLog:
 
     Attributes:
         state, state_at, records, is_long: As for `FolderLog`.
-        make_state: Gives the state.
+        generation: See `LogRecord`.
+        make_state: Gives the state as of a time.
         is_needed: Whether somebody waits for this owner while the engine does not answer.
 
     Raises:
@@ -127,15 +138,15 @@ class EngineLog:
         CorruptDataError: A record is damaged or missing.
     """
 
-    def __init__(self, engine: LogEngine, owner: str, address: tuple[str, int, bytes], *, dead: int = -1) -> None:
+    def __init__(self, engine: LogEngine, owner: str, address: Place, *, dead: int = -1) -> None:
         self._engine = engine
         self._owner = owner
-        self._address: tuple[str, int, bytes] | None = address
+        self._address: Place | None = address
         self._lock = threading.RLock()
         self._pending: list[tuple[float, bytes]] = []
         self._sure_at = -_SURE_S
         self._long_at = self._size = 0
-        self.make_state: Callable[[], bytes] = bytes
+        self.make_state: Callable[[float], bytes] = lambda at: b""
         self.is_needed: Callable[[], bool] = lambda: True
         self.state, self.state_at = b"", 0.0
         self.records: list[tuple[float, bytes]] = []
@@ -147,8 +158,9 @@ class EngineLog:
             number, newest = self._newest()
             if number != first:
                 raise TakenError("another process owns the store.")
-        self._before = (number, "" if newest is None else newest.owner)  # the newest record that is not ours
-        self._next = number + 1
+        # the newest record that is not ours, and the newest one: each its number and owner
+        self._before = self._last = number, "" if newest is None else newest.owner
+        self.generation = (0 if newest is None else newest.generation) + 1 + secrets.randbits(_GENERATION_BITS)
         self._ahead_s = (0.0 if newest is None else newest.at) - time.monotonic()
         self._read()
 
@@ -165,9 +177,9 @@ class EngineLog:
                 raise CorruptDataError(f"record {expected or 1} of the log is missing, and {number} is there.")
             self.records += record.commands
             expected += 1
-        if expected > self._next:
+        if expected > self._last[0] + 1:
             raise TakenError("another process has taken the store.")
-        if expected and expected < self._next:
+        if expected and expected <= self._last[0]:
             raise CorruptDataError(f"record {expected} of the log is missing.")
 
     def _until_done(self, call: Callable[[float], _T]) -> _T:
@@ -175,7 +187,7 @@ class EngineLog:
 
         Raises:
             BackendUnavailableError: It has ended, or refuses what it is asked, as one whose disk is full.
-            OperationTimeoutError: Nobody waits for this owner any more.
+            OperationTimeoutError: Nobody waits for this owner any more, or it has waited for long.
         """
         since = math.inf
         while True:
@@ -187,8 +199,8 @@ class EngineLog:
                 if since == math.inf:
                     _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
                 since = min(since, time.monotonic())
-                is_refused = error.outcome == "not_done" and time.monotonic() - since > _REFUSED_S
-                if is_refused or not error.retryable or not self.is_needed():
+                patience_s = _REFUSED_S if error.outcome == "not_done" else _GIVE_UP_S
+                if time.monotonic() - since > patience_s or not error.retryable or not self.is_needed():
                     raise
                 time.sleep(_AGAIN_S)
 
@@ -205,31 +217,35 @@ class EngineLog:
             TakenError: Another process is.
         """
         with self._lock:
-            self.state, self.records, self._pending = b"", [], []
-            state = self.make_state()
-            number = self._next
-            if not self._append(state):
+            self.state, self.records = b"", []
+            at, number = self.now(), self._last[0] + 1
+            state = self.make_state(at)
+            if not self._append(at, state):
                 self._refuse_if_taken()
                 return  # a later state was appended
             self._size, self._long_at = 0, max(TAIL_BYTES, int(TAIL_SHARE * len(state)))
+            self._append(self.now())  # a short one is the newest, which clients read
         try:
             self._engine.trim(number, time.monotonic() + _ENGINE_S)
         except (BackendUnavailableError, OperationTimeoutError) as error:
             _log.warning("the log could not be trimmed, and is with the next state: %s", error)
 
-    shorten = begin
+    def shorten(self) -> None:
+        """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
+        try:
+            self.begin()
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            self._long_at = 2 * self._size
+            _log.warning("the log could not be shortened, and goes on growing until the next try: %s", error)
 
     @property
     def is_long(self) -> bool:
         return self._size > self._long_at
 
-    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float:
-        """Adds a record. The engine has it after `commit`. Returns its time."""
+    def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
+        """Adds a record of that time. The engine has it after `commit`."""
         with self._lock:
-            at = self.now()
             self._pending.append((at, record))
-            self._size += len(record)
-            return at
 
     def commit(self, *, within_s: float = _SURE_S) -> None:
         """Returns when the engine has everything, and this process is still the owner. Call it before each answer.
@@ -241,39 +257,51 @@ class EngineLog:
             TakenError: Another process is.
         """
         with self._lock:
-            if (self._pending or time.monotonic() - self._sure_at > within_s) and not self._append(None):
+            if (self._pending or time.monotonic() - self._sure_at > within_s) and not self._append(self.now()):
                 self._refuse_if_taken()
 
     def commit_or_end(self, *, within_s: float = _SURE_S) -> None:
         """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
         try:
             self.commit(within_s=within_s)
-        except (BackendUnavailableError, OperationTimeoutError) as error:
+        except Exception as error:  # also one that the engine's author did not foresee
             _log.critical("this process may answer nobody any more, and ends: %s", error)
             os._exit(EXIT_STATUS)
 
     def beat(self) -> None:
-        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`."""
+        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`.
+
+        Nothing may change the ledger meanwhile.
+        """
         self.commit_or_end(within_s=_BEAT_S)
+        if self.is_long:  # also of such records
+            self.shorten()
 
     def end(self) -> None:
         """Says that this owner ends: the next one need not wait."""
         self._address = None
         with self._lock:
-            self._append(None)
+            self._append(self.now())
 
-    def _append(self, state: bytes | None) -> bool:
+    def _append(self, at: float, state: bytes | None = None) -> bool:
         """Appends a record of all that is pending, or of the state. False: the engine has other records than expected.
 
         What is sent twice, since the answer was lost, is refused the second time, and found to be there.
         """
-        record = LogRecord(_VERSION, self._owner, self._address, self.now(), self._pending, state)
-        data, begun = msgspec.msgpack.encode(record), time.monotonic()
-        if not self._until_done(lambda deadline: self._engine.append(self._next, data, deadline)):
+        pending = self._pending if state is None else []
+        record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state)
+        data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
+        if begun - self._sure_at > _SURE_S:
+            # another process may own the store, and have come to the same number: the engine may have lost some
             number, newest = self._newest()
-            if newest is None or (number, newest.owner, newest.at) != (self._next, self._owner, record.at):
+            if (number, "" if newest is None else newest.owner) != self._last:
                 return False
-        self._next, self._sure_at, self._pending = self._next + 1, begun, []
+        if not self._until_done(lambda deadline: self._engine.append(next_one, data, deadline)):
+            number, newest = self._newest()
+            if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
+                return False
+        self._last, self._sure_at, self._pending = (next_one, self._owner), begun, []
+        self._size += len(data)
         return True
 
     def _refuse_if_taken(self) -> None:
@@ -283,10 +311,10 @@ class EngineLog:
             TakenError: It has records of another owner.
         """
         number, newest = self._newest()
-        owner = self._owner if newest is None else newest.owner
-        was_before = number <= self._before[0] and owner == self._before[1]
-        if number >= self._next or not (owner == self._owner or was_before):
+        owner = "" if newest is None else newest.owner
+        was_before = number <= self._before[0] and owner in ("", self._before[1])
+        if number > self._last[0] or not (owner == self._owner or was_before):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
-        self._next = number + 1
+        self._last = number, owner
         self.begin()

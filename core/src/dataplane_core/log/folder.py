@@ -1,7 +1,7 @@
 """A log in a folder: what a process did, so that another one goes on when it has ended.
 
-One process writes it. The file ``log`` is a sequence of frames: the length of a body, the CRC-32 of these 4 bytes, a
-digest of the body, and the body, in msgpack. The first frame is the state and the notes before all others. Each later
+One process writes it. The file ``journal`` is a sequence of frames: the length of a body, the CRC-32 of these 4 bytes,
+a digest of the body, and the body, in msgpack. The first frame is the state and the notes before all others. Each later
 one holds a record or a note, with its time, and with how much of the file the disk had by then. Times are on a clock of
 the log's own. It stands still while no process has the log open, so what is left of a lease is left of it then.
 
@@ -37,7 +37,8 @@ _VERSION: Final = 3
 #: The length of what follows, its CRC-32, and the digest of what follows. A damaged length must not make the frames
 #: after it look unfinished.
 _HEAD: Final = struct.Struct("<IIQ")
-_NAME: Final = "log"
+#: The name that earlier versions gave it, whose folders are not empty ones.
+_NAME: Final = "journal"
 #: How long the log was when its process ended well. A shorter one was cut.
 _ENDED: Final = "ended"
 #: The exit status of a process that may answer nobody any more.
@@ -96,7 +97,7 @@ class FolderLog:
         state_at: The time of the state.
         records: The records since then, each with its time. Empty once `begin` was called.
         notes: Name -> the newest value.
-        make_state: Gives the state that the log begins with.
+        make_state: Gives the state that the log begins with, as of a time.
         is_long: Whether it is time for `shorten`.
 
     Raises:
@@ -113,7 +114,7 @@ class FolderLog:
         self._is_dirty = False  # whether `commit` has to wait for the disk
         self._is_torn = False  # whether a part of a frame may follow the last whole one
         self._long_at = 0  # the size at which the log is long
-        self.make_state: Callable[[], bytes] = bytes
+        self.make_state: Callable[[float], bytes] = lambda at: b""
         self.state, self.state_at = b"", 0.0
         self.records: list[tuple[float, bytes]] = []
         self.notes: dict[str, bytes] = {}
@@ -161,23 +162,24 @@ class FolderLog:
     def _read(self) -> float:
         """Reads the log of before. Returns the time of its last frame."""
         assert self._earlier is not None
-        data, end = read_regular(self._earlier / _NAME), 0
-        for body, after in self._bodies(data):
-            if not end:
-                self._take_beginning(body)
-                last_at = self.state_at
-            else:
-                frame = _decode_frame(body)
-                last_at = frame.at
-                if frame.record is not None:
-                    self.records.append((frame.at, frame.record))
-                elif frame.name is not None:
-                    self._take_note(frame.name, frame.value)
-            end = after
-        if not end:
-            raise CorruptDataError(f"the log in {self._root} is empty.", hint=_DAMAGED_HINT)
+        data = read_regular(self._earlier / _NAME)
+        first = _body_at(data, 0)
+        if first is None:
+            raise CorruptDataError(
+                f"the log in {self._root} is damaged at byte 0 of {len(data)}, or of an earlier version.",
+                hint=_DAMAGED_HINT,
+            )
+        self._take_beginning(first)
+        last_at, end = self.state_at, _HEAD.size + len(first)
+        for body in self._bodies(data, end):
+            frame = _decode_frame(body)
+            last_at, end = frame.at, end + _HEAD.size + len(body)
+            if frame.record is not None:
+                self.records.append((frame.at, frame.record))
+            elif frame.name is not None:
+                self._take_note(frame.name, frame.value)
         with suppress(FileNotFoundError):
-            whole = int(read_regular(self._earlier / _ENDED))
+            whole = int(read_regular(self._earlier / _ENDED) or b"0")  # the disk may have been full
             if end < whole:
                 raise CorruptDataError(
                     f"the log in {self._root} lacks {whole - end} of the {whole} bytes that it had when it was closed.",
@@ -187,10 +189,7 @@ class FolderLog:
         return last_at
 
     def _take_beginning(self, body: bytes) -> None:
-        version: object = None
-        with suppress(msgspec.MsgspecError):
-            found = msgspec.msgpack.decode(body)
-            version = found[0] if isinstance(found, list) else found.get("v")
+        version = msgspec.msgpack.decode(body)[0]
         if version != _VERSION:
             raise CorruptDataError(
                 f"the log in {self._root} is of version {version}. Expected {_VERSION}.",
@@ -199,13 +198,12 @@ class FolderLog:
         beginning = _decode_beginning(body)
         self.state, self.state_at, self.notes = beginning.state, beginning.at, beginning.notes
 
-    def _bodies(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        """What the frames hold, each with where it ends. What was not written whole is dropped: nobody got its answer.
+    def _bodies(self, data: bytes, start: int) -> Iterator[bytes]:
+        """What the frames from there on hold. What was not written whole is dropped: nobody got its answer.
 
         If the power is cut, the disk may have later parts of the file and not earlier ones. So where the disk is waited
         for, a frame was whole only if the disk had it when a later one was written.
         """
-        start = 0
         while start < len(data):
             body = _body_at(data, start)
             if body is None:
@@ -217,7 +215,7 @@ class FolderLog:
                 _log.warning("the last frame of the log in %s is not whole, and is left out", self._root)
                 return
             start += _HEAD.size + len(body)
-            yield body, start
+            yield body
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +233,8 @@ class FolderLog:
         new = self._folder / f"{_NAME}.new"
         try:
             with self._lock:
-                data = _packed(_Beginning(_VERSION, self.now(), self.notes, self.make_state()))
+                at = self.now()
+                data = _packed(_Beginning(_VERSION, at, self.notes, self.make_state(at)))
                 write_file(new, [data]) if self._sync else new.write_bytes(data)
                 self._refuse_if_taken()
                 fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)
@@ -273,11 +272,12 @@ class FolderLog:
     def is_long(self) -> bool:
         return self._end > self._long_at
 
-    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float:
-        """Adds a record. Returns its time.
+    def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
+        """Adds a record.
 
         Args:
             record: The record.
+            at: Its time, not before that of the one before.
             is_lazy: Whether `commit` need not wait until the disk has it.
             frees: Whether it makes room, as that of a clear. It may take what is set aside for it on a full disk.
 
@@ -285,10 +285,9 @@ class FolderLog:
             BackendUnavailableError: It cannot be written. It was not done.
         """
         with self._lock:
-            at, was_dirty = self.now(), self._is_dirty
+            was_dirty = self._is_dirty
             self._write(_Frame(at, None, record), frees)
             self._is_dirty = was_dirty or not is_lazy
-            return at
 
     def note(self, name: str, value: bytes | None) -> None:
         """Keeps a value under a name; None: no longer. Raises as `append`."""

@@ -8,12 +8,14 @@ from typing import Any, Final, Protocol
 
 import msgpack
 
-from dataplane_core.errors import CorruptDataError, DataPlaneError
-from dataplane_core.hosting import Messages
+from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidRequestError
+from dataplane_core.hosting import VERSION, Messages
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, StateReader, commands, to_state
 from dataplane_core.packed import unpack_msgpack_stream
 
 _MESSAGES: Final = Messages()
+#: Which version the state is of, and which the records.
+_VERSIONS: Final = [1, VERSION]
 #: Commands that make room, which a full disk must not keep from it.
 _FREES: Final = (commands.ClearRequest, commands.Collected)
 
@@ -24,14 +26,14 @@ class Log(Protocol):
     state: bytes
     state_at: float
     records: list[tuple[float, bytes]]
-    make_state: Callable[[], bytes]
+    make_state: Callable[[float], bytes]
 
     @property
     def is_long(self) -> bool: ...
     def now(self) -> float: ...
     def begin(self) -> None: ...
     def shorten(self) -> None: ...
-    def append(self, record: bytes, *, is_lazy: bool = False, frees: bool = False) -> float: ...
+    def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None: ...
 
 
 class LoggedLedger:
@@ -49,7 +51,7 @@ class LoggedLedger:
         first_write: No write id that the ledger numbers is smaller.
 
     Raises:
-        CorruptDataError: The log holds what is no ledger.
+        CorruptDataError: The log holds what is no ledger, or one of another version.
     """
 
     def __init__(
@@ -64,30 +66,40 @@ class LoggedLedger:
         self._log = log
         self._capacity_bytes = capacity_bytes
         self._lazy_begins = lazy_begins
-        self._lock = threading.RLock()
-        self._at: float | None = None  # the time of the record that is run
+        self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
+        # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
+        self._at: float | None = None
         reader = StateReader()
         try:
-            for section in unpack_msgpack_stream(log.state):
+            sections = unpack_msgpack_stream(log.state)
+            if log.state and (versions := next(sections)) != _VERSIONS:
+                raise CorruptDataError(
+                    f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
+                    hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
+                )
+            for section in sections:
                 reader.take(section, log.state_at)
             reader.end()
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
         self._service = LedgerService(clock=self._now, ledger=reader.ledger)
-        for at, record in log.records:
-            self._run_again(at, record)
+        for self._at, record in log.records:
+            self._run_again(record)
+        self._at = log.now()
         if ends_holds:
-            reader.ledger.end_holds(log.now())
+            reader.ledger.end_holds(self._at)
         reader.ledger.limit(capacity_bytes, first_write)
         log.make_state = self._state
         log.begin()
+        self._at = None
 
-    def _run_again(self, at: float, record: bytes) -> None:
+    def _run_again(self, record: bytes) -> None:
         try:
             command, _ = _MESSAGES.decode_request(record)
-            self._run(command, at, None)
-        except CorruptDataError:
-            raise
+        except InvalidRequestError as error:
+            raise CorruptDataError(f"a record of the log cannot be read: {error}.") from error
+        try:
+            self._service.call(command)
         except DataPlaneError:  # it was refused then as well
             pass
         except Exception as error:
@@ -96,9 +108,9 @@ class LoggedLedger:
     def _now(self) -> float:
         return self._log.now() if self._at is None else self._at
 
-    def _state(self) -> bytes:
+    def _state(self, at: float) -> bytes:
         pack = msgpack.Packer().pack
-        return b"".join(map(pack, to_state(self._service.ledger, self._log.now())))
+        return b"".join(map(pack, [_VERSIONS, *to_state(self._service.ledger, at)]))
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """As `LedgerService.call`. Answer only after the log's ``commit``.
@@ -107,16 +119,19 @@ class LoggedLedger:
             BackendUnavailableError: The log cannot be written. Nothing was done.
         """
         with self._lock:
-            if command.reads or not self._changes(command):
-                return self._service.call(command, wake)
-            is_lazy = self._lazy_begins and isinstance(command, commands.BeginPut)
-            record = _MESSAGES.encode_request(command)[4:]
-            at = self._log.append(record, is_lazy=is_lazy, frees=isinstance(command, _FREES))
+            self._at = at = self._log.now()
             try:
-                return self._run(command, at, wake)
-            finally:
+                if command.reads or not self._changes(command):
+                    return self._service.call(command, wake)
+                is_lazy = self._lazy_begins and isinstance(command, commands.BeginPut)
+                record = _MESSAGES.encode_request(command)[4:]
+                self._log.append(record, at, is_lazy=is_lazy, frees=isinstance(command, _FREES))
+                reply = self._service.call(command, wake)
                 if self._log.is_long:
                     self._log.shorten()
+                return reply
+            finally:
+                self._at = None
 
     def _changes(self, command: Command[Any]) -> bool:
         """Whether a command changes anything. Raises if it is a put that is refused."""
@@ -128,13 +143,6 @@ class LoggedLedger:
             case commands.WaitForRoom():  # those who wait say so again
                 return False
         return True
-
-    def _run(self, command: Command[Reply], at: float, wake: Callable[[], bool] | None) -> Reply:
-        self._at = at
-        try:
-            return self._service.call(command, wake)
-        finally:
-            self._at = None
 
     def stop_waiting(self, token: str) -> None:
         """As `LedgerService.stop_waiting`."""

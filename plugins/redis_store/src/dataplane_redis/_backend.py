@@ -120,6 +120,11 @@ class RedisBackend(RowStoreBackend):
         url = self.config.url
         return super().owner_options() | ({} if url is None else {"url": url.get_secret_value()})
 
+    def owner_uses_tls(self) -> bool:
+        """As connections to the server."""
+        url = self.config.url
+        return url is not None and url.get_secret_value().startswith("rediss")
+
     def owner_ip(self) -> str:
         """The address of this host that connections to the server come from."""
         if self.config.ledger_ip is not None:

@@ -1,7 +1,7 @@
 """The options `capacity_bytes` and `on_full`, and the room of what is dropped: nothing is evicted, nothing leaks.
 
 Two kinds of tests. Those of a full store use a separate one, with room for eight rows. Those of the engine do not trust
-the ledger: they measure with the author's ``held_bytes``, or read the blobs of a `BlobStore`.
+the ledger: they measure with the author's ``held_bytes``, or read the rows of a `RowStoreBackend`.
 """
 
 from __future__ import annotations

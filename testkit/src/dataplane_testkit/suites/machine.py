@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 
-from dataplane_core.backends import BlobStore
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, LeaseExpiredError, LostReplyError, LostSamplesError, MissingDataError
 from dataplane_core.ledger import commands
@@ -27,6 +26,7 @@ from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._profiles import by_profile, fewest, is_long, new_seed
+from dataplane_testkit._rows import stores_rows
 from dataplane_testkit._store import BOUNDED_BYTES, Store, check_error
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
 from dataplane_testkit.faults import Faults
@@ -184,7 +184,7 @@ class StoreMachine:
     def ending(self) -> Iterator[None]:
         """Compares once more what is there at the end, drops it, and looks at what is left in the engine."""
         audits = self.clients[0] is self.store.client and (
-            isinstance(self.store.backend, BlobStore) or self.store.case.supplies("held_bytes")
+            stores_rows(self.store.backend) or self.store.case.supplies("held_bytes")
         )
         with self.store.held() if audits else nullcontext(lambda: 0) as grown:
             try:

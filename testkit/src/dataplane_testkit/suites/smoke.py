@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dataplane_testkit._base import Suite
-from dataplane_testkit._blobs import new_keys, of_all
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
 from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._rows import delete, new_handles, put, rows_at
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S
 
@@ -63,14 +63,15 @@ def _check(store: Store, partition: str, values: list[int]) -> None:
 class SmokeSuite(Suite, chapter="smoke"):
     """What every other test of the kit relies on."""
 
-    def test_smoke_hundreds_of_blobs_come_back(self, store: Store) -> None:
-        backend = store.blobs()
-        blobs = {key: key.encode() * 3 for key in new_keys(_ROWS)}
-        for key, data in blobs.items():
-            backend.put(key, data)
-        lost = [key for key, data in blobs.items() if backend.get(key) != data]
-        assert not lost, f"{of_all(lost, blobs)} are lost: put returned, but get does not find them"
-        backend.delete_many(list(blobs))
+    def test_smoke_hundreds_of_stored_rows_come_back(self, store: Store) -> None:
+        backend = store.rows()
+        rows = {handle: str(handle).encode() for handle in new_handles(_ROWS)}
+        for handle, row in rows.items():
+            put(backend, {handle: row})
+        there = rows_at(backend, rows)
+        lost = [handle for handle, row in rows.items() if there[handle] != row]
+        assert not lost, f"{len(lost)} of {_ROWS} rows are lost: put_rows returned, but get_rows does not find them"
+        delete(backend, [*rows])
 
     def test_smoke_a_few_rows_go_in_and_out(self, store: Store) -> None:
         partition = store.register("x", "y")

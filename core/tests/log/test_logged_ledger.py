@@ -1,0 +1,306 @@
+"""A ledger whose process ends is where it was when another one opens its log."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from histories import History, answer, contents
+from ledgers import begin, claim, register
+
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    CapacityExceededError,
+    CorruptDataError,
+    LeaseExpiredError,
+    StalePartitionError,
+)
+from dataplane_core.ledger import Ledger, commands, to_state
+from dataplane_core.log import FolderLog, LoggedLedger, TakenError, folder as folder_log, ledger as logged_ledger
+from dataplane_core.spec import Claim
+from dataplane_testkit._profiles import by_profile
+
+
+class Clock:
+    """That of a machine. Another machine shows another time."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(folder_log, "time", made)
+    return made
+
+
+class Logged:
+    """A ledger in a folder, asked as one without a log."""
+
+    def __init__(self, folder, **options):
+        self.folder, self.options = folder, options
+        self.again()
+
+    def again(self, **options):
+        """The process was killed: a new one opens the log."""
+        self.log = FolderLog(self.folder)
+        self.logged = LoggedLedger(self.log, **(self.options | options))
+        self.held_bytes = 0
+
+    def call(self, command):
+        reply = self.logged.call(command)
+        self.log.commit()
+        return reply
+
+    def apply(self, command, now):
+        try:
+            reply = self.logged.call(command)
+        finally:
+            self.held_bytes = self.logged.ledger.held_bytes
+        return replace(reply, ask_again_s=0.0) if isinstance(reply, Claim) else reply
+
+    def put(self, *ids, **more):
+        write_id = self.call(begin(ids, **more))
+        self.call(commands.CommitPut(write_id))
+        return write_id
+
+    def claim(self, token, count=9, lease_s=60.0):
+        return self.call(claim(count, token=token, lease_s=lease_s, all_or_nothing=False)).sample_ids
+
+    def ids(self):
+        return self.call(commands.ListRequest("p")).sample_ids
+
+
+@pytest.fixture
+def made(tmp_path):
+    made = Logged(tmp_path)
+    made.call(register())
+    return made
+
+
+def state_of(ledger, now):
+    """All that a ledger knows. Garbage has no order, nor have the tasks that hold a row."""
+    sections = list(to_state(ledger, now))
+    rest = [
+        {**each, "holds": sorted(each.get("holds", ()), key=repr)} for each in sections if each["part"] != "garbage"
+    ]
+    garbage = [(each["put"], ref) for each in sections if each["part"] == "garbage" for ref in each["refs"]]
+    return rest, sorted([str(put), ref, sorted(places)] for put, (ref, places) in garbage)
+
+
+@pytest.mark.timeout(by_profile(600, 600, 3600))
+def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp_path, clock, monkeypatch):
+    """Whether its process was killed or ended well, and however short its log is: also its times are the same."""
+    monkeypatch.setattr(folder_log, "TAIL_BYTES", 2000)
+    shortened, shorten = [], FolderLog.shorten
+    monkeypatch.setattr(FolderLog, "shorten", lambda *words: shortened.append(words) or shorten(*words))
+    for seed in range(by_profile(4, 20, 1_000)):
+        history, dice, ahead_s = History(seed), random.Random(seed), clock.now
+        capacity = history.options["capacity_bytes"]
+        whole = Ledger(capacity_bytes=capacity)
+        logged = Logged(tmp_path / str(seed), capacity_bytes=capacity)  # its clock begins at 0 as well
+        for step in range(300):
+            for command in history.commands(whole):
+                while command is not None:
+                    clock.now = history.now + ahead_s
+                    reply = answer(whole, command, history.now)
+                    assert answer(logged, command, history.now) == reply, (seed, step, command)
+                    command = history.heard(command, reply)
+            if dice.random() < 0.1:
+                clock.now = history.now + ahead_s
+                if dice.random() < 0.5:
+                    logged.log.finish()
+                else:
+                    logged.log.note("now", b"")  # no time passes that the log does not know of
+                ahead_s = dice.randrange(1 << 20) / 8
+                clock.now = history.now + ahead_s
+                logged.again()
+                assert contents(logged, history.now) == contents(whole, history.now), (seed, step)
+                assert state_of(logged.logged.ledger, history.now) == state_of(whole, history.now), (seed, step)
+                assert logged.logged.ledger.payload() == whole.payload()
+    assert len(shortened) > 10
+
+
+def test_a_lease_has_what_was_left_of_it(made, clock):
+    """The time in which no process runs is not counted, whatever the clock of the next one says."""
+    made.again()
+    made.put("a", "b")
+    made.claim("t1", lease_s=10.0, count=1)
+    clock.now += 6.0
+    made.put("c")
+    clock.now = 5.0  # another machine, which started just now
+    made.again()
+    clock.now += 3.0
+    made.call(commands.RenewRequest("p", "t", ["a"], ["t1"], 4.0))
+    clock.now += 3.0
+    made.again()
+    clock.now += 3.0
+    made.call(commands.AckRequest("p", "t", ["a"], ["t1"]))
+    made.claim("t2", lease_s=10.0, count=1)
+    clock.now += 11.0
+    made.again()
+    assert made.claim("t3", count=1) == ["c"], "the time since the last record is not counted"
+    clock.now += 11.0
+    assert made.call(commands.InspectRequest("p")).tasks["t"].num_leased == 1  # not the one that has ended
+    assert made.claim("t4", count=1) == ["b"]
+    with pytest.raises(LeaseExpiredError):
+        made.call(commands.AckRequest("p", "t", ["b"], ["t2"]))
+
+
+@pytest.mark.parametrize("lease_s", [each / 10 + 0.05 for each in range(10)])
+def test_a_claim_that_finds_nothing_is_not_recorded_and_finds_nothing_when_it_runs(made, monkeypatch, lease_s):
+    """Whenever the lease ends: the clock goes on at each look."""
+    made.put("a")
+    at = made.log.now()
+    times = iter(at + each / 10 for each in range(1000))
+    monkeypatch.setattr(made.log, "now", lambda: next(times))
+    made.claim("t1", lease_s=lease_s)
+    size = made.log._end
+    while not made.claim("t2"):
+        assert made.log._end == size
+    assert made.log._end > size
+    made.again()
+    assert made.claim("t3") == []
+
+
+def test_what_a_put_left_that_was_given_up_is_collected_once(made, clock):
+    made.again()
+    write_id = made.call(begin(["a"], ttl_s=1.0))
+    clock.now += 2.0
+    refs = made.logged.garbage()
+    assert refs == [(write_id, 0)]
+    made.call(commands.Collected(refs))
+    made.again()
+    assert made.logged.garbage() == []
+
+
+def test_a_ledger_that_numbers_writes_never_gives_a_number_twice(made):
+    given = [made.put("a", "b"), made.put("c")]
+    made.call(register(epoch="other"))
+    made.again()
+    given += [made.put("a")]
+    assert given == [1, 3, 4]
+    made.again(first_write=1000)
+    assert made.put("b") == 1000
+    made.again()
+    assert made.put("c") == 1001
+
+
+def test_a_put_that_is_refused_takes_no_number_that_another_ledger_would_not_take(tmp_path, clock):
+    """What is checked before a put is recorded holds when it runs, whatever ends in between."""
+    made = Logged(tmp_path, capacity_bytes=20)
+    made.call(register())
+    first = made.call(begin(["a"], size=16, ttl_s=60.0))
+    for _ in range(2):
+        with pytest.raises(CapacityExceededError, match="16 of 20 bytes are held"):
+            made.call(begin(["b"], size=16))
+    made.call(commands.WaitForRoom("large", 20, 100.0))
+    clock.now += 25.0
+    made.call(commands.WaitForRoom("large", 20, 100.0))
+    clock.now += 25.0
+    made.call(commands.WaitForRoom("large", 20, 100.0))
+    clock.now += 11.0
+    for _ in range(2):  # what the first put left became free just now, and another one waits for it
+        with pytest.raises(CapacityExceededError, match="1 put waits"):
+            made.call(begin(["b"], size=8))
+    clock.now += 2.0
+    number = made.put("b")
+    with pytest.raises(StalePartitionError):
+        made.call(commands.CommitPut(first))
+    made.again()
+    assert number == first + 1
+    assert made.put("c", size=1) == number + 1
+
+
+def test_those_who_held_something_may_be_gone(made):
+    made.put("a", "b")
+    made.claim("t1", count=1)
+    pending = made.call(begin(["c"]))
+    made.again(ends_holds=True)
+    assert made.claim("t2") == ["a", "b"]
+    assert made.logged.garbage() == [(pending, 0)]
+    made.again()
+    with pytest.raises(StalePartitionError):
+        made.call(commands.CommitPut(pending))
+
+
+def test_a_begin_may_be_lazy(tmp_path, monkeypatch):
+    synced = []
+    made = Logged(tmp_path, lazy_begins=True)
+    made.call(register())
+    monkeypatch.setattr(folder_log.os, "fdatasync", synced.append)
+    write_id = made.call(begin(["a"]))
+    assert not synced
+    made.call(commands.CommitPut(write_id))
+    assert len(synced) == 1
+
+
+def test_a_ledger_of_another_version_is_refused(made, monkeypatch):
+    made.put("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(logged_ledger, "_VERSIONS", [0, 12])
+        with pytest.raises(CorruptDataError, match=r"is of versions \[1, \d+\]. Expected \[0, 12\]"):
+            made.again()
+    made.again()
+    assert made.ids() == ["a"]
+    for unreadable in (b"", b"\xff", b"\x10\x80"):
+        made.log.append(unreadable, made.log.now())
+        with pytest.raises(CorruptDataError, match="cannot be read"):
+            made.again()
+        made.folder = made.folder / "next"
+        made.again()
+
+
+def test_a_state_that_is_no_ledger_is_refused(made):
+    made.log.make_state = lambda at: made.logged._state(at) + b"\x01"
+    made.log.begin()
+    with pytest.raises(CorruptDataError):
+        made.again()
+
+
+def test_a_full_disk_refuses_a_command_and_lets_samples_be_cleared(made, monkeypatch):
+    made.put("a", "b")
+    append = made.log.append
+
+    def full(record, at, *, is_lazy, frees):
+        if not frees:
+            raise BackendUnavailableError("full", outcome="not_done")
+        append(record, at, frees=frees)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.log, "append", full)
+        for each in (begin(["c"]), claim()):
+            with pytest.raises(BackendUnavailableError):
+                made.call(each)
+        made.call(commands.ClearRequest("p", ["a"]))
+        made.call(commands.Collected(made.logged.garbage()))
+    assert made.claim("t1") == ["b"]
+    made.again()
+    assert made.ids() == ["b"]
+    assert made.logged.garbage() == []
+
+
+def test_a_ledger_whose_log_was_taken_answers_nothing(made):
+    late, log = made.logged, made.log
+    made.again()
+    made.put("a")
+    late.call(commands.ClearRequest("p", None))
+    with pytest.raises(TakenError):
+        log.commit()
+    made.again()
+    assert made.ids() == ["a"]
+
+
+def test_a_log_stays_short(made, monkeypatch):
+    monkeypatch.setattr(folder_log, "TAIL_BYTES", 3000)
+    made.again()
+    for turn in range(100):
+        made.put("a", "b")
+        made.call(commands.ClearRequest("p", ["a"]))
+        made.call(commands.Collected(made.logged.garbage()))
+        assert sum(path.stat().st_size for path in made.folder.rglob("journal")) < 8000, turn
+    made.again()
+    assert made.ids() == ["b"]

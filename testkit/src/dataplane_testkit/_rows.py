@@ -1,0 +1,119 @@
+"""Helpers for the tests of a `RowStoreBackend`'s own methods: new handles, the rows of a put, what its log holds."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeGuard
+
+import numpy as np
+
+from dataplane_core.backends import Backend, RefsGoneError, RowStoreBackend
+
+#: Seconds that one call of an engine may take.
+_CALL_S: Final = 60.0
+
+
+def stores_rows(backend: Backend) -> TypeGuard[RowStoreBackend]:
+    """Whether it is a `RowStoreBackend` as an author writes it, whose rows and log are all that it has."""
+    return isinstance(backend, RowStoreBackend) and type(backend).start is RowStoreBackend.start
+
+
+def keeps_log(backend: Backend) -> TypeGuard[RowStoreBackend]:
+    """Whether it is one of these that keeps a log."""
+    return stores_rows(backend) and type(backend).append is not RowStoreBackend.append
+
+
+def soon() -> float:
+    """A deadline for one call of an engine."""
+    return time.monotonic() + _CALL_S
+
+
+def new_handles(count: int) -> range:
+    """Handles that nobody has used. Those of the ledger are smaller."""
+    first = (1 << 62) + (secrets.randbits(40) << 20)
+    return range(first, first + count)
+
+
+def put(backend: RowStoreBackend, rows: Mapping[int, bytes]) -> None:
+    """Puts rows, those of consecutive handles in one call, as core does."""
+    for _, some in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        handles = [handle for _, handle in some]
+        offsets = np.cumsum([0, *(len(rows[handle]) for handle in handles)], dtype=np.int64)
+        data = memoryview(b"".join(rows[handle] for handle in handles))
+        backend.put_rows(range(handles[0], handles[-1] + 1), data, offsets, soon())
+
+
+def rows_at(backend: RowStoreBackend, handles: Iterable[int]) -> dict[int, bytes | None]:
+    """What each handle's row holds, read one by one. None: there is no row."""
+    rows: dict[int, bytes | None] = {}
+    for handle in handles:
+        try:
+            (row,) = backend.get_rows([handle], soon())
+            rows[handle] = bytes(row)
+        except RefsGoneError:
+            rows[handle] = None
+    return rows
+
+
+def delete(backend: RowStoreBackend, handles: Sequence[int]) -> None:
+    """Deletes rows."""
+    backend.delete_rows(handles, soon())
+
+
+def log_of(backend: RowStoreBackend, first: int | None = 0) -> list[tuple[int, bytes]]:
+    """The records of the log, from a number on; None: the newest one."""
+    return [(number, bytes(record)) for number, record in backend.read_log(first, soon())]
+
+
+@contextmanager
+def opened(cls: type[Any], options: Mapping[str, Any], bootstrap: bool) -> Iterator[RowStoreBackend]:
+    """A backend whose engine alone is open: it has no ledger."""
+    backend = cls(cls.Config.model_validate(options))
+    try:
+        backend.open_engine(bootstrap=bootstrap, deadline=soon())
+        yield backend
+    finally:
+        backend.close_engine()
+
+
+@contextmanager
+def recorded_handles(backend: RowStoreBackend) -> Iterator[set[int]]:
+    """Yields the set of handles under which ``put_rows`` stores rows in the block."""
+    handles: set[int] = set()
+    put_rows = backend.put_rows
+
+    def recording(some: Sequence[int], *rest: Any) -> None:
+        handles.update(some)
+        put_rows(some, *rest)
+
+    vars(backend)["put_rows"] = recording
+    try:
+        yield handles
+    finally:
+        del vars(backend)["put_rows"]
+
+
+def log_state(backend: Backend) -> str:
+    """A paragraph that says what the log holds now; empty for a backend without a log."""
+    if not keeps_log(backend):
+        return ""
+    try:
+        numbers = [number for number, _ in log_of(backend)]
+    except Exception as error:
+        return f"\n\nThe log cannot be read: {type(error).__name__}: {error}"
+    return f"\n\nThe log holds {len(numbers)} records now, with the numbers {numbers[:1]} to {numbers[-1:]}."
+
+
+def kill_owner(backend: RowStoreBackend) -> None:
+    """Kills the process of the ledger, if it runs on this host. The next call of a client starts another one.
+
+    Args:
+        backend: A started backend that keeps a log.
+    """
+    os.kill(backend.owner_pid(soon()), signal.SIGKILL)

@@ -264,7 +264,6 @@ class OwnerClient:
         """Starts an owner, unless one that was started is still trying. Returns its id."""
         if self._process is not None and self._process.poll() is None:
             return ""
-        self._forget_process()
         cls, owner = type(self._backend), new_id()
         words = {
             "path": sys.path,

@@ -6,9 +6,6 @@ import functools
 import json
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 import uuid
 from pathlib import Path
 
@@ -17,9 +14,8 @@ import torch
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
-from dataplane_redis import RedisBackend, _claims, _wakes
-from dataplane_redis._acknowledged import Acknowledgements
-from dataplane_testkit import backend_of
+from dataplane_core.errors import LostSamplesError
+from dataplane_redis import RedisBackend
 
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
     sys.path.insert(0, str(Path(__file__).parent))
@@ -147,69 +143,16 @@ def connect():
 
 
 @pytest.fixture
-def scripts_of(monkeypatch):
-    """Collects the replies to the scripts of a client; before that of number `act_at` is returned, `act` runs."""
-
-    def collect(client, act_at=None, act=None):
-        script, replies = backend_of(client)._session.link.script, []
-
-        def counted(*words, **more):
-            replies.append(script(*words, **more))
-            if len(replies) == act_at:
-                act()
-            return replies[-1]
-
-        monkeypatch.setattr(backend_of(client)._session.link, "script", counted)
-        return replies
-
-    return collect
-
-
-@pytest.fixture
-def every_operation(monkeypatch):
-    """Runs every operation of a client once and more, with puts and reads in one script and in several."""
-    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 0.0)  # claims that wait tell the server at once
+def every_operation():
+    """Has a client send Redis every command that it may send."""
 
     def run(client, partition="p"):
-        def columns(count, size):
-            return {"x": torch.arange(count * size).view(count, size)}
-
-        with contextlib.suppress(KeyError):
-            client.list_samples("nobody's")
-        client.register_partition(partition, ["x"], 12, ["train", "other"], grpo_group_size=2)
-        client.register_partition(partition, ["x", "y"], 12, ["train"], grpo_group_size=2, if_exists="keep")
-        ids = [f"q{row // 2}_g{row % 2}" for row in range(8)]
-        client.put_samples(ids, partition, columns(8, 3), [{"v": row} for row in range(8)])
-        client.put_samples(ids, partition, columns(8, 20_000), [{"w": row} for row in range(8)])
-        same = torch.ones(1, 60_000).expand(2, -1)
-        client.put_samples(ids[:2], partition, {"y": same})  # stored once
-        assert client.get_samples(ids, partition, ["x"])["x"].shape == (8, 20_000)
-        first = client.claim_meta(partition, "train", ["x"], 2, lease_s=60)
-        client.renew(first, 60)
-        client.nack(first)
-        client.ack(client.claim_meta(partition, "train", ["x"], 2, lease_s=60))
-        client.claim_meta(partition, "train", ["x"], 2, lease_s=60, tag_filter={"v": (">=", 4)})
-        client.claim_meta(partition, "other", ["x"], 2)
-        for tag_filter in (None, {"v": 99}):
-            with pytest.raises(TimeoutError):
-                client.claim_meta(partition, "other", ["x"], 8, timeout_s=0.1, tag_filter=tag_filter)
-        client.reset_consumption(partition, "other", ids[:2])
-        client.list_consumed(partition, "other")
-        client.check_consumption_status(partition, ["train"])
-        client.describe(partition)
-        client.list_partitions()
-        client.list_samples(partition, {"v": 1})
-        client.list_fields(ids, partition)
-        client.list_clients()
-        client.ping()
-        with tempfile.TemporaryDirectory() as folder:
-            client.save(Path(folder) / "save", partitions=[partition])
-        client.clear_samples(ids[2:4], partition)
-        client.put_samples(["q9_g0", "q9_g1"], partition, columns(2, 3))
-        client.clear_samples(None, partition)
+        ids = [f"s{row}" for row in range(8)]
         client.register_partition(partition, ["x"], None, ["train"])
-        client.put_samples(["a", "b"], partition, columns(2, 20_000))
-        client.clear_samples(["a"], partition)
+        for size in (3, 20_000):
+            client.put_samples(ids, partition, {"x": torch.ones(8, size)})
+            assert client.get_samples(ids, partition, ["x"])["x"].shape == (8, size)
+        client.ack(client.claim_meta(partition, "train", ["x"], 2, lease_s=60))
         client.clear_samples(None, partition)
 
     return run
@@ -242,81 +185,57 @@ class Load:
                 pipe.close()
 
 
+class Loads:
+    """Processes with a load on partition "p" of a client, which is not used meanwhile."""
+
+    def __init__(self, client, loads):
+        self.client, self._loads = client, loads
+
+    def go_on(self, more=5):
+        """Returns when each put so many more samples."""
+        goals = [load.num_committed() + more for load in self._loads]
+        wait_until(
+            lambda: all(load.num_committed() >= goal for load, goal in zip(self._loads, goals, strict=True)), 120.0
+        )
+
+    def end(self):
+        """Ends them. Checks that nothing was lost that they were told is done, nothing was given twice, and nothing
+        half shown. Returns the samples whose rows are named as lost, and all errors."""
+        told = [load.end() for load in self._loads]
+        present = set(self.client.list_samples("p").sample_ids)
+        committed = {sample_id: number for each in told for sample_id, number in each["committed"].items()}
+        assert committed
+        assert not committed.keys() - present, "acknowledged puts are lost"
+        lost = set()
+        for sample_id, number in committed.items():
+            try:
+                assert (self.client.get_samples([sample_id], "p", ["x"])["x"] == number).all()
+            except LostSamplesError:
+                lost.add(sample_id)
+        pairs = collections.Counter(sample_id.rpartition("-")[0] for sample_id in present)
+        assert set(pairs.values()) <= {2}, "half a put is there"
+        assert not [each["halves"] for each in told if each["halves"]], "half a put was shown"
+        claimed = collections.Counter(sample_id for each in told for sample_id in each["claimed"])
+        assert set(claimed.values()) <= {1}, "a sample was given twice"
+        acked = {sample_id for each in told for sample_id in each["acked"]}
+        assert acked
+        assert acked <= set(self.client.list_consumed("p", "train")), "acks are lost"
+        return lost, [error for each in told for error in each["errors"]]
+
+
 @pytest.fixture
-def start_load(python):
-    """Starts processes with a load on partition "p", for the task "train"."""
+def start_loads(python):
+    """Starts processes with a load on the partition "p" of a client, for the task "train"."""
     loads = []
 
-    def start(url, namespace, name, wait_replicas=0):
-        loads.append(Load(python, url, namespace, name, wait_replicas))
-        return loads[-1]
+    def start(client, count=2):
+        options = {**client.config.options, "url": str(client.config.options["url"])}
+        mine = [Load(python, json.dumps(options), f"load{number}") for number in range(count)]
+        loads.extend(mine)
+        made = Loads(client, mine)
+        made.go_on()
+        return made
 
     yield start
     for load in loads:
         load.kill()
-
-
-@pytest.fixture
-def check_told():
-    """Compares what loads were told is done with what the store holds."""
-
-    def check(client, told):
-        """Returns the samples whose puts were lost and the acks that were lost. Each was named."""
-        present = set(client.list_samples("p").sample_ids)
-        lost_puts, lost_acks, acked = set(), collections.Counter(), collections.Counter()
-        for each in told:
-            for operation, ids in each["lost"]:
-                lost_puts |= set(ids) if operation == "put_samples" else set()
-                lost_acks += collections.Counter(ids if operation == "ack" else ())
-            acked += collections.Counter(each["acked"])
-        for each in told:
-            for sample_id, number in each["committed"].items():
-                is_present, is_lost = sample_id in present, sample_id in lost_puts
-                assert is_present != is_lost, f"{sample_id}: present {is_present}, named lost {is_lost}; {told}"
-                if sample_id in present:
-                    found = client.get_samples([sample_id], "p", ["x"])["x"]
-                    assert (found == number).all()
-        assert set((acked - lost_acks).values()) <= {1}, "a sample was acked twice in silence"
-        consumed = set(client.list_consumed("p", "train"))
-        assert not [sample_id for sample_id in acked - lost_acks if sample_id not in consumed | lost_puts]
-        return lost_puts, lost_acks
-
-    return check
-
-
-@pytest.fixture
-def at_once():
-    """Runs a function in so many threads, to their end."""
-
-    def run(act, count):
-        threads = [threading.Thread(target=act) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads)
-
-    return run
-
-
-@pytest.fixture
-def only_woken(monkeypatch):
-    """Claims that will be woken never ask by themselves."""
-    monkeypatch.setattr(_wakes, "_ASK_S", 1000.0)
-    monkeypatch.setattr(_wakes, "_ASK_MOST_S", 1000.0)
-    monkeypatch.setattr(_claims, "_LOOK_AGAIN_WOKEN_S", 1000.0)
-    monkeypatch.setattr(_claims, "_COUNT_AFTER_S", 1000.0)
-
-
-@pytest.fixture
-def hardly_waits(monkeypatch):
-    """In the block, servers wait for replicas for a moment only, however long the operation may take."""
-
-    @contextlib.contextmanager
-    def limit():
-        wait = Acknowledgements.wait
-        with monkeypatch.context() as patch:
-            patch.setattr(Acknowledgements, "wait", lambda self, _: wait(self, time.monotonic() + 0.02))
-            yield
-
-    return limit

@@ -9,14 +9,13 @@ from typing import ClassVar
 import pytest
 
 from dataplane_core.codec import split_rows
+from dataplane_core.ledger import commands
 from dataplane_redis import RedisBackend
-from dataplane_redis._scripts import to_bytes, unpack_layout, unpack_rows
 from dataplane_testkit import AuthorsClass
 
 
-def _ask(backend, *words):
-    """What the server replies to a command of the kit's own."""
-    return backend._session.link.command("the kit's", time.monotonic() + 30, *words)
+def _soon():
+    return time.monotonic() + 60
 
 
 class RedisCase(AuthorsClass):
@@ -39,28 +38,22 @@ class RedisCase(AuthorsClass):
         return {**options, "capacity_bytes": 1 << 30}
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        key, position, place = self._lies_at(backend, partition_id, sample_id, field)
-        (cells,) = split_rows([_ask(backend, b"HGET", key, position)])
-        return bytes(cells[place])
+        (part,) = backend.call_ledger(_soon(), commands.Locate(partition_id, [sample_id], [field])).parts
+        (cells,) = split_rows(backend.get_rows([part.write_id + part.positions[0]], _soon()))
+        return bytes(cells[part.slots[0]])
 
-    def lose_payload(self, backend, partition_id, sample_id, field):
-        key, position, _ = self._lies_at(backend, partition_id, sample_id, field)
-        assert _ask(backend, b"HDEL", key, position) == 1
-
-    def _lies_at(self, backend, partition_id, sample_id, field):
-        """The hash of the put that wrote a cell, the row's field in it, and the cell's place in the row."""
-        base = backend._session.base
-        at = base + b":e:" + _ask(backend, b"HGET", base + b":p:" + to_bytes(partition_id), b"epoch") + b":"
-        (refs,) = unpack_rows([_ask(backend, b"HGET", at + b"r", to_bytes(sample_id))])
-        layouts = [unpack_layout(each) for each in _ask(backend, b"LRANGE", at + b"l", b"0", b"-1")]
-        write, position, layout, _ = [ref for ref in refs if field in layouts[ref[2]]][-1]
-        return b"%s:w:%s" % (base, write.hex().encode()), b"%d" % position, list(layouts[layout]).index(field)
+    def nodes(self, backend):
+        """Functions that ask each server that holds rows."""
+        return [lambda *words: backend._link.command("the kit's", _soon(), b"", *words)]
 
     def held_bytes(self, backend):
-        """What the server says its hashes of rows take."""
-        keys = _ask(backend, b"KEYS", backend._session.base + b":w:*")
-        return sum(_ask(backend, b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
+        """What the servers say their hashes of rows take."""
+        total = 0
+        for ask in self.nodes(backend):
+            keys = ask(b"KEYS", b"dp:%s:r:*" % backend.config.namespace.encode())
+            total += sum(ask(b"MEMORY", b"USAGE", key, b"SAMPLES", b"0") or 0 for key in keys)
+        return total
 
     def restart(self, backend):
         os.kill(backend._server.pid, signal.SIGKILL)
-        backend._server.launch(time.monotonic() + 20)
+        backend._server.launch(_soon())

@@ -13,8 +13,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import redis
 import torch
+
+from dataplane_testkit import backend_of
 
 
 def _find_valkey():
@@ -28,7 +31,7 @@ def _find_valkey():
 
 #: The program of a Valkey server, if there is one.
 VALKEY = _find_valkey()
-SMALL, LARGE = 3, 40_000  # values of a row: of a put in one script, and of one in several
+SMALL, LARGE = 3, 40_000  # values of a row: of one that is sent with others, and of one by itself
 
 
 def columns(count, size=1, value=0):
@@ -37,18 +40,32 @@ def columns(count, size=1, value=0):
     return {"x": torch.full((count, size), float(value), dtype=torch.float64)}
 
 
-def put(client, ids, tags=None, fields=("x",)):
-    """Puts a number of each field into partition "p", and the same tags for each sample."""
-    ones = {field: torch.ones(len(ids)) for field in fields}
-    client.put_samples(ids, "p", ones, None if tags is None else [tags] * len(ids))
-
-
 def wait_until(condition, timeout_s=60.0):
     """Waits for a condition."""
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, "waited too long"
         time.sleep(0.02)
+
+
+def owner_pid(client):
+    """The process id of the owner of a client's store."""
+    client.list_partitions()
+    return owner_pid_of(backend_of(client))
+
+
+def owner_pid_of(backend):
+    """As `owner_pid`, of a started backend."""
+    port = backend._owner._session._address.port
+    for each in psutil.net_connections("tcp"):
+        if each.status == "LISTEN" and each.laddr.port == port:
+            return each.pid
+    raise AssertionError("nobody listens")
+
+
+def num_owners():
+    """How many owners run that this process has started."""
+    return sum("backends.owner" in " ".join(each.cmdline()) for each in psutil.Process().children())
 
 
 def free_port():

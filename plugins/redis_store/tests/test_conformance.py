@@ -4,4 +4,4 @@ from dataplane_testkit import BackendConformance
 
 
 class TestRedis(RedisCase, BackendConformance):
-    """redis_store keeps the whole contract. Its rules are scripts of its own, not core's ledger."""
+    """redis_store keeps the whole contract."""

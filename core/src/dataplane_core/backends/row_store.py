@@ -30,7 +30,7 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnsupportedOperationError,
 )
-from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply, commands
+from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, PutRequest, Scope, SharedRows, WireColumn, WireFormat
 
 _LOG: Final = ("append", "read_log", "trim")
@@ -67,7 +67,7 @@ class RowStoreBackend(LedgerBackend):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._service: LedgerService | None = None
+        self._service: LedgerThread | None = None
         self._owner: OwnerClient | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -170,13 +170,16 @@ class RowStoreBackend(LedgerBackend):
                 hint="Leave the option out: the ledger is then in the client's process.",
             )
         if place == "here":
-            self._service = LedgerService(self.config.capacity_bytes)
+            self._service = LedgerThread(self.config.capacity_bytes)
+            self._service.start()
         else:
             self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)
             self.config = self.config.model_copy(update=self._owner.limits)
 
     def stop(self) -> None:
         """Disconnects."""
+        if self._service is not None:
+            self._service.stop()
         if self._owner is not None:
             self._owner.close()
         self.close_engine()

@@ -310,13 +310,14 @@ class EngineLog:
         """If the engine lost its newest records, as when a replica replaces it, appends the state, which has them all.
 
         Raises:
-            TakenError: It has records of another owner.
+            TakenError: It has records of another owner, or none.
         """
         number, newest = self._newest()
-        owner = "" if newest is None else newest.owner
-        was_before = number <= self._before[0] and owner in ("", self._before[1])
-        if number > self._last[0] or not (owner == self._owner or was_before):
+        if newest is None:  # and all rows are gone: what is there now is another store
+            raise TakenError("the store was emptied.")
+        was_before = number <= self._before[0] and newest.owner == self._before[1]
+        if number > self._last[0] or not (newest.owner == self._owner or was_before):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
-        self._last = number, owner
+        self._last = number, newest.owner
         self.begin()

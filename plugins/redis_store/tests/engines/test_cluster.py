@@ -1,93 +1,86 @@
-"""A Redis Cluster of several nodes: any node may be named, and the slot of a namespace is followed."""
-
-from concurrent.futures import ThreadPoolExecutor
+"""A Redis Cluster of several nodes: any node may be named, slots that move and primaries that are replaced."""
 
 import torch
 from redis.crc import key_slot
-from redis_servers import wait_until
+from redis_servers import columns, wait_until
 
-from dataplane_testkit import backend_of
-
-SLOTS = 16384
-
-
-def namespace_on(number, tag=""):
-    """A namespace whose slot the master of that number serves."""
-    third = SLOTS // 3 + 1
-    return next(
-        name
-        for name in (f"n{i}{tag}" for i in range(10_000))
-        if key_slot(b"dp:{%s}" % name.encode()) // third == number
-    )
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_redis.config import log_key
 
 
-def write_and_read(client, values):
-    client.register_partition("p", ["x"], None, ["train"])
-    ids = [f"s{row}" for row in range(len(values))]
-    client.put_samples(ids, "p", {"x": values})
-    meta = client.claim_meta("p", "train", ["x"], len(values), lease_s=60)
-    assert torch.equal(client.get_data(meta)["x"], values)
-    client.ack(meta)
-    client.clear_samples(None, "p")
+def row_keys(node, client):
+    return node.admin("KEYS", f"dp:{client.config.options['namespace']}:r:*")
 
 
-def test_any_node_of_a_cluster_may_be_named(start_cluster, connect):
+def of_log(nodes, client):
+    """The nodes, that of the log first."""
+    key = log_key(client.config.options["namespace"])
+    return sorted(nodes, key=lambda node: key not in node.admin("KEYS", "dp:*:log"))
+
+
+def test_any_node_may_be_named_and_rows_spread_over_all(cluster, connect):
+    for named in (cluster[0].url, f"unix://{cluster[1].socket}"):
+        client = connect(url=named, partition="p")
+        values = torch.rand(9000, 8)
+        ids = [f"s{row}" for row in range(9000)]
+        client.put_samples(ids, "p", {"x": values})
+        assert all(row_keys(node, client) for node in cluster)
+        meta = client.claim_meta("p", "train", ["x"], 9000, lease_s=60)
+        assert torch.equal(client.get_data(meta)["x"], values)
+        client.ack(meta)
+        client.clear_samples(None, "p")
+        wait_until(lambda client=client: not any(row_keys(node, client) for node in cluster))
+
+
+def test_slots_that_move_are_followed_also_while_they_move(start_cluster, connect):
     nodes = start_cluster()
-    for number in range(len(nodes)):
-        for named in (nodes[0].url, f"unix://{nodes[1].socket}"):
-            client = connect(url=named, namespace=namespace_on(number, "u" if named.startswith("unix") else "t"))
-            write_and_read(client, torch.randn(64, 4096))  # beyond what travels inside a script
-            write_and_read(client, torch.arange(2))
-            key = backend_of(client)._session.base + b":instance"
-            assert nodes[number].admin("EXISTS", key) == 1
+    client = connect(url=nodes[0].url, partition="p", op_timeout_s=60.0)
+    ids = [f"s{row}" for row in range(2000)]
+    client.put_samples(ids, "p", columns(2000, 3, 1))
+    rows = next(key for node in nodes for key in row_keys(node, client))
+    for key in (log_key(client.config.options["namespace"]), rows):
+        source = next(node for node in nodes if key in node.admin("KEYS", "*"))
+        target, other = (node for node in nodes if node is not source)
+        source.move_slot(key_slot(key), target, whole=False)
+        try:
+            assert (client.get_samples(ids, "p", ["x"])["x"] == 1).all()
+            client.put_samples(["while"], "p", columns(1, 3, 2))
+        finally:
+            source.move_slot(key_slot(key), target, [other])
+        assert (client.get_samples(["while"], "p", ["x"])["x"] == 2).all()
+        client.put_samples(ids, "p", columns(2000, 3, 1))
+        assert (client.get_samples(ids, "p", ["x"])["x"] == 1).all()
+    assert client.claim_meta("p", "train", ["x"], 2001, lease_s=60).size == 2001
 
 
-def test_a_slot_that_moves_is_followed(start_cluster, connect, only_woken):
+def test_a_put_whose_rows_a_node_does_not_take_was_not_done(start_cluster, connect, told_in_time):
     nodes = start_cluster()
-    namespace = namespace_on(0)
-    client = connect(url=nodes[0].url, namespace=namespace, partition="p")
-    values = torch.randn(64, 4096)
-    client.put_samples([f"s{row}" for row in range(64)], "p", {"x": values})
-    pool = ThreadPoolExecutor(1)
-    waits = pool.submit(client.claim_meta, "p", "train", ["x"], 65, timeout_s=300.0)
-    wait_until(lambda: nodes[0].admin("PUBSUB", "SHARDCHANNELS"))
-
-    nodes[0].move_slot(key_slot(backend_of(client)._session.base), nodes[2], [nodes[1]])
-
-    assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
-    wait_until(lambda: nodes[2].admin("PUBSUB", "SHARDCHANNELS"))
-    client.put_samples(["last"], "p", {"x": values[:1]})
-    assert waits.result(60).size == 65
-    pool.shutdown()
-    write_and_read(client, torch.randn(64, 4096))
+    client = connect(url=nodes[0].url, partition="p", op_timeout_s=60.0)
+    silent = of_log(nodes, client)[-1]
+    ids = [f"s{row}" for row in range(9000)]
+    kinds = (OperationTimeoutError, BackendUnavailableError)
+    with silent.stopped():
+        error = told_in_time(lambda: client.put_samples(ids, "p", columns(9000)), kinds, "It was not done", 3.0)
+    assert error.outcome == "not_done"
+    assert client.list_samples("p").size == 0
 
 
-def test_a_large_put_whose_slot_moves_before_its_commit_begins_again(start_cluster, connect, monkeypatch):
-    nodes = start_cluster()
-    nodes[0].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
-    nodes[1].admin("ACL", "SETUSER", "plain", "on", ">pw", "~*", "&*", "+@all", "-cluster|slots")
-    # a client that may not ask for the slots keeps all payload with the ledger
-    client = connect(url=f"redis://plain:pw@127.0.0.1:{nodes[0].port}/0", namespace=namespace_on(0), partition="p")
-    write, met = backend_of(client)._write, []
-
-    def moves_first(*args):
-        if not met:
-            met.append(1)
-            nodes[0].move_slot(key_slot(backend_of(client)._session.base), nodes[1], [nodes[2]])
-        return write(*args)
-
-    monkeypatch.setattr(backend_of(client), "_write", moves_first)
-    values = torch.randn(64, 4096)
-    client.put_samples([f"s{row}" for row in range(64)], "p", {"x": values})
-    assert met
-    assert torch.equal(client.get_samples(["s1", "s63"], "p", ["x"])["x"], values[[1, 63]])
-    client.clear_samples(None, "p")
-    assert not nodes[1].admin("KEYS", backend_of(client)._session.base + b":w:*")
-
-
-def test_nodes_that_came_later_are_asked_too_when_the_ledgers_node_is_gone(cluster, connect):
-    client = connect(url=cluster[0].url)
-    session = backend_of(client)._session
-    slots = cluster[0].admin("CLUSTER", "SLOTS")
-    backend_of(client)._payload.nodes.learn([[*slots[0], [b"127.0.0.1", 1, b"later", []]], *slots[1:]])
-    assert ("127.0.0.1", 1) in session.link._nodes
+def test_primaries_that_are_replaced_under_load_lose_nothing(start_cluster, connect, start_loads):
+    nodes = start_cluster(num_replicas=3)
+    client = connect(url=nodes[0].url, wait_replicas=1, op_timeout_s=60.0, partition="p")
+    loads = start_loads(client)
+    ordered = of_log(nodes[:3], client)
+    for primary in (ordered[1], ordered[0]):  # one with rows only, then that of the log
+        number = nodes.index(primary)
+        primary.kill()
+        for node in nodes:
+            if node.process.poll() is None:
+                node.notices_deaths()
+        wait_until(lambda number=number: nodes[3 + number].info("replication")["role"] == "master")
+        wait_until(lambda: all(node.is_in_cluster() for node in nodes if node.process.poll() is None))
+        primary.start()
+        wait_until(lambda primary=primary: primary.info("replication").get("master_link_status") == "up")
+        loads.go_on()
+    lost, errors = loads.end()
+    assert not lost
+    assert all(retryable for _, retryable, _ in errors), errors

@@ -11,7 +11,6 @@ from dataplane_core.backends import Level
 from dataplane_core.cli import main
 from dataplane_core.errors import ConfigError
 from dataplane_redis import RedisBackend
-from dataplane_redis._scripts import STORE_VERSION
 from dataplane_redis.config import RedisConfig
 
 _SECRET = "hunter2-of-the-doctor"
@@ -107,17 +106,6 @@ def test_a_server_with_replicas_may_lose_its_newest_writes(start_server):
     _, (what, hint) = findings(Level.WARNING, url=server.url)
     assert "has 1 replica, and replicates without waiting" in what
     assert "wait_replicas" in hint
-
-
-def test_an_instance_of_another_version_is_an_error_as_for_connect(plain, connect):
-    connect(url=plain.url, namespace="doctored")
-    assert findings(Level.ERROR, url=plain.url, namespace="doctored") == []
-    plain.admin("HSET", "dp:{doctored}:instance", "version", "1000")
-    ((what, _),) = findings(Level.ERROR, url=plain.url, namespace="doctored")
-    assert f"holds an instance of version 1000. Expected {STORE_VERSION}." in what
-    for bootstrap in (True, False):
-        with pytest.raises(ValueError, match=rf"of version 1000\. Expected {STORE_VERSION}"):
-            connect(url=plain.url, namespace="doctored", bootstrap=bootstrap)
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path):

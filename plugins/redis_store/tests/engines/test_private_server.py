@@ -6,7 +6,6 @@ import subprocess
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,18 +27,7 @@ time.sleep(100)
 """
 
 
-def runs(pid):
-    """Whether one of its threads runs: until all have ended, its sockets may be open, also if the first has."""
-    try:
-        states = [
-            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}").exists() and runs(pid)
-    return any(state != "Z" for state in states)
-
-
-def test_close_ends_the_server_and_leaves_no_folder(connect):
+def test_close_ends_the_server_and_leaves_no_folder(connect, runs):
     client = connect(server="private", namespace="life")
     pid, folder = backend_of(client)._server.pid, _folder("life").path
     assert runs(pid)
@@ -50,26 +38,23 @@ def test_close_ends_the_server_and_leaves_no_folder(connect):
     assert not folder.with_name(".life.lock").exists()
 
 
-@pytest.mark.parametrize("operation", ["put", "read", "claim", "wait"])
-def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
-    owner = connect(server="private", namespace=f"killed-{operation}")
-    client = connect(bootstrap=False, server="private", namespace=f"killed-{operation}", partition="p")
+def test_a_server_that_was_killed_is_gone_for_good(connect, runs):
+    owner = connect(server="private", namespace="killed")
+    client = connect(bootstrap=False, server="private", namespace="killed", partition="p", op_timeout_s=60.0)
     columns = {"x": torch.ones(1)}
     client.put_samples(["a"], "p", columns)
     pid = backend_of(owner)._server.pid
-    acts = {
-        "put": lambda: client.put_samples(["b"], "p", columns),
-        "read": lambda: client.get_samples(["a"], "p", ["x"]),
-        "claim": lambda: client.claim_meta("p", "train", ["x"], 1),
-        "wait": lambda: client.claim_meta("p", "train", ["x"], 2, timeout_s=300.0),
-    }
+    acts = (
+        lambda: client.put_samples(["b"], "p", columns),
+        lambda: client.get_samples(["a"], "p", ["x"]),
+        lambda: client.claim_meta("p", "train", ["x"], 1),
+    )
     with ThreadPoolExecutor(1) as pool:
-        if operation == "wait":
-            waits = pool.submit(acts[operation])
-            wait_until(lambda: any(each.promised for each in list(backend_of(client)._wakes._waiting.values())))
+        waits = pool.submit(client.claim_meta, "p", "train", ["x"], 2, timeout_s=300.0)
+        wait_until(lambda: backend_of(client)._owner._session._waiting)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not runs(pid))
-        for act in (waits.result if operation == "wait" else acts[operation], acts[operation]):
+        for act in (*acts, lambda: waits.result(60)):
             with pytest.raises(BackendUnavailableError, match="has ended, and all that it held is gone") as caught:
                 act()
             assert not caught.value.retryable
@@ -79,15 +64,15 @@ def test_a_server_that_was_killed_is_gone_for_good(connect, operation):
 def test_a_server_with_too_many_connections_says_how_to_have_more(connect):
     owner = connect(server="private", namespace="many")
     owner.ping()
-    link = backend_of(owner)._session.link
-    link.command("test", time.monotonic() + 60, b"CONFIG", b"SET", b"maxclients", b"1")
+    link = backend_of(owner)._link
+    link.command("test", time.monotonic() + 60, b"", b"CONFIG", b"SET", b"maxclients", b"1")
     with pytest.raises(BackendUnavailableError, match=r"takes no more connections: .*max number of clients") as caught:
         connect(bootstrap=False, server="private", namespace="many")
     assert "ulimit -n" in caught.value.hint
 
 
 @pytest.fixture
-def killed_owner(python):
+def killed_owner(python, runs):
     """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
     owner = python.start("-c", _OWNER, namespace, stdout=subprocess.PIPE)
@@ -101,13 +86,13 @@ def killed_owner(python):
     return namespace, pid
 
 
-def test_the_server_ends_with_an_owner_that_is_killed(killed_owner):
+def test_the_server_ends_with_an_owner_that_is_killed(killed_owner, runs):
     namespace, pid = killed_owner
     folder = _folder(namespace).path
     wait_until(lambda: not runs(pid) and not folder.exists() and not folder.with_name(f".{namespace}.lock").exists())
 
 
-def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_owner):
+def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_owner, runs):
     namespace, pid = killed_owner
     client = connect(server="private", namespace=namespace)
     wait_until(lambda: not runs(pid))

@@ -81,7 +81,7 @@ def test_a_server_that_is_too_old_is_refused():
     class Old:
         label = "the Redis server at old:6379"
 
-        def command(self, what, deadline, *words):
+        def command(self, what, deadline, key, *words):
             return b"# Server\r\nredis_version:6.2.14\r\n"
 
     with pytest.raises(ConfigError, match=r"6\.2\.14.*7\.0"):

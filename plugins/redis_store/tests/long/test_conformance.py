@@ -4,7 +4,6 @@ import pytest
 from redis_case import RedisCase
 from redis_servers import VALKEY
 
-from dataplane_core.codec import split_rows
 from dataplane_testkit import AuthorsClass, BackendConformance
 
 
@@ -17,34 +16,11 @@ class TestRedisCluster(RedisCase, BackendConformance):
 
     @pytest.fixture
     def options(self, namespace, cluster):
+        type(self).cluster_nodes = cluster
         return {"url": cluster[0].url, "namespace": f"{namespace}-cluster"}
 
-    def raw_get(self, backend, partition_id, sample_id, field):
-        node, key, position, place = self._lies_on(backend, partition_id, sample_id, field)
-        (cells,) = split_rows([node.admin("HGET", key, position)])
-        return bytes(cells[place])
-
-    def lose_payload(self, backend, partition_id, sample_id, field):
-        node, key, position, _ = self._lies_on(backend, partition_id, sample_id, field)
-        assert node.admin("HDEL", key, position) == 1
-
-    @pytest.fixture(autouse=True)
-    def _nodes(self, cluster):
-        type(self).nodes = cluster
-
-    def _lies_on(self, backend, partition_id, sample_id, field):
-        key, position, place = self._lies_at(backend, partition_id, sample_id, field)
-        write, placing = bytes.fromhex(key.rpartition(b":")[2].decode()), backend._payload.placing
-        key = placing.key_of(write, placing.bucket_of(write, int(position)))
-        return next(node for node in self.nodes if key in node.admin("KEYS", "*")), key, position, place
-
-    def held_bytes(self, backend):
-        placing = backend._payload.placing
-        total = 0
-        for node in self.nodes:
-            keys = [*node.admin("KEYS", placing.pattern()), *node.admin("KEYS", backend._session.base + b":w:*")]
-            total += sum(node.admin("MEMORY", "USAGE", key, "SAMPLES", 0) or 0 for key in keys)
-        return total
+    def nodes(self, backend):
+        return [node.admin for node in self.cluster_nodes]
 
     restart = AuthorsClass.restart
 

@@ -1,0 +1,33 @@
+"""A client that does what it is told, ``client.py OPTIONS``: one JSON list for each line that it reads."""
+
+import json
+import sys
+
+import torch
+
+from dataplane_core import connect
+from dataplane_core.errors import DataPlaneError
+from dataplane_testkit import backend_of
+
+
+def main(options):
+    config = {"backend": "redis_store", "options": json.loads(options), "op_timeout_s": 20.0}
+    with connect(config, bootstrap=True) as client:
+        acts = {
+            "register": lambda: client.register_partition("p", ["x"], None, ["train"]),
+            "put": lambda name: client.put_samples([name], "p", {"x": torch.ones(1)}),
+            "list": lambda: client.list_samples("p").sample_ids,
+        }
+        print(json.dumps("connected"), flush=True)
+        for line in sys.stdin:
+            what, *words = json.loads(line)
+            try:
+                result = acts[what](*words)
+                told = ["ok", result if what == "list" else None, backend_of(client)._owner._session._address.port]
+            except DataPlaneError as error:
+                told = ["error", type(error).__name__, error.retryable, str(error)]
+            print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,172 @@
+"""The owner, whose ledger is in a log in Redis: it is killed, stopped, started twice, and its log is lost."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from redis_servers import LARGE, SMALL, columns, num_owners, owner_pid, wait_until
+from tiers import in_long
+
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, LostSamplesError
+from dataplane_core.hosting import Messages, Session
+from dataplane_core.spec import ClaimRequest, ClearRequest, ListRequest
+from dataplane_testkit import backend_of
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kills", [10, *in_long(200)])
+def test_owners_that_are_killed_under_load_lose_nothing_and_no_call_fails(plain, connect, start_loads, kills):
+    client = connect(url=plain.url, partition="p", op_timeout_s=60.0)
+    loads, pids = start_loads(client, 3), set()
+    for _ in range(kills):
+        pids.add(owner_pid(client))
+        os.kill(owner_pid(client), signal.SIGKILL)
+        loads.go_on()
+    lost, errors = loads.end()
+    assert (len(pids), lost, errors) == (kills, set(), [])
+
+
+def test_an_owner_that_was_stopped_past_its_lease_never_answers(plain, connect, runs):
+    one = connect(url=plain.url, namespace="stopped", partition="p", op_timeout_s=60.0)
+    two = connect(url=plain.url, namespace="stopped", bootstrap=False, op_timeout_s=60.0)
+    one.put_samples(["a"], "p", columns(1, SMALL, 1))
+    old = owner_pid(one)
+    sessions = [Session(backend_of(one)._owner._session._address, Messages(), time.monotonic() + 60) for _ in range(3)]
+    late_s = time.monotonic() + 300
+    claim = ClaimRequest("p", "train", ["x"], 1, all_or_nothing=True, lease_s=60.0)
+    asked = (ListRequest("p"), claim, ClearRequest("p", ["a"]))
+    with ThreadPoolExecutor(4) as pool:
+        waits = pool.submit(two.claim_meta, "p", "train", ["x"], 2, timeout_s=300.0)
+        wait_until(lambda: backend_of(two)._owner._session._waiting)
+        os.kill(old, signal.SIGSTOP)
+        try:
+            late = [
+                pool.submit(session.call, "test", late_s, command)
+                for session, command in zip(sessions, asked, strict=True)
+            ]
+            one.put_samples(["b"], "p", columns(1, SMALL, 2))
+            assert owner_pid(one) != old
+        finally:
+            os.kill(old, signal.SIGCONT)
+        for each in late:
+            with pytest.raises(BackendUnavailableError):
+                each.result(60)
+        wait_until(lambda: not runs(old))
+        assert waits.result(60).sample_ids == ["a", "b"]
+    for session in sessions:
+        session.close()
+
+
+def test_of_owners_that_are_started_at_once_one_stays(plain, connect):
+    def start(_):
+        return connect(url=plain.url, namespace="once", op_timeout_s=60.0)
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = list(pool.map(start, range(4)))
+        clients[0].register_partition("p", ["x"], None, ["train"])
+        for number in range(3):
+            wait_until(lambda: num_owners() == 1)
+            ids = [f"{number}-{row}" for row in range(4)]
+            list(pool.map(lambda pair: pair[0].put_samples([pair[1]], "p", columns(1)), zip(clients, ids, strict=True)))
+            assert {owner_pid(client) for client in clients} == {owner_pid(clients[0])}
+            assert set(ids) <= set(clients[number].list_samples("p").sample_ids)
+            os.kill(owner_pid(clients[0]), signal.SIGKILL)
+
+
+def test_a_server_that_is_killed_under_load_loses_nothing_that_it_synced(start_server, connect, start_loads):
+    server = start_server("--appendonly", "yes", "--appendfsync", "always")
+    client = connect(url=server.url, partition="p", op_timeout_s=60.0)
+    loads = start_loads(client)
+    for kills_owner in (False, True, False):
+        if kills_owner:
+            os.kill(owner_pid(client), signal.SIGKILL)
+        server.kill()
+        server.start()
+        loads.go_on()
+    lost, errors = loads.end()
+    assert not lost
+    assert all(retryable for _, retryable, _ in errors), errors
+
+
+@pytest.fixture
+def filled(start_server, connect):
+    """A server, and a client with samples of two puts of which two are acked and one is leased."""
+    server = start_server()
+    client = connect(url=server.url, namespace="lost", partition="p", op_timeout_s=60.0)
+    client.put_samples(["a", "b"], "p", columns(2, SMALL, 1))
+    client.put_samples(["c", "d"], "p", columns(2, LARGE, 2))
+    client.ack(client.claim_meta("p", "train", ["x"], 2, lease_s=600))
+    return server, client, client.claim_meta("p", "train", ["x"], 1, lease_s=600)
+
+
+@pytest.mark.parametrize("what", ["all", "log", "rows"])
+def test_what_the_server_lost_is_named_while_the_owner_lives(filled, what):
+    server, client, leased = filled
+    keys = server.admin("KEYS", "*" if what == "all" else f"dp:{{lost}}:{what[0]}*")
+    server.admin("DEL", *keys) if what != "all" else server.admin("FLUSHALL")
+    client.ack(leased)
+    os.kill(owner_pid(client), signal.SIGKILL)  # the next one finds what this one wrote again
+    assert client.list_consumed("p", "train") == ["a", "b", "c"]
+    assert client.list_samples("p").sample_ids == ["a", "b", "c", "d"]
+    if what == "log":
+        assert client.get_samples(["b", "d"], "p", ["x"])["x"][1][0] == 2
+    else:
+        with pytest.raises(LostSamplesError, match="'a'"):
+            client.get_samples(["a", "d"], "p", ["x"])
+    client.put_samples(["a", "d"], "p", columns(2, SMALL, 7))
+    assert (client.get_samples(["a", "d"], "p", ["x"])["x"] == 7).all()
+
+
+def test_a_store_whose_log_and_owner_are_lost_is_empty(filled, connect):
+    server, client, leased = filled
+    os.kill(owner_pid(client), signal.SIGSTOP)
+    server.admin("FLUSHALL")
+    os.kill(owner_pid(client), signal.SIGKILL)
+    for call in (lambda: client.ack(leased), lambda: client.list_samples("p"), lambda: client.get_data(leased)):
+        with pytest.raises(KeyError, match="'p'"):
+            call()
+
+
+def test_a_server_that_evicts_loses_rows_that_are_named(start_server, connect):
+    server = start_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
+    client = connect(url=server.url, allow_eviction=True, partition="p", op_timeout_s=60.0)
+    ids = [f"s{number}" for number in range(200)]
+    for number, name in enumerate(ids):
+        client.put_samples([name], "p", {"x": torch.full((1, 20_000), number + 0.5)})
+    assert server.info("stats")["evicted_keys"]
+    assert client.list_samples("p").sample_ids == ids
+    lost = []
+    for number, name in enumerate(ids):
+        try:
+            assert (client.get_samples([name], "p", ["x"])["x"] == number + 0.5).all()
+        except LostSamplesError as error:
+            lost.append(name in str(error))
+    assert all(lost)
+    assert 0 < len(lost) < len(ids)
+    os.kill(owner_pid(client), signal.SIGKILL)
+    assert client.list_samples("p").sample_ids == ids
+
+
+def test_a_full_server_refuses_puts_alone(start_server, connect):
+    server = start_server()
+    client = connect(url=server.url, partition="p", op_timeout_s=60.0)
+    ids = [f"s{number}" for number in range(20)]
+    client.put_samples(ids, "p", columns(20, LARGE, 3))
+    held = client.claim_meta("p", "train", ["x"], 2, lease_s=600)
+    server.admin("CONFIG", "SET", "maxmemory", server.info("memory")["used_memory"] // 2)
+    for size in (SMALL, LARGE):
+        with pytest.raises(CapacityExceededError, match="maxmemory") as caught:
+            client.put_samples(["late"], "p", columns(1, size))
+        assert caught.value.outcome == "not_done"
+    assert (client.get_samples(ids, "p", ["x"])["x"] == 3).all()
+    client.renew(held, 600)
+    client.ack(held)
+    client.nack(client.claim_meta("p", "train", ["x"], 2, lease_s=600))
+    os.kill(owner_pid(client), signal.SIGKILL)
+    client.ack(client.claim_meta("p", "train", ["x"], 2, lease_s=600))
+    assert client.list_consumed("p", "train") == ids[:4]
+    client.clear_samples(ids, "p")
+    client.put_samples(["again"], "p", columns(1, SMALL))

@@ -89,7 +89,7 @@ def one_capacity(self, start, *, bootstrap, deadline):
 folder.row("Plain", "What `dataplane new-plugin --log` writes.")
 
 _COLUMNS = "columns_come_back or objects_come_back or joins_across or hook or any_batch or narrow"
-_ENGINE = "smoke or many or log or append or deleted or handles or engine"
+_ENGINE = "smoke or many or log or append or deleted or handles or engine or row_comes or rows_from or rows_are"
 _PROCESSES = "process or attach or bootstrap or fork or elsewhere or holder or kill"
 _OTHER_ROOM = "test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room"
 _REFUSED = {"test_an_overwrite_that_is_not_declared_is_refused": "pass"}

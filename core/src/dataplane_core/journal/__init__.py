@@ -1,9 +1,8 @@
 """What a ledger did, on record: each command that changes something is a record, and a replay gives the same state.
 
-What lives here: the records and their format, a journal that processes of a store share (`Journal`), and one in a
-folder of a single process, which can be started again (`RecordedLedger`). `BlobStore` builds on the first; controllers
-and durable stores on the second. What only keeps notes, as a storage unit does, has a `NotesFile`. Nothing here
-imports torch.
+What lives here: the records and their format, and a journal in a folder of a process that can be started again
+(`RecordedLedger`), as the controllers on Ray. What only keeps notes, as a storage unit does, has a `NotesFile`. Nothing
+here imports torch.
 """
 
 from dataplane_core.journal.file import NotesFile

@@ -358,7 +358,7 @@ class _Engine:
 
 def _log_records() -> list[bytes]:
     place = ("127.0.0.1", 1, b"token", "")
-    return [_pack([1, "owner", place, 1.0, [[1.0, b"record"]]]), _pack([1, "owner", None, 1.0, [], b"state"])]
+    return [_pack([1, "owner", place, 3, 1.0, [[1.0, b"record"]]]), _pack([1, "owner", None, 3, 1.0, [], b"state"])]
 
 
 # --- saves ------------------------------------------------------------------------------------------------------------
@@ -706,8 +706,6 @@ def _tq_requests() -> list[bytes]:
         tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [commands.Write(["x"], [8])], ttl_s=9.0), "n0", [1]),
         tq.ViewUnits(-1),
         tq.UnitRecords(),
-        tq.AddUnits(2),
-        tq.RemoveUnit("unit-1", True),
         hosting.ClaimOrWait(_claim("u", "m")),
     ]
     return [tq.MESSAGES.encode_request(each)[4:] for each in made]
@@ -717,7 +715,8 @@ def _read_tq_request(data: bytes) -> None:
     """A forged request to the controller, and then that of another client."""
     request, _ = tq.MESSAGES.decode_request(data)
     host = ControllerHost(LedgerService())
-    host.book.begin("actor-", [(f"unit-{each}", f"actor-{each}", Started("a", "ip", 1, f"n{each}")) for each in (0, 1)])
+    for each in ("n0", "n1"):
+        host.book.started(host.book.unit_on(each), Started("a", "ip", 1, each))
     client = hosting.Client(1)
     host.answer(_BEFORE[0], client)
     attempt(lambda: host.answer(request, client))

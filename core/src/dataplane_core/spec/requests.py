@@ -493,18 +493,3 @@ class ListClientsRequest(Request, Command[ClientList]):
 @dataclass(slots=True, kw_only=True)
 class ListUnitsRequest(Request):
     """List the storage units."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ChangeUnitsRequest(Request):
-    """Start storage units, or end one.
-
-    Attributes:
-        add: How many to start. 0: none.
-        remove: The one to end, or None.
-        now: Whether it ends at once, and its rows are lost. If not, it gets no more rows, and ends when it has none.
-    """
-
-    add: int = 0
-    remove: str | None = None
-    now: bool = False

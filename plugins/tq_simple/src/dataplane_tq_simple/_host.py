@@ -1,6 +1,6 @@
 """What the thread in the controller serves: the ledger, and the book of storage units.
 
-The ledger's write ids say which units have the rows. An instance that keeps a journal has both recorded in its folder,
+The ledger's write ids say which unit has the rows. An instance that keeps a journal has both recorded in its folder,
 where a controller that Ray starts again finds them.
 """
 
@@ -21,11 +21,11 @@ from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._kept import ENDING_S
-from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
+from dataplane_tq_simple._messages import MESSAGES, BeginNear, UnitRecords, ViewUnits
 
 _logger = logging.getLogger(__name__)
 
-_OF_THE_BOOK: Final = (ViewUnits, UnitRecords, AddUnits, RemoveUnit)
+_OF_THE_BOOK: Final = (ViewUnits, UnitRecords)
 
 
 def make_ledger(
@@ -81,6 +81,7 @@ class ControllerHost(LedgerHost):
 
     Args:
         ledger: The ledger. If it is recorded, so is the book, and each call with an id is done once.
+        has_units: Whether rows lie on the units of the book. If not, they lie elsewhere.
 
     Attributes:
         book: The book of storage units. Who holds its lock keeps the server's thread from answering.
@@ -88,13 +89,15 @@ class ControllerHost(LedgerHost):
 
     messages = MESSAGES
 
-    def __init__(self, ledger: LedgerService | RecordedLedger) -> None:
+    def __init__(self, ledger: LedgerService | RecordedLedger, *, has_units: bool = True) -> None:
         super().__init__(ledger)
         self.book = UnitBook()
         self._ledger = ledger
+        self._has_units = has_units
         self._journal = ledger if isinstance(ledger, RecordedLedger) else None
         if self._journal is not None and UNITS_NOTE in self._journal.file.notes:
-            self.book.restore(self._journal.file.notes, self._journal.payload(), self._journal.next_number)
+            notes, payload = self._journal.file.notes, self._journal.payload()
+            self.book.restore(notes[UNITS_NOTE], payload, self._journal.next_number)
 
     def note(self, name: str, value: bytes | None) -> None:
         """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
@@ -110,10 +113,6 @@ class ControllerHost(LedgerHost):
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
         return None if self._journal is None else self._journal.file.notes.get(name)
-
-    def end_removed(self) -> list[str]:
-        """The actors of the units that have ended now: they were draining, and hold nothing that anybody reads."""
-        return self.book.removed(self.garbage)
 
     def garbage(self) -> list[Ref]:
         """The rows that nobody reads, and whose payload may not be deleted yet. It may be, from now on."""
@@ -165,7 +164,7 @@ class ControllerHost(LedgerHost):
 
     def _begin_put(self, put: commands.BeginPut, client: Client) -> int:
         """Begins a put whose rows lie elsewhere: the ledger numbers its writes."""
-        if self.book.actors():  # the book numbers them too
+        if self._has_units:  # the book numbers them too
             raise InvalidRequestError("a put was not begun: it names no node, and this instance places rows on units.")
         if put.write_id is None and self._journal is not None:
             put = replace(put, write_id=self._journal.take_ids(put.num_ids))
@@ -174,9 +173,8 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        num_rows = max(len(write.row_bytes) for write in put.writes)
-        write_id = self.book.place(put.num_ids, put.size_bytes, request.node, num_rows, request.full)
-        self._save_book()  # the journal knows the spread before it knows a put that uses it
+        write_id = self.book.place(put.num_ids, put.size_bytes, request.node, request.full)
+        self._save_book()  # the journal knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))
         self.book.add(put.by_id(write_id))
         return write_id
@@ -203,27 +201,12 @@ class ControllerHost(LedgerHost):
     def _records(self, request: UnitRecords, client: Client) -> Any:
         return self.book.records()
 
-    def _add_units(self, request: AddUnits, client: Client) -> Any:
-        return self._noted(self.book.add_units(request.count))
-
-    def _remove_unit(self, request: RemoveUnit, client: Client) -> Any:
-        self.book.remove_unit(request.name, request.now)
-        return self._noted(None)
-
-    def _noted(self, outcome: Any) -> Any:
-        """Keeps what a call has changed in the book, and what came of it."""
-        if self._journal is not None:
-            self._journal.note_outcome(UNITS_NOTE, self.book.pack(), outcome)
-        return outcome
-
 
 ControllerHost.handlers = {
     **LedgerHost.handlers,
     BeginNear: ControllerHost._begin_near,
     ViewUnits: ControllerHost._view,
     UnitRecords: ControllerHost._records,
-    AddUnits: ControllerHost._add_units,
-    RemoveUnit: ControllerHost._remove_unit,
     commands.BeginPut: ControllerHost._begin_put,
     commands.CommitPut: ControllerHost._commit_put,
     commands.Collected: ControllerHost._collected,

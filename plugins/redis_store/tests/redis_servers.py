@@ -49,23 +49,18 @@ def wait_until(condition, timeout_s=60.0):
 
 
 def owner_pid(client):
-    """The process id of the owner of a client's store."""
+    """The process id of the owner of a client's store, which may just have been replaced."""
     client.list_partitions()
-    return owner_pid_of(backend_of(client))
-
-
-def owner_pid_of(backend):
-    """As `owner_pid`, of a started backend."""
-    port = backend._owner._session._address.port
-    for each in psutil.net_connections("tcp"):
-        if each.status == "LISTEN" and each.laddr.port == port:
-            return each.pid
-    raise AssertionError("nobody listens")
+    return backend_of(client).owner_pid(time.monotonic() + 60)
 
 
 def num_owners():
     """How many owners run that this process has started."""
-    return sum("backends.owner" in " ".join(each.cmdline()) for each in psutil.Process().children())
+    found = 0
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or it has just ended
+            found += "backends.owner" in " ".join(each.cmdline())
+    return found
 
 
 def free_port():

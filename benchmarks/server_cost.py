@@ -5,7 +5,7 @@ Run:  python benchmarks/server_cost.py [--backends redis_store tq_simple shm_sto
 
 One client puts, claims with a lease, gets, acks and clears samples, in calls of 1, 16 and 512 samples, and each sample
 goes through all five. A field is a row of 16 float32 (``--values``), and each sample has two tags. Shown is the CPU
-time of the processes that keep the store: Redis; TransferQueue's controller and its storage unit; the ledger process of
+time of the processes that keep the store: Redis; tq_simple's controller and its storage unit; the ledger process of
 shm_store; of noop this process, with the client. Ray's own processes and the client's are not counted.
 
 The figures are CPU time (``CLOCK_PROCESS_CPUTIME_ID`` of the process), so work of other programs changes them little.
@@ -54,7 +54,7 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
 
     for store in getattr(backend_of(client), "_stores", [backend_of(client)]):
         engine = getattr(store, "_engine", None)
-        if engine is not None:  # a backend in TransferQueue's controller
+        if engine is not None:  # a backend with a controller on Ray
             add("controller", ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid())))
     for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
         words = " ".join(child.cmdline())

@@ -6,7 +6,7 @@ Two rounds per backend. First, claims wait, a third each: for the last 12 of 512
 samples that do not match; in an empty partition. Meanwhile one thread puts 8 samples of one scalar, claims and clears
 them, and another reads 8. Then, in a full store, puts wait for room; the one thread writes tags, the other reads. The
 waiting clients are threads of four processes (noop: of this one). Shown are the CPU of the process that keeps the store
-(Redis, TransferQueue's controller; noop: this process), while nobody else works, and how long the others' operations
+(Redis, tq_simple's controller; noop: this process), while nobody else works, and how long the others' operations
 take without and with those who wait. Of Redis also how many requests it gets a second, from those who wait alone.
 """
 

@@ -17,9 +17,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 
-#: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do, but what
+#: Nothing that reads settings from the environment when it is imported, as Ray and Mooncake do, but what
 #: these import.
-OTHERS = ("jsonschema", "requests", "google.protobuf.message", "omegaconf", "tensordict", "zmq", "psutil")
+OTHERS = ("jsonschema", "requests", "google.protobuf.message", "tensordict", "psutil")
 OURS = ("client", "connecting", "backends", "hosting", "host_memory")
 PRELOADED = ("torch._dynamo", *OTHERS, *(f"dataplane_core.{wing}" for wing in OURS))
 #: The variable that names the socket of the process that forks.

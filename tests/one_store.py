@@ -10,8 +10,9 @@ def joined(client, other):
     """Makes ``other`` a client of the store of ``client`` until the block ends. Closes it then."""
     with other:
         store, own = backend_of(client), backend_of(other)
+        before = own._service, own._segments
         own._service, own._segments = store._service, store._segments
         try:
             yield other
         finally:
-            own._segments = {}  # closing it would free the store's
+            own._service, own._segments = before  # closing it would end the store's

@@ -15,7 +15,7 @@ import types
 
 from forking_ray import python_path, requests
 
-#: Nothing that reads settings from the environment when it is imported, as Ray, TransferQueue and Mooncake do.
+#: Nothing that reads settings from the environment when it is imported, as Ray and Mooncake do.
 PRELOADED = ("torch._dynamo", "dataplane_core.client", "dataplane_core.connecting", "dataplane_core.middleware")
 
 

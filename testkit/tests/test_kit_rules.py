@@ -144,9 +144,9 @@ def test_the_report_says_what_each_class_proved(run, pytester, processes):
 STORES = """
 class Counts(NoopBackend):
     started = []
-
     def start(self, *, bootstrap, deadline):
         self.started.append(1)
+        super().start(bootstrap=bootstrap, deadline=deadline)
 
 TestOneStore, TestStorePerTest = of("one", Counts), of("several", Counts, store_per_test=True)
 

@@ -240,4 +240,5 @@ def test_a_claim_whose_reply_was_lost_waits_no_longer():
     with open_client(LosesReplies) as client:
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=30)
+        client.list_partitions()
         assert not len(backend_of(client)._service._waiting)

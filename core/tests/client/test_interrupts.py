@@ -3,13 +3,14 @@
 import gc
 import signal
 import threading
+import time
 
 import pytest
 
 from dataplane_core import connect
 from dataplane_core.client.waiting import Waiters
-from dataplane_core.errors import BackendError, ClientClosedError
-from dataplane_core.ledger import commands
+from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
+from dataplane_core.ledger import LedgerThread, commands
 from dataplane_core.middleware import Metrics, WireGuard
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
@@ -34,16 +35,63 @@ def fail(error=KeyboardInterrupt):
     raise error
 
 
+def in_the_middle(client, monkeypatch, command_type, act):
+    """Has the ledger act in the middle of a command."""
+    ledger = backend_of(client)._service.ledger
+    apply = ledger.apply
+    monkeypatch.setattr(
+        ledger, "apply", lambda command, now: (isinstance(command, command_type) and act(), apply(command, now))[1]
+    )
+
+
+def test_an_interrupt_ends_the_wait_for_the_ledger_whose_command_is_done(handle, monkeypatch):
+    struck = threading.Event()
+
+    def strike():  # again, since the first signal may come before the caller waits
+        while not struck.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+    handle(lambda: struck.is_set() or (struck.set(), fail()))
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        in_the_middle(client, monkeypatch, commands.CommitPut, strike)
+        with pytest.raises(KeyboardInterrupt):
+            client.put_samples(["a"], "p", {"x": [1.0]})
+        assert client.list_samples("p").sample_ids == ["a"]
+
+
+def test_what_is_deleted_in_the_middle_of_a_command_is_refused_the_same_ledger(monkeypatch):
+    with connect({"backend": "noop"}) as client:
+        in_the_middle(client, monkeypatch, commands.RegisterRequest, client.list_partitions)
+        with pytest.raises(UnsupportedOperationError, match="'__del__'"):
+            client.register_partition("p", ["x"], None, ["t"])
+
+
+@pytest.mark.parametrize("end", [LedgerThread.stop, lambda _: None], ids=["stopped", "deleted"])
+def test_the_thread_of_a_ledger_ends_with_it_and_leaves_no_caller_waiting(end):
+    ledger = LedgerThread()
+    ledger.start()
+    thread, question = ledger._thread, commands.ListPartitionsRequest()
+    assert ledger.call(question).partition_ids == []
+    end(ledger)
+    if end is LedgerThread.stop:
+        with pytest.raises(ClientClosedError):
+            ledger.call(question)
+    del ledger
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_what_that_got(handle, monkeypatch):
     client = connect({"backend": "noop", "op_timeout_s": 300})
     client.register_partition("p", ["x"], None, ["t"])
     client.put_samples(["a"], "p", {"x": [1.0]})
-    service = backend_of(client)._service
+    ledger = backend_of(client)._service.ledger
     monkeypatch.setattr(client, "_claimed", lambda *_: signal.raise_signal(signal.SIGALRM))
     handle(lambda: (client.close(), fail(SystemExit)))
     with pytest.raises(SystemExit):
         client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
-    (task,) = service.call(commands.InspectRequest("p")).tasks.values()
+    (task,) = ledger.apply(commands.InspectRequest("p"), time.monotonic()).tasks.values()
     assert (task.num_ready, task.num_leased) == (1, 0)
 
     client = connect({"backend": "noop", "op_timeout_s": 300})
@@ -79,8 +127,8 @@ def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatc
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("no")], ids=repr)
 def test_what_a_stop_raises_is_raised_when_all_else_is_stopped(error, monkeypatch):
     """Of a middleware, in `close`, at the end of a ``with`` and in a connect that fails."""
-    stopped = []
-    monkeypatch.setattr(NoopBackend, "stop", lambda self: stopped.append(self))
+    stopped, stop = [], NoopBackend.stop
+    monkeypatch.setattr(NoopBackend, "stop", lambda self: (stop(self), stopped.append(self)))
     expected = type(error) if not isinstance(error, Exception) else BackendError
     client = connect({"backend": "noop", "middleware": ["metrics", "wire_guard"]})
     for each in client.middleware:

@@ -7,14 +7,14 @@ import pytest
 #: The names of each face.
 FACES = {
     "dataplane_core": """
-        AsyncDataPlaneClient Backend BatchedDataDict BlobStore Capability DataPlaneClient DataPlaneConfig
-        DataPlaneError KVBatchMeta NamedSharding OperationCancelledError SlicedDataDict StreamingDataset
-        WireFormat connect connect_async kv_first_write materialize pack_jagged_fields read_columns
+        AsyncDataPlaneClient Backend BatchedDataDict Capability DataPlaneClient DataPlaneConfig
+        DataPlaneError KVBatchMeta NamedSharding OperationCancelledError RowStoreBackend SlicedDataDict
+        StreamingDataset WireFormat connect connect_async kv_first_write materialize pack_jagged_fields read_columns
         shard_meta_for_dp stream to_arrow to_numpy write_columns
     """,
     "dataplane_testkit": """
         AuthorsClass BackendConformance ConformanceError Disturbance EngineConformance Faults Progress Report
-        Settings Shim Suite Verdict backend_of chapter_of limit_of rule_of run_chaos run_shim to_json
+        Settings Shim Suite Verdict backend_of chapter_of kill_owner limit_of rule_of run_chaos run_shim to_json
     """,
     "dataplane_testkit.commands": "conformance new_plugin",
     "dataplane_tools": "Exported Imported export_partition follow_partition import_folder",

@@ -1,29 +1,13 @@
-"""What a ledger keeps beside its rows, how its time is told, and that it is cut off, changes no answer."""
-
-import random
+"""What a ledger keeps beside its rows, and how its time is told, changes no answer."""
 
 import pytest
 from histories import History, answer, contents, saved_and_loaded
 
-from dataplane_core.errors import DataPlaneError
-from dataplane_core.ledger import (
-    Ledger,
-    batches,
-    commands,
-    done,
-    leases,
-    ledger,
-    partition,
-    put_writes,
-    room,
-    rows,
-    views,
-)
+from dataplane_core.ledger import Ledger, commands, leases, views
 from dataplane_testkit._profiles import by_profile
 
 #: The second ledger's clock shows so many seconds more.
 AHEAD_S = 1024.0
-MODULES = (batches, done, leases, ledger, partition, put_writes, room, rows, views)
 
 
 def all_commands(history, first):
@@ -61,43 +45,3 @@ def test_ledgers_answer_alike(monkeypatch):
                 assert contents(kept, now) == contents(rebuilt, history.now), (seed, step, command)
             if step % 40 == 0:
                 kept = saved_and_loaded(kept, now)
-
-
-@pytest.mark.timeout(by_profile(600, 600, 3600))
-def test_what_is_cut_off_leaves_no_trace(interrupted):
-    """Of two ledgers that get the same commands, those of one are cut off, taken back and given again."""
-    dice, cuts, seed, most = random.Random(0), 0, 0, by_profile(400, 1_000, 20_000)
-
-    class Cut(Ledger):
-        def apply(self, command, now):
-            nonlocal cuts
-            handler, answers = ledger._handler_of(type(command)), []
-
-            def act():
-                try:
-                    answers.append(handler(self, command, now))
-                except DataPlaneError as error:
-                    answers.append(error)
-
-            if interrupted(act, dice.randrange(dice.choice([100, 400, 2000])), *MODULES) is not None:
-                cuts += 1
-                cuts += interrupted(self.take_back, dice.randrange(2000), *MODULES) is not None
-                self.take_back()
-                act()
-            self._undo.clear()
-            (found,) = answers
-            if isinstance(found, DataPlaneError):
-                raise found
-            return found
-
-    while cuts < most:
-        history = History(seed)
-        whole, cut = Ledger(**history.options), Cut(**history.options)
-        drawn, reply = all_commands(history, whole), None
-        for step in range(300):
-            command = drawn.send(reply)
-            reply = answer(whole, command, history.now)
-            assert answer(cut, command, history.now) == reply, (seed, step, command)
-            if step % 5 == 0:
-                assert contents(cut, history.now) == contents(whole, history.now), (seed, step, command)
-        seed += 1

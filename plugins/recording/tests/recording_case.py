@@ -29,4 +29,4 @@ class RecordingCase(AuthorsClass):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
-        return split_rows([backend.get(f"row{part.write_id + part.positions[0]:x}")])[0][part.slots[0]]
+        return split_rows([backend._rows[part.write_id + part.positions[0]]])[0][part.slots[0]]

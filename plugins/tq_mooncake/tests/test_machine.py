@@ -11,8 +11,6 @@ import pytest
 from dataplane_core.backends import Level
 from dataplane_core.errors import ConfigError
 from dataplane_mooncake import TQMooncakeConfig, machine
-from dataplane_mooncake._diagnosis import diagnose
-from dataplane_mooncake.machine import NodeMemory
 
 MIB = 1 << 20
 
@@ -54,7 +52,7 @@ def test_each_wheel_will_do_in_an_accepted_version_and_by_option_in_any(wheels, 
     ((_, level, said),) = caplog.record_tuples
     assert (level, said) == (logging.WARNING, error.value.message)
     for option, expected in ((False, Level.ERROR), (True, Level.WARNING)):
-        found = diagnose(TQMooncakeConfig(any_mooncake_version=option))
+        found = machine.diagnose(TQMooncakeConfig(any_mooncake_version=option))
         assert [each.level for each in found if each.what.startswith(refused)] == [expected]
 
 
@@ -129,19 +127,20 @@ def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
 
 
 def test_a_node_without_the_memory_is_named_with_the_numbers():
-    config = TQMooncakeConfig(protocol="rdma", segment_size_bytes=1024 * MIB, local_buffer_size_bytes=64 * MIB)
-    nodes = [NodeMemory("node 10.0.0.1", 2560 * MIB, 2), NodeMemory("node 10.0.0.2", 2559 * MIB, 2)]
-    machine.check_memory(nodes[:1], config)
-    with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2560 MiB, but has 2559 MiB") as error:
-        machine.check_memory(nodes, config)
-    assert "2 storage units of 1024 MiB (segment_size_bytes) and 8 clients" in str(error.value)
+    config = TQMooncakeConfig(segment_size_bytes=1024 * MIB)
+    machine.check_memory("node 10.0.0.1", 2048 * MIB, 2, config)
+    with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2048 MiB, but has 2047 MiB") as error:
+        machine.check_memory("node 10.0.0.2", 2047 * MIB, 2, config)
+    assert "2 storage units of 1024 MiB (segment_size_bytes)" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"announce_address": "eth0"}, "neither an IP address nor a network"),
-        ({"master_address": "somewhere"}, "not host:port"),
+        ({"master_address": None}, "master_address no longer exists: each instance starts .* Remove it"),
+        ({"clients_per_node": 8}, "clients_per_node no longer exists"),
+        ({"store_memcpy": False}, "store_memcpy no longer exists"),
         ({"rdma_devices": ["mlx5_0"]}, "protocol is 'tcp'"),
         ({"segment_size_bytes": 1}, "segment_size_bytes"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +187,8 @@ class Cluster:
         monkeypatch.setattr(_keeper, "ray", get)
         monkeypatch.setattr(_keeper, "nodes_for_units", lambda: list(self.disks))
         monkeypatch.setattr(_keeper, "_ASK_S", 0.0)
+        session = SimpleNamespace(close=lambda: None, check=lambda _: None)
+        monkeypatch.setattr(_keeper, "_session_with", lambda _: session)
         self.reachable = True
         monkeypatch.setattr(_keeper, "refuses", lambda *_: self.reachable)
         self.host, self.book = host, host.book
@@ -242,16 +244,12 @@ class Cluster:
 
 
 @pytest.fixture
-def make_cluster(host: ControllerHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
-    made: list[Cluster] = []
+def make_cluster(host: ControllerHost, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
 
     def make(host: ControllerHost = host, **options: Any) -> Cluster:
-        made.append(Cluster(host, monkeypatch, **options))
-        return made[-1]
+        return Cluster(host, monkeypatch, **options)
 
-    yield make
-    for each in made:
-        each.keeper._context.destroy(linger=0)
+    return make
 
 
 def began_anew(cluster: Cluster) -> list[str]:

@@ -16,38 +16,14 @@ from dataplane_core.backends import extent_client
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.host_memory import copying
-from dataplane_core.journal import RecordedLedger
-from dataplane_core.spec import Capability
-from dataplane_noop import NoopBackend
 from dataplane_shm import _backend
 
 #: Per partition, so that the checks stay short.
 NUM_ROUNDS = 25
 
 
-class Recorded(NoopBackend):
-    """Its ledger is recorded in a folder, by the client's own process."""
-
-    capabilities = NoopBackend.capabilities - {Capability.WAKES, Capability.CLIENTS}
-    folder = None
-
-    def __init__(self, config):
-        super().__init__(config)
-        self._service = RecordedLedger(self.folder, sync=False)
-
-    def stop(self):
-        super().stop()
-        self._service.close()
-
-    def new_write_id(self, num_ids):
-        return self._service.take_ids(num_ids)
-
-    def stop_waiting(self, token):
-        pass
-
-
 KINDS = [
-    *("noop", "journal", "recorded", "shm_store", "shm_store with copy threads", "redis_store"),
+    *("noop", "journal", "shm_store", "shm_store with copy threads", "redis_store"),
     *("tq_simple", "tq_simple over the wire"),
 ]
 
@@ -59,9 +35,6 @@ def client(request, tmp_path, monkeypatch):
     if kind == "journal":
         config = DataPlaneConfig(backend="journal", options={"path": str(tmp_path / "store")}, **settings)
         opened = connect_backend(SQLiteStore, config)
-    elif kind == "recorded":
-        backend = type("Backend", (Recorded,), {"folder": tmp_path})
-        opened = connect_backend(backend, DataPlaneConfig(backend="recorded", **settings))
     else:
         options = {"noop": {}, "shm_store": {"capacity_bytes": 1 << 24}}.get(kind, {})
         if kind == "shm_store with copy threads":  # also of a few bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from clean_environment import make_wheel
 
-from dataplane_mooncake.machine import DISTRIBUTIONS, TRIED
+from dataplane_mooncake.machine import ACCEPTED, DISTRIBUTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = [
@@ -77,7 +77,7 @@ def mooncakes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mooncakes")
     files = {"mooncake/__init__.py": "", "mooncake/store.py": "", "mooncake/mooncake_master": "#!/bin/sh\n"}
     for name in DISTRIBUTIONS:
-        make_wheel(folder, name, files, TRIED[-1])
+        make_wheel(folder, name, files, ACCEPTED[-1])
     return folder
 
 
@@ -108,7 +108,7 @@ def doctor(environment):
 def test_the_backend_runs_with_each_wheel_of_mooncake_and_asks_for_none(pip, name):
     pip("install", name)
     pip("install", "dataplane-core", "dataplane-mooncake-backend")
-    assert f"Mooncake is installed once: {name} {TRIED[-1]}." in doctor(pip.environment)
+    assert f"Mooncake is installed once: {name} {ACCEPTED[-1]}." in doctor(pip.environment)
     assert "dataplane" not in pip("check")
 
 
@@ -118,5 +118,5 @@ def test_the_doctors_advice_repairs_a_wheel_for_cuda_with_another_over_it(pip):
     assert "2 distributions install the module mooncake" in said
     for words in re.findall(r"pip ((?:uninstall|install) [^&\n]+)", said):
         pip(*words.split())
-    assert f"Mooncake is installed once: mooncake-transfer-engine {TRIED[-1]}." in doctor(pip.environment)
+    assert f"Mooncake is installed once: mooncake-transfer-engine {ACCEPTED[-1]}." in doctor(pip.environment)
     assert "dataplane" not in pip("check")

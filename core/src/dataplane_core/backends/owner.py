@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final, Protocol
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -29,6 +30,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.hosting import (
+    Client,
     LedgerHost,
     Messages,
     Server,
@@ -43,11 +45,16 @@ from dataplane_core.hosting import (
     serve_tls,
 )
 from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log import EXIT_STATUS, EngineLog, Lease, LoggedLedger, TakenError, newest_record
+from dataplane_core.log import (
+    EXIT_STATUS,
+    EngineLog,
+    Lease,
+    LogEngine,
+    LoggedLedger,
+    TakenError,
+    newest_record,
+)
 from dataplane_core.spec import new_id
-
-if TYPE_CHECKING:
-    from dataplane_core.backends.row_store import RowStoreBackend
 
 _MESSAGES: Final = Messages()
 #: Seconds in which the engine answers an owner that starts.
@@ -62,6 +69,19 @@ _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
 #: Write ids of an owner begin with its generation, and go on with this many bits.
 _WRITE_BITS: Final = 32
+
+
+class OwnedStore(LogEngine, Protocol):
+    """A backend whose ledger has an owner; see `RowStoreBackend`."""
+
+    config: Any
+    exclusive: bool
+
+    def open_engine(self, *, bootstrap: bool, deadline: float) -> None: ...
+    def close_engine(self) -> None: ...
+    def owner_ip(self) -> str: ...
+    def owner_uses_tls(self) -> bool: ...
+    def owner_options(self) -> dict[str, Any]: ...
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -86,7 +106,7 @@ class _Address(TcpAddress):
 class _Watch:
     """Whether an owner that does not answer is still the owner."""
 
-    def __init__(self, engine: RowStoreBackend, lease: Lease, address: _Address) -> None:
+    def __init__(self, engine: OwnedStore, lease: Lease, address: _Address) -> None:
         self._engine, self._lease, self._address = engine, lease, address
         self._look_at = 0.0
 
@@ -124,7 +144,7 @@ class OwnerClient:
         As `Backend.start`.
     """
 
-    def __init__(self, backend: RowStoreBackend, *, bootstrap: bool, deadline: float) -> None:
+    def __init__(self, backend: OwnedStore, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
         self._lock = threading.Lock()
         self._lease = Lease()
@@ -175,6 +195,7 @@ class OwnerClient:
 
     def pid(self, deadline: float) -> int:
         """The owner's process id, on its host."""
+        self.call(deadline, commands.ListPartitionsRequest(deadline=deadline))  # there is one, and it is alive
         pid: int = decode_about(self._session_now(deadline).welcome, dict[str, Any])["pid"]
         return pid
 
@@ -209,6 +230,12 @@ class OwnerClient:
         why = "none has started yet"
         while not self._closed:
             number, newest = newest_record(self._backend, deadline)
+            if newest is None and self._process is None:
+                raise BackendUnavailableError(
+                    "the store is gone: it was emptied, or another one is in its place.",
+                    retryable=False,
+                    hint="Close this client, connect again, register the partitions and produce their samples again.",
+                )
             if newest is not None and newest.address is not None:
                 address = _Address(*newest.address)
                 try:
@@ -286,16 +313,22 @@ class _OwnerHost(LedgerHost):
         super().__init__(ledger)
         self._log = log
         self._limits = limits
+        self.alone_since = time.monotonic() + _FIRST_S  # infinite while there are clients
+
+    def begin_session(self) -> Client:
+        self.alone_since = math.inf
+        return super().begin_session()
+
+    def end_session(self, client: Client) -> None:
+        super().end_session(client)
+        if not self._clients:
+            self.alone_since = time.monotonic()
 
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "limits": self._limits}
 
     def settle(self) -> None:
         self._log.commit_or_end()
-
-    @property
-    def num_clients(self) -> int:
-        return len(self._clients)
 
 
 def main() -> None:
@@ -306,7 +339,7 @@ def main() -> None:
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
         cls = getattr(cls, part)
-    backend: RowStoreBackend = cls(cls.Config.model_validate(words["options"]))
+    backend: OwnedStore = cls(cls.Config.model_validate(words["options"]))
     backend.open_engine(bootstrap=False, deadline=time.monotonic() + _OPEN_S)
     try:
         _serve(backend, words["owner"], words["dead"])
@@ -316,7 +349,7 @@ def main() -> None:
         backend.close_engine()
 
 
-def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
+def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
     token, listener = new_token(), listen_on(backend.owner_ip())
     ip, port = listener.getsockname()[:2]
     certificate = ""
@@ -326,21 +359,19 @@ def _serve(backend: RowStoreBackend, owner: str, dead: int) -> None:
         serve_tls(listener, certificate, key, name)
         listener = listen_as(name)
     log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
-    # the engine may have lost the records of the ids that an owner before gave out
-    ledger = LoggedLedger(log, backend.config.capacity_bytes, first_write=log.generation << _WRITE_BITS)
+    # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
+    first_write = log.generation << _WRITE_BITS
+    ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(ledger, log, limits)
-    log.is_needed = lambda: host.num_clients > 0
+    log.is_needed = lambda: host.alone_since == math.inf
     server = Server(host, listener, token=token)
 
     def beat() -> None:
-        alone_since = time.monotonic() + _FIRST_S
-        while time.monotonic() - alone_since < _BEAT_S:
+        while time.monotonic() - host.alone_since < _BEAT_S:
             time.sleep(_BEAT_S)
             with ledger.lock:
                 log.beat()
-            if host.num_clients:
-                alone_since = time.monotonic()
         server.close()
 
     threading.Thread(target=beat, name="dataplane-beat", daemon=True).start()

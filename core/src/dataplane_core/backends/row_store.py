@@ -23,13 +23,14 @@ from dataplane_core.backends.owner import OwnerClient
 from dataplane_core.backends.writes import columns_of
 from dataplane_core.errors import (
     BackendError,
+    ConfigError,
     FrameError,
     LostReplyError,
     PluginSignatureError,
     StalePartitionError,
     UnsupportedOperationError,
 )
-from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply, commands
+from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, PutRequest, Scope, SharedRows, WireColumn, WireFormat
 
 _LOG: Final = ("append", "read_log", "trim")
@@ -66,7 +67,7 @@ class RowStoreBackend(LedgerBackend):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._service: LedgerService | None = None
+        self._service: LedgerThread | None = None
         self._owner: OwnerClient | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -162,14 +163,23 @@ class RowStoreBackend(LedgerBackend):
         """Connects to the engine and to the ledger."""
         self.open_engine(bootstrap=bootstrap, deadline=deadline)
         keeps_log = type(self).append is not RowStoreBackend.append
-        if (self.config.ledger or ("owner" if keeps_log else "here")) == "here":
-            self._service = LedgerService(self.config.capacity_bytes)
+        place = getattr(self.config, "ledger", None) or ("owner" if keeps_log else "here")
+        if place == "owner" and not keeps_log:
+            raise ConfigError(
+                f"ledger: owner is refused: {type(self).__name__} keeps no log, which the owner of a ledger writes.",
+                hint="Leave the option out: the ledger is then in the client's process.",
+            )
+        if place == "here":
+            self._service = LedgerThread(self.config.capacity_bytes)
+            self._service.start()
         else:
             self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)
             self.config = self.config.model_copy(update=self._owner.limits)
 
     def stop(self) -> None:
         """Disconnects."""
+        if self._service is not None:
+            self._service.stop()
         if self._owner is not None:
             self._owner.close()
         self.close_engine()

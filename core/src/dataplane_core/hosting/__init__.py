@@ -2,7 +2,7 @@
 
 What lives here: one encoding of commands and replies (`Messages`), one loop that answers clients over a Unix socket or
 over TCP (`Server`), what it serves (`LedgerHost`, `ExtentService`), and a client's `Session` with it. Backends whose
-ledger is in another process use it: shm_store, and those in TransferQueue's controller.
+ledger is in another process use it: shm_store, and those on Ray.
 """
 
 from dataplane_core.durable_files import disk_hint, sync_path

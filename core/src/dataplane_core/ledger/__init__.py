@@ -11,7 +11,7 @@ from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.ledger.rows import Ref, group_of, too_many_samples
-from dataplane_core.ledger.service import LedgerService
+from dataplane_core.ledger.service import LedgerService, LedgerThread
 from dataplane_core.ledger.state import (
     StateReader,
     pack_refs,
@@ -31,6 +31,7 @@ __all__ = [
     "Command",
     "Ledger",
     "LedgerService",
+    "LedgerThread",
     "Located",
     "Pacer",
     "Ref",

@@ -31,17 +31,12 @@ class DoneRequests:
         if request_id not in self._ends:
             self.restore(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S))
 
-    def drop(self, request_id: str) -> None:
-        """The request that was added last was not carried out after all."""
-        self._ends.pop(request_id, None)
-
     def due(self, now: float, least: int = 1) -> list[str]:
         """The ids whose time is over, if they are at least so many."""
         while self._heap and self._heap[0][0] <= now:
-            ends_at, request_id = self._heap[0]
+            ends_at, request_id = heappop(self._heap)
             if self._ends.get(request_id) == ends_at:
                 self._over.append(request_id)
-            heappop(self._heap)  # at last: an interrupt before it adds an id twice, and loses none
         return list(self._over) if len(self._over) >= least else []
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -62,5 +57,5 @@ class DoneRequests:
         """
         if request_id in self._ends:
             raise ValueError("the id of a request is there twice")
-        heappush(self._heap, (ends_at, request_id))  # first: after an interrupt, an id without it would stay for ever
+        heappush(self._heap, (ends_at, request_id))
         self._ends[request_id] = ends_at

@@ -1,7 +1,7 @@
 """The control plane as one pure state machine: which cells exist, which task holds which samples, tags, bytes held.
 
 Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
-one. A host applies one command at a time. noop hosts the ledger in its process, the TransferQueue backends in the
+one. A host applies one command at a time. noop hosts the ledger in its process, tq_simple and tq_mooncake in the
 queue's controller. `BlobStore` backends replay a journal through it, and the conformance kit compares backends with it.
 The ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
 process.
@@ -36,7 +36,6 @@ from typing import Any, Final, NoReturn
 from dataplane_core.errors import (
     AlreadyDoneError,
     CapacityExceededError,
-    DataPlaneError,
     InvalidRequestError,
     MissingDataError,
     OpenCellsError,
@@ -49,7 +48,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Located, Part, Reply
 from dataplane_core.ledger.done import DoneRequests
-from dataplane_core.ledger.partition import Partition, Task, UndoLog
+from dataplane_core.ledger.partition import Partition, Task
 from dataplane_core.ledger.put_writes import PutWrites
 from dataplane_core.ledger.room import RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_by_write, positions_in
@@ -157,29 +156,14 @@ class Ledger:
         self._done = DoneRequests()
         self._next_write = 1
         self._next_seq = 1
-        self._undo: UndoLog = []  # of the last command; its partitions share it
 
     def apply(self, command: Command[Reply], now: float) -> Reply:
         """Runs a command at the time ``now`` in seconds. Reply and errors are those of the command.
 
-        After any exception but a `DataPlaneError`, such as an interrupt, call `take_back` before all else.
+        A command that is cut off, as by a signal handler that raises, leaves half of what it does: see `LedgerThread`.
         """
-        try:
-            reply: Reply = _handler_of(type(command))(self, command, now)
-        except DataPlaneError:
-            self._undo.clear()
-            raise
-        self._undo.clear()
+        reply: Reply = _handler_of(type(command))(self, command, now)
         return reply
-
-    def take_back(self) -> None:
-        """Undoes the last command, which was cut off, as if it had never come. If it is cut off itself, call it again.
-
-        What the rows say is set back step by step; what can be derived from them is counted again.
-        """
-        for step, *args in reversed(self._undo):
-            step(*args)
-        self.recount()
 
     def limit(self, capacity_bytes: int | None, first_write: int) -> None:
         """Sets the limit of a ledger that ran without one, and the least write id that it may number from now on."""
@@ -208,29 +192,21 @@ class Ledger:
         return {write_id: (row_bytes, sorted(kept)) for write_id, (row_bytes, kept) in held.items()}
 
     def recount(self) -> None:
-        """Counts again what follows from the rows and from the puts that are begun."""
+        """Counts what follows from the rows and from the puts that are begun, of a ledger that was restored."""
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
         sharers: dict[int, Counter[int]] = {}
         for partition in self._partitions.values():
             partition.derive()
-            partition.held_bytes = 0
             for write_id, positions in positions_by_write(partition.rows.values()):
                 counts = sharers.setdefault(write_id, Counter())
                 row_bytes = self._writes[write_id].row_bytes
                 partition.held_bytes += sum([row_bytes[each] for each in set(positions) if each not in counts])
                 counts.update(positions)
             self.held_bytes += partition.held_bytes
-        self._writes = {write_id: write for write_id, write in self._writes.items() if write_id in sharers}
         for write_id, write in self._writes.items():
             counts = sharers[write_id]
             write.num_live = len(counts)
             write.num_sharers = {position: count for position, count in counts.items() if count > 1}
-        begun = {write_id for first, each in self._pending.items() for write_id in each.put.by_id(first)}
-        self._garbage = {
-            (write_id, position): put
-            for (write_id, position), put in self._garbage.items()
-            if position not in sharers.get(write_id, ()) and write_id not in begun
-        }
 
     @singledispatchmethod
     def _apply(self, command: Command[Any], now: float) -> Any:
@@ -248,14 +224,8 @@ class Ledger:
         _, freed = self._drop(command.partition_id, None, now)
         info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
-        self._undo.append((self._set_partitions, dict(self._partitions)))
-        self._partitions[command.partition_id] = Partition(
-            command.partition_id, info, tasks, self._self_expiring, undo=self._undo
-        )
+        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
         return replace(info, replaced=replaced), freed
-
-    def _set_partitions(self, partitions: dict[str, Partition]) -> None:
-        self._partitions = dict(partitions)
 
     @_apply.register
     def _describe(self, command: commands.DescribeRequest, now: float) -> PartitionInfo:
@@ -278,7 +248,6 @@ class Ledger:
             self._next_write += command.num_ids
         elif write_id in self._pending or write_id in self._writes:
             raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
-        self._undo.append((self._pending.pop, write_id, None))
         self.held_bytes += size_bytes
         put = replace(
             command,
@@ -304,7 +273,7 @@ class Ledger:
     def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
         self._reap(now)
         write_id = command.write_id
-        pending = self._take_pending(write_id)
+        pending = self._pending.pop(write_id, None)
         if pending is None:
             raise StalePartitionError(
                 "put_samples refused at commit: the put took too long and counts as abandoned. Nothing was written."
@@ -330,7 +299,7 @@ class Ledger:
 
     @_apply.register
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
-        pending = self._take_pending(command.write_id)
+        pending = self._pending.pop(command.write_id, None)
         if pending is not None:
             return self._abandon(command.write_id, pending.put, now)
         return [ref for ref, put in self._garbage.items() if put == command.write_id]
@@ -423,12 +392,7 @@ class Ledger:
     def _apply_put(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         for name, spec in put.specs.items():
             before = partition.specs.get(name)
-            after = spec if before is None else before.after(spec) or spec
-            if before is None:
-                self._undo.append((partition.specs.pop, name, None))
-            elif after is not before:
-                self._undo.append((partition.specs.__setitem__, name, before))
-            partition.specs[name] = after
+            partition.specs[name] = spec if before is None else before.after(spec) or spec
         lists = {name: spec.lists for name, spec in put.specs.items() if spec.lists}
         partition.held_bytes += put.size_bytes
         writes = put.by_id(write_id)
@@ -450,7 +414,6 @@ class Ledger:
     def _note_done(self, request_id: str | None, left_s: float, now: float) -> None:
         """Keeps the id of a request that was carried out."""
         if request_id is not None:
-            self._undo.append((self._done.drop, request_id))
             self._done.add(request_id, left_s, now)
             if self._self_expiring:
                 self._done.forget(self._done.due(now))
@@ -632,13 +595,11 @@ class Ledger:
         if partition is None:
             return 0, []
         if sample_ids is None:
-            self._undo.append((self._set_partitions, dict(self._partitions)))
             del self._partitions[partition_id]
             refs = [ref for row in partition.rows.values() for ref in row.refs]
             return len(partition.rows), self._free(partition, refs, now)
         gone: list[Ref] = []
         count = 0
-        partition.note_rows(sample_ids)
         for sample_id in sample_ids:
             removed = partition.remove_row(sample_id)
             if removed is not None:
@@ -675,7 +636,6 @@ class Ledger:
             partition.held_bytes -= write.row_bytes[pos]
             write.num_live -= 1
             if not write.num_live:
-                self._undo.append((self._writes.__setitem__, write_id, write))
                 del self._writes[write_id]
             self._garbage[ref] = None
             freed.append(ref)
@@ -699,16 +659,9 @@ class Ledger:
 
     def _give_up(self, writes: Iterable[int], now: float) -> None:
         for write_id in writes:
-            pending = self._take_pending(write_id)
+            pending = self._pending.pop(write_id, None)
             if pending is not None:
                 self._abandon(write_id, pending.put, now)
-
-    def _take_pending(self, write_id: int) -> Pending | None:
-        pending = self._pending.get(write_id)
-        if pending is not None:
-            self._undo.append((self._pending.__setitem__, write_id, pending))
-            del self._pending[write_id]
-        return pending
 
     # --- look-ups -----------------------------------------------------------------------------------------------------
 

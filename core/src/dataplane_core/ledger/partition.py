@@ -1,6 +1,6 @@
 """One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger.
 
-One long module, since it is one state machine: each change stands beside what it notes to be undone.
+One long module, since it is one state machine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
 
 from dataplane_core.errors import (
     InvalidRequestError,
@@ -20,7 +19,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.batches import Batch, Ranges, RankBatches
+from dataplane_core.ledger.batches import Batch, RankBatches
 from dataplane_core.ledger.leases import Leases
 from dataplane_core.ledger.put_writes import Change, PutWrites
 from dataplane_core.ledger.rows import (
@@ -50,10 +49,6 @@ from dataplane_core.spec import (
     TagValue,
     TaskDescription,
 )
-
-#: What to call, with which arguments, to set back what a command has changed. The last comes first. Each sets what was
-#: there before, so that it can be called again. Only what rows and registrations say is noted; the rest is derived.
-UndoLog: TypeAlias = list[tuple[Any, ...]]
 
 
 @dataclass(slots=True)
@@ -110,7 +105,6 @@ class Partition:
         num_rows: Field -> how many rows have it.
         batches: Task and rank -> the batches that the rank was given.
         self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
-        undo: That of the ledger.
     """
 
     partition_id: str
@@ -128,7 +122,6 @@ class Partition:
     held_bytes: int = 0
     num_rows: Counter[str] = field(default_factory=Counter)
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
-    undo: UndoLog = field(default_factory=list)
 
     def extend(self, command: commands.RegisterRequest) -> None:
         """Adds what a further registration names to this one.
@@ -145,7 +138,6 @@ class Partition:
         self._add_tasks(command.consumer_tasks)
         self.info = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers)
         if info.num_samples is None and command.num_samples is not None:
-            self.undo.append((self.seen.clear,))
             self.seen.update(self.rows)
             self.info = replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
             self.version += 1  # so that the commit of a put under way is checked again
@@ -163,45 +155,14 @@ class Partition:
                 raise too_many_samples(f"put_samples('{self.partition_id}')", count, num_samples)
 
     def _add_tasks(self, task_names: Iterable[str]) -> None:
-        self.undo.append((setattr, self, "info", self.info))
         for task_name in task_names:
-            if task_name not in self.tasks:
-                self.undo.append((self.tasks.pop, task_name, None))
-                self.tasks[task_name] = Task()
+            self.tasks.setdefault(task_name, Task())
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def note_rows(self, sample_ids: Sequence[str]) -> None:
-        """Notes rows that are to be written or removed, as they are."""
-        rows = [row for row in map(self.rows.get, sample_ids) if row is not None]
-        kept = [(row, row.cells, row.positions, row.tags) for row in rows]
-        newly = {row.group for row in rows if row.group is not None} - self.broken_groups
-        if len(rows) < len(sample_ids):
-            new = sample_ids if not rows else [each for each in sample_ids if each not in self.rows]
-            unseen = () if self.info.num_samples is None else [each for each in new if each not in self.seen]
-            self.undo.append((self._forget_rows, new, unseen))
-        self.undo.append((self._restore_rows, kept, newly, self.num_cleared))
-
-    def _forget_rows(self, sample_ids: Iterable[str], unseen: Iterable[str]) -> None:
-        for sample_id in sample_ids:
-            self.rows.pop(sample_id, None)
-        self.seen.difference_update(unseen)
-
-    def _restore_rows(self, kept: Iterable[tuple[Row, Any, Any, Any]], newly: set[str], num_cleared: int) -> None:
-        for row, cells, positions, tags in kept:
-            row.cells, row.positions, row.tags = cells, positions, tags
-            self.rows[row.sample_id] = row
-        self.broken_groups -= newly
-        self.num_cleared = num_cleared
-
     def derive(self) -> None:
-        """Counts again what follows from the rows and their holds. Views are built again when they are used."""
-        rows = sorted(self.rows.values(), key=lambda row: row.seq)
-        self.rows = {row.sample_id: row for row in rows}
-        self.groups, self.leases, self.num_rows = {}, Leases(), Counter()
-        for task in self.tasks.values():
-            task.views.clear()
-            task.num_held = task.num_done = 0
+        """Counts what follows from the rows and their holds, of a partition that was restored."""
+        rows = self.rows.values()
         for names, count in Counter([tuple(row.cells.fields) for row in rows]).items():
             self.num_rows.update(dict.fromkeys(names, count))
         for row in rows:
@@ -222,7 +183,6 @@ class Partition:
         Returns:
             Refs that no cell uses any longer.
         """
-        self.note_rows(command.sample_ids)
         # the usual put, all of whose rows are new, looks at the tasks and views once and not for each row
         if self.rows.keys().isdisjoint(command.sample_ids):
             self._add_rows(put, command, seq, now)
@@ -480,7 +440,6 @@ class Partition:
         # also for the ranks that have not asked yet: each gets its share of this claim, however late it asks
         ranks = (command.dp_rank,) if command.dp_size is None else range(command.dp_size)
         for rank, part in zip(ranks, parts, strict=True):
-            self._note_batches((command.task_name, rank))
             batches = self.batches.setdefault((command.task_name, rank), RankBatches())
             if num_ranks == 0:
                 batches.ended.include(self._batch_index(command))
@@ -489,14 +448,6 @@ class Partition:
             last_seq = max((row.seq for row in rows), default=0)
             batch = Batch([row.sample_id for row in rows], token, exhausted, last_seq, num_ranks)
             batches.give(self._batch_index(command), batch, self.rows)
-
-    def _note_batches(self, key: tuple[str, int]) -> None:
-        batches = self.batches.get(key)
-        if batches is None:
-            self.undo.append((self.batches.pop, key, None))
-        else:
-            before = RankBatches(dict(batches.kept), Ranges(batches.gone), Ranges(batches.ended))
-            self.undo.append((self.batches.__setitem__, key, before))
 
     def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""
@@ -519,7 +470,6 @@ class Partition:
     def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
         task_name, lease_s = command.task_name, command.lease_s
         task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
-        self._note_holds([row for claimable in claimables for row in claimable.rows])
         hold = Hold("", command.holder, 0.0, True)
         if lease_s is not None:
             hold = Hold(command.token, command.holder, expires_at, False, now)
@@ -546,13 +496,11 @@ class Partition:
             self._add_tasks((command.task_name,))
             self.info = self.info.extended((), (command.task_name,), {})
         task = self._task(command.task_name)
-        self.undo.append((setattr, self, "batches", self.batches))
         self.batches = {key: batches for key, batches in self.batches.items() if key[0] != command.task_name}
         for row in list(self.rows.values()):
             if command.task_name in row.holds:
                 self._give_back(row, command.task_name)
         given = [self.rows[sample_id] for sample_id in dict.fromkeys(command.sample_ids) if sample_id in self.rows]
-        self._note_holds(given)
         holder = Holder(command.task_name, lambda _: Hold("", "", 0.0, True))
         for row in given:
             for view in task.views.values():
@@ -632,7 +580,6 @@ class Partition:
         """Settles leases for good, gives the samples back to the pool, or extends the leases."""
         task, rows = self._leased(command, now)
         task_name = command.task_name
-        self._note_holds(rows)
         if isinstance(command, commands.NackRequest):
             for row in rows:
                 self._give_back(row, task_name)
@@ -743,12 +690,7 @@ class Partition:
         hold = row.holds.get(task_name) if row is not None and row.seq == seq else None
         return None if row is None or hold is None or hold.done else (row, hold)
 
-    def _note_holds(self, rows: Iterable[Row]) -> None:
-        """Notes the holds of rows, which are to be changed."""
-        self.undo.append((_restore_holds, [(row, row.holds) for row in rows]))
-
     def _give_back(self, row: Row, task_name: str) -> None:
-        self._note_holds((row,))
         self._forget_hold(row, task_name, row.drop_hold(task_name))
         claimable = self._claimable_of(row)
         for view in self.tasks[task_name].views.values():
@@ -825,11 +767,6 @@ class Partition:
                 hint=f"Registered: {preview(self.tasks, limit=5) or 'none'}.",
             )
         return task
-
-
-def _restore_holds(holds: Iterable[tuple[Row, Mapping[str, Hold]]]) -> None:
-    for row, before in holds:
-        row.holds = before
 
 
 def _there(hold: Hold | None) -> Hold:

@@ -1,5 +1,6 @@
-"""`LedgerService`: a ledger with a clock and a lock, as a host serves it. It tells waiters when to ask again, or wakes
-them.
+"""`LedgerService`: a ledger with a clock, as a host serves it. It tells waiters when to ask again, or wakes them.
+
+`LedgerThread`: the same for the threads of the client's own process.
 """
 
 from __future__ import annotations
@@ -8,12 +9,20 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar, cast
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias, cast
 
-from dataplane_core.errors import CapacityExceededError, DataPlaneError, Shortfall, UnsupportedOperationError
+from dataplane_core.errors import (
+    CapacityExceededError,
+    ClientClosedError,
+    DataPlaneError,
+    Shortfall,
+    UnsupportedOperationError,
+)
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.clients import ClientRegister
 from dataplane_core.ledger.commands import Reply
@@ -22,8 +31,6 @@ from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pa
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.ledger.waiting import WaitingClaims
 from dataplane_core.spec import AnnounceReply, Answer, Claim, ClientList, Command, PartitionDescription, Question
-
-_R = TypeVar("_R")
 
 #: Seconds between two questions of the first put in the queue for room.
 _FIRST_IN_QUEUE_S: Final = 0.06
@@ -38,6 +45,9 @@ _EXPLAINING_SHARE: Final = 0.01
 _STALE_AFTER_S: Final = 2.0
 _MOST_EXPLAINED: Final = 256
 
+#: What the thread of a ledger is to call, and where its result goes, or what it raises.
+_Work: TypeAlias = tuple[Callable[[], Any], SimpleQueue[Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Explained:
@@ -48,7 +58,7 @@ class _Explained:
 
 
 class LedgerService:
-    """A `Ledger` with a clock and a lock, as a host serves it.
+    """A `Ledger` with a clock, as a host serves it. One thread calls it at a time, in which no signal handler raises.
 
     Args:
         capacity_bytes: As for `Ledger`.
@@ -64,9 +74,6 @@ class LedgerService:
     ) -> None:
         self._ledger = Ledger(capacity_bytes=capacity_bytes) if ledger is None else ledger
         self._clock = clock
-        self._lock = threading.RLock()
-        self._runs = False  # a call runs, in the thread that has the lock
-        self._is_cut = False  # the last call was not completed
         self._pacer = Pacer()  # of all who wait, for samples or for room
         self._explained: dict[tuple[Any, ...], _Explained] = {}
         self._waiting = WaitingClaims()
@@ -79,67 +86,20 @@ class LedgerService:
         return self._ledger
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """Runs a command now, while no other runs. All callers use this method.
+        """Runs a command now. All callers use this method.
 
         Args:
             command: The command.
             wake: For a claim that waits, or a put that says that it waits for room (`commands.WaitForRoom`): is called
                 when it may go on, until it has done so or `stop_waiting`. It must not block, nor call the service.
                 False: nobody waits any longer.
-
-        Raises:
-            UnsupportedOperationError: This thread is in the middle of another call, which a signal handler or a
-                ``__del__`` has interrupted.
         """
-        reply: Reply = self._whole(command.op, self._call, command, wake)
-        return reply
-
-    def stop_waiting(self, token: str) -> None:
-        """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""
-        with suppress(UnsupportedOperationError):  # it is dropped when it does not ask again
-            self._whole("stop_waiting", self._stop_waiting, token)
-
-    def _whole(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
-        """Calls a function while no other runs. If an exception cuts it off, such as an interrupt, the next call takes
-        back what it has done."""
-        with self._lock:
-            if self._runs:
-                raise UnsupportedOperationError(
-                    f"{what} refused: it was called in the middle of another call of the same thread, which a signal "
-                    "handler or a '__del__' has interrupted. Nothing was done.",
-                    hint="Let the handler note what it wants, and do it when the other call has ended.",
-                )
-            try:
-                self._runs = True
-                if self._is_cut:
-                    self._take_back()
-                self._is_cut = True
-                result = function(*args)
-                self._is_cut = False
-                return result
-            except DataPlaneError:  # a regular answer
-                self._is_cut = False
-                raise
-            finally:
-                self._runs = False
-
-    def _take_back(self) -> None:
-        self._ledger.take_back()
-        self._waiting.wake_all()
-        for wake in self._room_wakes.values():
-            wake()
-        self._room_wakes = {}
-
-    def _call(self, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
         changes = self._changed_by(command) if self._waiting else None
         held_bytes = self._ledger.held_bytes
         try:
-            reply = self._run(command, wake)
-        except DataPlaneError:
+            return self._run(command, wake)
+        finally:
             self._wake_others(command, changes, held_bytes)
-            raise
-        self._wake_others(command, changes, held_bytes)
-        return reply
 
     def _wake_others(self, command: Command[Any], changes: str | None, held_bytes: int) -> None:
         if changes is not None:
@@ -149,7 +109,8 @@ class LedgerService:
         if self._room_wakes and (self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
             self._wake_for_room()
 
-    def _stop_waiting(self, token: str) -> None:
+    def stop_waiting(self, token: str) -> None:
+        """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""
         self._room_wakes.pop(token, None)
         partition_id = self._waiting.drop(token)
         self._pacer.leave(token)
@@ -216,8 +177,8 @@ class LedgerService:
                 del self._room_wakes[ticket]
 
     def garbage(self) -> list[Ref]:
-        """`Ledger.garbage` now, while no command runs."""
-        return self._whole("garbage", lambda: self._ledger.garbage(self._clock()))
+        """`Ledger.garbage` now."""
+        return self._ledger.garbage(self._clock())
 
     def _put(self, command: Command[Reply], put: commands.BeginPut) -> Reply:
         """Tells a put that waits for room when to ask again: soon at the queue's head, else at the pacer's rate."""
@@ -303,6 +264,73 @@ class LedgerService:
             self._explained.clear()
         stale_at = time.monotonic() + min(cost_s / _EXPLAINING_SHARE, _STALE_AFTER_S)
         self._explained[key] = _Explained(shortfall, stale_at)
+
+
+class LedgerThread(LedgerService):
+    """A `LedgerService` whose commands run in a thread of its own, for any thread of this process.
+
+    Python runs signal handlers in the main thread. So Ctrl-C, or what another thread raises in a caller, ends the wait
+    for a reply, and never cuts off a command.
+
+    Args:
+        capacity_bytes: As for `Ledger`.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes)
+        self._works: SimpleQueue[_Work | None] = SimpleQueue()
+        self._end = weakref.finalize(self, self._works.put, None)
+        self._end.atexit = False  # what runs then may still call it
+        self._thread = threading.Thread(target=_do_all, args=(self._works,), name="dataplane-ledger", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Call it before all else."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread when it has done what it was given. It also ends when nothing refers to this object."""
+        self._end()
+
+    def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """As `LedgerService.call`. Waits for the thread. If it is interrupted meanwhile, the command runs all the same.
+
+        Raises:
+            ClientClosedError: It was stopped, or the program ends. The command may have run or not.
+            UnsupportedOperationError: A ``__del__`` that came in the middle of a command calls it.
+        """
+        assert self._thread.ident is not None, "it was not started"
+        if threading.get_ident() == self._thread.ident:
+            raise UnsupportedOperationError(
+                f"{command.op} refused: it was called in the middle of a command of the same ledger, which a '__del__' "
+                "has interrupted. Nothing was done.",
+                hint="Let the '__del__' note what it wants, and do it later.",
+            )
+        results: SimpleQueue[Any] = SimpleQueue()
+        self._works.put((partial(super().call, command, wake), results))
+        # looked at after that: the thread does all that came before its end
+        if not self._end.alive or sys.is_finalizing():
+            raise ClientClosedError(f"{command.op}: the client was closed meanwhile.")
+        result = results.get()
+        if isinstance(result, BaseException):
+            try:
+                raise result
+            finally:
+                del result  # whose traceback has this frame
+        return cast("Reply", result)
+
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerService.stop_waiting`, but does not wait for it."""
+        self._works.put((partial(super().stop_waiting, token), SimpleQueue()))
+
+
+def _do_all(works: SimpleQueue[_Work | None]) -> None:
+    """Does what comes, until None comes."""
+    for work, results in iter(works.get, None):
+        try:
+            results.put(work())
+        except BaseException as error:  # the caller raises it
+            results.put(error)
+        del work, results  # so that nothing keeps them while it waits
 
 
 def _key_of(partition_id: str, asked: commands.ClaimRequest | Question) -> tuple[Any, ...]:

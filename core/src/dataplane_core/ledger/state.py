@@ -197,7 +197,6 @@ class StateReader:
                 ledger._writes[write_id] = LiveWrite(slots_of(tuple(fields)), row_bytes, lists=lists)
         elif part == "partition":
             self._partition = _restore_partition(section, self._self_expiring)
-            self._partition.undo = ledger._undo
             ledger._partitions[self._partition.partition_id] = self._partition
         elif part == "seen" and partition is not None:
             partition.seen.update(section["sample_ids"])

@@ -102,14 +102,6 @@ class WaitingClaims:
                 del self._partitions[partition_id]
         return partition_id
 
-    def wake_all(self) -> None:
-        """Wakes all and forgets them: they ask again. Also if a call of this object was cut off."""
-        for questions in self._partitions.values():
-            for asked in questions.values():
-                for waiter in asked.waiters.values():
-                    waiter.wake()
-        self._partitions, self._asked = {}, {}
-
     def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimRequest], float], now: float) -> None:
         """Wakes the claims of a partition that can be answered now.
 

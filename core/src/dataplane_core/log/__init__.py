@@ -5,8 +5,18 @@ outlive a process (`NotesLog`), and the ledger that is kept in one (`LoggedLedge
 owner of a `RowStoreBackend`'s ledger use it. Nothing here imports torch.
 """
 
-from dataplane_core.log.engine import EngineLog, Lease, newest_record
+from dataplane_core.log.engine import EngineLog, Lease, LogEngine, newest_record
 from dataplane_core.log.folder import EXIT_STATUS, FolderLog, NotesLog, TakenError
 from dataplane_core.log.ledger import LoggedLedger
 
-__all__ = ["EXIT_STATUS", "EngineLog", "FolderLog", "Lease", "LoggedLedger", "NotesLog", "TakenError", "newest_record"]
+__all__ = [
+    "EXIT_STATUS",
+    "EngineLog",
+    "FolderLog",
+    "Lease",
+    "LogEngine",
+    "LoggedLedger",
+    "NotesLog",
+    "TakenError",
+    "newest_record",
+]

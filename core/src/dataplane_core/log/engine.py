@@ -144,6 +144,7 @@ class EngineLog:
         self._address: Place | None = address
         self._lock = threading.RLock()
         self._pending: list[tuple[float, bytes]] = []
+        self._is_dirty = False  # whether `commit` has to wait for the engine
         self._sure_at = -_SURE_S
         self._long_at = self._size = 0
         self.make_state: Callable[[float], bytes] = lambda at: b""
@@ -243,9 +244,10 @@ class EngineLog:
         return self._size > self._long_at
 
     def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
-        """Adds a record of that time. The engine has it after `commit`."""
+        """Adds a record of that time. The engine has it after `commit`; one that is lazy, within a second."""
         with self._lock:
             self._pending.append((at, record))
+            self._is_dirty |= not is_lazy
 
     def commit(self, *, within_s: float = _SURE_S) -> None:
         """Returns when the engine has everything, and this process is still the owner. Call it before each answer.
@@ -257,7 +259,7 @@ class EngineLog:
             TakenError: Another process is.
         """
         with self._lock:
-            if (self._pending or time.monotonic() - self._sure_at > within_s) and not self._append(self.now()):
+            if (self._is_dirty or time.monotonic() - self._sure_at > within_s) and not self._append(self.now()):
                 self._refuse_if_taken()
 
     def commit_or_end(self, *, within_s: float = _SURE_S) -> None:
@@ -300,7 +302,7 @@ class EngineLog:
             number, newest = self._newest()
             if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
                 return False
-        self._last, self._sure_at, self._pending = (next_one, self._owner), begun, []
+        self._last, self._sure_at, self._pending, self._is_dirty = (next_one, self._owner), begun, [], False
         self._size += len(data)
         return True
 
@@ -308,13 +310,14 @@ class EngineLog:
         """If the engine lost its newest records, as when a replica replaces it, appends the state, which has them all.
 
         Raises:
-            TakenError: It has records of another owner.
+            TakenError: It has records of another owner, or none.
         """
         number, newest = self._newest()
-        owner = "" if newest is None else newest.owner
-        was_before = number <= self._before[0] and owner in ("", self._before[1])
-        if number > self._last[0] or not (owner == self._owner or was_before):
+        if newest is None:  # and all rows are gone: what is there now is another store
+            raise TakenError("the store was emptied.")
+        was_before = number <= self._before[0] and newest.owner == self._before[1]
+        if number > self._last[0] or not (newest.owner == self._owner or was_before):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
-        self._last = number, owner
+        self._last = number, newest.owner
         self.begin()

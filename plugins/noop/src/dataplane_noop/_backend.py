@@ -9,13 +9,13 @@ from typing import ClassVar
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
 from dataplane_core.codec import JaggedColumns, Piece, merge_pieces
 from dataplane_core.host_memory import check_capacity
-from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply
+from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
 from dataplane_noop._segments import Segment
 
 
 class NoopBackend(LedgerBackend):
-    """The reference backend: every operation of the contract, scope process. It waits for nothing but a lock."""
+    """The reference backend: every operation of the contract, scope process. It waits for nothing but its ledger."""
 
     wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
@@ -29,18 +29,19 @@ class NoopBackend(LedgerBackend):
 
     def __init__(self, config: CapacityOptions) -> None:
         super().__init__(config)
-        self._service = LedgerService(capacity_bytes=config.capacity_bytes)
+        self._service = LedgerThread(config.capacity_bytes)
         self._segments: dict[int, Segment] = {}
         self._lock = threading.Lock()
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
-        """Refuses a capacity that this host does not have."""
+        """Refuses a capacity that this host does not have. Starts the ledger."""
         check_capacity(self.config.capacity_bytes)
+        self._service.start()
 
     def stop(self) -> None:
-        """Frees the payload."""
-        with self._lock:
-            self._segments.clear()
+        """Frees the payload, and ends the ledger."""
+        self._service.stop()
+        self._segments.clear()
 
     def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         return self._service.call(command)
@@ -52,15 +53,12 @@ class NoopBackend(LedgerBackend):
         self._service.stop_waiting(token)
 
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        segment = Segment.copy_of(columns, num_samples)
-        with self._lock:
-            self._segments[write_id] = segment
+        self._segments[write_id] = Segment.copy_of(columns, num_samples)
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
         for part in located.parts:
-            with self._lock:
-                segment = self._segments.get(part.write_id)
+            segment = self._segments.get(part.write_id)
             gone = part.positions if segment is None else segment.gone(part.positions)
             if segment is None or gone:
                 refs = [(part.write_id, position) for position in gone]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dataplane_core import errors, spec
-from dataplane_core.backends import BlobStore, CapacityOptions
+from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, RefsGoneError, RowStoreBackend
 from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest, take_rows
 from dataplane_core.errors import preview
 from dataplane_core.middleware import row_digests
@@ -61,7 +61,7 @@ class RecordingOptions(CapacityOptions):
 
 def _replayed(method: Callable[[Any, Replay, Any], _R]) -> Callable[[Any, Any], _R]:
     """A hook for partitions of the run. Other partitions, and those that are not registered, get the base class's."""
-    plain: Callable[[Any, Any], _R] = getattr(BlobStore, method.__name__)
+    plain: Callable[[Any, Any], _R] = getattr(RowStoreBackend, method.__name__)
 
     def hook(self: RecordingBackend, request: Any) -> _R:
         with self._lock:
@@ -74,12 +74,13 @@ def _replayed(method: Callable[[Any, Replay, Any], _R]) -> Callable[[Any, Any], 
     return hook
 
 
-class RecordingBackend(BlobStore):
+class RecordingBackend(RowStoreBackend):
     """Replays a recording. Each process of a replaying run opens the folder for itself, and needs no other process.
 
     What another process of the replay writes is not seen here. What the one of the run wrote, is.
     """
 
+    capabilities = LEDGER_CAPABILITIES | {spec.Capability.NO_PICKLE}
     opens_anywhere = True
     why_not_declared: ClassVar[Mapping[str, str]] = {
         spec.Capability.CLIENTS: "each process has a store of its own",
@@ -93,7 +94,7 @@ class RecordingBackend(BlobStore):
 
     def __init__(self, config: RecordingOptions) -> None:
         super().__init__(config)
-        self._rows: dict[str, bytes] = {}
+        self._rows: dict[int, bytes] = {}
         self._lock = threading.RLock()
         self._open: dict[str, Replay] = {}
         self._next: dict[str, int] = {}  # partition -> the number of its next registration
@@ -102,16 +103,25 @@ class RecordingBackend(BlobStore):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Reads the recording."""
+        super().start(bootstrap=bootstrap, deadline=deadline)
         self._timeline = Timeline(self.config.folder, self.config.after_step)
 
-    def put(self, key: str, data: bytes) -> None:
-        self._rows[key] = data
+    def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
+        """Keeps rows."""
+        for row, handle in enumerate(handles):
+            self._rows[handle] = bytes(buffer[offsets[row] : offsets[row + 1]])
 
-    def get(self, key: str) -> bytes | None:
-        return self._rows.get(key)
+    def get_rows(self, handles: Sequence[int], deadline: float) -> list[bytes]:
+        """Gives rows."""
+        gone = [handle for handle in handles if handle not in self._rows]
+        if gone:
+            raise RefsGoneError(f"{len(gone)} rows are gone.", handles=gone)
+        return [self._rows[handle] for handle in handles]
 
-    def delete(self, key: str) -> None:
-        self._rows.pop(key, None)
+    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        """Drops rows."""
+        for handle in handles:
+            self._rows.pop(handle, None)
 
     # --- registrations ------------------------------------------------------------------------------------------------
 

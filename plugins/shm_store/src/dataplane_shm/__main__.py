@@ -26,11 +26,10 @@ def main(words: str) -> None:
     options = msgspec.json.decode(words, type=Options)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each thread of a client is a socket
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process: no handler may raise in the middle of a command
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error, not a signal, if the arena is too large for ulimit -f
-    if options.durable is None:
-        _serve(options)
-    else:
-        _serve_folder(options)
+    serve = _serve if options.durable is None else _serve_folder
+    serve(options)
 
 
 def _serve(options: Options) -> None:

@@ -17,8 +17,8 @@ from dataplane_core.backends import Finding, Level, PrivateFolder
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import MemoryLimit, arena_bytes_for, memory_limit
 from dataplane_core.hosting import ADDRESSES, check_extents, is_open, owner_of
-from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import commands
+from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_shm._messages import Status
 from dataplane_shm._opening import open_session
 from dataplane_shm.config import ShmConfig, store_folder
@@ -139,15 +139,16 @@ def _contents(folder: Path) -> str:
     with tempfile.TemporaryDirectory() as copy:
         try:
             shutil.copytree(folder / _JOURNAL, Path(copy, _JOURNAL))
-            ledger = RecordedLedger(Path(copy, _JOURNAL), sync=False)
+            log = FolderLog(Path(copy, _JOURNAL), sync=False)
             try:
-                names = ledger.call(commands.ListPartitionsRequest()).partition_ids
-                counts = {name: len(ledger.call(commands.ListRequest(name)).sample_ids) for name in names}
-                rows = ledger.payload().values()
+                logged = LoggedLedger(log)
+                names = logged.call(commands.ListPartitionsRequest()).partition_ids
+                counts = {name: len(logged.call(commands.ListRequest(name)).sample_ids) for name in names}
+                rows = logged.ledger.payload().values()
                 size_bytes = sum(sizes[each] for sizes, positions in rows if sizes is not None for each in positions)
-                check_extents(folder, ledger.file.notes)
+                check_extents(folder, log.notes)
             finally:
-                ledger.close()
+                log.close()
         except DataPlaneError as error:
             error.message = error.message.replace(copy, str(folder))
             raise

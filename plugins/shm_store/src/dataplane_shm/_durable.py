@@ -1,4 +1,4 @@
-"""A store in a folder: its arena is a file, and its ledger keeps a journal. It outlives its processes."""
+"""A store in a folder: its arena is a file, and its ledger is kept in a log. It outlives its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
 from dataplane_core.hosting import Client, disk_hint, lock_folder, open_extents
-from dataplane_core.journal import RecordedLedger
+from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_shm._store import Store
 
 _JOURNAL: Final = "journal"
@@ -53,13 +53,13 @@ class DurableStore(Store):
     ) -> None:
         try:
             self._lock = lock_folder(folder, _JOURNAL, _ENDING_S, f"namespace '{namespace}'")
-            recorded = self._recorded = RecordedLedger(folder / _JOURNAL, capacity_bytes, sync=sync, lazy_begins=True)
-            recorded.end_holds()
-            live = {write_id: positions for write_id, (_, positions) in recorded.payload().items()}
+            self._log = FolderLog(folder / _JOURNAL, sync=sync)
+            logged = LoggedLedger(self._log, capacity_bytes, lazy_begins=True, ends_holds=True)
+            live = {write_id: positions for write_id, (_, positions) in logged.ledger.payload().items()}
             self.kept = open_extents(
                 folder,
                 arena_bytes_for(capacity_bytes),
-                recorded.file,
+                self._log,
                 live,
                 sync=sync,
                 touch_ahead_bytes=touch_ahead_bytes,
@@ -74,24 +74,23 @@ class DurableStore(Store):
             ) from error
         self.sync = "commit" if sync else "none"
         self.folder = os.path.realpath(folder)
-        super().__init__(self.kept, recorded, capacity_bytes, on_full)
-        first = int(recorded.file.notes.get(_SESSIONS_NOTE, b"1"))
-        self._numbers = itertools.count(first)
+        super().__init__(self.kept, logged, capacity_bytes, on_full)
+        self._numbers = itertools.count(int(self._log.notes.get(_SESSIONS_NOTE, b"1")))
         self._sweep()
-        recorded.file.commit()
+        self._log.commit()
 
     def settle(self) -> None:
-        self._recorded.file.commit_or_end()
+        self._log.commit_or_end()
 
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""
         self.kept.finish()
-        self._recorded.file.finish()
-        self._recorded.close()
+        self._log.finish()
+        self._log.close()
         os.close(self._lock)
 
     def _new_client(self, number: int) -> Client:
-        if number >= int(self._recorded.file.notes.get(_SESSIONS_NOTE, b"1")):
-            self._recorded.file.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
-            self._recorded.file.commit_or_end()  # before any write id has that number
+        if number >= int(self._log.notes.get(_SESSIONS_NOTE, b"1")):
+            self._log.note(_SESSIONS_NOTE, b"%d" % (number + _SESSIONS_TOGETHER))
+            self._log.commit_or_end()  # before any write id has that number
         return super()._new_client(number)

@@ -9,8 +9,8 @@ import numpy as np
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.hosting import Client, ExtentService, Holds, LedgerHost, Place, Release, Wanted
-from dataplane_core.journal import RecordedLedger
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
+from dataplane_core.log import LoggedLedger
 from dataplane_shm._messages import (
     MESSAGES,
     About,
@@ -51,7 +51,7 @@ class Store(LedgerHost):
     def __init__(
         self,
         extents: ExtentService,
-        service: LedgerService | RecordedLedger,
+        service: LedgerService | LoggedLedger,
         capacity_bytes: int = 0,
         on_full: str = "block",
     ) -> None:

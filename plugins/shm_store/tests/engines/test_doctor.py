@@ -184,7 +184,7 @@ def hold_only(folder, name):
         (lambda folder: (folder / "arena").unlink(), r"/arena has 0 bytes"),
         (lambda folder: os.truncate(folder / "arena", 4096), r"/arena has 4096 bytes"),
         (lambda folder: journal_of(folder).unlink(), "its journal was removed"),
-        (lambda folder: change_a_byte(journal_of(folder)), r"cannot be read: the journal in {}/journal"),
+        (lambda folder: change_a_byte(journal_of(folder)), r"cannot be read: the log in {}/journal"),
         (lambda folder: hold_only(folder, ""), "Not a directory"),
         (lambda folder: hold_only(folder, "notes.txt"), "holds 'notes.txt', and no store"),
     ],

@@ -16,8 +16,8 @@ from power_loss import Disk
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
 from dataplane_core.hosting import KeptExtents, Layout, digest_of, durable, kept_extents
-from dataplane_core.journal.file import JournalFile
 from dataplane_core.ledger import commands
+from dataplane_core.log import FolderLog
 from dataplane_core.spec import FieldSpec
 from dataplane_shm import _durable
 from dataplane_shm._durable import DurableStore
@@ -49,8 +49,8 @@ class Life:
         self.together = False
 
     def kill(self):
-        """As a SIGKILL: nothing is said, nothing is finished. The journal writes nothing when it closes."""
-        self.store._recorded.close()
+        """As a SIGKILL: nothing is said, nothing is finished. The log writes nothing when it closes."""
+        self.store._log.close()
         os.close(self.store._lock)
 
     def close(self):
@@ -135,8 +135,8 @@ class KilledError(BaseException):
 
 @pytest.fixture
 def killer(monkeypatch):
-    """Ends a process at a write into its journal: before it, or after it."""
-    write = JournalFile._write
+    """Ends a process at a write into its log: before it, or after it."""
+    write = FolderLog._write
     at = [0]  # the number of half writes that are left until then; 0: never
 
     def tick():
@@ -144,12 +144,12 @@ def killer(monkeypatch):
         if at[0] == 0:
             raise KilledError
 
-    def counted(self, frame, entry):
+    def counted(self, frame, frees):
         tick()
-        write(self, frame, entry)
+        write(self, frame, frees)
         tick()
 
-    monkeypatch.setattr(JournalFile, "_write", counted)
+    monkeypatch.setattr(FolderLog, "_write", counted)
     return at
 
 
@@ -274,7 +274,7 @@ def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
         raise BackendUnavailableError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(life.store._recorded.file, "note", full)
+        patch.setattr(life.store._log, "note", full)
         assert not life.store.kept.work_aside(), "the server goes on"
         with pytest.raises(BackendUnavailableError):
             life.read(["bad"])

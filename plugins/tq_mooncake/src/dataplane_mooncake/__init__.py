@@ -1,4 +1,4 @@
-"""TransferQueue with MooncakeStore, on Ray: `TQMooncakeBackend`."""
+"""A ledger on Ray, rows in Mooncake's segments: `TQMooncakeBackend`."""
 
 from dataplane_mooncake._backend import TQMooncakeBackend
 from dataplane_mooncake.config import TQMooncakeConfig

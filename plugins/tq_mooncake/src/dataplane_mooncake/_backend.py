@@ -1,4 +1,4 @@
-"""`TQMooncakeBackend`: the ledger in TransferQueue's controller, the rows in Mooncake's segments."""
+"""`TQMooncakeBackend`: the ledger in a controller on Ray, the rows in Mooncake's segments."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dataplane_core.backends import Finding, RowStoreBackend
 from dataplane_core.spec import Capability
-from dataplane_mooncake._diagnosis import diagnose
 from dataplane_mooncake.config import TQMooncakeConfig
-from dataplane_mooncake.machine import check_distributions, check_library, check_machine, check_master
+from dataplane_mooncake.machine import check_distributions, check_library, check_machine, check_master, diagnose
 from dataplane_tq_simple import QueueBackend
 
 if TYPE_CHECKING:
@@ -43,11 +42,9 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Checks this machine, then starts the instance on Ray, or attaches to it."""
-        # before TransferQueue is imported: it hides the reason if the library does not load
         if bootstrap:
             check_machine(self.config)
-            if self.config.master_address is None:
-                check_master(mend=True)
+            check_master(mend=True)
         else:  # the rest when the options of the instance are known
             check_distributions()
             check_library()

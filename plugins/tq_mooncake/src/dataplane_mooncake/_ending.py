@@ -19,9 +19,9 @@ import psutil
 Endpoint = tuple[str, int]
 
 
-def listening_ports() -> set[int]:
-    """The TCP ports that this process listens on."""
-    connections = psutil.Process().net_connections("tcp")
+def listening_ports(pid: int | None = None) -> set[int]:
+    """The TCP ports that a process listens on, by default this one."""
+    connections = psutil.Process(pid).net_connections("tcp")
     return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 

@@ -4,8 +4,6 @@ A process has one engine per master and settings. Its clients share the engine; 
 Over TCP, rows are sent from the memory where they lie, which is registered with the engine for that time. Over RDMA,
 where registering is slow, they are copied through one buffer, which is registered once. If a put is given up but its
 thread still stores rows, that thread deletes them.
-
-Importing this module imports TransferQueue, which loads Mooncake's library where it can.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -61,23 +59,13 @@ _BYTES_PER_TRANSFER: Final = 256 << 20
 
 
 class StoreSettings(NamedTuple):
-    """The settings of an engine of this process.
+    """The settings of an engine of this process."""
 
-    Attributes:
-        master: ``host:port`` of the master.
-        address: The address that this process announces.
-        protocol: ``tcp`` or ``rdma``.
-        devices: RDMA devices; empty: all.
-        local_buffer_size_bytes: Size of the registered buffer; over TCP 0.
-        memcpy: Whether rows are copied within a process without the transport.
-    """
-
-    master: str
-    address: str
-    protocol: str
-    devices: tuple[str, ...]
-    local_buffer_size_bytes: int
-    memcpy: bool
+    master: str  # host:port
+    address: str  # that this process announces
+    protocol: str  # tcp or rdma
+    devices: tuple[str, ...]  # for RDMA; empty: all
+    local_buffer_size_bytes: int  # of the registered buffer; over TCP 0
 
 
 class EngineError(Exception):
@@ -112,7 +100,7 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
         BackendUnavailableError: The engine refused, or there is no master.
     """
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
-    os.environ["MC_STORE_MEMCPY"] = str(int(settings.memcpy))
+    os.environ["MC_STORE_MEMCPY"] = "0"  # over TCP it is unsafe in some wheels
     os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)  # in 0.3.11 a pool gives rows the bytes of others
     if settings.protocol == "rdma":
         os.environ.pop("MC_FORCE_TCP", None)
@@ -287,8 +275,7 @@ class Store:
         buffer: Any,
         offsets: npt.NDArray[np.int64],
         *,
-        segments: Mapping[str, str] | None = None,
-        shared: bool = False,
+        segments: Sequence[str] = (),
     ) -> None:
         """Stores rows.
 
@@ -298,20 +285,18 @@ class Store:
             buffer: The bytes.
             offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. No row is empty: the engine refuses empty
                 rows.
-            segments: Names and endpoints of the segments that may hold the rows; None: any segment of the master.
-            shared: Whether the master has segments of other instances: a row that it puts there is refused.
+            segments: Names of the segments that may hold the rows; empty: any segment of the master.
 
         Raises:
             EngineError: Some rows were not stored; others may be.
         """
         source = np.frombuffer(buffer, dtype=np.uint8)
-        names = list(segments or ())
         for first, stop in self._parts(np.diff(offsets)):
             with self._registered(source[offsets[first] : offsets[stop]], call, puts=True) as region:
                 starts = (offsets[first:stop] - offsets[first] + region.ctypes.data).tolist()
                 sizes = np.diff(offsets[first : stop + 1]).tolist()
                 part = list(keys[first:stop])
-                config = pinned_in(names[next(self._turns) % len(names)] if names else None)
+                config = pinned_in(segments[next(self._turns) % len(segments)] if segments else None)
                 codes = self._engine.batch_put_from(part, starts, sizes, config)
                 for _ in self._tries(call):
                     again = [row for row, code in enumerate(codes) if code]
@@ -321,8 +306,6 @@ class Store:
                     codes = self._engine.batch_put_from(part, starts, sizes, config)
             if any(codes):
                 raise EngineError("batch_put_from", [code for code in codes if code])
-            if shared and segments is not None:
-                self._check_placed(list(keys[first:stop]), set(segments.values()))
 
     def get(self, call: Call, keys: Sequence[str], *, dead: Collection[str] = ()) -> list[memoryview]:
         """Reads rows, in the order of the keys.
@@ -390,10 +373,6 @@ class Store:
         """The keys of rows in these segments."""
         found = self._described(keys)
         return [key for key in keys if key in found and endpoint_of(found[key]) in endpoints]
-
-    def there(self, keys: Sequence[str]) -> bool:
-        """Whether all rows exist. False if the master does not answer."""
-        return all(code == 1 for code in self._engine.batch_is_exist(list(keys)))
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
@@ -477,11 +456,6 @@ class Store:
                 raise EngineError("batch_is_exist", failed)
             if not all(codes):
                 raise RowsMissing
-
-    def _check_placed(self, keys: Sequence[str], endpoints: set[str]) -> None:
-        """Refuses rows that the master put into segments of other instances, because ours had no room."""
-        if any(endpoint_of(replicas) not in endpoints for replicas in self._described(keys).values()):
-            raise EngineError("batch_put_from, with rows in another instance's segments,", [FULL])
 
 
 def pinned_in(segment: str | None) -> Any:

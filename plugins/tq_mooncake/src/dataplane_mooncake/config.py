@@ -12,6 +12,12 @@ from dataplane_tq_simple.addresses import parse_announced
 
 _MIB: Final = 1024 * 1024
 _OWN: Final = frozenset({"announce_address", "rdma_devices", "local_buffer_size_bytes"})
+#: Options that older versions had, and what holds now.
+_OF_BEFORE: Final = {
+    "master_address": "each instance starts a mooncake_master of its own, and ends with it",
+    "clients_per_node": "over RDMA, each client checks at connect that its node has the memory for its buffer",
+    "store_memcpy": "rows always take the transport, because MC_STORE_MEMCPY is unsafe over TCP in some wheels",
+}
 
 
 class TQMooncakeConfig(QueueConfig):
@@ -32,10 +38,6 @@ class TQMooncakeConfig(QueueConfig):
     """The address at which other nodes reach this node: one of its IP addresses, or a network (``10.1.0.0/16``) in
     which each node has one address. Default: Ray's address of the node."""
 
-    master_address: str | None = None
-    """``host:port`` of a running ``mooncake_master``. Default: the bootstrapping client starts one on free ports of its
-    node, and ends it on close."""
-
     segment_size_bytes: SizeBytes = Field(default=2048 * _MIB, ge=16 * _MIB)
     """Mooncake's ``global_segment_size``: memory in which one storage unit holds rows. Over TCP it takes
     physical memory as it fills; over RDMA all of it is pinned at the start."""
@@ -44,14 +46,6 @@ class TQMooncakeConfig(QueueConfig):
     """Over RDMA, the transfer buffer of each client process. It is registered and pinned once, when the first client of
     the process connects. An operation uses a quarter of it; larger batches are sent in parts. Over TCP there is none:
     rows are sent from where they lie."""
-
-    clients_per_node: int = Field(default=8, ge=0)
-    """Expected number of client processes on a node. Only used to check, before anything is allocated, that a node has
-    the memory that its units and clients will take."""
-
-    store_memcpy: bool = False
-    """Mooncake's ``MC_STORE_MEMCPY``: copies rows within a process without the transport. Unsafe over TCP in some
-    wheels of Mooncake."""
 
     any_mooncake_version: bool = False
     """Whether a version of Mooncake with which the conformance tests did not pass, or did not run, is only a warning in
@@ -76,14 +70,13 @@ class TQMooncakeConfig(QueueConfig):
             parse_announced(value)
         return value
 
-    @field_validator("master_address")
+    @model_validator(mode="before")
     @classmethod
-    def _is_host_and_port(cls, value: str | None) -> str | None:
-        if value is not None:
-            host, _, port = value.rpartition(":")
-            if not host or not port.isdigit():
-                raise ValueError(f"master_address {value!r} is not host:port.")
-        return value
+    def _has_no_option_of_before(cls, values: Any) -> Any:
+        for name, instead in _OF_BEFORE.items():
+            if isinstance(values, dict) and name in values:
+                raise ValueError(f"the option {name} no longer exists: {instead}. Remove it.")
+        return values
 
     @model_validator(mode="after")
     def _devices_are_for_rdma(self) -> Self:

@@ -10,13 +10,18 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata, util
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from dataplane_core.backends import Finding
 from dataplane_core.errors import ConfigError, preview
+from dataplane_core.host_memory import memory_limit
 from dataplane_mooncake.config import TQMooncakeConfig
+from dataplane_tq_simple.addresses import announced_address
 
 _logger = logging.getLogger(__name__)
 
@@ -170,30 +175,40 @@ def check_machine(config: TQMooncakeConfig) -> None:
         check_rdma(config.rdma_devices)
 
 
-class NodeMemory(NamedTuple):
-    """A node's available memory, and the storage units that will use it.
-
-    Attributes:
-        node: Its name in messages.
-        available_bytes: Available memory.
-        num_units: Storage units on the node.
-    """
-
-    node: str
-    available_bytes: int
-    num_units: int
+def check_memory(node: str, available_bytes: int, num_units: int, config: TQMooncakeConfig) -> None:
+    """Checks that a node with so many storage units has the memory for their segments."""
+    needed_bytes = num_units * config.segment_size_bytes
+    if needed_bytes > available_bytes:
+        raise ConfigError(
+            f"{node} would need {needed_bytes // _MIB} MiB, but has {available_bytes // _MIB} MiB available: "
+            f"{num_units} storage units of {config.segment_size_bytes // _MIB} MiB (segment_size_bytes).",
+            hint="Lower segment_size_bytes or num_storage_units, or add nodes.",
+        )
 
 
-def check_memory(nodes: Sequence[NodeMemory], config: TQMooncakeConfig) -> None:
-    """Checks that every node with units has the memory for their segments, and for its clients' buffers."""
-    for node in nodes:
-        segments = node.num_units * config.segment_size_bytes
-        buffers = config.clients_per_node * config.client_buffer_bytes
-        if segments + buffers > node.available_bytes:
-            raise ConfigError(
-                f"{node.node} would need {(segments + buffers) // _MIB} MiB, but has "
-                f"{node.available_bytes // _MIB} MiB available: {node.num_units} storage units of "
-                f"{config.segment_size_bytes // _MIB} MiB (segment_size_bytes) and {config.clients_per_node} clients "
-                f"(clients_per_node) of {config.client_buffer_bytes // _MIB} MiB (local_buffer_size_bytes).",
-                hint="Lower segment_size_bytes or num_storage_units, or add nodes.",
-            )
+def diagnose(config: TQMooncakeConfig) -> Iterator[Finding]:
+    """What ``dataplane doctor`` finds on this node, before Ray: Mooncake's files, devices, address, memory."""
+    yield _finding(check_distributions, f"Mooncake is installed once: {' '.join(chain(*installed().items()))}.")
+    severity = Finding.warning if config.any_mooncake_version else Finding.error
+    yield _finding(check_version, "This version of Mooncake is accepted.", severity)
+    yield _finding(check_library, "Mooncake's library loads.")
+    yield _finding(check_master, "mooncake_master exists and is executable.")
+    if config.protocol == "rdma":
+        yield _finding(partial(check_rdma, config.rdma_devices), "The RDMA devices exist.")
+    if config.announce_address is not None:
+        address = partial(announced_address, config.announce_address, ray_ip="", num_nodes=1)
+        yield _finding(address, f"This node has one address that announce_address '{config.announce_address}' fits.")
+    if config.ray_address is None and "RAY_ADDRESS" not in os.environ:  # then all units run here
+        available = memory_limit().available_bytes
+        memory = partial(check_memory, "this node", available, config.num_storage_units, config)
+        yield _finding(memory, f"This node has {available // 2**20} MiB of memory available, which is enough.")
+
+
+def _finding(
+    check: Callable[[], object], ok_message: str, failed: Callable[[str, str | None], Finding] = Finding.error
+) -> Finding:
+    try:
+        check()
+    except ConfigError as error:
+        return failed(error.message, error.hint)
+    return Finding.ok(ok_message)

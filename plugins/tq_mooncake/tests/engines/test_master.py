@@ -1,5 +1,7 @@
 """Masters of our own: on free ports, awaited, ended by process id, with their owner at the latest."""
 
+import os
+import signal
 import socket
 import time
 
@@ -8,6 +10,7 @@ import pytest
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_mooncake import _master, machine
 from dataplane_mooncake._master import Master, MasterWatch
+from dataplane_testkit._timing import eventually
 
 
 def in_60_s():
@@ -69,13 +72,22 @@ def test_a_master_that_does_not_come_up_leaves_nothing(tmp_path, monkeypatch, sc
     assert not any(runs(int(pid)) for pid in (tmp_path / "pids").read_text().split())
 
 
-def test_a_watch_looks_again_after_as_long_as_each_caller_says(monkeypatch):
-    looks = []
-    monkeypatch.setattr(_master, "refuses", lambda *address: looks.append(address))
-    watch = MasterWatch("instance", "127.0.0.1:1")
-    for every_s, expected in ((1000.0, 1), (1000.0, 1), (0.0, 2), (1000.0, 2)):
-        watch.check(every_s=every_s)
-        assert len(looks) == expected
-    time.sleep(0.02)
-    watch.check(every_s=0.01)
-    assert len(looks) == 3
+def test_a_watch_tells_a_dead_master_from_one_that_stands_still(stopped):
+    master = Master("127.0.0.1")
+    try:
+        master.start(in_60_s())
+        watch = MasterWatch("run", master.address, in_60_s())
+        with stopped(master.pid):
+            watch.check()
+        assert not master.ended
+        os.kill(master.pid, signal.SIGKILL)
+        eventually(lambda: master.ended, 60.0)
+        for look in (watch.check, watch.check, lambda: MasterWatch("run", master.address, in_60_s())):
+            with pytest.raises(BackendUnavailableError, match=f"{master.address} of instance 'run' is dead") as dead:
+                look()
+            assert not dead.value.retryable
+            assert "bootstrap the instance again" in dead.value.hint
+        watch.close()
+        watch.check()  # of a thread that calls while another one closes the client
+    finally:
+        master.stop()

@@ -1,19 +1,17 @@
-"""The controller of an instance is killed, its master, or a storage unit. They are started again, and new segments are
-mounted. So all tests share an instance."""
+"""The controller of an instance is killed, or a storage unit: they are started again, so these tests share an instance.
+Or its master: that ends the instance."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import threading
-import time
 
 import pytest
 import ray
 import torch
 
-from dataplane_core.errors import DataPlaneError, LostSamplesError
+from dataplane_core.errors import BackendUnavailableError, LostSamplesError
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
@@ -30,10 +28,6 @@ def instance(client):
 
 def listening(client):
     return {place for segment in instance(client).segments for place in segment.listening}
-
-
-def kill_master(client):
-    os.kill(instance(client).master_pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -78,122 +72,6 @@ def test_the_controller_finds_its_ledger(two, pid_of):
     assert list(rest.sample_ids) == [*ids[4:], "t0", "t1", "t2"]
 
 
-def test_lost_samples_are_named_and_work_goes_on(two):
-    owner, client = two
-    client.put_samples(NAMES, "p", values(1))
-    held = client.claim_meta("p", "train", ["x"], 4, lease_s=600.0)
-    places = listening(owner)
-
-    kill_master(owner)
-
-    client.ack(held)  # needs no row
-    with pytest.raises(LostSamplesError) as lost:
-        client.get_samples(NAMES, "p", ["x"])
-    assert list(lost.value.missing_samples) == NAMES
-    later = [f"t{row}" for row in range(8)]
-    client.put_samples(later, "p", values(2, later))
-    assert torch.equal(owner.get_samples(later, "p", ["x"])["x"], values(2)["x"])
-    claimed = client.claim_meta("p", "train", ["x"], 99, blocking=False)
-    assert list(claimed.sample_ids) == NAMES[4:] + later
-    client.clear_samples(NAMES, "p")
-    client.put_samples(NAMES, "p", values(3))
-    assert torch.equal(owner.get_samples(NAMES, "p", ["x"])["x"], values(3)["x"])
-    # late writes to the old segments find nobody; one unit may mount its new one before the other
-    eventually(lambda: not places & listening(owner), 60.0)
-
-
-def test_puts_and_reads_under_way_go_on(two):
-    """The master is killed three times while threads put and read. What is put after the last time is there."""
-    owner, client = two
-    over, failures, counts = threading.Event(), [], [0, 0]
-
-    def work(number, user):
-        while not over.is_set():
-            names = [f"{number}-{counts[number]}-{row}" for row in range(4)]
-            try:
-                user.put_samples(names, "p", values(counts[number], names))
-                with contextlib.suppress(LostSamplesError):
-                    got = user.get_samples(names, "p", ["x"])["x"]
-                    assert torch.equal(got, values(counts[number], names)["x"])
-                user.clear_samples(names, "p")
-            except Exception as error:
-                failures.append(error)
-                return
-            counts[number] += 1
-
-    threads = [threading.Thread(target=work, args=each) for each in enumerate((owner, client))]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(3):
-            before, pid = list(counts), instance(owner).master_pid
-            kill_master(owner)
-            while not failures and (
-                instance(owner).master_pid in (pid, None)
-                or any(now < then + 3 for now, then in zip(counts, before, strict=True))
-            ):
-                assert not over.wait(0.02)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-    assert list(client.list_samples("p").sample_ids) == []
-
-
-@pytest.fixture
-def away(two, monkeypatch):
-    """The master of ``two`` dies, and is away until ``away`` is called."""
-    owner, _ = two
-    unmount = instance(owner).unmount_all
-
-    def refuse(deadline):
-        raise RuntimeError("not now")
-
-    monkeypatch.setattr(instance(owner), "unmount_all", refuse)
-    kill_master(owner)
-    return lambda: monkeypatch.setattr(instance(owner), "unmount_all", unmount)
-
-
-_ATTACHES = """
-import json, sys
-import ray
-from dataplane_core import connect
-config = json.loads(sys.argv[1])
-ray.init(config["options"]["ray_address"], log_to_driver=False)
-print("now", flush=True)
-with connect(config, bootstrap=False) as client:
-    client.put_samples(["t"], "p", {"x": [[7] * 1000]})
-    print(client.get_samples(["t"], "p", ["x"])["x"].sum().item(), flush=True)
-"""
-
-
-def test_a_client_attaches_while_the_master_is_away(two, away, ray_address, python):
-    options = {"ray_address": ray_address, "instance": "again", "local_buffer_size_bytes": 4 << 20}
-    config = json.dumps({"backend": "tq_mooncake", "options": options, "op_timeout_s": 90.0})
-    with python.start("-c", _ATTACHES, config, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "now\n"
-            time.sleep(3.0)  # most of the tries fall into the time without a master
-            assert process.poll() is None
-            away()
-            assert process.stdout.readline() == "7000\n"
-        finally:
-            process.kill()
-
-
-def test_a_master_that_stays_away_is_named_and_worth_another_try(two, away, connect, ray_address):
-    owner, patient = two
-    # the engine asks a dead master for about 4 seconds before it says that it is not there
-    client = connect(bootstrap=False, op_timeout_s=15.0, ray_address=ray_address, instance="again")
-    with pytest.raises(DataPlaneError, match=r"mooncake_master at .* of instance 'again' (died|is dead)") as error:
-        client.put_samples(["t"], "p", values(1, ["t"]))
-    assert error.value.retryable
-    away()
-    patient.put_samples(["t"], "p", values(1, ["t"]))
-    assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(1, ["t"])["x"])
-
-
 @pytest.fixture
 def kill_unit(pid_of):
     return lambda client, number: os.kill(pid_of(instance(client).units[number].actor), signal.SIGKILL)
@@ -229,3 +107,100 @@ def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):
         assert torch.equal(user.get_samples(lost, "p", ["x"])["x"], values(7, lost)["x"])
     client.clear_samples(names + later, "p")
     assert list(client.list_samples("p").sample_ids) == []
+
+
+def test_a_put_waits_until_a_unit_is_back(two, kill_unit):
+    owner, client = two
+    client.put_samples(NAMES, "p", values(1))
+    for number in range(2):
+        kill_unit(owner, number)
+    client.put_samples(["t"], "p", values(2, ["t"]))
+    with pytest.raises(LostSamplesError) as lost:
+        client.get_samples([*NAMES, "t"], "p", ["x"])
+    assert list(lost.value.missing_samples) == NAMES
+    assert torch.equal(owner.get_samples(["t"], "p", ["x"])["x"], values(2, ["t"])["x"])
+
+
+#: A process that puts and reads until it cannot, and says why.
+_WORKS = """
+import itertools, json, sys
+import torch
+from dataplane_core import connect
+from dataplane_core.errors import BackendUnavailableError
+with connect(json.loads(sys.argv[1]), bootstrap=False) as client:
+    try:
+        for number in itertools.count():
+            names = [f"other-{number}-{row}" for row in range(4)]
+            client.put_samples(names, "p", {"x": torch.full((4, 1000), number)})
+            assert client.get_samples(names, "p", ["x"])["x"].sum() == 4000 * number
+            client.clear_samples(names, "p")
+            if number == 3:
+                print("works", flush=True)
+    except BackendUnavailableError as error:
+        print(json.dumps([error.retryable, str(error)]), flush=True)
+"""
+
+
+def test_the_death_of_the_master_under_load_ends_the_store_for_all_and_it_can_be_bootstrapped_again(
+    connect, ray_address, python
+):
+    options = {"ray_address": ray_address, "instance": "ends", "num_storage_units": 2}
+    owner = connect(**options)
+    client = connect(bootstrap=False, **options)
+    owner.register_partition("p", ["x", "never"], None, ["train"])
+    failures, counts = [], [0, 0]
+
+    def works(number, user):
+        names = [f"{number}-{counts[number]}-{row}" for row in range(4)]
+        user.put_samples(names, "p", values(counts[number], names))
+        assert torch.equal(user.get_samples(names, "p", ["x"])["x"], values(counts[number], names)["x"])
+        user.clear_samples(names, "p")
+        counts[number] += 1
+
+    def waits(_, user):
+        user.claim_meta("p", "train", ["never"], 1, timeout_s=90.0)
+
+    def repeat(act, *args):
+        try:
+            while True:
+                act(*args)
+        except Exception as error:
+            failures.append(error)
+
+    acts = [(act, number, user) for act in (works, waits) for number, user in enumerate((owner, client))]
+    threads = [threading.Thread(target=repeat, args=each) for each in acts]
+    config = {"backend": "tq_mooncake", "options": options | {"local_buffer_size_bytes": 4 << 20}, "op_timeout_s": 90.0}
+    with python.start("-c", _WORKS, json.dumps(config), stdout=subprocess.PIPE, text=True) as process:
+        for thread in threads:
+            thread.start()
+        try:
+            assert process.stdout.readline() == "works\n"
+            eventually(lambda: failures or min(counts) >= 3, 60.0)
+            assert failures == []
+        finally:
+            address = instance(owner).details["master"]
+            os.kill(instance(owner).master_pid, signal.SIGKILL)
+            told = json.loads(process.stdout.readline())
+            for thread in threads:
+                thread.join(60.0)
+        assert not any(thread.is_alive() for thread in threads)
+        for act in (
+            lambda: client.get_samples(["t"], "p", ["x"]),
+            lambda: owner.put_samples(["t"], "p", values(1, ["t"])),
+            lambda: client.list_samples("p"),
+            lambda: connect(bootstrap=False, **options),
+        ):
+            with pytest.raises(BackendUnavailableError) as refused:
+                act()
+            failures.append(refused.value)
+        for retryable, said in [told, *((error.retryable, str(error)) for error in failures)]:
+            assert not retryable
+            assert f"the mooncake_master at {address} of instance 'ends' is dead" in said
+            assert "bootstrap the instance again" in said
+
+    client.close()
+    owner.close()
+    again = connect(**options)
+    again.register_partition("p", ["x"], None, ["train"])
+    again.put_samples(NAMES, "p", values(5))
+    assert torch.equal(again.get_samples(NAMES, "p", ["x"])["x"], values(5)["x"])

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +10,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-import mooncake.store  # loaded before anything is set for it, as TransferQueue does
+import mooncake.store  # loaded before anything is set for it, as connecting does
 import numpy as np
 import psutil
 import pytest
@@ -24,12 +23,10 @@ from dataplane_core.errors import (
     CapacityExceededError,
     ClientClosedError,
     ConfigError,
-    LostSamplesError,
     OperationTimeoutError,
 )
 from dataplane_core.ledger import commands
 from dataplane_mooncake import _calls, _store
-from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import Store, StoreSettings
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
@@ -224,7 +221,8 @@ def test_a_row_of_every_size_class_comes_back_whole_also_in_another_process(conn
     assert told == sorted(f"s{i} {len(cell)} {zlib.crc32(cell.numpy())}" for i, cell in enumerate(cells))
 
 
-def test_rows_whose_transfer_fails_are_tried_again(client, watched):
+@pytest.mark.parametrize("code", [-800, -900], ids=["transfer", "master_not_reached"])
+def test_rows_that_fail_are_tried_again(client, watched, code):
     """Every third row of the first put and of the first get."""
     broken = set()
 
@@ -233,7 +231,7 @@ def test_rows_whose_transfer_fails_are_tried_again(client, watched):
             return None
         if row == count - 1:
             broken.add(name)
-        return -800
+        return code
 
     watched.fails = fails
     sent = rows(100, 64)
@@ -302,7 +300,7 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
     eventually(lambda: "close" in noting.noted, 60.0)
     assert noting.noted == ["delete", "close"]
     with pytest.raises(ClientClosedError):
-        engine._bounded(store, "late", lambda _: store.there(["a"]), time.monotonic() + 60)
+        engine._run(store, "late", lambda _: None, time.monotonic() + 60)
 
 
 def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it_left(client, monkeypatch):
@@ -338,7 +336,7 @@ def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connect
         raise BackendUnavailableError("no master answers")
 
     monkeypatch.setattr(_store, "open_engine", connect_to_nobody)
-    one, another = (StoreSettings(f"127.0.0.1:{port}", "127.0.0.1", "tcp", (), 0, False) for port in (1, 2))
+    one, another = (StoreSettings(f"127.0.0.1:{port}", "127.0.0.1", "tcp", (), 0) for port in (1, 2))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(Store.acquire, one, [], deadline=time.monotonic() + 20)
         assert connecting.wait(60)
@@ -366,18 +364,6 @@ def test_a_full_store_says_so_leaks_nothing_and_takes_later_puts(client):
         client.clear_samples(ids(24, "a") + ids(2, "c"), "p")
 
 
-def no_answer(_):
-    raise OperationTimeoutError("no answer within 0.167 s. It may have been executed or not.")
-
-
-def test_a_full_store_is_the_reason_also_if_the_deadline_comes_while_the_master_is_asked_again(client, monkeypatch):
-    monkeypatch.setattr(backend_of(client)._engine._store, "there", no_answer)
-    with pytest.raises(CapacityExceededError, match=r"2 segments of 16 MiB .* have no room") as refused:
-        client.put_samples(ids(40), "p", rows(40, MIB))
-    assert "It may have been executed" not in str(refused.value)
-    assert list(client.list_samples("p").sample_ids) == []
-
-
 def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, ray_address):
     waiting = connect(bootstrap=False, instance="store", ray_address=ray_address, on_full="block")
     client.put_samples(ids(28, "a"), "p", rows(28, MIB))
@@ -394,52 +380,6 @@ def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, r
     thread.join(60)
     assert done.is_set()
     assert torch.equal(client.get_samples(ids(8, "b"), "p", ["x"])["x"], rows(8, MIB, seed=3)["x"])
-
-
-# --- two queues on one master ----------------------------------------------------------------------------------------
-
-
-def test_queues_on_one_master_neither_collide_nor_lodge_in_each_other_and_name_it_when_it_dies(
-    connect, ray_address, pid_of
-):
-    """And a put waits until a unit that died is back."""
-    master = Master(ray.util.get_node_ip_address())
-    try:
-        master.start(time.monotonic() + 60)
-        shared = {"master_address": master.address, "ray_address": ray_address, "on_full": "raise"}
-        one, two = (connect(instance=name, **shared) for name in ("one", "two"))
-        for seed, client in enumerate((one, two)):
-            client.register_partition("p", ["x"], None, ["train"])
-            client.put_samples(ids(8), "p", rows(8, MIB // 2, seed))
-        with pytest.raises(CapacityExceededError, match="another instance"):  # it has 16 MiB, though two has room
-            one.put_samples(ids(24, "more"), "p", rows(24, MIB // 2))
-        one.put_samples(ids(4, "fits"), "p", rows(4, MIB // 2, seed=7))
-        assert torch.equal(one.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 0)["x"])
-        one.close()
-        assert torch.equal(two.get_samples(ids(8), "p", ["x"])["x"], rows(8, MIB // 2, 1)["x"])
-        assert psutil.Process(master.pid).is_running()  # it was not theirs
-
-        os.kill(pid_of("tqm-two/unit-0"), signal.SIGKILL)
-        two.put_samples(["t"], "p", rows(1, MIB // 2, 2))  # waits until the only unit is back
-        with pytest.raises(LostSamplesError) as lost:
-            two.get_samples([*ids(8), "t"], "p", ["x"])
-        assert list(lost.value.missing_samples) == ids(8)
-        assert torch.equal(two.get_samples(["t"], "p", ["x"])["x"], rows(1, MIB // 2, 2)["x"])
-
-        os.kill(master.pid, signal.SIGKILL)
-        for attempt in (
-            lambda: two.get_samples(["t"], "p", ["x"]),
-            lambda: two.put_samples(["b"], "p", rows(1, 9)),
-            lambda: two.clear_samples(ids(1), "p"),
-            lambda: two.claim_meta("p", "train", ["x"], 9, timeout_s=60),
-            lambda: two.list_samples("p"),
-        ):
-            dead = f"the mooncake_master at {master.address} of instance 'two' is dead"
-            with pytest.raises(BackendUnavailableError, match=dead) as refused:
-                attempt()
-            assert not refused.value.retryable
-    finally:
-        master.stop()
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""TransferQueue with SimpleStorage, on Ray: `TQSimpleBackend`.
+"""A ledger and storage units on Ray: `TQSimpleBackend`.
 
 `QueueBackend` and `QueueConfig` are for backends that host their ledger in the same way, and store rows elsewhere; see
 `dataplane_tq_simple.engines`. Of the other modules, others may import ``addresses`` and ``config``.

@@ -75,6 +75,11 @@ def on_nodes(nodes: Iterable[str], function: Callable[..., Any], *args: Any) -> 
     return {node: task.options(num_cpus=0, scheduling_strategy=each).remote(*args) for node, each in there.items()}
 
 
+def own_address() -> str:
+    """The address of this process's node."""
+    return str(ray.util.get_node_ip_address()).strip("[]")
+
+
 def was_started_before() -> bool:
     """Whether Ray has started this process's actor again."""
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""`QueueBackend`: the ledger in TransferQueue's controller. `TQSimpleBackend`: also the rows in its storage units."""
+"""`QueueBackend`: the ledger in a controller on Ray. `TQSimpleBackend`: also the rows in its storage units."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _AGAIN_S = 0.1
 
 
 class QueueBackend(LedgerBackend, Generic[_Engine]):
-    """A backend whose ledger runs in a TransferQueue controller. ``Config`` derives from `QueueConfig`."""
+    """A backend whose ledger runs in a controller on Ray. ``Config`` derives from `QueueConfig`."""
 
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.WAKES}
     scope = Scope.CLUSTER
     opens_in_forks = False
     why_not_declared: ClassVar[Mapping[str, str]] = {
         Capability.DURABLE: "the payload is in memory; the option `journal` keeps only the ledger",
-        Capability.NO_PICKLE: "TransferQueue's messages and Ray's carry pickles over sockets without authentication",
+        Capability.NO_PICKLE: "Ray's messages carry pickles over sockets without authentication",
     }
 
     def __init__(self, config: Any) -> None:
@@ -74,7 +74,7 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
 
     @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """The engine's packages, the Ray cluster that would be used, its CPUs and this node's address in it; or the
+        """Ray itself, the Ray cluster that would be used, its CPUs and this node's address in it; or the
         instance that runs on this host."""
         return diagnose(config, deadline, lambda: cls._engine_class().instance_class.controller_name(config))
 

@@ -52,9 +52,8 @@ class Started(NamedTuple):
     Attributes:
         token: Identifies this life of the unit; requests carry it.
         ip: Its address.
-        port: The port where TransferQueue's part of it answers.
+        port: The port where it serves rows.
         node: The id of its node.
-        data_port: The port where it serves rows.
         socket: The name of the Unix socket where it serves them.
         secret: What clients show there.
         size_bytes: The size of its memory.
@@ -66,7 +65,6 @@ class Started(NamedTuple):
     ip: str
     port: int
     node: str
-    data_port: int = 0
     socket: str = ""
     secret: bytes = b""
     size_bytes: int = 0

@@ -1,12 +1,12 @@
 """The Ray side of an instance: starts, names, finds, watches and ends its actors.
 
-An instance is one TransferQueue controller and its storage units. They are named Ray actors in the namespace
+An instance is one controller and its storage units. They are named Ray actors in the namespace
 ``dataplane``, owned by the process that bootstrapped them. They are not detached: Ray ends them when that process
 closes its client, exits or crashes. Only units that were added to an instance with a journal are detached: their owner
 would be the controller, and Ray would end them when it dies. Other jobs reach the actors by name. A subclass of
 `Instance` says what a storage unit is, so a package with another storage can build on this one.
 
-Importing this module imports Ray and TransferQueue.
+Importing this module imports Ray.
 """
 
 from __future__ import annotations
@@ -55,11 +55,8 @@ from dataplane_tq_simple.config import QueueConfig
 
 # Environment variables of the processes that an instance starts. A value in the bootstrapping client's environment
 # wins.
-# - A unit moves bytes and computes nothing: one torch thread is enough. With more threads than cores, TransferQueue
-#   warns at every request.
-# - TransferQueue would print its performance log in every driver every five minutes.
-# - Ray runs its workers at low priority: calls would wait for any other work on the node.
-_ACTOR_ENV = {"TQ_NUM_THREADS": "1", "TQ_PERF_LOG_FLUSH_INTERVAL": "1000000000", "RAY_worker_niceness": "0"}
+# Ray runs its workers at low priority: calls would wait for any other work on the node.
+_ACTOR_ENV = {"RAY_worker_niceness": "0"}
 
 # Seconds after the end of a process in which Ray may still count its CPUs or its name as used.
 _SETTLE_S = 5.0
@@ -320,8 +317,7 @@ class Instance(ABC):
             names = [name for name, ref in refs.items() if ref in waiting]
             raise OperationTimeoutError(
                 f"instance {config.instance!r}: {preview(names)} of {len(refs)} processes did not start in time.",
-                hint=f"Free on the cluster: {ray.available_resources()}. A first start imports torch, which takes "
-                "seconds.",
+                hint=f"Free on the cluster: {ray.available_resources()}.",
             )
         return [infos[ref] for ref in refs.values()]
 

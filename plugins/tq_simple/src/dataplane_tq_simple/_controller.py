@@ -1,12 +1,11 @@
 """The actor of the controller.
 
-A thread in its process serves the ledger and the book of storage units (`ControllerHost`), beside TransferQueue's own
-threads, whose queues and sockets would cost each call more than the ledger does.
+A thread in its process serves the ledger and the book of storage units (`ControllerHost`).
 
 If it keeps a journal, Ray starts it again where it died. It then has its ledger and its book of storage units from the
 journal, another port and another token, which clients ask for over Ray.
 
-Importing this module imports Ray and TransferQueue.
+Importing this module imports Ray.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Any, TypeAlias
 
 from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
-from dataplane_tq_simple import _privates
-from dataplane_tq_simple._actors import was_started_before
+from dataplane_tq_simple._actors import own_address, was_started_before
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
@@ -35,10 +33,8 @@ _KEEPER_NOTE = "keeper"
 _IDENTITY_NOTE = "identity"
 
 
-class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no types
-    """TransferQueue's controller as an importable class.
-
-    A worker process that imports it imports dataplane_core first, which keeps torch's compiler from loading.
+class Controller:
+    """See above.
 
     Args:
         journal, capacity_bytes, sync, durable: See `make_ledger`.
@@ -49,8 +45,6 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
     _host: ControllerHost
 
     def __init__(self, *, journal: Path | None, capacity_bytes: int | None, sync: bool, durable: bool = False) -> None:
-        # not super(): Ray makes other classes of this one, which super() refuses
-        _privates.ControllerClass.__init__(self)
         self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync, durable=durable)
         self._durable = durable
         if journal is not None and was_started_before():
@@ -64,7 +58,7 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
             for name in (_DESCRIPTION_NOTE, _KEEPER_NOTE):
                 if self._host.noted(name) is not None:
                     self._host.note(name, None)
-        ip, token = _privates.node_ip(self), new_token()
+        ip, token = own_address(), new_token()
         listener = listen_on(ip)
         self._line: Line = ip, listener.getsockname()[1], token
         server = Server(self._host, listener, token=token)
@@ -92,12 +86,12 @@ class Controller(_privates.ControllerClass):  # type: ignore[misc]  # has no typ
         return self._line
 
     def store_config(self, conf: Any) -> None:
-        """As TransferQueue's. A controller that is started again has it too."""
+        """Keeps what attaching clients are told. A controller that is started again has it too."""
         self._host.note(_DESCRIPTION_NOTE, pickle.dumps(conf))
         self._description = conf
 
     def get_config(self) -> Any:
-        """As TransferQueue's."""
+        """What `store_config` was given, or None."""
         return self._description
 
     def keep_units(self, instance: Any, config: Any, units: list[tuple[str, str, Started]]) -> None:

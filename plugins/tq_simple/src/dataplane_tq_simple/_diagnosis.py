@@ -1,34 +1,32 @@
-"""What `dataplane doctor tq_simple` checks: the engine's packages, and the Ray that an instance would run on."""
+"""What `dataplane doctor tq_simple` checks: Ray itself, and the Ray that an instance would run on."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Final
 
-from dataplane_core.backends import Finding, Level, check_announced_address, missing_library
+from dataplane_core.backends import Finding, Level, check_announced_address
 from dataplane_core.errors import DataPlaneError, preview
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
 
-_DISTRIBUTION: Final = "dataplane-tq-simple"
-_ENGINE: Final = "TransferQueue"
-#: The versions of it with which this package was tried, oldest first: it uses internals, so it accepts no others.
-TRIED: Final = ("0.1.9", "0.1.10", "0.1.11")
 #: Seconds that a Ray of this host has to accept a connection.
 _ANSWERS_S: Final = 5.0
 
 
 def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str]) -> Iterator[Finding]:
     """Findings for these options; see `Backend.diagnose`. ``find_name`` gives the name of the controller's actor."""
-    packages = list(_packages())
-    yield from packages
-    if any(finding.level is Level.ERROR for finding in packages):
+    try:
+        import_module("ray")
+    except Exception as error:
+        hint = "Run: pip install --force-reinstall dataplane-tq-simple"
+        yield Finding.error(f"ray cannot be imported: {type(error).__name__}: {error}", hint)
         return
+    yield Finding.ok(f"Ray {metadata.version('ray')}.")
     durable = getattr(config, "durable", None)
     if durable is not None:
         yield _durable(durable, config)
@@ -57,27 +55,6 @@ def unit_paths(units: Iterable[UnitInfo], node: str) -> Iterator[Finding]:
             "A unit's memory is shared by processes of the same user in the same network namespace, with the option "
             "share_memory.",
         )
-
-
-def _packages() -> Iterator[Finding]:
-    for module in ("ray", "transfer_queue"):
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            library = missing_library(error)
-            hint = f"Run: pip install --force-reinstall {_DISTRIBUTION}"
-            if library is not None:
-                hint = f"Install the system package that brings {library}."
-            yield Finding.error(f"{module} cannot be imported: {type(error).__name__}: {error}", hint)
-            return
-    found = metadata.version(_ENGINE)
-    if found not in TRIED:
-        yield Finding.error(
-            f"{_ENGINE} {found} is installed. Expected {' or '.join(TRIED)}.",
-            f"Run: pip install '{_ENGINE}=={TRIED[-1]}'",
-        )
-    else:
-        yield Finding.ok(f"{_ENGINE} {found} on Ray {metadata.version('ray')}.")
 
 
 def _journal(config: QueueConfig) -> Finding:

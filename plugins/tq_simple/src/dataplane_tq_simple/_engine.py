@@ -7,7 +7,7 @@ others reach the same rows over TCP.
 The service in the controller knows what the rows mean, which of them exist and who may have them. The engine only moves
 bytes. It gives every operation a deadline, and turns failures into clear errors.
 
-Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itself does not).
+Importing this module imports Ray (`dataplane_tq_simple` itself does not).
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class Engine(QueueEngine):
             # it does not run here, its socket is not for this process, or its memory cannot be mapped
             with suppress(BackendUnavailableError, OSError):
                 return ExtentClient(Session(unix, ExtentHost.messages, deadline, watch), views=self.own.views)
-        address = _TcpUnit(started.ip, started.data_port, started.secret, unit=life.unit)
+        address = _TcpUnit(started.ip, started.port, started.secret, unit=life.unit)
         return ExtentClient(Session(address, ExtentHost.messages, deadline, watch))
 
     def _forget(self, numbers: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What the thread in TransferQueue's controller serves: the ledger, and the book of storage units.
+"""What the thread in the controller serves: the ledger, and the book of storage units.
 
 The ledger's write ids say which units have the rows. An instance that keeps a journal has both recorded in its folder,
 where a controller that Ray starts again finds them.

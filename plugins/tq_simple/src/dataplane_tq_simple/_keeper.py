@@ -1,10 +1,10 @@
 """Watches the storage units of an instance, in a thread of the controller: learns who died, starts and ends units.
 
-Each unit has a socket of its own here, over which nothing is sent: the end of its connection tells at once that the
+The keeper has a session with each unit, over which nothing is sent: the end of its connection tells at once that the
 unit may have died. It has if nobody listens at its address any more, or if its actor, which Ray starts again, says that
 it is another life. One thread judges for all clients, so they agree on which rows are lost.
 
-Importing this module imports Ray and TransferQueue.
+Importing this module imports Ray.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from typing import Any, Final
 
 import ray
 import ray.exceptions
-import zmq as _zmq
-from zmq.utils.monitor import recv_monitor_message
 
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError
+from dataplane_core.hosting import ExtentHost, Session, TcpAddress
 from dataplane_core.ledger import Ref
-from dataplane_tq_simple import _privates
 from dataplane_tq_simple._actors import cause, data_plane_error, lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
 from dataplane_tq_simple._kept import Place
-from dataplane_tq_simple.addresses import refuses, with_port
+from dataplane_tq_simple.addresses import refuses
 
 _logger = logging.getLogger(__name__)
-zmq: Any = _zmq  # its type stubs are partial
 
 #: Seconds between two looks at what changes, and where nothing does.
 _BUSY_S: Final = 0.05
-_IDLE_S: Final = 0.5
+_IDLE_S: Final = 0.2
 #: Seconds between two questions to a unit that does not run.
 _ASK_S: Final = 0.2
 #: Seconds between two questions to the nodes for the place of a unit, and between two tries to start it.
@@ -47,8 +45,6 @@ _RETAIN_AGAIN_S: Final = 5.0
 _REACH_S: Final = 0.5
 #: Seconds that a unit may take to delete what it keeps.
 _DISCARD_S: Final = 5.0
-#: A node that is lost without a word is noticed after about so many milliseconds.
-_HEARTBEAT_MS: Final = 15_000
 #: What Ray answers in the place of an actor that it does not start again. `ActorUnavailableError` is none of it.
 _GIVEN_UP: Final = (
     ray.exceptions.RayActorError,
@@ -63,9 +59,14 @@ class _Ear:
 
     actor: str
     started: Started
-    socket: Any
-    monitor: Any
+    session: Session | None = None
     suspect: bool = False
+
+    def hang_up(self) -> None:
+        """Ends the session."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
 
 
 @dataclass(slots=True)
@@ -138,7 +139,6 @@ class Keeper:
         self._places = places
         self._wait_s = wait_s
         self._book = host.book
-        self._context = zmq.Context()
         self._ears: dict[str, _Ear] = {}
         self._asked: dict[str, _Asked] = {}
         self._searches: dict[str, _Search] = {}
@@ -185,36 +185,30 @@ class Keeper:
                 time.sleep(_IDLE_S)
 
     def _wait(self) -> None:
-        """Waits for news of a connection, or a moment."""
-        busy = self._book.changed.is_set() or self._asked or self._to_retain
-        poller = zmq.Poller()
-        for ear in self._ears.values():
-            poller.register(ear.monitor, zmq.POLLIN)
-        if not self._ears:
-            time.sleep(_BUSY_S)
-            return
-        for monitor, _ in poller.poll((_BUSY_S if busy else _IDLE_S) * 1000):
-            recv_monitor_message(monitor)
-            next(ear for ear in self._ears.values() if ear.monitor is monitor).suspect = True
+        """Waits a moment, and for what changes in the book."""
+        busy = self._asked or self._to_retain or not self._ears
+        self._book.changed.wait(_BUSY_S if busy else _IDLE_S)
 
     def _listen(self) -> None:
         """Connects to new lives, and hangs up on ended ones."""
         live = {name: (actor, started) for name, actor, started in self._book.live()}
         for name, ear in list(self._ears.items()):
             if name not in live or live[name][1] != ear.started:
-                ear.socket.disable_monitor()
-                ear.monitor.close(linger=0)
-                ear.socket.close(linger=0)
+                ear.hang_up()
                 del self._ears[name]
         for name, (actor, started) in live.items():
             if name not in self._ears:
-                peer = _privates.new_socket(self._context, zmq.DEALER, started.ip)
-                peer.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS // 3)
-                peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_MS)
-                bad = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-                monitor = peer.get_monitor_socket(bad)
-                peer.connect(f"tcp://{with_port(started.ip, started.port)}")
-                self._ears[name] = _Ear(actor, started, peer, monitor)
+                self._ears[name] = _Ear(actor, started)
+            ear = self._ears[name]
+            if ear.session is not None:
+                try:
+                    ear.session.check("watch a storage unit")
+                except DataPlaneError:
+                    ear.suspect = True
+                    ear.hang_up()
+            if ear.session is None and not ear.suspect:
+                ear.session = _session_with(started)
+                ear.suspect = ear.session is None
 
     def _judge(self) -> None:
         """Finds out whether the suspects have ended."""
@@ -376,3 +370,20 @@ class Keeper:
                 if self._places is not None:
                     ray.wait([handle.discard.remote()], timeout=_DISCARD_S)
                 ray.kill(handle, no_restart=True)
+
+
+def _session_with(started: Started) -> Session | None:
+    """A session with a unit, or None if it cannot be reached now."""
+    address = _UnitAddress(started.ip, started.port, started.secret)
+    try:
+        return Session(address, ExtentHost.messages, time.monotonic() + _REACH_S)
+    except DataPlaneError:
+        return None
+
+
+class _UnitAddress(TcpAddress):
+    """Where a unit is reached."""
+
+    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
+        """As `Address.failure`."""
+        return BackendUnavailableError(f"{what}: {error}")

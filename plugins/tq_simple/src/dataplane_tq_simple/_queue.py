@@ -1,8 +1,8 @@
-"""A client's connection to an instance: its life cycle, and its session with the host in TransferQueue's controller.
+"""A client's connection to an instance: its life cycle, and its session with the host in its controller.
 
 The engine gives every call a deadline, and turns failures into clear errors.
 
-Importing this module imports Ray and TransferQueue (`dataplane_tq_simple` itself does not).
+Importing this module imports Ray (`dataplane_tq_simple` itself does not).
 """
 
 from __future__ import annotations

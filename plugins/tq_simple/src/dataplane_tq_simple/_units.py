@@ -1,6 +1,6 @@
-"""Instances whose units are TransferQueue's SimpleStorage.
+"""The storage units of ``tq_simple``, and its instances.
 
-Importing this module imports Ray and TransferQueue.
+Importing this module imports Ray.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.ledger import Ref
 from dataplane_core.spec import new_id
-from dataplane_tq_simple import _privates
-from dataplane_tq_simple._actors import NAMESPACE, get_within, lookup, nodes_for_units, on_nodes, was_started_before
+from dataplane_tq_simple._actors import (
+    NAMESPACE,
+    get_within,
+    lookup,
+    nodes_for_units,
+    on_nodes,
+    own_address,
+    was_started_before,
+)
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._cluster import Home, Instance
 from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in, units_of
@@ -46,19 +53,15 @@ _FOLLOW_S: Final = 1.0
 _LEAST_BYTES: Final = 64 << 20
 #: Seconds that a unit may take to drop rows that do not exist any more.
 _RETAIN_S: Final = 60.0
-#: Rows that TransferQueue's own requests may store.
-_MOST_ROWS: Final = 100_000_000
 
 
-class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
-    """TransferQueue's storage unit as an importable class, whose rows lie in memory that its node shares.
+class StorageUnit:
+    """An actor whose rows lie in memory that its node shares. A thread serves them.
 
-    TransferQueue's own requests are answered as ever. The data plane's rows are served by a thread beside it.
     Each start is a new life of the unit, without rows, which has another secret. If it keeps its rows in a folder, its
     life goes on, with another secret.
 
     Args:
-        config: TransferQueue's settings of a unit.
         size_bytes: The size of its memory; None: a share of what its node has available.
         share: How many units of a node share it.
         touch_ahead_bytes: Memory that is made ready before it is used.
@@ -72,7 +75,6 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
 
     def __init__(
         self,
-        config: Any,
         size_bytes: int | None,
         share: int,
         touch_ahead_bytes: int,
@@ -80,7 +82,6 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         place: Place | None = None,
         follows: tuple[str, str] | None = None,
     ) -> None:
-        _privates.UnitClass.__init__(self, config)
         self._size_bytes, self._share = size_bytes, share
         self._touch_ahead_bytes = touch_ahead_bytes
         self._sync = sync
@@ -123,7 +124,7 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
         if place is None:
             arena = Arena.create(self._size_bytes or self._default_bytes())
             extents = ExtentService(arena, self._touch_ahead_bytes)
-            return self._start_server(_privates.unit_id(self), ExtentHost(extents), extents, None, "")
+            return self._start_server(new_id(), ExtentHost(extents), extents, None, "")
         opened = open_place(
             place, self._size_bytes, self._default_bytes, sync=self._sync, touch_ahead_bytes=self._touch_ahead_bytes
         )
@@ -137,13 +138,12 @@ class StorageUnit(_privates.UnitClass):  # type: ignore[misc]  # has no types
     def _start_server(
         self, token: str, host: ExtentHost, extents: ExtentService, aside: Callable[[], bool] | None, place: str
     ) -> Started:
-        ip, port = _privates.unit_server(self)
-        node = ray.get_runtime_context().get_node_id()
+        ip, node = own_address(), ray.get_runtime_context().get_node_id()
         name, secret = new_socket_name(), new_token()
         wire = listen_on(ip)
         server = Server(host, listen_as(name), wire, token=secret, between=extents.touch_ahead, aside=aside)
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
-        return Started(token, ip, port, node, wire.getsockname()[1], name, secret, extents.most_bytes, place)
+        return Started(token, ip, wire.getsockname()[1], node, name, secret, extents.most_bytes, place)
 
     def _is_elsewhere(self, place: Place) -> bool:
         """Whether Ray started this unit on a node that lacks its place."""
@@ -213,7 +213,6 @@ class SimpleStorageInstance(Instance):
         if size_bytes is None and config.capacity_bytes is not None:
             size_bytes = arena_bytes_for(config.capacity_bytes)
         return {
-            "config": {"total_storage_size": _MOST_ROWS, "num_data_storage_units": 1},
             "size_bytes": size_bytes,
             "share": -(-config.num_storage_units // len(nodes_for_units())),
             "touch_ahead_bytes": config.touch_ahead_bytes,

@@ -70,22 +70,10 @@ def test_it_says_by_which_path_rows_of_a_running_instance_come(ray_cluster):
     assert "in the same network namespace" in hint
 
 
-def test_another_version_of_the_engine_is_an_error_with_the_command(tmp_path, monkeypatch):
-    info = tmp_path / "transferqueue-0.0.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: TransferQueue\nVersion: 0.0.9\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    ((what, hint),) = findings(Level.ERROR)
-    assert what.startswith("TransferQueue 0.0.9 is installed. Expected ")
-    assert hint.startswith("Run: pip install 'TransferQueue==")
-
-
-def test_the_command_names_the_shared_library_that_the_engine_lacks(tmp_path, monkeypatch):
-    (tmp_path / "transfer_queue.py").write_text("import ctypes\nctypes.CDLL('libacme_fabric.so.7')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "transfer_queue", raising=False)
-    pickles, library = _examination.diagnose("tq_simple", None)
-    assert (pickles["level"], library["level"]) == ("warning", "error")
+def test_a_ray_that_cannot_be_imported_is_an_error_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    pickles, ray = _examination.diagnose("tq_simple", None)
+    assert (pickles["level"], ray["level"]) == ("warning", "error")
     assert "unpickles what reaches its sockets" in pickles["what"]
-    assert "libacme_fabric.so.7: cannot open shared object file" in library["what"]
-    assert library["hint"] == "Install the system package that brings libacme_fabric.so.7."
+    assert ray["what"].startswith("ray cannot be imported: ModuleNotFoundError")
+    assert ray["hint"] == "Run: pip install --force-reinstall dataplane-tq-simple"

@@ -46,7 +46,6 @@ def test_a_unit_that_fails_to_drop_rows_is_told_again(ray_cluster, monkeypatch):
         return not keeper._to_retain
 
     eventually(is_done, 60.0, "it goes on")
-    keeper._context.term()
     assert ray.get(unit.get.remote()) == [({}, [])] * 2
 
 

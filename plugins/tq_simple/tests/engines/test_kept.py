@@ -16,7 +16,7 @@ from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _host, _kept, _privates, _units
+from dataplane_tq_simple import _host, _kept, _units
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in
@@ -236,7 +236,7 @@ def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_p
     node = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))
     monkeypatch.setattr(_units, "was_started_before", lambda: False)
-    monkeypatch.setattr(_privates, "unit_server", lambda unit: ("127.0.0.1", 1))
+    monkeypatch.setattr(_units, "own_address", lambda: "127.0.0.1")
     with monkeypatch.context() as patch:
 
         def no_port(ip):

@@ -1,0 +1,132 @@
+"""The process that owns a ledger, and the clients that start it, find it, and leave it. Deaths are in `engines`."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import dataplane_sqlite_example
+import pytest
+import torch
+from dataplane_sqlite_example import SQLiteStore
+
+from dataplane_core import DataPlaneConfig
+from dataplane_core.backends import RefsGoneError, RowStoreBackend
+from dataplane_core.connecting import connect_backend
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
+
+JOB = """
+import sys
+from dataplane_core import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
+from dataplane_sqlite_example import SQLiteStore
+
+client = connect_backend(SQLiteStore, DataPlaneConfig(backend="sqlite_example", options={"path": sys.argv[1]}))
+client.register_partition("p", ["x"], None, ["t"])
+client.put_samples(["a"], "p", {"x": [1]})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "store.sqlite")
+
+
+def open_client(path, bootstrap=True, **options):
+    config = DataPlaneConfig(backend="sqlite_example", options={"path": path, **options})
+    return connect_backend(SQLiteStore, config, bootstrap=bootstrap)
+
+
+def pid_of(client):
+    return backend_of(client).owner_pid(time.monotonic() + 60)
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_clients_share_an_owner_that_ends_with_the_last_of_them_and_the_next_goes_on(path):
+    with open_client(path) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        with open_client(path, bootstrap=False) as other:
+            pid = pid_of(client)
+            assert pid_of(other) == pid != os.getpid()
+            other.put_samples(["a"], "p", {"x": torch.tensor([1])})
+            held = other.claim_meta("p", "t", ["x"], 1, lease_s=600)
+        assert not is_gone(pid)
+        assert client.get_samples(["a"], "p", ["x"])["x"].tolist() == [1]
+    eventually(lambda: is_gone(pid), what="the end of an owner without clients")
+    with open_client(path, bootstrap=False) as late:
+        assert pid_of(late) != pid
+        assert late.claim_meta("p", "t", ["x"], 1, blocking=False).size == 0
+        late.ack(held)
+
+
+def test_a_client_attaches_after_the_one_that_bootstrapped_was_killed(path, python):
+    source = str(Path(dataplane_sqlite_example.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+    with python.start("-c", JOB, path, stdin=-1, stdout=-1, env=env) as first:
+        assert first.stdout.readline() == b"ready\n"
+        with open_client(path, bootstrap=False) as second:
+            pid = pid_of(second)
+            first.kill()
+            first.wait()
+            second.put_samples(["b"], "p", {"x": [2]})
+            with open_client(path, bootstrap=False) as third:
+                assert third.list_sample_ids("p") == ["a", "b"]
+                assert pid_of(third) == pid
+    eventually(lambda: is_gone(pid), what="the end of an owner without clients")
+
+
+def test_of_two_that_bootstrap_at_once_one_starts_the_owner_of_both(path):
+    with ThreadPoolExecutor(4) as pool:
+        clients = list(pool.map(open_client, [path] * 4))
+    assert len({pid_of(client) for client in clients}) == 1
+    for client in clients:
+        client.close()
+
+
+def test_the_capacity_is_that_of_the_owner(path):
+    with open_client(path, capacity_bytes=1000):
+        with pytest.raises(AlreadyRunningError, match="1000"):
+            open_client(path, capacity_bytes=2000)
+        with open_client(path, bootstrap=False) as other:
+            other.register_partition("p", ["x"], None, ["t"])
+            with pytest.raises(RuntimeError, match="1000"):
+                other.put_samples(["a"], "p", {"x": torch.zeros(1, 2000)})
+
+
+def test_an_owner_that_cannot_start_says_why():
+    class Local(RowStoreBackend):
+        """No other process can import it."""
+
+        __module__ = "no_such_module"
+
+        def put_rows(self, handles, buffer, offsets, deadline):
+            raise AssertionError
+
+        def get_rows(self, handles, deadline):
+            raise RefsGoneError("none is there")
+
+        def delete_rows(self, handles, deadline):
+            raise AssertionError
+
+        def append(self, number, record, deadline):
+            raise AssertionError
+
+        def read_log(self, first, deadline):
+            return []
+
+        def trim(self, before, deadline):
+            raise AssertionError
+
+    with pytest.raises(BackendUnavailableError, match=r"could not be started: .*no_such_module"):
+        connect_backend(Local, DataPlaneConfig(backend="local"))

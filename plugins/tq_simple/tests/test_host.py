@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
-from dataplane_core.hosting import CallId, ClaimOrWait, Client
+from dataplane_core.hosting import ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple._book import LIFE_BITS, Started, UnitBook
@@ -22,9 +22,9 @@ class Controller:
 
     def __init__(self, folder, num_units=3):
         self._folder = folder
-        self._serial = self._num_puts = 0
+        self._num_puts = 0
         self._client = Client(1)
-        self.host = ControllerHost(make_ledger(folder, None, False), has_units=num_units > 0)
+        self.host = ControllerHost(*make_ledger(folder, None, False), has_units=num_units > 0)
         self.host.book.begin()
         for each in range(num_units):
             self.host.book.started(self.host.book.unit_on(f"n{each}"), started(each))
@@ -33,19 +33,17 @@ class Controller:
     def again(self):
         """The process was killed."""
         has_units = bool(self.host.book.nodes())
-        self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True), has_units=has_units)
+        self.host = ControllerHost(*make_ledger(self._folder, None, False, must_exist=True), has_units=has_units)
 
-    def call(self, request, *, again=False):
-        """Calls, or repeats the newest call."""
-        self._serial += not again
-        return self.host.answer(request, self._client, CallId("me", 0, self._serial, 60.0))
+    def call(self, request):
+        return self.host.answer(request, self._client)
 
-    def begin(self, node="n0", *, again=False):
-        self._num_puts += not again
+    def begin(self, node="n0"):
+        self._num_puts += 1
         begin = commands.BeginPut(
             "p", [f"{self._num_puts}{each}" for each in IDS], X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0
         )
-        return int(self.call(BeginNear(begin, node, []), again=again))
+        return int(self.call(BeginNear(begin, node, [])))
 
     def put(self, node="n0"):
         write_id = self.begin(node)
@@ -107,19 +105,18 @@ def test_the_number_of_a_life_is_never_used_again(controller):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_call_that_is_repeated_is_done_once(controller, killed):
-    def repeat(request):
+    def twice(request):
+        first = controller.call(request)
         if killed:
             controller.again()
-        return controller.call(request, again=True)
+        return first, controller.call(request)
 
     begun = controller.begin()
-    if killed:
-        controller.again()
-    assert controller.begin(again=True) == begun
+    twice(commands.CommitPut(begun))
     assert sum(unit.num_rows for unit in controller.units()) == 6
-    controller.call(commands.CommitPut(begun))
     claim = commands.ClaimRequest("p", "t", ["x"], 4, all_or_nothing=True, lease_s=None, token="k")
-    assert controller.call(claim).sample_ids == repeat(claim).sample_ids
+    first, second = twice(claim)
+    assert first.sample_ids == second.sample_ids
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -133,7 +130,7 @@ def test_a_put_that_was_refused_is_refused_again(controller, killed):
     if killed:
         controller.again()
     with pytest.raises(DataPlaneError):
-        controller.call(commit, again=True)
+        controller.call(commit)
     assert controller.call(commands.ListRequest("p")).sample_ids == []
 
 
@@ -165,16 +162,15 @@ def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path):
     controller = Controller(tmp_path / "journal", num_units=0)
     first = controller.call(begin)
     controller.again()
-    assert controller.call(begin, again=True) == first
     assert controller.call(begin) == first + 6
 
 
 def test_a_folder_that_no_node_has_is_refused(tmp_path):
     with pytest.raises(BackendUnavailableError, match="there is no folder"):
         Controller(tmp_path / "nowhere" / "journal")
-    with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
+    with pytest.raises(BackendUnavailableError, match=r"log in /proc/.* cannot be opened"):
         make_ledger(Path("/proc/journal"), None, False)
-    with pytest.raises(BackendUnavailableError, match="there is no journal"):
+    with pytest.raises(BackendUnavailableError, match="there is no log"):
         make_ledger(tmp_path / "journal", None, False, must_exist=True)
 
 
@@ -198,8 +194,8 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either):
 def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(controller, monkeypatch):
     """Else a machine that loses power then may have them in its journal, and nowhere else."""
     kept = []
-    journal = controller.host._journal
-    monkeypatch.setattr(journal.file, "commit_or_end", lambda: kept.append(journal.garbage()))
+    host = controller.host
+    monkeypatch.setattr(host._log, "commit_or_end", lambda: kept.append(host._ledger.garbage()))
     write_id = controller.put()
     controller.call(commands.ClearRequest("p", None))
     rows = [(write_id, row) for row in range(6)]

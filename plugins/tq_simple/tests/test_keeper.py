@@ -329,13 +329,13 @@ def test_a_controller_that_comes_back_finds_the_units_and_notices_who_died_meanw
     make: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Keeper, "start", lambda self: None)
-    cluster = make(ControllerHost(make_ledger(tmp_path / "journal", None, False)), kept=False)
+    cluster = make(ControllerHost(*make_ledger(tmp_path / "journal", None, False)), kept=False)
     for node in ("node0", "node1"):
         cluster.put("p", ids(node), node)
     before = cluster.served()
     cluster.host.note("something", None)
     cluster.units["node1"].alive = False
-    cluster.host = ControllerHost(make_ledger(tmp_path / "journal", None, False, must_exist=True))
+    cluster.host = ControllerHost(*make_ledger(tmp_path / "journal", None, False, must_exist=True))
     cluster.book = cluster.host.book
     cluster.keeper = Keeper(cluster.host, "a/", cluster._create, 120.0)
     cluster.keeper.come_back()

@@ -124,6 +124,8 @@ class _Located:
 
 
 _CELLS_OF: Final = attrgetter("cells")
+#: Write ids that are drawn elsewhere number the writes in so many bits.
+_NUMBERS: Final = 1 << 40
 
 
 class Ledger:
@@ -164,6 +166,11 @@ class Ledger:
         """
         reply: Reply = _handler_of(type(command))(self, command, now)
         return reply
+
+    @property
+    def next_number(self) -> int:
+        """No write id whose lower 40 bits are this number or a greater one was used."""
+        return self._next_write % _NUMBERS
 
     def limit(self, capacity_bytes: int | None, first_write: int) -> None:
         """Sets the limit of a ledger that ran without one, and the least write id that it may number from now on."""
@@ -248,6 +255,8 @@ class Ledger:
             self._next_write += command.num_ids
         elif write_id in self._pending or write_id in self._writes:
             raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
+        else:
+            self._next_write = max(self._next_write, write_id % _NUMBERS + command.num_ids)
         self.held_bytes += size_bytes
         put = replace(
             command,

@@ -11,12 +11,12 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import functools
-import pickle
 import threading
 import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -62,13 +62,13 @@ class Controller:
             self.open(must_exist=True)
             description = self._host.noted(_DESCRIPTION_NOTE)
             if description is not None:
-                self._description = pickle.loads(description)
+                self._description = msgspec.msgpack.decode(description)
             if units is not None:
                 self._keeper(units).come_back()
 
     def open(self, *, must_exist: bool = False) -> Line:
         """Makes the ledger, and begins to answer. Returns `line`. Raises as `make_ledger`."""
-        self._host = ControllerHost(self._make_ledger(must_exist=must_exist), has_units=self._units is not None)
+        self._host = ControllerHost(*self._make_ledger(must_exist=must_exist), has_units=self._units is not None)
         if not must_exist:  # a controller that dies before it is told of its clients must not look for those of before
             self._host.book.begin()
             if self._host.noted(_DESCRIPTION_NOTE) is not None:
@@ -86,7 +86,7 @@ class Controller:
 
     def store_config(self, conf: Any) -> None:
         """Keeps what attaching clients are told. A controller that is started again has it too."""
-        self._host.note(_DESCRIPTION_NOTE, pickle.dumps(conf))
+        self._host.note(_DESCRIPTION_NOTE, msgspec.msgpack.encode(conf))
         self._description = conf
 
     def get_config(self) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CorruptDataError
 from dataplane_core.hosting import KeptExtents, has_extents, lock_folder, open_extents
-from dataplane_core.journal import NotesFile
+from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Opened(NamedTuple):
 
     name: str
     extents: KeptExtents
-    notes: NotesFile
+    notes: NotesLog
     lock: int
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ def _open(
     sync: bool,
     touch_ahead_bytes: int,
 ) -> Opened:
-    notes = NotesFile(path / _NOTES, sync=sync)
+    notes = NotesLog(path / _NOTES, sync=sync)
     try:
         if notes.notes.get(_INSTANCE_NOTE, instance.encode()) != instance.encode():
             raise BackendUnavailableError(

@@ -39,10 +39,10 @@ class Life:
         self._locks = []
         for module in (_host, _kept):
             monkeypatch.setattr(module, "lock_folder", self._lock)
-        self._ledger = make_ledger(folder / "journal", None, sync, durable=True)
+        ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
         units = folder / "units"
         self._opened = open_rows(units, folders_in(units), "folder", "identity", SIZE, lambda: SIZE, sync=sync)
-        self._controller = ControllerHost(self._ledger)
+        self._controller = ControllerHost(ledger, self._log)
         self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
         started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
         book = self._controller.book
@@ -63,7 +63,7 @@ class Life:
 
     def kill(self):
         """As a SIGKILL of both: nothing is said, nothing is finished."""
-        self._ledger.close()
+        self._log.close()
         self._opened.notes.close()
         for each in self._locks:
             os.close(each)

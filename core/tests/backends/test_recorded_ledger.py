@@ -177,11 +177,11 @@ def test_a_snapshot_keeps_all_of_it(client, monkeypatch):
         if turn % 9 == 0:
             gone = chance.sample(held, min(3, len(held)))
             held = [each for each in held if each not in gone]
-            mine, its = (each.call(commands.ClearRequest("p", gone)) for each in (client, whole))
+            mine, its = (each.call(commands.ClearRequest("p", gone, request_id=f"c{turn}")) for each in (client, whole))
             assert (mine[0], sorted(mine[1])) == (its[0], sorted(its[1]))
             if chance.random() < 0.5:
                 client.again()
-                assert client.call(commands.ClearRequest("p", gone), again=True)[0] == len(gone)
+                assert client.call(commands.ClearRequest("p", gone, request_id=f"c{turn}"), again=True)[0] == len(gone)
         if chance.random() < 0.1:
             finish_snapshots(client.ledger)
             client.again()

@@ -38,7 +38,7 @@ from dataplane_core.packed import pack_msgpack, unpack_msgpack
 from dataplane_core.spec import FieldSpec
 
 #: The version of the format.
-VERSION: Final = 10
+VERSION: Final = 11
 #: Length of a digest.
 DIGEST_BYTES: Final = 16
 _OTHER_VERSION_HINT: Final = "Another dataplane-core wrote it: use that one, or begin a new store."

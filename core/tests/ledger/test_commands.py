@@ -1,7 +1,7 @@
 """The commands as objects: they travel between processes, cannot be changed, and the ledger knows them all."""
 
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from ledgers import begin, register
@@ -34,8 +34,8 @@ ONE_OF_EACH = [
     CLAIM,
     commands.RenewRequest("p", "t", ["a"], ["k"], 5.0),
     commands.NackRequest("p", "t", ["a"], ["k"]),
-    CLAIM,
-    commands.AckRequest("p", "t", ["a"], ["k"]),
+    replace(CLAIM, token="l"),
+    commands.AckRequest("p", "t", ["a"], ["l"]),
     commands.ConsumptionRequest("p", ["t"]),
     commands.Due(),
     commands.Expire([], []),

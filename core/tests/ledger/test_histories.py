@@ -1,7 +1,9 @@
 """What a ledger keeps beside its rows, and how its time is told, changes no answer."""
 
+import random
+
 import pytest
-from histories import History, answer, contents, saved_and_loaded
+from histories import History, answer, contents, is_alike, saved_and_loaded, state_of
 
 from dataplane_core.ledger import Ledger, commands, leases, views
 from dataplane_testkit._profiles import by_profile
@@ -45,3 +47,22 @@ def test_ledgers_answer_alike(monkeypatch):
                 assert contents(kept, now) == contents(rebuilt, history.now), (seed, step, command)
             if step % 40 == 0:
                 kept = saved_and_loaded(kept, now)
+
+
+@pytest.mark.timeout(by_profile(600, 600, 3600))
+def test_a_call_that_comes_again_changes_nothing():
+    """Of two ledgers that get the same commands, one gets each of them once more, or twice."""
+    for seed in range(by_profile(8, 20, 2_000)):
+        history, dice = History(seed), random.Random(seed)
+        once, often = Ledger(**history.options), Ledger(**history.options)
+        drawn, reply = all_commands(history, once), None
+        for step in range(300):
+            command = drawn.send(reply)
+            reply = answer(once, command, history.now)
+            assert answer(often, command, history.now) == reply, (seed, step, command)
+            for _ in range(dice.randrange(3)):
+                again = answer(often, command, history.now)
+                assert is_alike(command, reply, again), (seed, step, command, reply, again)
+            if step % 10 == 0:
+                assert contents(often, history.now) == contents(once, history.now), (seed, step, command)
+                assert state_of(often, history.now) == state_of(once, history.now), (seed, step, command)

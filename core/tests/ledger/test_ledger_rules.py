@@ -20,11 +20,11 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
     made.apply(claim(2), 0.0)  # asks once, and never again
     sizes = []
     for number in range(2000):
-        ids = [f"v{number:05}_g{member}" for member in range(2)]
-        put(made, ids)
-        assert list(made.apply(ask, 0.0).sample_ids) == ids
-        _, freed = made.apply(commands.ClearRequest("p", ids), 0.0)
-        made.apply(commands.Collected(freed), 0.0)
+        ids, now = [f"v{number:05}_g{member}" for member in range(2)], 100.0 * number  # requests are known for less
+        put(made, ids, now=now)
+        assert list(made.apply(replace(ask, token=f"k{number:05}"), now).sample_ids) == ids
+        _, freed = made.apply(commands.ClearRequest("p", ids), now)
+        made.apply(commands.Collected(freed), now)
         if number in (999, 1999):
             sizes.append(len(pickle.dumps(made)))
     assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
@@ -33,7 +33,7 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
 
 
 def test_a_put_is_judged_by_another_bound_without_a_trace():
-    made = ledger()
+    made = ledger(self_expiring=False)
     put(made, ["a"], size=6)
     made.apply(begin(["dies"], size=3), 0.0)
 

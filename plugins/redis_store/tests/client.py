@@ -4,10 +4,10 @@ import json
 import sys
 
 import torch
+from redis_servers import owner_pid
 
 from dataplane_core import connect
 from dataplane_core.errors import DataPlaneError
-from dataplane_testkit import backend_of
 
 
 def main(options):
@@ -23,7 +23,7 @@ def main(options):
             what, *words = json.loads(line)
             try:
                 result = acts[what](*words)
-                told = ["ok", result if what == "list" else None, backend_of(client)._owner._session._address.port]
+                told = ["ok", result if what == "list" else None, owner_pid(client)]
             except DataPlaneError as error:
                 told = ["error", type(error).__name__, error.retryable, str(error)]
             print(json.dumps(told), flush=True)

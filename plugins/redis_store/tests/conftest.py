@@ -80,8 +80,8 @@ def start_relay():
     """Starts relays to a port."""
     relays = []
 
-    def start(port, delay_s=0.0):
-        relays.append(Relay(port, delay_s))
+    def start(port):
+        relays.append(Relay(port))
         return relays[-1]
 
     yield start

@@ -49,23 +49,18 @@ def wait_until(condition, timeout_s=60.0):
 
 
 def owner_pid(client):
-    """The process id of the owner of a client's store."""
+    """The process id of the owner of a client's store, which may just have been replaced."""
     client.list_partitions()
-    return owner_pid_of(backend_of(client))
-
-
-def owner_pid_of(backend):
-    """As `owner_pid`, of a started backend."""
-    port = backend._owner._session._address.port
-    for each in psutil.net_connections("tcp"):
-        if each.status == "LISTEN" and each.laddr.port == port:
-            return each.pid
-    raise AssertionError("nobody listens")
+    return backend_of(client).owner_pid(time.monotonic() + 60)
 
 
 def num_owners():
     """How many owners run that this process has started."""
-    return sum("backends.owner" in " ".join(each.cmdline()) for each in psutil.Process().children())
+    found = 0
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or it has just ended
+            found += "backends.owner" in " ".join(each.cmdline())
+    return found
 
 
 def free_port():
@@ -199,14 +194,11 @@ class Relay:
 
     Attributes:
         url: Names it as a server.
-        pass_on: How many replies it passes on before it cuts their connection, after the server answered. None: all.
-        num_cuts: How often it did that.
-        refuses: Whether it closes a new connection at once.
+        delay_s: Seconds by which it delays what it passes on.
     """
 
-    def __init__(self, port, delay_s):
-        self.pass_on, self.num_cuts, self.refuses = None, 0, False
-        self._target, self._delay_s = port, delay_s
+    def __init__(self, port):
+        self._target, self.delay_s = port, 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
@@ -222,27 +214,18 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                if self.refuses:
-                    client.close()
-                    continue
                 server = socket.create_connection(("127.0.0.1", self._target))
                 self._sockets += [client, server]
-                for call in ((client, server, False), (server, client, True)):
-                    self._threads.append(threading.Thread(target=self._pass, args=call))
+                for ends in ((client, server), (server, client)):
+                    self._threads.append(threading.Thread(target=self._pass, args=ends))
                     self._threads[-1].start()
 
-    def _pass(self, source, sink, replies):
+    def _pass(self, source, sink):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if source in self._frozen:
                     continue
-                if replies and self.pass_on is not None:
-                    self.pass_on -= 1
-                    if self.pass_on < 0:
-                        self.pass_on = None
-                        self.num_cuts += 1
-                        break
-                time.sleep(self._delay_s)
+                time.sleep(self.delay_s)
                 sink.sendall(data)
         _shut(source, sink)
 

@@ -44,7 +44,7 @@ def client(request, tmp_path, monkeypatch):
         if kind.startswith("tq_simple"):
             address = request.getfixturevalue("ray_address")
             kind, options = "tq_simple", {"instance": name, "ray_address": address, "share_memory": kind == "tq_simple"}
-            options |= {"num_storage_units": 2, "near_writer": False, "copy_threads": 3}
+            options |= {"copy_threads": 3}
             monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
             few_bytes_go_their_whole_way(monkeypatch)
         elif options:

@@ -141,7 +141,7 @@ _BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
     Capability.LISTING: ("list_samples", "list_partitions", "inspect_partition", "list_fields"),
     Capability.CURSORS: ("export_partition", "set_cursor"),
     Capability.CLIENTS: ("announce", "list_clients"),
-    Capability.UNITS: ("list_units", "change_units"),
+    Capability.UNITS: ("list_units",),
 }
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, singledispatchmethod
 from itertools import chain, groupby
 from operator import attrgetter
@@ -60,6 +60,7 @@ from dataplane_core.spec import (
     PartitionInfo,
     PartitionList,
     PartitionState,
+    Replaced,
     SampleList,
     matches,
 )
@@ -124,6 +125,8 @@ class _Located:
 
 
 _CELLS_OF: Final = attrgetter("cells")
+#: Write ids that are drawn elsewhere number the writes in so many bits.
+_NUMBERS: Final = 1 << 40
 
 
 class Ledger:
@@ -164,6 +167,11 @@ class Ledger:
         """
         reply: Reply = _handler_of(type(command))(self, command, now)
         return reply
+
+    @property
+    def next_number(self) -> int:
+        """No write id whose lower 40 bits are this number or a greater one was used."""
+        return self._next_write % _NUMBERS
 
     def limit(self, capacity_bytes: int | None, first_write: int) -> None:
         """Sets the limit of a ledger that ran without one, and the least write id that it may number from now on."""
@@ -216,13 +224,17 @@ class Ledger:
 
     @_apply.register
     def _register(self, command: commands.RegisterRequest, now: float) -> tuple[PartitionInfo, list[Ref]]:
-        known = self._partitions.get(command.partition_id)
+        known, info = self._partitions.get(command.partition_id), PartitionInfo.requested(command)
+        request_id = f"{command.partition_id} {command.epoch}"
+        if request_id in self._done:  # whatever became of the partition since
+            was = self._done.reply(request_id)
+            return replace(info, replaced=None if was is None else Replaced(**was)), []
         if known is not None and command.if_exists == "keep":
             known.extend(command)
             return known.info, []
         replaced = None if known is None else known.replaced()
+        self._note_done(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
         _, freed = self._drop(command.partition_id, None, now)
-        info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
         self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
         return replace(info, replaced=replaced), freed
@@ -236,6 +248,9 @@ class Ledger:
     @_apply.register
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
+        begun = self._begun(command)
+        if begun is not None:
+            return begun
         partition, known = self._check_begin(command, self._capacity_bytes, now)
         size_bytes = command.size_bytes
         if size_bytes:
@@ -248,6 +263,8 @@ class Ledger:
             self._next_write += command.num_ids
         elif write_id in self._pending or write_id in self._writes:
             raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
+        else:
+            self._next_write = max(self._next_write, write_id % _NUMBERS + command.num_ids)
         self.held_bytes += size_bytes
         put = replace(
             command,
@@ -263,7 +280,14 @@ class Ledger:
     @_apply.register
     def _check_put_only(self, command: commands.CheckPut, now: float) -> None:
         self._reap(now)  # as the put does, which must then be answered alike
-        self._check_begin(command.put, command.capacity_bytes, now)
+        if self._begun(command.put) is None:
+            self._check_begin(command.put, command.capacity_bytes, now)
+
+    def _begun(self, put: commands.BeginPut) -> int | None:
+        """The write id of a put that comes again while it is begun."""
+        known: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
+        same = (each for each in known if self._pending[each].put.request_id == put.request_id)
+        return None if put.request_id is None else next(same, None)
 
     @_apply.register
     def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
@@ -275,11 +299,15 @@ class Ledger:
         write_id = command.write_id
         pending = self._pending.pop(write_id, None)
         if pending is None:
+            if f"put {write_id}" in self._done:
+                return []
             raise StalePartitionError(
                 "put_samples refused at commit: the put took too long and counts as abandoned. Nothing was written."
             )
         put = pending.put
         partition = self._partitions.get(put.partition_id)
+        if put.request_id in self._done:  # another begin of it was committed, which is as good
+            self._note_done(f"put {write_id}", put.ttl_s, now)
         try:
             self._refuse_done(put.partition_id, put.request_id)
             if partition is None or partition.info.epoch != put.epoch:
@@ -295,6 +323,8 @@ class Ledger:
             raise
         partition.version += 1
         self._note_done(put.request_id, put.ttl_s, now)
+        if put.writes:  # else it is one command, which has the id of the request
+            self._note_done(f"put {write_id}", put.ttl_s, now)
         return self._apply_put(partition, write_id, put, now)
 
     @_apply.register
@@ -411,10 +441,10 @@ class Ledger:
         if request_id in self._done:
             raise AlreadyDoneError(f"put_samples('{partition_id}') is done already. Nothing was written again.")
 
-    def _note_done(self, request_id: str | None, left_s: float, now: float) -> None:
-        """Keeps the id of a request that was carried out."""
+    def _note_done(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
+        """Keeps the id of a request that was carried out, and what its repetition is answered from."""
         if request_id is not None:
-            self._done.add(request_id, left_s, now)
+            self._done.add(request_id, left_s, now, reply)
             if self._self_expiring:
                 self._done.forget(self._done.due(now))
 
@@ -532,11 +562,22 @@ class Ledger:
 
     @_apply.register
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        return self._partition(command.partition_id).claim(command, now)
+        partition, request_id = self._partition(command.partition_id), self._claim_id(command)
+        if request_id in self._done:
+            return partition.claim_again(command, *self._done.reply(request_id))
+        claim = partition.claim(command, now)
+        if claim.sample_ids and command.dp_rank is None:  # the batches of ranks are kept with the partition
+            self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
+        return claim
+
+    def _claim_id(self, claim: commands.ClaimRequest) -> str:
+        """Under which a claim is done. Another registration knows it no longer."""
+        return f"{claim.token} {self._partition(claim.partition_id).info.epoch}"
 
     @_apply.register
     def _may_claim(self, command: commands.MayClaim, now: float) -> bool:
-        return self._partition(command.claim.partition_id).may_claim(command.claim, now)
+        claim = command.claim
+        return self._claim_id(claim) not in self._done and self._partition(claim.partition_id).may_claim(claim, now)
 
     @_apply.register
     def _settle(self, command: commands.SettleRequest, now: float) -> None:
@@ -586,7 +627,10 @@ class Ledger:
 
     @_apply.register
     def _clear(self, command: commands.ClearRequest, now: float) -> tuple[int, list[Ref]]:
-        count, _ = self._drop(command.partition_id, command.sample_ids, now)
+        count = self._done.reply(command.request_id)
+        if count is None:
+            count, _ = self._drop(command.partition_id, command.sample_ids, now)
+            self._note_done(command.request_id, command.left_s, now, count)
         return count, self.garbage(now)
 
     def _drop(self, partition_id: str, sample_ids: Sequence[str] | None, now: float) -> tuple[int, list[Ref]]:

@@ -354,6 +354,17 @@ class Partition:
             epoch=None if command.dp_rank is None else self.info.epoch,
         )
 
+    def claim_again(self, command: commands.ClaimRequest, sample_ids: Sequence[str], exhausted: bool) -> Claim:
+        """What a claim was given before, with the tags of now. Samples that were cleared since have none."""
+        rows = [self.rows.get(sample_id) for sample_id in sample_ids]
+        return Claim(
+            sample_ids=list(sample_ids),
+            tags=[{} if row is None else dict(row.tags) for row in rows],
+            lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
+            exhausted=exhausted,
+            num_ready=len(rows),
+        )
+
     def may_claim(self, command: commands.ClaimRequest, now: float) -> bool:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
         if self._given(command) is not None:

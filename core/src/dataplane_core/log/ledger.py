@@ -72,7 +72,7 @@ class LoggedLedger:
         reader = StateReader()
         try:
             sections = unpack_msgpack_stream(log.state)
-            if log.state and (versions := next(sections)) != _VERSIONS:
+            if log.state and (versions := next(sections, None)) != _VERSIONS:
                 raise CorruptDataError(
                     f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
                     hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
@@ -80,6 +80,8 @@ class LoggedLedger:
             for section in sections:
                 reader.take(section, log.state_at)
             reader.end()
+        except CorruptDataError:
+            raise
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
         self._service = LedgerService(clock=self._now, ledger=reader.ledger)

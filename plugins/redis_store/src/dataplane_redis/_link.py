@@ -28,6 +28,7 @@ from redis.exceptions import (
     NoPermissionError,
     ReadOnlyError,
     RedisError,
+    TimeoutError as SilentError,
 )
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
@@ -48,7 +49,7 @@ _R = TypeVar("_R")
 _POLL_S: Final = 0.05
 #: Seconds for which a server that cannot be reached is tried again. A service or a cluster: until the deadline.
 _REACH_S: Final = 1.0
-#: The most seconds that one connection may take.
+#: The most seconds that each step of making a connection may take.
 _CONNECT_S: Final = 2.0
 #: Parts of commands are joined until they reach this size.
 _JOIN_BYTES: Final = 1 << 20
@@ -60,6 +61,7 @@ _OPTIONS: Final[dict[str, Any]] = {
     "retry": None,
     "retry_on_timeout": False,
     "socket_connect_timeout": _CONNECT_S,
+    "socket_timeout": _CONNECT_S,  # of the login; calls have their deadlines
     "socket_read_size": 1 << 18,
     "decode_responses": False,
 }
@@ -161,6 +163,7 @@ class Link:
         self._pool: ConnectionPool | None = None  # of the server, or of the primary of a service
         self.label = label or _place_in(url, self.service)
         self.greeting = greeting
+        self._doubt: Exception | None = None  # why the next call looks which server serves the keys
         self._closed = False
 
     def close(self) -> None:
@@ -189,6 +192,10 @@ class Link:
         return None if self._cluster is None else self._try("", deadline, lambda: self._pool_of(key, deadline))
 
     def _pool_of(self, key: bytes, deadline: float) -> ConnectionPool:
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            with contextlib.suppress(RedisError, OSError):  # no node answers now
+                self._look_again(doubt)
         if self._cluster is not None:
             node = self._cluster.get_node_from_key(key)
             if node is None:
@@ -205,7 +212,7 @@ class Link:
         return self._pool
 
     def _look_again(self, error: Exception) -> None:
-        """Has the next try look for the server that serves the keys now."""
+        """Looks for the server that serves the keys now. Connections that lead nowhere are not used again."""
         if self._cluster is not None:
             if isinstance(error, MovedError):
                 self._cluster.nodes_manager.move_slot(error)
@@ -253,6 +260,8 @@ class Link:
         connection: Any = pool.get_connection()
         complete = False
         try:
+            if time.monotonic() >= deadline:  # that took long
+                raise TimeoutError
             result = work(Stream(connection, deadline))
             complete = True
             return result
@@ -283,11 +292,11 @@ class Link:
                 if isinstance(error, DataPlaneError):
                     raise
                 failure, until, cause = self._failure(what, error), self._until(error, deadline, reach_until), error
+            if until:
+                self._doubt = cause
             if time.monotonic() + _POLL_S >= until:
                 raise failure from cause
             time.sleep(0.0 if isinstance(cause, MovedError) else _POLL_S)
-            with contextlib.suppress(RedisError, OSError):  # no node answers now
-                self._look_again(cause)
 
     def _until(self, error: Exception, deadline: float, reach_until: float) -> float:
         """Until when a call that met an error is repeated."""
@@ -298,7 +307,9 @@ class Link:
             return deadline
         if isinstance(error, ReadOnlyError) and has_others:
             return deadline
-        if isinstance(error, (LostConnectionError, OSError)) and not isinstance(error, TimeoutError):
+        if isinstance(error, (SilentError, TimeoutError)):
+            return deadline
+        if isinstance(error, (LostConnectionError, OSError)):
             return deadline if has_others else reach_until
         return 0.0
 

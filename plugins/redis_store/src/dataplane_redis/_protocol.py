@@ -30,7 +30,6 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from dataplane_core.codec import join_row
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -76,6 +75,8 @@ def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[A
 
     Frames are not copied.
     """
+    from dataplane_core.codec import join_row  # it imports torch, which the owner does not need
+
     num_columns, num_rows = len(frames), len(frames[0])
     sizes = np.empty((num_rows, num_columns), dtype="<i8")
     for number, column in enumerate(frames):

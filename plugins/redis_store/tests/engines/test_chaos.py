@@ -1,9 +1,8 @@
 import contextlib
 import os
 import signal
+import time
 import uuid
-
-from redis_servers import owner_pid_of
 
 from dataplane_testkit import AuthorsClass, Disturbance, Settings, run_chaos
 
@@ -14,7 +13,7 @@ class Redis(AuthorsClass):
     def disturbances(self, backend):
         @contextlib.contextmanager
         def signalled(first, then=None):
-            pid = owner_pid_of(backend)
+            pid = backend.owner_pid(time.monotonic() + 60)
             os.kill(pid, first)
             yield
             if then is not None:

@@ -12,7 +12,6 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import (
     Capability,
-    ChangeUnitsRequest,
     ListUnitsRequest,
     PutRequest,
     Scope,
@@ -76,7 +75,7 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """Ray itself, the Ray cluster that would be used, its CPUs and this node's address in it; or the
         instance that runs on this host."""
-        return diagnose(config, deadline, lambda: cls._engine_class().instance_class.controller_name(config))
+        return diagnose(config, deadline, lambda: cls._engine_class().instance_class)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
@@ -195,9 +194,7 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> int:
         engine = self._connected()
-        return engine.call(
-            BeginNear(begin, engine.node if self.config.near_writer else None, engine.full_units()), deadline
-        )
+        return engine.call(BeginNear(begin, engine.node, engine.full_units()), deadline)
 
     def store_writes(
         self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
@@ -216,12 +213,3 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""
         return UnitList(units=self._connected().units(request.deadline))
-
-    def change_units(self, request: ChangeUnitsRequest) -> UnitList:
-        """Has the controller start or end units."""
-        engine = self._connected()
-        if request.remove is None:
-            return UnitList(units=engine.add_units(request.add, request.deadline))
-        engine.remove_unit(request.remove, now=request.now, deadline=request.deadline)
-        units = engine.units(request.deadline)
-        return UnitList(units=[each for each in units if each.name == request.remove])

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 import ray
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting import CallId, Lanes, Request, Session, TcpAddress
+from dataplane_core.hosting import Request, Session, TcpAddress
 from dataplane_core.ledger import Command
 from dataplane_tq_simple._cluster import ControllerWatch, Instance
 from dataplane_tq_simple._errors import LineBrokenError
@@ -34,8 +34,6 @@ _logger = logging.getLogger(__name__)
 _REPEAT_S: Final = 0.02
 #: Seconds for which a call asks Ray whether the controller is dead whose line broke.
 _BROKEN_S: Final = 5.0
-#: Seconds, beyond its deadline, for which the controller keeps the outcome of a call.
-_KEPT_S: Final = 30.0
 
 _Reply = TypeVar("_Reply")
 
@@ -82,8 +80,6 @@ class QueueEngine(ABC):
         self._ray = session
         self._session: Session | None = None  # with the controller
         self._finding = threading.Lock()
-        # a controller with a journal may die: calls are repeated, and it does each once
-        self._lanes = None if self.config.journal is None else Lanes(_KEPT_S)
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closed = False
@@ -175,9 +171,9 @@ class QueueEngine(ABC):
     ) -> _Reply:
         """Asks the host in the controller. Atomic: requests of all clients run one after the other.
 
-        A request is executed at most once. It is not repeated here after a failure, unless the controller keeps a
-        journal: then it is repeated when the controller was started again, until the deadline. A request that was given
-        up before the controller read it is not executed.
+        It is not repeated here after a failure, unless the controller has a log: then it is repeated when the
+        controller was started again, until the deadline. The ledger does nothing twice. A request that was given up
+        before the controller read it is not executed.
 
         Args:
             request: The request.
@@ -192,20 +188,16 @@ class QueueEngine(ABC):
             ClientClosedError: This engine is closed.
         """
         reply: _Reply
-        if self._lanes is None:
-            reply = self._call(request, wake, None, deadline)
-            return reply
-        with self._lanes.lease(max(0.0, deadline - time.monotonic())) as call_id:
-            while True:
-                try:
-                    reply = self._call(request, wake, call_id, deadline)
-                    return reply
-                except LineBrokenError:  # Ray may start the controller again
-                    if self._closed:
-                        raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None
-                    if time.monotonic() + _REPEAT_S >= deadline:
-                        raise
-                    time.sleep(_REPEAT_S)
+        while True:
+            try:
+                reply = self._call(request, wake, deadline)
+                return reply
+            except LineBrokenError:  # Ray may start the controller again
+                if self._closed:
+                    raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None
+                if self.config.journal is None or time.monotonic() + _REPEAT_S >= deadline:
+                    raise
+                time.sleep(_REPEAT_S)
 
     def stop_waiting(self, token: str) -> None:
         """What was called with ``wake`` waits no longer. Does not block for long."""
@@ -218,19 +210,18 @@ class QueueEngine(ABC):
         self,
         request: Any,
         wake: Callable[[], object] | None,
-        call_id: CallId | None,
         deadline: float,
     ) -> Any:
         what = f"call {_name(request)!r}"
         session = self._find_session(deadline)
         try:
             if wake is None:
-                return session.call(what, deadline, request, call_id)
-            return session.call_waiting(what, deadline, request, wake, call_id)
+                return session.call(what, deadline, request)
+            return session.call_waiting(what, deadline, request, wake)
         except LineBrokenError:
             if self._session is session and not self._closed:  # the controller may live, and answer elsewhere
                 self._session = None
-            if self._lanes is None:
+            if self.config.journal is None:
                 self._check_controller(deadline)
             raise
 

@@ -49,7 +49,8 @@ class DoneRequests:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Forgets ids, as `due` gave them, here or in another process."""
         for request_id in request_ids:
-            self.drop(request_id)
+            self._ends.pop(request_id, None)
+            self._replies.pop(request_id, None)
         self._over = [each for each in self._over if each in self._ends]
 
     def left(self, now: float) -> Iterator[tuple[str, float, Any]]:

@@ -1,6 +1,7 @@
 """The process that owns a ledger, and the clients that start it, find it, and leave it. Deaths are in `engines`."""
 
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,11 +74,11 @@ def test_clients_share_an_owner_that_ends_with_the_last_of_them_and_the_next_goe
 def test_a_client_attaches_after_the_one_that_bootstrapped_was_killed(path, python):
     source = str(Path(dataplane_sqlite_example.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    with python.start("-c", JOB, path, stdin=-1, stdout=-1, env=env) as first:
+    with python.start("-c", JOB, path, stdin=-1, stdout=-1, env=env, start_new_session=True) as first:
         assert first.stdout.readline() == b"ready\n"
         with open_client(path, bootstrap=False) as second:
             pid = pid_of(second)
-            first.kill()
+            os.killpg(first.pid, signal.SIGKILL)  # as a scheduler does
             first.wait()
             second.put_samples(["b"], "p", {"x": [2]})
             with open_client(path, bootstrap=False) as third:

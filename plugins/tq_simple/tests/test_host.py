@@ -99,7 +99,7 @@ def test_the_number_of_a_life_is_never_used_again(controller):
     assert write_id >> LIFE_BITS not in controller.call(ViewUnits(-1)).lives
     controller.again()
     controller.host.book.started("unit-2", started(2, "b"))
-    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
+    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "next"))
     assert controller.begin("n2") >> LIFE_BITS > write_id >> LIFE_BITS
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
-from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder, sync_path
+from dataplane_core.hosting import Client, LedgerHost, lock_folder, sync_path
 from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
@@ -124,7 +124,7 @@ class ControllerHost(LedgerHost):
 
     # --- as a host ----------------------------------------------------------------------------------------------------
 
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+    def answer(self, request: Any, client: Client) -> Any:
         """As `LedgerHost.answer`."""
         answer = super().answer
         with self.book.lock:

@@ -2,8 +2,8 @@
 
 Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
 one. A host applies one command at a time. noop hosts the ledger in its process, tq_simple and tq_mooncake in the
-queue's controller. `BlobStore` backends replay a journal through it, and the conformance kit compares backends with it.
-The ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
+queue's controller, a `RowStoreBackend` with a log in its owner, and the conformance kit compares backends with it. The
+ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
 process.
 
 The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,

@@ -16,10 +16,10 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _host, _kept, _units
+from dataplane_tq_simple import _folders, _host, _units
 from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._folders import folders_in, open_rows
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._kept import folders_in, open_rows
 from dataplane_tq_simple._messages import BeginNear
 
 X = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -28,7 +28,7 @@ SIZE = 1 << 14  # so little that rows are moved to make room
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    for module in (_host, _kept):
+    for module in (_host, _folders):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
 
 
@@ -37,7 +37,7 @@ class Life:
 
     def __init__(self, folder, monkeypatch, *, sync=False):
         self._locks = []
-        for module in (_host, _kept):
+        for module in (_host, _folders):
             monkeypatch.setattr(module, "lock_folder", self._lock)
         ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
         units = folder / "units"
@@ -122,7 +122,7 @@ class Life:
         return [rows[row] for row in range(len(ids))]
 
 
-lock_folder = _kept.lock_folder
+lock_folder = _folders.lock_folder
 
 AHEAD = {
     "nothing": lambda path: False,
@@ -156,7 +156,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
     disk.at_each_sync = look
     with monkeypatch.context() as patch:
         life = Life(folder, patch, sync=True)
-        begun = True  # a place without a journal is refused, and is one that no row was ever in
+        begun = True  # a folder without a journal is refused, and is one that no row was ever in
         life.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e1"))
         rng = random.Random(1)
         for number in range(1, num_steps):
@@ -176,7 +176,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
                 unsure.clear()
         life.kill()
     monkeypatch.undo()
-    for module in (_host, _kept):
+    for module in (_host, _folders):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
     assert len(images) > 4 * num_steps
     assert any(squeezed) or num_steps < 60

@@ -9,6 +9,7 @@ from dataplane_core.ledger.done import KEPT_S
 
 def test_ids_are_forgotten_when_their_time_is_over():
     made = ledger()
+    made.apply(commands.ClearRequest("p", ["a"], request_id="clear"), 0.0)
     for number in range(100):
         left_s = 5.0 if number % 5 else 5000.0
         made.apply(commands.PutTags("p", ["a"], [{}], request_id=f"r{number}", left_s=left_s), 0.0)
@@ -16,4 +17,5 @@ def test_ids_are_forgotten_when_their_time_is_over():
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="x", left_s=0.0), now)
         assert {f"r{number}" for number in range(100)} < set(each._done._ends)
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="y", left_s=0.0), now + 2)
+        assert not each._done._replies
         assert {name for name in each._done._ends if name[0] == "r"} == {f"r{number}" for number in range(0, 100, 5)}

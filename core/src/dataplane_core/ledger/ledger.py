@@ -552,7 +552,8 @@ class Ledger:
 
     @_apply.register
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        partition, request_id = self._partition(command.partition_id), self._claim_id(command)
+        partition = self._partition(command.partition_id)
+        request_id = f"{command.token} {partition.info.epoch}"
         if request_id in self._done:
             return partition.claim_again(command, *self._done.reply(request_id))
         claim = partition.claim(command, now)
@@ -560,14 +561,9 @@ class Ledger:
             self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
         return claim
 
-    def _claim_id(self, claim: commands.ClaimRequest) -> str:
-        """Under which a claim is done. Another registration knows it no longer."""
-        return f"{claim.token} {self._partition(claim.partition_id).info.epoch}"
-
     @_apply.register
     def _may_claim(self, command: commands.MayClaim, now: float) -> bool:
-        claim = command.claim
-        return self._claim_id(claim) not in self._done and self._partition(claim.partition_id).may_claim(claim, now)
+        return self._partition(command.claim.partition_id).may_claim(command.claim, now)
 
     @_apply.register
     def _settle(self, command: commands.SettleRequest, now: float) -> None:

@@ -18,12 +18,16 @@ from dataplane_core.hosting import (
     ExtentHost,
     ExtentService,
     KeptExtentHost,
+    KeptExtents,
     Server,
+    has_extents,
     listen_as,
     listen_on,
     new_socket_name,
     new_token,
+    open_extents,
 )
+from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._actors import NAMESPACE, lookup, own_address
 from dataplane_tq_simple._book import Started
@@ -108,16 +112,13 @@ class StorageUnit:
 
     def _open(self, units: Path, names: list[str], new: str) -> Started:
         options = self._options
-        opened = open_rows(
-            units,
-            names,
-            new,
-            self._instance,
-            options.size_bytes,
-            _default_bytes,
-            sync=options.sync,
-            touch_ahead_bytes=options.touch_ahead_bytes,
-        )
+
+        def open_in(path: Path, notes: NotesLog) -> KeptExtents:
+            new_bytes = None if has_extents(notes) else _default_bytes()
+            size_bytes, ahead = options.size_bytes or new_bytes, options.touch_ahead_bytes
+            return open_extents(path, size_bytes, notes, None, sync=options.sync, touch_ahead_bytes=ahead)
+
+        opened = open_rows(units, names, new, self._instance, open_in, sync=options.sync)
         try:
             host = KeptExtentHost(opened.extents, opened.notes.commit_or_end)
             return self._serve(opened.name, host, opened.extents, opened.extents.work_aside)

@@ -13,7 +13,7 @@ from power_loss import Disk
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
+from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host, open_extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _folders, _host, _units
@@ -32,6 +32,10 @@ def no_patience(monkeypatch):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
 
 
+def opening(sync=False):
+    return lambda path, notes: open_extents(path, SIZE, notes, None, sync=sync)
+
+
 class Life:
     """The processes of an instance with one unit, and what its clients do. Rows of equal length hold a number."""
 
@@ -41,7 +45,7 @@ class Life:
             monkeypatch.setattr(module, "lock_folder", self._lock)
         ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
         units = folder / "units"
-        self._opened = open_rows(units, folders_in(units), "folder", "identity", SIZE, lambda: SIZE, sync=sync)
+        self._opened = open_rows(units, folders_in(units), "folder", "identity", opening(sync), sync=sync)
         self._controller = ControllerHost(ledger, self._log)
         self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
         started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
@@ -196,7 +200,7 @@ def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_
     """This process tries it again until it can."""
 
     def open_it():
-        return open_rows(tmp_path, ["folder"], "new", "identity", SIZE, lambda: SIZE)
+        return open_rows(tmp_path, ["folder"], "new", "identity", opening())
 
     open_it().close()
     (tmp_path / "folder" / "arena").unlink()
@@ -238,7 +242,7 @@ def test_a_unit_opens_a_folder_that_no_other_one_has(tmp_path):
     """Nodes may share the folder in which they are. It waits for a process that ends."""
 
     def open_one(names, new):
-        return open_rows(tmp_path, names, new, "identity", SIZE, lambda: SIZE)
+        return open_rows(tmp_path, names, new, "identity", opening())
 
     first = open_one([], "first")
     second = open_one([], "second")
@@ -250,5 +254,5 @@ def test_a_unit_opens_a_folder_that_no_other_one_has(tmp_path):
     assert folders_in(tmp_path) == ["first", "second"]
     first.close()
     with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
-        open_rows(tmp_path, ["first"], "third", "another", SIZE, lambda: SIZE)
+        open_rows(tmp_path, ["first"], "third", "another", opening())
     again.close()

@@ -218,7 +218,7 @@ _BEFORE: Final[Sequence[Command[Any]]] = (
 _THEN: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
     commands.DescribeRequest("p"),
-    commands.CheckPut(_begin("p", ["q3_g0"], 500, [{}]), 100),
+    commands.CheckPut(_begin("p", ["q3_g0"], 500, [{}])),
     commands.WaitForRoom("w", 8, wait_s=1.0),
     commands.CommitPut(300),
     commands.AbortPut(300),
@@ -285,7 +285,7 @@ def _messages() -> list[bytes]:
 
 def _read_command(data: bytes) -> None:
     """A forged command, and then those of other clients."""
-    command, _ = _MESSAGES.decode_request(data)
+    command = _MESSAGES.decode_request(data)
     if not isinstance(command, Command):
         return
     service = LedgerService(ledger=_filled(), clock=lambda: 1.0)
@@ -573,12 +573,12 @@ def _shm_requests() -> list[bytes]:
         *_THEN,
     ]
     data = [MESSAGES.encode_request(each)[4:] for each in made]
-    return [*data, MESSAGES.encode_request(commands.CommitPut(1000), hosting.CallId("c", 0, 1, 9.0))[4:]]
+    return [*data, MESSAGES.encode_request(commands.CommitPut(1000))[4:]]
 
 
 def _read_shm_request(data: bytes) -> None:
     """A forged request to the process of the ledger, and then those of another client."""
-    request, _ = MESSAGES.decode_request(data)
+    request = MESSAGES.decode_request(data)
     store = Store(hosting.ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
@@ -713,7 +713,7 @@ def _tq_requests() -> list[bytes]:
 
 def _read_tq_request(data: bytes) -> None:
     """A forged request to the controller, and then that of another client."""
-    request, _ = tq.MESSAGES.decode_request(data)
+    request = tq.MESSAGES.decode_request(data)
     host = ControllerHost(LedgerService())
     for each in ("n0", "n1"):
         host.book.started(host.book.unit_on(each), Started("a", "ip", 1, each))
@@ -742,7 +742,7 @@ def _extent_requests() -> list[bytes]:
 
 def _read_extent_request(data: bytes) -> None:
     """A forged request to a storage unit, in the middle of a put of the same client, and then that of another one."""
-    request, _ = hosting.ExtentHost.messages.decode_request(data)
+    request = hosting.ExtentHost.messages.decode_request(data)
     host = hosting.ExtentHost(hosting.ExtentService(_arena()))
     other, forger = host.begin_session(), host.begin_session()
     host.answer(hosting.PutWhole(400, [hosting.Wanted(400, _layout(1), 1)], [b"12345678"]), other)

@@ -74,7 +74,7 @@ def is_alike(command: Command[Any], reply: Any, again: Any) -> bool:
 
 def saved_and_loaded(ledger: Ledger, now: float = 0.0, then: float | None = None) -> Ledger:
     """The ledger in another process, whose clock shows another time."""
-    reader = StateReader(self_expiring=ledger._self_expiring)
+    reader = StateReader()
     for section in [msgpack.packb(each) for each in to_state(ledger, now)]:
         reader.take(msgpack.unpackb(section), now if then is None else then)
     reader.end()

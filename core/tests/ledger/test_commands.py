@@ -15,7 +15,7 @@ CLAIM = commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=False, lease_s=
 ONE_OF_EACH = [
     register(),
     commands.DescribeRequest("p"),
-    commands.CheckPut(PUT, capacity_bytes=100),
+    commands.CheckPut(PUT),
     PUT,
     commands.WaitForRoom("ticket", 8, wait_s=1.0),
     commands.CommitPut(1),
@@ -37,8 +37,6 @@ ONE_OF_EACH = [
     replace(CLAIM, token="l"),
     commands.AckRequest("p", "t", ["a"], ["l"]),
     commands.ConsumptionRequest("p", ["t"]),
-    commands.Due(),
-    commands.Expire([], []),
     commands.ClearRequest("p", ["a"]),
     commands.Collected([(1, 0)]),
 ]

@@ -5,7 +5,7 @@ import random
 import pytest
 from histories import History, answer, contents, is_alike, saved_and_loaded, state_of
 
-from dataplane_core.ledger import Ledger, commands, leases, views
+from dataplane_core.ledger import Ledger, leases, views
 from dataplane_testkit._profiles import by_profile
 
 #: The second ledger's clock shows so many seconds more.
@@ -23,11 +23,11 @@ def all_commands(history, first):
 
 @pytest.mark.timeout(by_profile(600, 600, 3600))
 def test_ledgers_answer_alike(monkeypatch):
-    """One rebuilds its views all the time. The other never does, is told what is due, and is saved and loaded."""
+    """One rebuilds its views all the time. The other never does, and is saved and loaded."""
     for seed in range(by_profile(8, 20, 2_000)):
         history = History(seed)
         rebuilt = Ledger(**history.options)
-        kept = Ledger(**history.options, self_expiring=False)
+        kept = Ledger(**history.options)
         drawn, reply = all_commands(history, rebuilt), None
         for step in range(500):
             command = drawn.send(reply)
@@ -39,9 +39,6 @@ def test_ledgers_answer_alike(monkeypatch):
             monkeypatch.setattr(leases, "_SLACK", 2000)
             monkeypatch.setattr(views, "_MOST_FILTERS", 2000)
             now = history.now + AHEAD_S
-            due = kept.apply(commands.Due(), now)
-            if due is not None:
-                kept.apply(due, now)
             assert answer(kept, command, now) == reply, (seed, step, command)
             if step % 20 == 0:
                 assert contents(kept, now) == contents(rebuilt, history.now), (seed, step, command)

@@ -8,6 +8,7 @@ from histories import History, answer, contents, is_alike, state_of
 from ledgers import begin, claim, register
 
 from dataplane_core.errors import (
+    AlreadyDoneError,
     BackendUnavailableError,
     CapacityExceededError,
     CorruptDataError,
@@ -205,8 +206,23 @@ def test_a_call_whose_reply_was_lost_comes_again_and_is_done_once(made, killed):
     assert info == again
     assert (info.epoch, info.replaced.num_samples) == ("e2", 3)
     made.call(register(epoch="e3"))
+    assert made.call(claim(1, token="t2", fields=())).sample_ids == []
     assert made.call(register(epoch="e2"))[0] == info
     assert made.call(commands.DescribeRequest("p")).epoch == "e3"
+
+
+def test_a_put_that_fills_the_store_may_be_begun_again_and_one_that_was_done_is_done(tmp_path):
+    made = Logged(tmp_path, capacity_bytes=16)
+    made.call(register())
+    put = begin(["a"], size=16, request_id="r1")
+    assert [made.call(put), made.call(put)] == [1, 1]
+    made.call(commands.AbortPut(1))
+    for write_id in (10, 20):  # the client was told of no reply to the first, and began anew
+        made.call(begin(["a"], request_id="r2", write_id=write_id))
+    made.call(commands.CommitPut(10))
+    with pytest.raises(AlreadyDoneError):
+        made.call(commands.CommitPut(20))
+    assert made.call(commands.CommitPut(20)) == []
 
 
 def test_a_ledger_that_numbers_writes_never_gives_a_number_twice(made):

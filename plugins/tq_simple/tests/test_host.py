@@ -1,10 +1,13 @@
 """A controller's host, without Ray. With a journal, it is made again from its folder, and calls are repeated."""
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
+from dataplane_core.errors import BackendUnavailableError, CorruptDataError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
@@ -90,6 +93,11 @@ def test_the_book_is_where_it_was(controller):
     assert controller.units()[0].num_lost == 0
 
 
+def test_a_book_of_another_version_is_refused():
+    with pytest.raises(CorruptDataError, match="of another version"):
+        UnitBook().restore(pickle.dumps({"units": []}), {}, 1)
+
+
 def test_the_number_of_a_life_is_never_used_again(controller):
     """A client may still know what it was."""
     write_id = controller.put("n2")
@@ -99,7 +107,7 @@ def test_the_number_of_a_life_is_never_used_again(controller):
     assert write_id >> LIFE_BITS not in controller.call(ViewUnits(-1)).lives
     controller.again()
     controller.host.book.started("unit-2", started(2, "b"))
-    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
+    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "next"))
     assert controller.begin("n2") >> LIFE_BITS > write_id >> LIFE_BITS
 
 
@@ -302,7 +310,7 @@ def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
     for unit, why in enumerate(["Permission denied", "No space left"]):
         book.waits(f"unit-{unit}", why)
         with pytest.raises(UnitsGoneError, match="are starting"):
-            book.place(1, 10, "n0")
+            book.choose(1, 10, "n0")
     assert [life.why for life in durable.call(ViewUnits(-1)).lives.values()] == [
         "Permission denied",
         "No space left",
@@ -311,8 +319,15 @@ def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
     book.waits("unit-2", "gone")
     assert set(book.awaited().values()) == {True}
     with pytest.raises(BackendUnavailableError) as refused:
-        book.place(1, 10, "n0")
+        book.choose(1, 10, "n0")
     assert not refused.value.retryable
     assert "unit-0: Permission denied; unit-1: No space left; unit-2: gone" in str(refused.value)
     book.started("unit-2", kept(2))
-    assert durable.call(ViewUnits(-1)).lives[book.place(1, 10, "n0") >> LIFE_BITS].unit == "unit-2"
+    assert durable.call(ViewUnits(-1)).lives[book.choose(1, 10, "n0") >> LIFE_BITS].unit == "unit-2"
+
+
+def test_controllers_and_storage_units_do_without_torch():
+    """It would take 345 MiB of each node's memory, twice."""
+    code = "import sys, dataplane_tq_simple._controller as _; print(sorted({'torch', 'tensordict'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"

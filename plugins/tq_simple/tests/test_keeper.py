@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.hosting import Drop, Retain
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import ClearRequest, FieldSpec, RegisterRequest
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _keeper
@@ -47,7 +48,6 @@ class Unit:
         self.serves: Started | None = None
         self.told: list[list[Any]] = []
         self.start = SimpleNamespace(remote=self._start)
-        self.retain = SimpleNamespace(remote=self._retain)
         self._port = next(cluster.ports)
 
     def _start(self, own: str, others: tuple[str, ...], new: str) -> Ref:
@@ -67,9 +67,11 @@ class Unit:
             self.serves = Started(found[0], "10.0.0.1", self._port, self.node, size_bytes=1 << 30, kept=cluster.kept)
         return Ref(self.serves)
 
-    def _retain(self, live: Any, garbage: list[Any]) -> Ref:
-        self.told.append(garbage)
-        return Ref(OSError("no room for notes") if len(self.told) <= self.cluster.retain_fails else None)
+    def call(self, what: str, deadline: float, request: Retain | Drop) -> None:
+        if isinstance(request, Drop):
+            self.told.append(request.refs)
+            if len(self.told) <= self.cluster.retain_fails:
+                raise BackendUnavailableError("no room for notes")
 
 
 class Cluster:
@@ -112,8 +114,6 @@ class Cluster:
     def _get(self, ref: Ref, timeout: float = 0.0) -> Any:
         if isinstance(ref.value, ray.exceptions.RayError):
             raise ref.value
-        if isinstance(ref.value, Exception):
-            raise ray.exceptions.RayTaskError("retain", "", ref.value)
         return ref.value
 
     def _lookup(self, actor: str) -> Unit | None:
@@ -128,7 +128,7 @@ class Cluster:
                 raise BackendUnavailableError("it has ended")
 
         check("connect")
-        return SimpleNamespace(check=check, close=lambda: None)
+        return SimpleNamespace(check=check, close=lambda: None, call=unit.call)
 
     def _create(self, actor: str, node: str) -> Unit:
         self.num_created += 1

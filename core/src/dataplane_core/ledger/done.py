@@ -4,7 +4,7 @@ ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Any, Final
 
@@ -20,8 +20,7 @@ class DoneRequests:
     def __init__(self) -> None:
         self._replies: dict[str, Any] = {}  # of those whose reply is more than None
         self._ends: dict[str, float] = {}  # id -> when its time is over
-        self._heap: list[tuple[float, str]] = []  # the same, the first end first; also of some that are forgotten
-        self._over: list[str] = []  # ids that left the heap and are not forgotten yet
+        self._heap: list[tuple[float, str]] = []  # the same, the first end first
 
     def __contains__(self, request_id: str | None) -> bool:
         return request_id in self._ends
@@ -38,20 +37,12 @@ class DoneRequests:
         if request_id not in self._ends:
             self.restore(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S), reply)
 
-    def due(self, now: float, least: int = 1) -> list[str]:
-        """The ids whose time is over, if they are at least so many."""
+    def forget(self, now: float) -> None:
+        """Forgets the ids whose time is over."""
         while self._heap and self._heap[0][0] <= now:
-            ends_at, request_id = heappop(self._heap)
-            if self._ends.get(request_id) == ends_at:
-                self._over.append(request_id)
-        return list(self._over) if len(self._over) >= least else []
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Forgets ids, as `due` gave them, here or in another process."""
-        for request_id in request_ids:
-            self._ends.pop(request_id, None)
+            _, request_id = heappop(self._heap)
+            del self._ends[request_id]
             self._replies.pop(request_id, None)
-        self._over = [each for each in self._over if each in self._ends]
 
     def left(self, now: float) -> Iterator[tuple[str, float, Any]]:
         """Each id, the seconds until its time is over, and what is kept of its reply."""

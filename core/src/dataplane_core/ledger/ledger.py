@@ -65,9 +65,6 @@ from dataplane_core.spec import (
     matches,
 )
 
-#: A journal records that the ids of requests are forgotten if they are at least so many.
-_FORGOTTEN_TOGETHER: Final = 1000
-
 
 @lru_cache(maxsize=4096)
 def slots_of(fields: tuple[str, ...]) -> dict[str, int]:
@@ -135,21 +132,15 @@ class Ledger:
     Args:
         capacity_bytes: Limit for the payload bytes held and reserved, or None.
         overwrite: Whether a put may replace cells that are already produced.
-        self_expiring: Whether leases and unfinished puts end by themselves when their time is over. False for a ledger
-            that replays a journal: the clocks of its processes differ, so one process asks what is `Due` and records an
-            `Expire` command, which ends it in all of them.
 
     Attributes:
         held_bytes: The payload bytes held and reserved.
         room: The puts that wait for room.
     """
 
-    def __init__(
-        self, *, capacity_bytes: int | None = None, overwrite: bool = True, self_expiring: bool = True
-    ) -> None:
+    def __init__(self, *, capacity_bytes: int | None = None, overwrite: bool = True) -> None:
         self._capacity_bytes = capacity_bytes
         self._overwrite = overwrite
-        self._self_expiring = self_expiring
         self._partitions: dict[str, Partition] = {}
         self._pending: dict[int, Pending] = {}
         self._writes: dict[int, LiveWrite] = {}
@@ -236,7 +227,7 @@ class Ledger:
         self._note_done(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
         _, freed = self._drop(command.partition_id, None, now)
         tasks = {name: Task() for name in command.consumer_tasks}
-        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
+        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks)
         return replace(info, replaced=replaced), freed
 
     @_apply.register
@@ -251,10 +242,10 @@ class Ledger:
         begun = self._begun(command)
         if begun is not None:
             return begun
-        partition, known = self._check_begin(command, self._capacity_bytes, now)
+        partition, known = self._check_begin(command, now)
         size_bytes = command.size_bytes
         if size_bytes:
-            # a ledger that a journal replays does not know its capacity, so it counts all that went ahead
+            # a ledger that runs the records of a log again does not know its capacity, so it counts all that went ahead
             free_bytes = 0 if self._capacity_bytes is None else self._capacity_bytes - self.held_bytes
             self.room.enter(command.ticket, size_bytes, free_bytes)
         write_id = command.write_id
@@ -281,7 +272,7 @@ class Ledger:
     def _check_put_only(self, command: commands.CheckPut, now: float) -> None:
         self._reap(now)  # as the put does, which must then be answered alike
         if self._begun(command.put) is None:
-            self._check_begin(command.put, command.capacity_bytes, now)
+            self._check_begin(command.put, now)
 
     def _begun(self, put: commands.BeginPut) -> int | None:
         """The write id of a put that comes again while it is begun."""
@@ -344,7 +335,7 @@ class Ledger:
         )
         self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
 
-    def _check_begin(self, put: commands.BeginPut, bound: int | None, now: float) -> tuple[Partition, list[Row | None]]:
+    def _check_begin(self, put: commands.BeginPut, now: float) -> tuple[Partition, list[Row | None]]:
         self._refuse_done(put.partition_id, put.request_id)
         partition = self._partition(put.partition_id)
         if put.epoch is not None and put.epoch != partition.info.epoch:
@@ -356,7 +347,7 @@ class Ledger:
         if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
             known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
         self._check_put(partition, put, known)
-        self._check_capacity(put, bound, now)
+        self._check_capacity(put, now)
         return partition, known
 
     def _check_put(self, partition: Partition, put: commands.BeginPut, rows: Sequence[Row | None]) -> None:
@@ -393,8 +384,8 @@ class Ledger:
                         "already written, and this backend does not declare 'overwrite'. Nothing was written."
                     )
 
-    def _check_capacity(self, put: commands.BeginPut, capacity_bytes: int | None, now: float) -> None:
-        size_bytes = put.size_bytes
+    def _check_capacity(self, put: commands.BeginPut, now: float) -> None:
+        size_bytes, capacity_bytes = put.size_bytes, self._capacity_bytes
         if capacity_bytes is None or not size_bytes:  # tags take no room
             return
         held_bytes = self.held_bytes - sum(self._pending[each].put.size_bytes for each in self._abandoned(now))
@@ -445,8 +436,7 @@ class Ledger:
         """Keeps the id of a request that was carried out, and what its repetition is answered from."""
         if request_id is not None:
             self._done.add(request_id, left_s, now, reply)
-            if self._self_expiring:
-                self._done.forget(self._done.due(now))
+            self._done.forget(now)
 
     def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -562,7 +552,8 @@ class Ledger:
 
     @_apply.register
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        partition, request_id = self._partition(command.partition_id), self._claim_id(command)
+        partition = self._partition(command.partition_id)
+        request_id = f"{command.token} {partition.info.epoch}"
         if request_id in self._done:
             return partition.claim_again(command, *self._done.reply(request_id))
         claim = partition.claim(command, now)
@@ -570,14 +561,9 @@ class Ledger:
             self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
         return claim
 
-    def _claim_id(self, claim: commands.ClaimRequest) -> str:
-        """Under which a claim is done. Another registration knows it no longer."""
-        return f"{claim.token} {self._partition(claim.partition_id).info.epoch}"
-
     @_apply.register
     def _may_claim(self, command: commands.MayClaim, now: float) -> bool:
-        claim = command.claim
-        return self._claim_id(claim) not in self._done and self._partition(claim.partition_id).may_claim(claim, now)
+        return self._partition(command.claim.partition_id).may_claim(command.claim, now)
 
     @_apply.register
     def _settle(self, command: commands.SettleRequest, now: float) -> None:
@@ -603,25 +589,6 @@ class Ledger:
         """The partition of a put that is begun and not committed."""
         pending = self._pending.get(write_id)
         return None if pending is None else pending.put.partition_id
-
-    # --- expiry -------------------------------------------------------------------------------------------------------
-
-    @_apply.register
-    def _due(self, command: commands.Due, now: float) -> commands.Expire | None:
-        leases = [
-            (partition.partition_id, *lease) for partition in self._partitions.values() for lease in partition.due(now)
-        ]
-        writes, done = self._abandoned(now), self._done.due(now, _FORGOTTEN_TOGETHER)
-        return commands.Expire(leases, writes, done) if leases or writes or done else None
-
-    @_apply.register
-    def _expire(self, command: commands.Expire, now: float) -> None:
-        for partition_id, task_name, token, sample_ids in command.leases:
-            partition = self._partitions.get(partition_id)
-            if partition is not None and task_name in partition.tasks:
-                partition.end_lease(task_name, token, sample_ids)
-        self._give_up(command.writes, now)
-        self._done.forget(command.done)
 
     # --- clearing -----------------------------------------------------------------------------------------------------
 
@@ -695,8 +662,7 @@ class Ledger:
         return refs
 
     def _reap(self, now: float) -> None:
-        if self._self_expiring:
-            self._give_up(self._abandoned(now), now)
+        self._give_up(self._abandoned(now), now)
 
     def _abandoned(self, now: float) -> list[int]:
         return [write_id for write_id, pending in self._pending.items() if pending.expires_at <= now]

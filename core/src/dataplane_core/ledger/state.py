@@ -1,4 +1,4 @@
-"""Converts a ledger's whole state to plain maps and back. A snapshot of a journal holds these maps.
+"""Converts a ledger's whole state to plain maps and back. A log begins with these maps.
 
 The state is a sequence of sections. Each is a map for msgpack with its kind under ``part``. Their order is:
 
@@ -166,16 +166,12 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
 class StateReader:
     """Restores a ledger from the sections of `to_state`, one after another.
 
-    Args:
-        self_expiring: As for `Ledger`.
-
     Attributes:
         ledger: The ledger, with the state of the sections taken so far.
     """
 
-    def __init__(self, *, self_expiring: bool = True) -> None:
-        self.ledger = Ledger(self_expiring=self_expiring)
-        self._self_expiring = self_expiring
+    def __init__(self) -> None:
+        self.ledger = Ledger()
         self._write_ids: list[int] = []
         self._partition: Partition | None = None
 
@@ -197,7 +193,7 @@ class StateReader:
                 self._write_ids.append(write_id)
                 ledger._writes[write_id] = LiveWrite(slots_of(tuple(fields)), row_bytes, lists=lists)
         elif part == "partition":
-            self._partition = _restore_partition(section, self._self_expiring)
+            self._partition = _restore_partition(section)
             ledger._partitions[self._partition.partition_id] = self._partition
         elif part == "seen" and partition is not None:
             partition.seen.update(section["sample_ids"])
@@ -296,13 +292,12 @@ def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[
     }
 
 
-def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Partition:
+def _restore_partition(section: Mapping[str, Any]) -> Partition:
     info = PartitionInfo.of(section["epoch"], section)
     return Partition(
         section["partition_id"],
         info,
         {name: Task() for name in info.consumer_tasks},
-        self_expiring,
         specs=_unpack_specs(section["specs"]),
         broken_groups=set(section["broken_groups"]),
         version=section["version"],

@@ -64,7 +64,6 @@ class LoggedLedger:
         first_write: int = 1,
     ) -> None:
         self._log = log
-        self._capacity_bytes = capacity_bytes
         self._lazy_begins = lazy_begins
         self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
         # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
@@ -97,7 +96,7 @@ class LoggedLedger:
 
     def _run_again(self, record: bytes) -> None:
         try:
-            command, _ = _MESSAGES.decode_request(record)
+            command = _MESSAGES.decode_request(record)
         except InvalidRequestError as error:
             raise CorruptDataError(f"a record of the log cannot be read: {error}.") from error
         try:
@@ -139,7 +138,7 @@ class LoggedLedger:
         """Whether a command changes anything. Raises if it is a put that is refused."""
         match command:
             case commands.BeginPut():
-                self._service.call(commands.CheckPut(command, self._capacity_bytes))
+                self._service.call(commands.CheckPut(command))
             case commands.ClaimRequest():
                 return self._service.call(commands.MayClaim(command))
             case commands.WaitForRoom():  # those who wait say so again

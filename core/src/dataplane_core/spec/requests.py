@@ -146,16 +146,14 @@ class Command(Generic[Reply]):
     """One operation of a ledger, which answers it with a ``Reply``.
 
     Attributes:
-        op: Its name in messages and in journals.
-        reads: Whether it changes nothing. A journal does not record such a command.
-        not_recorded: Fields that a journal does not record, since they do not change what the ledger does.
+        op: Its name in messages.
+        reads: Whether it changes nothing. A log has no record of such a command.
     """
 
     __slots__ = ()
 
     op: ClassVar[str]
     reads: ClassVar[bool] = False
-    not_recorded: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(slots=True)
@@ -165,8 +163,6 @@ class Request:
     Attributes:
         deadline: On `time.monotonic`'s clock of the client, in seconds.
     """
-
-    not_recorded: ClassVar[tuple[str, ...]] = ("deadline",)
 
     _: KW_ONLY
     deadline: float = math.inf
@@ -302,7 +298,6 @@ class ClaimRequest(OnceRequest, Command[Claim]):
     """
 
     op = "claim"
-    not_recorded = ("deadline", "explain", "since", "wake")
     task_name: str
     required_fields: list[str]
     batch_size: int

@@ -80,22 +80,22 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
         engine_class = self._engine_class()
-        from dataplane_tq_simple import _whereabouts
+        from dataplane_tq_simple import _owners
 
         name = engine_class.instance_class.controller_name(self.config)
-        known = _whereabouts.cluster_is_known(self.config)
+        known = _owners.cluster_is_known(self.config)
         if not bootstrap:
             config = self.config
             if not known:
-                config = config.model_copy(update={"ray_address": _whereabouts.find(config, name)})
+                config = config.model_copy(update={"ray_address": _owners.find(config, name)})
             # the engine waits itself: each new try would connect this process to Ray again
             self._engine = engine_class.open(config, bootstrap=False, deadline=deadline, wait_s=self.attach_wait_s)
             return
         try:
             if self.exclusive and not known:
-                self._folders.append(_whereabouts.claim_name(name, deadline))
+                self._folders.append(_owners.claim_name(name, deadline))
             self._engine = engine_class.open(self.config, bootstrap=True, deadline=deadline)
-            left = _whereabouts.leave(name, self._engine.ray_address, deadline)
+            left = _owners.leave(name, self._engine.ray_address, deadline)
             self._folders += [left] if left is not None else []
         except BaseException:
             self.stop()
@@ -169,9 +169,9 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         yield from found
         if any(each.level is Level.ERROR for each in found):
             return
-        from dataplane_tq_simple import _whereabouts
+        from dataplane_tq_simple import _owners
 
-        if not _whereabouts.cluster_is_known(config):
+        if not _owners.cluster_is_known(config):
             return
         backend = cls(config)
         try:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from dataplane_core.errors import BackendUnavailableError, preview
+from dataplane_core.errors import BackendUnavailableError, CorruptDataError, preview
 from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -262,7 +262,7 @@ class UnitBook:
 
     # --- the ledger's service -----------------------------------------------------------------------------------------
 
-    def place(self, num_ids: int, size_bytes: int, node: str, full: Sequence[int] = ()) -> int:
+    def choose(self, num_ids: int, size_bytes: int, node: str, full: Sequence[int] = ()) -> int:
         """A new write id, and as many unused ones after it as a put needs. It says which unit gets the rows.
 
         It is that of the node, if it has room; else the one with the most room.
@@ -394,9 +394,15 @@ class UnitBook:
             packed: What that one noted.
             payload: Write id -> the bytes of all its rows, if known, and the rows that the units may still hold.
             next_number: The first number for handles that was never used.
+
+        Raises:
+            CorruptDataError: That one was of another version.
         """
         with self.lock:
-            noted = msgspec.msgpack.decode(packed, type=_Packed)
+            try:
+                noted = msgspec.msgpack.decode(packed, type=_Packed)
+            except msgspec.MsgspecError as error:
+                raise CorruptDataError(f"the journal's book of storage units is of another version: {error}") from error
             self._units = {each[0]: _Unit(*each) for each in noted.units}
             self._lives = {each[0]: _Held(*each[1:]) for each in noted.lives}
             self._next_life, self._next_number = noted.next_life, next_number

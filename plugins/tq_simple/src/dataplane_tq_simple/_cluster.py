@@ -46,7 +46,7 @@ from dataplane_tq_simple._actors import (
 )
 from dataplane_tq_simple._controller import Controller, Line
 from dataplane_tq_simple._errors import LineBrokenError
-from dataplane_tq_simple._kept import JOURNAL, folder_of
+from dataplane_tq_simple._folders import JOURNAL, folder_of
 from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig

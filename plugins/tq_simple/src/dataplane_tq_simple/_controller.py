@@ -108,6 +108,7 @@ class Controller:
                 name=actor,
                 namespace=NAMESPACE,
                 num_cpus=options.num_cpus,
+                memory=1,  # as little as can be: Ray is not to take a node with rows for idle
                 lifetime="detached" if options.detached else None,
                 runtime_env={"env_vars": options.env_vars},
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),

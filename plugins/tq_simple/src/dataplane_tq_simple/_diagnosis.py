@@ -37,7 +37,7 @@ def diagnose(config: QueueConfig, deadline: float, find_class: Callable[[], type
         yield _journal(config)
     address = config.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        yield from _owners(config, find_class())
+        yield from _of_this_host(config, find_class())
     else:
         yield from _running(config, find_class(), deadline)
 
@@ -81,7 +81,7 @@ def _journal(config: QueueConfig) -> Finding:
 def _durable(folder: str, config: QueueConfig) -> Finding:
     """What lies in the durable folder of this node, and who has its journal open."""
     from dataplane_core.hosting import is_open, owner_of
-    from dataplane_tq_simple._kept import folder_of, folders_in, units_of
+    from dataplane_tq_simple._folders import folder_of, folders_in, units_of
 
     of_instance = folder_of(folder, config.instance)
     if not of_instance.is_dir():
@@ -100,12 +100,12 @@ def _durable(folder: str, config: QueueConfig) -> Finding:
     return Finding.ok(f"{what}. Its journal is open in no process. It was last in {who}.")
 
 
-def _owners(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Finding]:
+def _of_this_host(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Finding]:
     """What owners of this name have left on this host; if none runs, what a new one would find."""
-    from dataplane_tq_simple import _whereabouts
+    from dataplane_tq_simple import _owners
 
     try:
-        owners = _whereabouts.look(instance_class.controller_name(config))
+        owners = _owners.look(instance_class.controller_name(config))
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
         return
@@ -152,10 +152,10 @@ def _running(config: QueueConfig, instance_class: type[Instance], deadline: floa
     import ray
 
     from dataplane_tq_simple._cluster import check_cpus
-    from dataplane_tq_simple._session import RaySession
+    from dataplane_tq_simple._connection import RayConnection
 
     try:
-        session = RaySession.acquire(config, bootstrap=False, deadline=deadline)
+        connection = RayConnection.acquire(config, bootstrap=False, deadline=deadline)
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
         return
@@ -178,4 +178,4 @@ def _running(config: QueueConfig, instance_class: type[Instance], deadline: floa
         if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
             yield announced
     finally:
-        session.release()
+        connection.release()

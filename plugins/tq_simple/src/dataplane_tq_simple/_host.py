@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
-from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder, sync_path
+from dataplane_core.hosting import Client, LedgerHost, lock_folder, sync_path
 from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._kept import ENDING_S
+from dataplane_tq_simple._folders import ENDING_S
 from dataplane_tq_simple._messages import MESSAGES, BeginNear, UnitRecords, ViewUnits
 
 _logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class ControllerHost(LedgerHost):
 
     # --- as a host ----------------------------------------------------------------------------------------------------
 
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+    def answer(self, request: Any, client: Client) -> Any:
         """As `LedgerHost.answer`."""
         answer = super().answer
         with self.book.lock:
@@ -163,7 +163,7 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        write_id = self.book.place(put.num_ids, put.size_bytes, request.node, request.full)
+        write_id = self.book.choose(put.num_ids, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))
         self.book.add(put.by_id(write_id))

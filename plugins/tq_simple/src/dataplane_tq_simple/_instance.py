@@ -12,7 +12,7 @@ from typing import Any
 from dataplane_core.host_memory import arena_bytes_for
 from dataplane_tq_simple._actors import get_within, nodes_for_units
 from dataplane_tq_simple._cluster import Instance, check_addresses, env_vars
-from dataplane_tq_simple._kept import units_of
+from dataplane_tq_simple._folders import units_of
 from dataplane_tq_simple._units import UnitOptions
 from dataplane_tq_simple.config import TQSimpleConfig
 

@@ -21,8 +21,7 @@ import ray
 import ray.exceptions
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError, preview
-from dataplane_core.hosting import ExtentHost, Session, TcpAddress
-from dataplane_core.ledger import Ref
+from dataplane_core.hosting import Drop, ExtentHost, Retain, Session, TcpAddress
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._actors import alive_nodes, cause, data_plane_error, lookup, named_actors, nodes_for_units
 from dataplane_tq_simple._book import Started
@@ -41,8 +40,9 @@ _ASK_S: Final = 0.2
 _CREATE_AGAIN_S: Final = 1.0
 #: Seconds after which a unit that failed to drop rows is told again.
 _RETAIN_AGAIN_S: Final = 5.0
-#: Seconds that a try to reach a unit may take.
+#: Seconds that a try to reach a unit may take, and that it may take to drop rows.
 _REACH_S: Final = 0.5
+_RETAIN_S: Final = 10.0
 #: What Ray answers in the place of an actor that has ended. `ActorUnavailableError` is none of it.
 _ENDED: Final = (
     ray.exceptions.RayActorError,
@@ -65,10 +65,8 @@ class _Watched:
         asked: A question to it.
         ask_at: When it is asked next.
         settled: Whether it serves, or cannot now: then rows that nobody serves may not come any more.
-        retain: Whether it is to be told which of its rows exist, or is told so now, and which garbage it is to drop.
-        retaining: Its answer to that.
-        garbage: That garbage.
-        retain_at: When it is told.
+        retain: Whether it is to be told which of its rows exist.
+        retain_at: When.
     """
 
     node: str
@@ -81,8 +79,6 @@ class _Watched:
     ask_at: float = 0.0
     settled: bool = False
     retain: bool = False
-    retaining: Any = None
-    garbage: list[Ref] = field(default_factory=list)
     retain_at: float = 0.0
 
 
@@ -167,8 +163,8 @@ class Keeper:
                 self._create(name, unit, now)
             elif unit.session is None:
                 self._ask(name, unit, now)
-            elif unit.retain:
-                self._retain(name, unit, now)
+            elif unit.retain and now >= unit.retain_at:
+                self._retain(name, unit, unit.session)
         self._give_up(now)
 
     def _create(self, name: str, unit: _Watched, now: float) -> None:
@@ -242,21 +238,20 @@ class Keeper:
             unit.started, unit.settled, unit.retain = started, True, started.kept
             self._book.started(name, started)
 
-    def _retain(self, name: str, unit: _Watched, now: float) -> None:
+    def _retain(self, name: str, unit: _Watched, session: Session) -> None:
         """Tells a unit that keeps rows which of those that an earlier process left there exist, and which were given up
         while it was away. It serves already."""
-        if unit.retaining is None:
-            if now >= unit.retain_at:
-                unit.garbage = [ref for ref in self._host.garbage() if self._book.is_here(name, ref)]
-                unit.retaining = unit.handle.retain.remote(self._book.rows_of(name), unit.garbage)
-        elif ray.wait([unit.retaining], timeout=0)[0]:
-            told, unit.retaining, unit.retain_at = unit.retaining, None, now + _RETAIN_AGAIN_S
-            try:
-                ray.get(told)
-                self._host.collected(unit.garbage)
-                unit.retain = False
-            except ray.exceptions.RayError as error:  # else what nobody can read would fill its memory
-                _logger.warning("%s keeps rows that nobody needs; telling it again: %s", name, cause(error))
+        garbage = [ref for ref in self._host.garbage() if self._book.is_here(name, ref)]
+        deadline = time.monotonic() + _RETAIN_S
+        try:
+            session.call("retain", deadline, Retain(self._book.rows_of(name)))
+            session.call("drop", deadline, Drop(garbage))
+        except DataPlaneError as error:  # else what nobody can read would fill its memory
+            unit.retain_at = time.monotonic() + _RETAIN_AGAIN_S
+            _logger.warning("%s keeps rows that nobody needs, and is told again: %s", name, error)
+        else:
+            unit.retain = False
+            self._host.collected(garbage)
 
     def _give_up(self, now: float) -> None:
         """Names the rows as lost for which the wait is over. Those of a unit that says why are waited for."""

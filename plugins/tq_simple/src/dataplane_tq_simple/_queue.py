@@ -24,9 +24,9 @@ from dataplane_core.errors import BackendUnavailableError, ClientClosedError, Da
 from dataplane_core.hosting import Request, Session, TcpAddress
 from dataplane_core.ledger import Command
 from dataplane_tq_simple._cluster import ControllerWatch, Instance
+from dataplane_tq_simple._connection import RayConnection
 from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import MESSAGES
-from dataplane_tq_simple._session import RaySession
 
 _logger = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ class QueueEngine(ABC):
     #: What `open` starts or finds.
     instance_class: ClassVar[type[Instance]]
 
-    def __init__(self, instance: Any, own: Any, session: RaySession, *, bootstrapped: bool) -> None:
+    def __init__(self, instance: Any, own: Any, connection: RayConnection, *, bootstrapped: bool) -> None:
         self.config = instance.config
         self.own = own
         self.bootstrapped = bootstrapped
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         self._instance = instance
-        self._ray = session
+        self._ray = connection
         self._session: Session | None = None  # with the controller
         self._finding = threading.Lock()
         self._pid = os.getpid()
@@ -106,15 +106,15 @@ class QueueEngine(ABC):
             OperationTimeoutError: Not all processes started in time. Those that had started were ended. To attach: its
                 controller does not answer.
         """
-        session = RaySession.acquire(config, bootstrap=bootstrap, deadline=deadline)
+        connection = RayConnection.acquire(config, bootstrap=bootstrap, deadline=deadline)
         try:
             if bootstrap:
                 instance = cls.instance_class.start(config, deadline=deadline)
             else:
                 instance = cls.instance_class.find(config, deadline=deadline, wait_s=wait_s)
-            engine = cls(instance, config, session, bootstrapped=bootstrap)
+            engine = cls(instance, config, connection, bootstrapped=bootstrap)
         except BaseException:
-            session.release()
+            connection.release()
             raise
         try:
             engine._find_session(deadline)

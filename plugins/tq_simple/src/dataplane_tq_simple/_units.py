@@ -5,44 +5,38 @@ Importing this module imports Ray.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import ray
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.host_memory import Arena, memory_limit
 from dataplane_core.hosting import (
-    Drop,
     ExtentHost,
     ExtentService,
     KeptExtentHost,
-    Retain,
+    KeptExtents,
     Server,
-    Session,
-    UnixAddress,
+    has_extents,
     listen_as,
     listen_on,
     new_socket_name,
     new_token,
+    open_extents,
 )
-from dataplane_core.ledger import Ref
+from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._actors import NAMESPACE, lookup, own_address
 from dataplane_tq_simple._book import Started
-from dataplane_tq_simple._kept import folders_in, open_rows
+from dataplane_tq_simple._folders import folders_in, open_rows
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
 #: The least memory of a unit whose size is not said.
 _LEAST_BYTES: Final = 64 << 20
-#: Seconds that a unit may take to drop rows that do not exist any more.
-_RETAIN_S: Final = 60.0
 
 
 class UnitOptions(NamedTuple):
@@ -118,16 +112,13 @@ class StorageUnit:
 
     def _open(self, units: Path, names: list[str], new: str) -> Started:
         options = self._options
-        opened = open_rows(
-            units,
-            names,
-            new,
-            self._instance,
-            options.size_bytes,
-            _default_bytes,
-            sync=options.sync,
-            touch_ahead_bytes=options.touch_ahead_bytes,
-        )
+
+        def open_in(path: Path, notes: NotesLog) -> KeptExtents:
+            new_bytes = None if has_extents(notes) else _default_bytes()
+            size_bytes, ahead = options.size_bytes or new_bytes, options.touch_ahead_bytes
+            return open_extents(path, size_bytes, notes, None, sync=options.sync, touch_ahead_bytes=ahead)
+
+        opened = open_rows(units, names, new, self._instance, open_in, sync=options.sync)
         try:
             host = KeptExtentHost(opened.extents, opened.notes.commit_or_end)
             return self._serve(opened.name, host, opened.extents, opened.extents.work_aside)
@@ -145,31 +136,6 @@ class StorageUnit:
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
         port, kept = wire.getsockname()[1], aside is not None
         return Started(token, ip, port, node, name, secret, extents.most_bytes, kept)
-
-    def retain(self, live: dict[int, list[int]], garbage: list[Ref]) -> None:
-        """See `Retain`. Then drops the garbage, as for a client that clears it: also what may still be on its way."""
-        started, deadline = self._started, time.monotonic() + _RETAIN_S
-        if started is None:
-            raise BackendUnavailableError("this process does not serve yet.")
-        session = Session(_Own(started.socket, token=started.secret), ExtentHost.messages, deadline)
-        try:
-            session.call("retain", deadline, Retain(live))
-            session.call("drop", deadline, Drop(garbage))
-        finally:
-            session.close()
-            for descriptor in session.descriptors:
-                os.close(descriptor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Own(UnixAddress):
-    """The socket of this process."""
-
-    token: bytes
-
-    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
-        """As `Address.failure`."""
-        return BackendUnavailableError(f"{what}: the thread that serves rows does not answer: {error}")
 
 
 def _default_bytes() -> int:

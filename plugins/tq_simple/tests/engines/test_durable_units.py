@@ -73,7 +73,7 @@ def states(client: DataPlaneClient) -> list[tuple[str, int]]:
     return [(each.state, each.num_starts) for each in client.list_units()]
 
 
-def places(folder: Path) -> list[Path]:
+def folders(folder: Path) -> list[Path]:
     return sorted((folder / NAME / "units").iterdir())
 
 
@@ -116,10 +116,10 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
 ) -> None:
     put(client, IDS)
     pid = pid_of(f"tq-{NAME}/unit-0")
-    (place,) = places(tmp_path)
-    assert owner_of(place).pid == pid
-    aside = place.rename(tmp_path / "aside")
-    place.write_text("this is no folder")
+    (own,) = folders(tmp_path)
+    assert owner_of(own).pid == pid
+    aside = own.rename(tmp_path / "aside")
+    own.write_text("this is no folder")
     with suppress(ProcessLookupError):  # it ends by itself if it happens to note something now
         os.kill(pid, signal.SIGKILL)
 
@@ -137,16 +137,16 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
 
     refused = eventually(refusal, "nobody is told")
     assert not refused.retryable
-    assert re.search(rf"unit-0 cannot bring its rows back: .*{place} cannot be used", str(refused))
+    assert re.search(rf"unit-0 cannot bring its rows back: .*{own} cannot be used", str(refused))
     with pytest.raises(BackendUnavailableError, match="no storage unit takes rows"):
         put(client, ["more-1"])
     client.clear_samples([IDS[0]], "p")
-    place.unlink()  # now it waits for it
+    own.unlink()  # now it waits for it
     client.clear_samples([IDS[1]], "p")
-    aside.rename(place)
+    aside.rename(own)
     eventually(is_back, "it does not find it")
     assert [state for state, _ in states(client)] == ["serving"]
-    assert places(tmp_path) == [place]
+    assert folders(tmp_path) == [own]
     eventually(lambda: sum(each.num_rows for each in client.list_units()) == 18, "what was cleared meanwhile is kept")
     client.clear_samples(None, "p")
     assert [each.num_rows for each in client.list_units()] == [0]
@@ -159,7 +159,7 @@ def test_a_unit_whose_folder_does_not_come_begins_without_it(
     with connect(config, bootstrap=True) as client:
         client.register_partition("p", ["x"], None, TASKS)
         put(client, IDS)
-        (first,) = places(tmp_path)
+        (first,) = folders(tmp_path)
         aside = first.rename(tmp_path / first.name)
         kill("unit-0")
         eventually(lambda: lost(client, IDS) == IDS, "it is waited for")
@@ -222,7 +222,7 @@ def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp
 def test_folders_that_are_removed_or_damaged_name_their_rows(config: dict[str, Any], tmp_path: Path) -> None:
     config["options"]["node_wait_s"] = 0.0
     filled(config)
-    shutil.rmtree(places(tmp_path)[0])
+    shutil.rmtree(folders(tmp_path)[0])
     for damage in (True, False):
         with connect(config, bootstrap=True) as client:
             eventually(lambda client=client: lost(client, IDS[:18]) == IDS[:18], "they are waited for")
@@ -230,16 +230,16 @@ def test_folders_that_are_removed_or_damaged_name_their_rows(config: dict[str, A
             put(client, IDS[:18])
             assert right(client, IDS[:18])
         if damage:
-            os.truncate(places(tmp_path)[0] / "arena", 4096)
+            os.truncate(folders(tmp_path)[0] / "arena", 4096)
     with connect(config, bootstrap=True) as client:
         assert right(client, IDS[:18])
-    assert [each for each in places(tmp_path) if each.name.startswith("damaged-")], "nothing is deleted"
+    assert [each for each in folders(tmp_path) if each.name.startswith("damaged-")], "nothing is deleted"
 
 
 def test_rows_whose_bytes_are_not_what_was_put_are_named(config: dict[str, Any], tmp_path: Path) -> None:
     filled(config)
-    for place in places(tmp_path):
-        with (place / "arena").open("r+b") as file:
+    for own in folders(tmp_path):
+        with (own / "arena").open("r+b") as file:
             data = file.read(1 << 16)
             file.seek(0)
             file.write(bytes(each ^ 1 if at % 1024 == 0 else each for at, each in enumerate(data)))
@@ -257,10 +257,10 @@ def test_a_journal_that_is_not_that_of_the_rows_is_refused(
         connect(config, bootstrap=True)
     (tmp_path / NAME).rename(tmp_path / "first")
     filled(config)
-    for place in places(tmp_path):
-        shutil.rmtree(place)
-    place = next((tmp_path / "first" / "units").iterdir())
-    shutil.copytree(place, tmp_path / NAME / "units" / place.name)
+    for own in folders(tmp_path):
+        shutil.rmtree(own)
+    own = next((tmp_path / "first" / "units").iterdir())
+    shutil.copytree(own, tmp_path / NAME / "units" / own.name)
     with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
         connect(config, bootstrap=True)
     eventually(lambda: not actors(f"tq-{NAME}"), "something is left behind")
@@ -272,7 +272,7 @@ def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_p
         connect(config, bootstrap=True)
     os.close(lock)
     with connect(config, bootstrap=True):
-        for folder, holds in [(tmp_path / NAME, "journal"), *((place, "notes") for place in places(tmp_path))]:
+        for folder, holds in [(tmp_path / NAME, "journal"), *((own, "notes") for own in folders(tmp_path))]:
             with pytest.raises(AlreadyRunningError, match="in use by process"):
                 lock_folder(folder, holds, 0.0)
 

@@ -25,9 +25,9 @@ from dataplane_core.errors import (
 )
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._connection import RayConnection, _this_one
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords
-from dataplane_tq_simple._session import RaySession, _connection
 
 _OWN_RAY = """
 import json, os, sys, time, warnings
@@ -175,7 +175,7 @@ def test_another_cluster_than_the_connected_one_is_refused(ray_cluster):
 
 
 def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster):
-    with ThreadPoolExecutor(1) as pool, RaySession._lock:  # as the other one holds it
+    with ThreadPoolExecutor(1) as pool, RayConnection._lock:  # as the other one holds it
         attaching = pool.submit(Engine.open, TQSimpleConfig(), bootstrap=False, deadline=soon(0.1))
         with pytest.raises(OperationTimeoutError, match="another client of this process"):
             attaching.result(timeout=20)
@@ -202,9 +202,9 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     """Its `shutdown` has no argument."""
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    monkeypatch.setattr(RaySession, "_ours", _connection())
-    monkeypatch.setattr(RaySession, "_num_users", 1)
-    RaySession(ours=True).release()
+    monkeypatch.setattr(RayConnection, "_ours", _this_one())
+    monkeypatch.setattr(RayConnection, "_num_users", 1)
+    RayConnection(ours=True).release()
     assert ended
 
 

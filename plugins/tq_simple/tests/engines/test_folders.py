@@ -13,13 +13,13 @@ from power_loss import Disk
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
+from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host, open_extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _host, _kept, _units
+from dataplane_tq_simple import _folders, _host, _units
 from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._folders import folders_in, open_rows
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._kept import folders_in, open_rows
 from dataplane_tq_simple._messages import BeginNear
 
 X = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -28,8 +28,12 @@ SIZE = 1 << 14  # so little that rows are moved to make room
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    for module in (_host, _kept):
+    for module in (_host, _folders):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
+
+
+def opening(sync=False):
+    return lambda path, notes: open_extents(path, SIZE, notes, None, sync=sync)
 
 
 class Life:
@@ -37,11 +41,11 @@ class Life:
 
     def __init__(self, folder, monkeypatch, *, sync=False):
         self._locks = []
-        for module in (_host, _kept):
+        for module in (_host, _folders):
             monkeypatch.setattr(module, "lock_folder", self._lock)
         ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
         units = folder / "units"
-        self._opened = open_rows(units, folders_in(units), "folder", "identity", SIZE, lambda: SIZE, sync=sync)
+        self._opened = open_rows(units, folders_in(units), "folder", "identity", opening(sync), sync=sync)
         self._controller = ControllerHost(ledger, self._log)
         self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
         started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
@@ -122,7 +126,7 @@ class Life:
         return [rows[row] for row in range(len(ids))]
 
 
-lock_folder = _kept.lock_folder
+lock_folder = _folders.lock_folder
 
 AHEAD = {
     "nothing": lambda path: False,
@@ -156,7 +160,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
     disk.at_each_sync = look
     with monkeypatch.context() as patch:
         life = Life(folder, patch, sync=True)
-        begun = True  # a place without a journal is refused, and is one that no row was ever in
+        begun = True  # a folder without a journal is refused, and is one that no row was ever in
         life.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e1"))
         rng = random.Random(1)
         for number in range(1, num_steps):
@@ -176,7 +180,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
                 unsure.clear()
         life.kill()
     monkeypatch.undo()
-    for module in (_host, _kept):
+    for module in (_host, _folders):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
     assert len(images) > 4 * num_steps
     assert any(squeezed) or num_steps < 60
@@ -196,7 +200,7 @@ def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_
     """This process tries it again until it can."""
 
     def open_it():
-        return open_rows(tmp_path, ["folder"], "new", "identity", SIZE, lambda: SIZE)
+        return open_rows(tmp_path, ["folder"], "new", "identity", opening())
 
     open_it().close()
     (tmp_path / "folder" / "arena").unlink()
@@ -238,7 +242,7 @@ def test_a_unit_opens_a_folder_that_no_other_one_has(tmp_path):
     """Nodes may share the folder in which they are. It waits for a process that ends."""
 
     def open_one(names, new):
-        return open_rows(tmp_path, names, new, "identity", SIZE, lambda: SIZE)
+        return open_rows(tmp_path, names, new, "identity", opening())
 
     first = open_one([], "first")
     second = open_one([], "second")
@@ -250,5 +254,5 @@ def test_a_unit_opens_a_folder_that_no_other_one_has(tmp_path):
     assert folders_in(tmp_path) == ["first", "second"]
     first.close()
     with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
-        open_rows(tmp_path, ["first"], "third", "another", SIZE, lambda: SIZE)
+        open_rows(tmp_path, ["first"], "third", "another", opening())
     again.close()

@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CorruptDataError
-from dataplane_core.hosting import KeptExtents, has_extents, lock_folder, open_extents
+from dataplane_core.hosting import KeptExtents, lock_folder
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
 
@@ -68,11 +68,9 @@ def open_rows(
     names: Sequence[str],
     new: str,
     instance: str,
-    size_bytes: int | None,
-    default_bytes: Callable[[], int],
+    open_in: Callable[[Path, NotesLog], KeptExtents],
     *,
     sync: bool = False,
-    touch_ahead_bytes: int = 0,
 ) -> Opened:
     """Opens a folder for this process. One that is damaged is set aside.
 
@@ -81,60 +79,53 @@ def open_rows(
         names: Those that may be opened; the first that no other process has is.
         new: The one that is made if there are none.
         instance: Identifies the instance.
-        size_bytes: The most bytes of its extents. None: as many as before.
-        default_bytes: How many, if there is no before.
-        sync, touch_ahead_bytes: See `KeptExtents`.
+        open_in: Opens the extents in a folder.
+        sync: See `NotesLog`.
 
     Raises:
         AlreadyRunningError: Other processes have them.
         BackendUnavailableError: It belongs to another instance, or cannot be used.
     """
+
+    def open_one(name: str, patience_s: float) -> Opened | None:
+        """None: it is damaged, and was set aside."""
+        path = units / name
+        try:
+            lock = lock_folder(path, _NOTES, patience_s)
+            try:
+                return Opened(name, *_open(path, instance, open_in, sync), lock)
+            except BaseException as error:
+                try:
+                    if not isinstance(error, CorruptDataError):
+                        raise
+                    aside = path.with_name(f"{_DAMAGED}{name}-{new_id()}")
+                    path.rename(aside)
+                finally:
+                    os.close(lock)
+                _logger.error("the rows of a storage unit are lost: %s They are left in %s.", error, aside)
+                return None
+        except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
+            raise
+        except OSError as error:
+            why = error.strerror or error  # not the name that a damaged one would have got, which is another each time
+            raise BackendUnavailableError(f"the folder {path} cannot be used: {why}.", retryable=False) from error
+
     left = list(names)
-    options = instance, size_bytes, default_bytes, sync, touch_ahead_bytes
     for waits in (False, True):
         for name in list(left):
             with nullcontext() if waits else suppress(AlreadyRunningError):
-                opened = _open_or_set_aside(units / name, ENDING_S if waits else 0.0, *options)
+                opened = open_one(name, ENDING_S if waits else 0.0)
                 if opened is not None:
                     return opened
                 left.remove(name)
-    opened = _open_or_set_aside(units / new, 0.0, *options)
+    opened = open_one(new, 0.0)
     assert opened is not None
     return opened
 
 
-def _open_or_set_aside(path: Path, patience_s: float, *options: Any) -> Opened | None:
-    """None: it is damaged, and was set aside."""
-    try:
-        lock = lock_folder(path, _NOTES, patience_s)
-        try:
-            return _open(path, lock, *options)
-        except BaseException as error:
-            try:
-                if not isinstance(error, CorruptDataError):
-                    raise
-                aside = path.with_name(f"{_DAMAGED}{path.name}-{new_id()}")
-                path.rename(aside)
-            finally:
-                os.close(lock)
-            _logger.error("the rows of a storage unit are lost: %s They are left in %s.", error, aside)
-            return None
-    except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
-        raise
-    except OSError as error:
-        why = error.strerror or error  # not the name that a damaged one would have got, which is another each time
-        raise BackendUnavailableError(f"the folder {path} cannot be used: {why}.", retryable=False) from error
-
-
 def _open(
-    path: Path,
-    lock: int,
-    instance: str,
-    size_bytes: int | None,
-    default_bytes: Callable[[], int],
-    sync: bool,
-    touch_ahead_bytes: int,
-) -> Opened:
+    path: Path, instance: str, open_in: Callable[[Path, NotesLog], KeptExtents], sync: bool
+) -> tuple[KeptExtents, NotesLog]:
     notes = NotesLog(path / _NOTES, sync=sync)
     try:
         if notes.notes.get(_INSTANCE_NOTE, instance.encode()) != instance.encode():
@@ -143,12 +134,10 @@ def _open(
                 retryable=False,
                 hint="Bootstrap where that journal is, or remove the folder: its rows are lost then.",
             )
-        if size_bytes is None and not has_extents(notes):
-            size_bytes = default_bytes()
-        extents = open_extents(path, size_bytes, notes, None, sync=sync, touch_ahead_bytes=touch_ahead_bytes)
+        extents = open_in(path, notes)
         notes.note(_INSTANCE_NOTE, instance.encode())
         notes.commit()
     except BaseException:
         notes.close()
         raise
-    return Opened(path.name, extents, notes, lock)
+    return extents, notes

@@ -15,6 +15,7 @@ from dataplane_core import DataPlaneConfig
 from dataplane_core.backends import RefsGoneError, RowStoreBackend
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_core.log import newest_record
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
@@ -93,6 +94,17 @@ def test_of_two_that_bootstrap_at_once_one_starts_the_owner_of_both(path):
     assert len({pid_of(client) for client in clients}) == 1
     for client in clients:
         client.close()
+
+
+def test_an_owner_with_nothing_to_do_says_that_it_is_there(path):
+    with open_client(path) as client:
+
+        def newest():
+            return newest_record(backend_of(client), time.monotonic() + 60)
+
+        number, record = newest()
+        eventually(lambda: newest()[0] >= number + 2, what="two records of an owner with nothing to do")
+        assert newest()[1].owner == record.owner
 
 
 def test_the_capacity_is_that_of_the_owner(path):

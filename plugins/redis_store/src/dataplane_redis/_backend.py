@@ -232,7 +232,7 @@ class RedisBackend(RowStoreBackend):
         config: RedisConfig = self.config
         if not (config.wait_replicas or config.wait_fsync):
             return
-        timeout = b"%d" % max(1, int(1000 * (left_s(stream.deadline))))
+        timeout = b"%d" % max(1, int(900 * left_s(stream.deadline)))  # its reply says how many have it
         replicas = b"%d" % config.wait_replicas
         if config.wait_fsync:
             synced, num = stream.ask(b"WAITAOF", b"1", replicas, timeout)

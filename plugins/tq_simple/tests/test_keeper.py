@@ -301,6 +301,18 @@ def test_a_bootstrap_says_which_unit_cannot_start(make: Callable[..., Cluster], 
         cluster.keeper.begin(time.monotonic() + 60.0)
 
 
+def test_a_bootstrap_says_on_which_node_no_unit_starts(make: Callable[..., Cluster], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Keeper, "start", lambda self: self._turn())
+    cluster = make()
+    cluster.nodes["node2"] = []
+    cluster.keeper._turn()
+    cluster.units["node2"].alive = False
+    cluster.turn()
+    with pytest.raises(BackendUnavailableError, match="unit-2 did not start on node node2") as caught:
+        cluster.keeper.begin(time.monotonic() + 60.0)
+    assert "must be installed" in str(caught.value.hint)
+
+
 def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_it_is_back(
     make: Callable[..., Cluster],
 ) -> None:

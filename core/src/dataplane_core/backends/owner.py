@@ -364,8 +364,8 @@ def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
     ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(ledger, log, limits)
-    log.is_needed = lambda: host.alone_since == math.inf
     server = Server(host, listener, token=token)
+    log.is_needed = server.has_clients
 
     def beat() -> None:
         while time.monotonic() - host.alone_since < _BEAT_S:

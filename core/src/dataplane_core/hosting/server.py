@@ -197,6 +197,11 @@ class Server:
             if self._replies:
                 self._reply()
 
+    def has_clients(self) -> bool:
+        """Whether a session is open at both ends. Also from another thread, and while the host settles."""
+        connections = [key.data for key in list((self._selector.get_map() or {}).values()) if key.data is not None]
+        return any(each.begins and not _hung_up(each.channel) for each in connections)
+
     def close(self) -> None:
         """Ends all connections and `run`. From another thread."""
         self._close.close()

@@ -208,9 +208,15 @@ class Keeper:
                 ray.kill(unit.handle, no_restart=True)  # else Ray keeps its name
             self._book.ended(name)
             self._units[name] = _Watched(unit.node)
-            if unit.started is None:
+            if unit.started is None and unit.node in self._alive:
                 self._units[name].create_at = unit.create_at
-                self._fails(name, BackendUnavailableError(f"{name} did not start: {cause(error)}"))
+                self._fails(
+                    name,
+                    BackendUnavailableError(
+                        f"{name} did not start on node {unit.node}: {cause(error)}",
+                        hint="dataplane-tq-simple must be installed, in this version, on every node of the cluster.",
+                    ),
+                )
         except ray.exceptions.RayTaskError as error:
             self._fails(name, data_plane_error(error) or BackendUnavailableError(cause(error), retryable=False))
         except ray.exceptions.RayError:

@@ -48,6 +48,8 @@ _MIN_TIMEOUT_S: Final = 0.001
 _SLACK_BYTES: Final = 64 * 1024
 #: The longest number in a reply, with its kind and its sign.
 _MOST_DIGITS: Final = 21
+#: How the refusals of a node begin that names another one.
+_REDIRECTIONS: Final = {"MOVED": MovedError, "ASK": AskError}
 #: How the refusals of a server begin that takes no writes.
 _NO_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "MASTERDOWN")
 #: How refusals begin of a user that may not do it. The last one is of a script, by Redis 7.0.
@@ -115,7 +117,7 @@ class ArrayReader:
         """The next reply.
 
         Raises:
-            ResponseError: The server refused the command.
+            ResponseError: The server refused the command, or names another node.
             InvalidResponse: The reply is no array of byte strings.
             TimeoutError, OSError: The deadline passed; the connection was lost.
         """
@@ -135,7 +137,9 @@ class ArrayReader:
         """Reads ``<kind><digits>\\r\\n``."""
         line = self._line()
         if line[:1] == b"-":
-            raise ResponseError(line[1:].decode("utf-8", "replace"))
+            text = line[1:].decode("utf-8", "replace")
+            word, _, rest = text.partition(" ")
+            raise _REDIRECTIONS[word](rest) if word in _REDIRECTIONS else ResponseError(text)
         if line[:1] != kind or not line[1:].removeprefix(b"-").isdigit() or len(line) > _MOST_DIGITS:
             raise InvalidResponse(f"the reply holds {line[:20]!r}, expected {kind!r} and a number")
         return int(line[1:])

@@ -85,8 +85,6 @@ def test_what_a_server_refuses_was_not_done(start_server, connect, size):
         "NOREPLICAS Not enough good replicas to write.",
         "READONLY You can't write against a read only replica.",
         "TRYAGAIN Multiple keys request during rehashing of slot",
-        "MOVED 3999 127.0.0.1:6381",
-        "ASK 3999 127.0.0.1:6381",
         "CLUSTERDOWN The cluster is down",
         "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
     ],

@@ -23,7 +23,7 @@ def test_waiting_for_append_only_files(start_server, connect, every_operation, b
     for server in (primary, replica):  # both die at once
         server.kill()
     primary.start()
-    replica.start()
+    replica.start().follow(primary)
     after = connect(url=primary.url, namespace="synced", bootstrap=False, op_timeout_s=60.0)
     assert (after.get_samples(["a"], "p", ["x"])["x"] == 7).all()
 

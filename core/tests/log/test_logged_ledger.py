@@ -43,10 +43,13 @@ class Logged:
 
     def __init__(self, folder, *, sync=False, **options):
         self.folder, self.sync, self.options = folder, sync, options
+        self.log = None
         self.again()
 
     def again(self, **options):
         """The process was killed: a new one opens the log."""
+        if self.log is not None:
+            self.log.close()  # as the end of its process does
         self.log = FolderLog(self.folder, sync=self.sync)
         self.logged = LoggedLedger(self.log, **(self.options | options))
         self.held_bytes = 0
@@ -332,7 +335,7 @@ def test_a_full_disk_refuses_a_command_and_lets_samples_be_cleared(made, monkeyp
 
 
 def test_a_ledger_whose_log_was_taken_answers_nothing(made):
-    late, log = made.logged, made.log
+    late, log, made.log = made.logged, made.log, None  # it lives on
     made.again()
     made.put("a")
     late.call(commands.ClearRequest("p", None))

@@ -1,7 +1,7 @@
 """Every decoder of bytes that come from elsewhere, as a function of bytes, and valid encodings to begin with.
 
 A target may return a value or raise a `DataPlaneError`, and nothing else. What it reads goes on into the code that uses
-it, as far as this runs without a server: a decoded command into a ledger, a snapshot into a journal, a block of a save
+it, as far as this runs without a server: a decoded command into a ledger, a state into a log, a block of a save
 into tensors. Where the encoding has a digest, the target makes the digest, since who forges bytes can do so too.
 
 Not here is what TransferQueue and Ray read: they unpickle (see SECURITY.md).
@@ -16,17 +16,17 @@ import functools
 import hashlib
 import io
 import json
+import math
 import os
 import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-import hiredis
 import msgpack
 import numpy as np
 import torch
@@ -39,22 +39,16 @@ from dataplane_core.backends import SharedMemory
 from dataplane_core.codec.frames import unframe_ragged
 from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.connecting import connect_backend
-from dataplane_core.errors import DataPlaneError, FrameError, OperationTimeoutError
+from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
-from dataplane_core.journal.journal import Journal
-from dataplane_core.journal.records import Begin, Plan, Record, Snapshot, seal, unseal
-from dataplane_core.journal.snapshot import chunk_key, head
 from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
+from dataplane_core.log import LoggedLedger, newest_record
 from dataplane_core.middleware import Recording
 from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
-from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, PhaseInfo, Question, WireFormat, WorkInfo
+from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat
 from dataplane_integrations._packed_weights import next_version, read_version
-from dataplane_redis import _protocol as redis_protocol, _scripts as redis_scripts
-from dataplane_redis._backend import RedisBackend
-from dataplane_redis._payload import Payload
-from dataplane_redis._session import Confirms, Session as RedisSession
-from dataplane_redis._wakes import Wakes
+from dataplane_redis import _protocol as redis_protocol
 from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend
 from dataplane_shm._messages import MESSAGES
@@ -178,6 +172,7 @@ def _read_spec(data: bytes) -> object:
 
 # --- the ledger: commands and state -----------------------------------------------------------------------------------
 
+_MESSAGES: Final = hosting.Messages()
 _X: Final = FieldSpec("tensor", "int64", 1)
 _O: Final = FieldSpec.of_objects()
 
@@ -223,7 +218,7 @@ _BEFORE: Final[Sequence[Command[Any]]] = (
 _THEN: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
     commands.DescribeRequest("p"),
-    commands.CheckPut(_begin("p", ["q3_g0"], 500, [{}]), 100),
+    commands.CheckPut(_begin("p", ["q3_g0"], 500, [{}])),
     commands.WaitForRoom("w", 8, wait_s=1.0),
     commands.CommitPut(300),
     commands.AbortPut(300),
@@ -242,8 +237,6 @@ _THEN: Final[Sequence[Command[Any]]] = (
     commands.NackRequest("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
     commands.RenewRequest("p", "t", ["q0_g0", "q0_g1"], ["k", "k"], 5.0),
     commands.ConsumptionRequest("p", ["t"]),
-    commands.Due(),
-    commands.Expire([["p", "t", "k", ["q0_g0", "q0_g1"]]], [300]),
     commands.ClearRequest("p", ["q0_g0"]),
     commands.ClearRequest("p", None),
     commands.Collected([(400, 0)]),
@@ -256,14 +249,14 @@ _THEN: Final[Sequence[Command[Any]]] = (
 @functools.cache
 def _sections() -> list[dict[str, Any]]:
     """The state of a ledger after `_BEFORE`."""
-    ledger = Ledger(self_expiring=False)
+    ledger = Ledger()
     for command in _BEFORE:
         ledger.apply(command, 0.0)
     return list(to_state(ledger, 0.0))
 
 
 def _filled() -> Ledger:
-    reader = StateReader(self_expiring=False)
+    reader = StateReader()
     for section in _unpack(_pack(_sections())):
         reader.take(section, 0.0)
     reader.end()
@@ -273,7 +266,7 @@ def _filled() -> Ledger:
 def _use(ledger: LedgerService) -> None:
     """What other clients do then. A forged command must not break it for them."""
     for command in (
-        *(commands.Due(), commands.ListPartitionsRequest(), commands.InspectRequest("p"), commands.ExportRequest("p")),
+        *(commands.ListPartitionsRequest(), commands.InspectRequest("p"), commands.ExportRequest("p")),
         *(commands.ListRequest("p", {"n": (">=", 0)}), _claim("u", "n", explain=True), _claim("t", "n")),
         *(commands.Locate("p", ["q1_g0"], ["x", "o"]), commands.ConsumptionRequest("p", ["t", "u"])),
         *(commands.CommitPut(300), _begin("p", ["q5_g0", "q5_g1"], 10**6, [{}, {}])),
@@ -286,72 +279,59 @@ def _use(ledger: LedgerService) -> None:
     assert ledger.ledger.held_bytes >= 0
 
 
-def _records() -> list[bytes]:
-    recorded = [Begin("s"), Plan("n"), Snapshot("s", "n", 1, 9, b"d" * 16, [b"r"], [("m", 2), ("o", None)])]
-    recorded += [each for each in (*_BEFORE, *_THEN) if not each.reads]
-    bodies = [unseal(Record(0, b"", each).to_bytes()) for each in recorded]
-    return [body for body in bodies if body is not None]
+def _messages() -> list[bytes]:
+    return [_MESSAGES.encode_request(each)[4:] for each in (*_BEFORE, *_THEN)]
 
 
 def _read_command(data: bytes) -> None:
     """A forged command, and then those of other clients."""
-    attempt(lambda: Record.from_bytes(data, 0))
-    command = Record.from_bytes(seal(data), 0).command
-    if isinstance(command, Begin | Plan | Snapshot):
+    command = _MESSAGES.decode_request(data)
+    if not isinstance(command, Command):
         return
     service = LedgerService(ledger=_filled(), clock=lambda: 1.0)
     attempt(lambda: service.call(command))
     _use(service)
 
 
-class _Journaled:
-    """A store with a journal of given records, from a number on, and given blobs."""
+class _Log:
+    """A log that holds a state and records."""
 
-    def __init__(self, records: Sequence[bytes], blobs: dict[str, bytes], first: int = 0) -> None:
-        self.records, self.blobs, self.first = list(records), blobs, first
+    is_long = False
+    state_at = 0.0
 
-    def append(self, seq: int, record: bytes) -> bool:
-        free = seq == self.first + len(self.records)
-        self.records += [record] * free
-        return free
+    def __init__(self, state: bytes, records: Sequence[bytes]) -> None:
+        self.state, self.records = state, [(0.0, each) for each in records]
+        self.make_state: Callable[[float], bytes] = lambda at: b""
 
-    def read(self, from_seq: int) -> list[bytes]:
-        return self.records[max(0, from_seq - self.first) :]
+    def now(self) -> float:
+        return 1.0
 
-    def get(self, key: str) -> bytes | None:
-        return self.blobs.get(key)
+    def begin(self) -> None:
+        self.make_state(1.0)
 
-
-def _use_journal(journal: Journal) -> None:
-    """What other clients do then."""
-    deadline = time.monotonic() + 60.0
-    looks = commands.ListPartitionsRequest(), commands.InspectRequest("p"), commands.ListRequest("p")
-    for command in (*looks, _claim("u", "n")):
-        attempt(functools.partial(journal.call, deadline, command))
-    attempt(lambda: journal.call(deadline, commands.ClearRequest("p", None)))
+    def append(self, record: bytes, at: float, **options: Any) -> None:
+        pass
 
 
-@functools.cache
-def _history() -> list[bytes]:
-    records: list[bytes] = []
-    for command in (Begin("s"), *_BEFORE):
-        records.append(Record(len(records), records[-1][:16] if records else b"", command).to_bytes())
-    return records
+def _read_log(data: bytes) -> None:
+    """A forged record of a log after good ones."""
+    ledger = LoggedLedger(_Log(b"", [*_messages()[: len(_BEFORE)], data]))
+    for command in (commands.ListPartitionsRequest(), _claim("u", "n"), commands.ClearRequest("p", None)):
+        attempt(functools.partial(ledger.call, command))
 
 
-def _read_journal(data: bytes) -> None:
-    """A forged record after a good history."""
-    history = _history()
-    try:
-        forged = _pack({**_unpack(data), "seq": len(history), "prev": history[-1][:16]})
-    except Exception:
-        forged = data
-    _use_journal(Journal(_Journaled([*history, seal(forged)], {}), None))
+def _read_state(data: bytes) -> None:
+    """A forged state of a log."""
+    ledger = LoggedLedger(_Log(data, []))
+    for command in (commands.InspectRequest("p"), _claim("u", "n"), commands.ClearRequest("p", None)):
+        attempt(functools.partial(ledger.call, command))
 
 
-def _snapshots() -> list[bytes]:
-    sections = [head("s", 9, b"d" * 16), *_sections(), {"part": "records", "records": []}]
-    return [b"".join(map(_pack, sections)), b"".join(map(_pack, sections[:3]))]
+def _states() -> list[bytes]:
+    logs = [_Log(b"", _messages()[:count]) for count in (len(_BEFORE), 3)]
+    for log in logs:
+        LoggedLedger(log)
+    return [log.make_state(1.0) for log in logs]
 
 
 def _load_sections(data: bytes) -> Any:
@@ -360,13 +340,25 @@ def _load_sections(data: bytes) -> Any:
     return list(unpacker)
 
 
-def _read_snapshot(data: bytes) -> None:
-    """A journal that begins with a forged snapshot."""
-    chunk = seal(data)
-    digest = hashlib.blake2b(chunk[:16], digest_size=16).digest()
-    named = Snapshot("s", "n", 1, len(chunk), digest, [], [])
-    record = Record(9, b"d" * 16, named).to_bytes()
-    _use_journal(Journal(_Journaled([record], {chunk_key("n", 0): chunk}, first=9), None))
+class _Engine:
+    """An engine whose log has one record."""
+
+    def __init__(self, record: bytes) -> None:
+        self.record = record
+
+    def append(self, number: int, record: bytes, deadline: float) -> bool:
+        return False
+
+    def read_log(self, first: int | None, deadline: float) -> list[tuple[int, bytes]]:
+        return [(1, self.record)]
+
+    def trim(self, before: int, deadline: float) -> None:
+        pass
+
+
+def _log_records() -> list[bytes]:
+    place = ("127.0.0.1", 1, b"token", "")
+    return [_pack([1, "owner", place, 3, 1.0, [[1.0, b"record"]]]), _pack([1, "owner", None, 3, 1.0, [], b"state"])]
 
 
 # --- saves ------------------------------------------------------------------------------------------------------------
@@ -581,12 +573,12 @@ def _shm_requests() -> list[bytes]:
         *_THEN,
     ]
     data = [MESSAGES.encode_request(each)[4:] for each in made]
-    return [*data, MESSAGES.encode_request(commands.CommitPut(1000), hosting.CallId("c", 0, 1, 9.0))[4:]]
+    return [*data, MESSAGES.encode_request(commands.CommitPut(1000))[4:]]
 
 
 def _read_shm_request(data: bytes) -> None:
     """A forged request to the process of the ledger, and then those of another client."""
-    request, _ = MESSAGES.decode_request(data)
+    request = MESSAGES.decode_request(data)
     store = Store(hosting.ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
@@ -714,8 +706,6 @@ def _tq_requests() -> list[bytes]:
         tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [commands.Write(["x"], [8])], ttl_s=9.0), "n0", [1]),
         tq.ViewUnits(-1),
         tq.UnitRecords(),
-        tq.AddUnits(2),
-        tq.RemoveUnit("unit-1", True),
         hosting.ClaimOrWait(_claim("u", "m")),
     ]
     return [tq.MESSAGES.encode_request(each)[4:] for each in made]
@@ -723,9 +713,10 @@ def _tq_requests() -> list[bytes]:
 
 def _read_tq_request(data: bytes) -> None:
     """A forged request to the controller, and then that of another client."""
-    request, _ = tq.MESSAGES.decode_request(data)
+    request = tq.MESSAGES.decode_request(data)
     host = ControllerHost(LedgerService())
-    host.book.begin("actor-", [(f"unit-{each}", f"actor-{each}", Started("a", "ip", 1, f"n{each}")) for each in (0, 1)])
+    for each in ("n0", "n1"):
+        host.book.started(host.book.unit_on(each), Started("a", "ip", 1, each))
     client = hosting.Client(1)
     host.answer(_BEFORE[0], client)
     attempt(lambda: host.answer(request, client))
@@ -751,7 +742,7 @@ def _extent_requests() -> list[bytes]:
 
 def _read_extent_request(data: bytes) -> None:
     """A forged request to a storage unit, in the middle of a put of the same client, and then that of another one."""
-    request, _ = hosting.ExtentHost.messages.decode_request(data)
+    request = hosting.ExtentHost.messages.decode_request(data)
     host = hosting.ExtentHost(hosting.ExtentService(_arena()))
     other, forger = host.begin_session(), host.begin_session()
     host.answer(hosting.PutWhole(400, [hosting.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
@@ -769,134 +760,6 @@ def _read_extent_request(data: bytes) -> None:
 # --- redis_store ------------------------------------------------------------------------------------------------------
 
 
-def _redis_values() -> list[bytes]:
-    tags = redis_scripts.pack_tags({"a": 1, "b": "text", "c": None, "d": 0.5, "e": True, "f": 2**60, "g": False})
-    layout = redis_scripts.pack_strings(["x", _X.to_text(), "yy", _X.to_text(), "ü", _X.to_text()])
-    ref = b"w" * 16 + struct.pack("<IIQ", 1, 0, 64)
-    return [b"t" + tags, b"l" + layout, b"r" + b"h" * 16 + ref * 2]
-
-
-def _read_redis_value(data: bytes) -> object:
-    kind, rest = data[:1], data[1:]
-    if kind == b"t":
-        return redis_scripts.unpack_tags(rest)
-    if kind == b"l":
-        return redis_scripts.unpack_layout(rest)
-    return redis_scripts.unpack_rows([rest, rest])
-
-
-REDIS_TAGS: Final = Form(
-    lambda data: msgpack.unpackb(data[1:], raw=True, strict_map_key=False),
-    lambda tree: b"t" + msgpack.packb(tree, use_bin_type=False),
-)
-
-
-class _Told(RedisSession):
-    """A session whose server gives the replies that it is told. After the last, it does not answer."""
-
-    def __init__(self) -> None:
-        super().__init__("n")
-        self.replies: Iterator[Any] = iter(())
-
-    def _next(self) -> Any:
-        for reply in self.replies:
-            if isinstance(reply, Exception):
-                raise OperationTimeoutError("refused")
-            return reply
-        raise OperationTimeoutError("no more replies")
-
-    def connected(self) -> Any:
-        return SimpleNamespace(script=lambda *_, **__: self._next(), open=self._open), None
-
-    def _open(self, *_: Any) -> Any:
-        raise OperationTimeoutError("refused")
-
-    @contextlib.contextmanager
-    def receipt(self, confirms: Confirms | None) -> Iterator[Any]:
-        yield confirms
-
-    def context(self, receipt: Any) -> bytes:
-        return b""
-
-    def accept(self, what: str, receipt: Any, reply: Any) -> None:
-        if callable(receipt) and isinstance(reply, list) and reply[:1] in ([b"ok"], [b"part"]):
-            receipt(reply)
-
-    def command(self, what: str, deadline: float, *words: bytes) -> Any:
-        return self._next()
-
-
-class _ToldRedis(RedisBackend):
-    """The backend, with a server that gives the replies that it is told."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        session = self._session = _Told()
-        self._wakes = Wakes(session)
-        self._payload = Payload(session, "n")
-
-    def start(self, *, bootstrap: bool, deadline: float) -> None:
-        pass
-
-    def stop(self) -> None:
-        self._wakes.close()
-
-
-@functools.cache
-def _redis_client() -> tuple[DataPlaneClient, _Told]:
-    """A client, which knows the registration of its partition, and what it is told."""
-    client = resources.enter_context(
-        connect_backend(_ToldRedis, DataPlaneConfig(backend="redis_store", announce_s=None), bootstrap=True)
-    )
-    session: Any = backend_of(client)._session
-    return client, session
-
-
-def _redis_calls() -> list[tuple[Callable[[DataPlaneClient], object], list[Any]]]:
-    """Operations, and the replies of a server to each."""
-    ids = ["q0_g0", "q0_g1"]
-    tags = redis_scripts.pack_tags({"n": 1})
-    layouts = [redis_scripts.pack_strings(["x", _X.to_text()])]
-    cells = codec.join_row([bytes(each) for each in _frames(torch.arange(5).view(1, 5))])
-    row = b"h" * 16 + b"w" * 16 + struct.pack("<IIQ", 0, 0, len(cells))
-    registered = {"fields": ["x"], "num_samples": None, "consumer_tasks": ["t"], "grpo_group_size": 2, "enums": {}}
-    text = json.dumps(registered).encode()
-    announced = ClientInfo(
-        client_id="c",
-        host="h",
-        pid=1,
-        role="r",
-        open_s=1.0,
-        calls=[CallInfo(operation="get", partition_id="p", running_s=0.5)],
-        work=[WorkInfo(operation="claim_meta", partition_id="p", tag_filter={"v": (">=", 7)}, waits_s=0.5)],
-        phases=[PhaseInfo(name="generate", running_s=0.5, partition_id="p", groups=["q0"])],
-    )
-    told = json.dumps(asdict(announced)).encode()
-    shortfall = [b"ok", 1, 1, [[b"a", b"h", b"1.5"]], 1, [b"c"], 1, [[b"q0", 1]], 1, [[b"b", b"x"]]]
-    inspected = [b"ok", b"e", text, [b"x", b"tensor:int64:1:"], 2, 0, 16, b"1.5", [b"t", 1]]
-    counted = [b"ok", b"e", b"", [b"x", 2]]
-    given = [
-        [b"ok", [b"a", b"b"], b"e", b"", [b"t", b"10"]],
-        [b"0", [b"c"]],
-        [b"0", [b"q0", struct.pack("<Q?", 1, True)]],
-    ]
-    return [
-        (lambda client: client.get_samples(ids, "p", ["x"]), [[b"ok", [row, row], layouts, b"epoch", [cells, cells]]]),
-        (lambda client: client.get_samples(ids, "p", ["x"]), [[b"missing", [row, None], layouts, b"epoch"]]),
-        (lambda client: client.list_samples("p"), [[b"ok", [b"a", b"b"], [tags, b""], b"epoch", b""]]),
-        (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=1.0), [[b"ok", 0, [b"a", b"b"], [tags, tags]]]),
-        (
-            lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0),
-            [[b"wait", b"e", b"c", b"1.5", 3, 1], shortfall],
-        ),
-        (lambda client: client.claim_meta("p", "t", ["x"], 2, timeout_s=0), [[b"unknown_partition", [b"p"]]]),
-        (lambda client: client.describe("p"), [[*inspected, [b"t", [b"a", b"h", b"1", b"2"]]], shortfall, counted]),
-        (lambda client: client._export("export", "p"), given),
-        (lambda client: client.list_clients(), [[b"ok", told, b"1.5", b"9.5"]]),
-        (lambda client: client._list_fields("list", "p", ids), [[b"ok", [row, row], layouts, b"epoch"]]),
-    ]
-
-
 def _resp(value: Any) -> bytes:
     """A value as Redis sends it."""
     if value is None:
@@ -907,40 +770,6 @@ def _resp(value: Any) -> bytes:
         return b":%d\r\n" % value
     data = value.encode() if isinstance(value, str) else value
     return b"$%d\r\n%b\r\n" % (len(data), data)
-
-
-def _replies_in(data: bytes) -> list[Any]:
-    reader = hiredis.Reader()
-    reader.feed(data)
-    replies = []
-    try:
-        while (reply := reader.gets()) is not False:
-            replies.append(reply)
-    except (hiredis.ProtocolError, TypeError):  # redis-py's parser refuses it, before this project sees it
-        pass
-    return replies
-
-
-def _redis_replies() -> list[bytes]:
-    return [bytes([number]) + b"".join(map(_resp, replies)) for number, (_, replies) in enumerate(_redis_calls())]
-
-
-def _read_redis_reply(data: bytes) -> object:
-    calls = _redis_calls()
-    call, _ = calls[data[0] % len(calls)] if data else calls[0]
-    client, session = _redis_client()
-    session.replies = iter(_replies_in(data[1:]))
-    return call(client)
-
-
-REDIS_REPLY: Final = Form(
-    lambda data: [data[0], _replies_in(data[1:])],
-    lambda tree: bytes([tree[0] % 256]) + b"".join(map(_resp, tree[1])),
-    [
-        *(None, 0, 1, -1, 2**62, b"", b"a", b"ok", b"again", b"changed", b"part", b"1e999", b"nan", b"{}", b"[]"),
-        *([], [b"a"], [[]]),
-    ],
-)
 
 
 class _Socket:
@@ -1023,9 +852,10 @@ TARGETS: Final[dict[str, Target]] = {
         Target("row", _rows, _read_row),
         Target("object", _encoded_items, codec.decode_item, PACKED),
         Target("spec", _specs, _read_spec),
-        Target("command", _records, _read_command, PACKED),
-        Target("journal", _records, _read_journal, PACKED),
-        Target("snapshot", _snapshots, _read_snapshot, Form(_load_sections, lambda tree: b"".join(map(_pack, tree)))),
+        Target("command", _messages, _read_command, SHM_REQUEST),
+        Target("log", _messages, _read_log, SHM_REQUEST),
+        Target("state", _states, _read_state, Form(_load_sections, lambda tree: b"".join(map(_pack, tree)))),
+        Target("log of an engine", _log_records, lambda data: newest_record(_Engine(data), math.inf), PACKED),
         Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
         Target(
             "save manifest", lambda: [_with_head(_saved()[1]), b'{"format": "x", "version": 1}\n{}\n'], _read_manifest
@@ -1042,8 +872,6 @@ TARGETS: Final[dict[str, Target]] = {
         Target("shm reply", _shm_replies, _read_shm_reply, SHM_REPLY),
         Target("shm payload", lambda: [MESSAGES.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
         Target("weights", _weights, _read_weights, PACKED),
-        Target("redis value", _redis_values, _read_redis_value, REDIS_TAGS),
-        Target("redis reply", _redis_replies, _read_redis_reply, REDIS_REPLY),
         Target("redis rows", _arrays, _read_arrays),
     )
 }

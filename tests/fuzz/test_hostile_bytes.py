@@ -10,15 +10,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 #: The targets that take the most time for each input, and how many inputs they get beside 500 for the others.
 _SLOW = {
-    "journal": 90,
-    "snapshot": 90,
+    "log": 90,
+    "state": 90,
     "save": 130,
     "save manifest": 130,
     "export": 30,
     "shard of an export": 30,
     "recording": 90,
     "weights": 150,
-    "redis reply": 160,
 }
 
 

@@ -13,7 +13,7 @@ CONFIGS = {
     "noop": {"backend": "noop"},
     "shm_store": {"backend": "shm_store", "options": {"capacity_bytes": 64 << 20}},
     "redis_store": {"backend": "redis_store"},
-    "tq_simple": {"backend": "tq_simple", "options": {"num_storage_units": 2}, "op_timeout_s": 120.0},
+    "tq_simple": {"backend": "tq_simple", "op_timeout_s": 120.0},
     "one unit": {"backend": "tq_simple", "op_timeout_s": 120.0},
     "tq_mooncake": {
         "backend": "tq_mooncake",

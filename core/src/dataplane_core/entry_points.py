@@ -55,7 +55,7 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "export": ("dataplane-tools", "write rows of a running store as Parquet, at once or as they are finished"),
     "import": ("dataplane-tools", "put an export's rows back into a store"),
     "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),
-    "units": ("dataplane-tools", "list, add or remove the storage units of a running store"),
+    "units": ("dataplane-tools", "list the storage units of a running store"),
     "flow": ("dataplane-tools", "draw a run, or a running store: an HTML page and an SVG"),
     "conformance": ("dataplane-testkit", "run the conformance kit against a backend"),
     "new-plugin": ("dataplane-testkit", "write a project with a backend that passes the kit"),

@@ -1,6 +1,7 @@
 """The process that owns a ledger, and the clients that start it, find it, and leave it. Deaths are in `engines`."""
 
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from dataplane_core import DataPlaneConfig
 from dataplane_core.backends import RefsGoneError, RowStoreBackend
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_core.log import newest_record
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
@@ -73,11 +75,11 @@ def test_clients_share_an_owner_that_ends_with_the_last_of_them_and_the_next_goe
 def test_a_client_attaches_after_the_one_that_bootstrapped_was_killed(path, python):
     source = str(Path(dataplane_sqlite_example.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    with python.start("-c", JOB, path, stdin=-1, stdout=-1, env=env) as first:
+    with python.start("-c", JOB, path, stdin=-1, stdout=-1, env=env, start_new_session=True) as first:
         assert first.stdout.readline() == b"ready\n"
         with open_client(path, bootstrap=False) as second:
             pid = pid_of(second)
-            first.kill()
+            os.killpg(first.pid, signal.SIGKILL)  # as a scheduler does
             first.wait()
             second.put_samples(["b"], "p", {"x": [2]})
             with open_client(path, bootstrap=False) as third:
@@ -92,6 +94,17 @@ def test_of_two_that_bootstrap_at_once_one_starts_the_owner_of_both(path):
     assert len({pid_of(client) for client in clients}) == 1
     for client in clients:
         client.close()
+
+
+def test_an_owner_with_nothing_to_do_says_that_it_is_there(path):
+    with open_client(path) as client:
+
+        def newest():
+            return newest_record(backend_of(client), time.monotonic() + 60)
+
+        number, record = newest()
+        eventually(lambda: newest()[0] >= number + 2, what="two records of an owner with nothing to do")
+        assert newest()[1].owner == record.owner
 
 
 def test_the_capacity_is_that_of_the_owner(path):

@@ -321,7 +321,7 @@ UNDECLARED = {
         lambda c: c.claim_meta(*CLAIM, sampler="freshest"),
     ],
     Capability.CLIENTS: [lambda c: c.list_clients()],
-    Capability.UNITS: [lambda c: c.list_units(), lambda c: c.add_units(1), lambda c: c.remove_unit("a unit")],
+    Capability.UNITS: [lambda c: c.list_units()],
 }
 
 

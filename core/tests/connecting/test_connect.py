@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from dataplane_core import BlobStore, DataPlaneConfig, connect
+from dataplane_core import DataPlaneConfig, RowStoreBackend, connect
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -19,7 +19,7 @@ from dataplane_core.errors import (
 from dataplane_core.spec import Scope
 
 
-class Door(BlobStore):
+class Door(RowStoreBackend):
     """A backend of which only the door counts: what an attach finds, try by try, is written down in advance."""
 
     scope = Scope.CLUSTER
@@ -33,11 +33,11 @@ class Door(BlobStore):
         if found is not None:
             raise found
 
-    def put(self, key, data): ...
+    def put_rows(self, handles, buffer, offsets, deadline): ...
 
-    def get(self, key): ...
+    def get_rows(self, handles, deadline): ...
 
-    def delete(self, key): ...
+    def delete_rows(self, handles, deadline): ...
 
 
 NOTHING = BackendUnavailableError("nothing there")

@@ -6,14 +6,13 @@ import msgspec
 import pytest
 
 from dataplane_core.errors import BackendError, BackendUnavailableError, CapacityExceededError, InvalidRequestError
-from dataplane_core.hosting import CallId, ClaimOrWait, Messages, Release, StopWaiting
+from dataplane_core.hosting import ClaimOrWait, Messages, Release, StopWaiting
 from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, decode_welcome, encode
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec
 
 MESSAGES = Messages()
 X = {"x": FieldSpec("tensor", "int64", 1)}
-CALL = CallId("c", 0, 1, 2.0)
 LOCATED = Located([commands.Part(7, ("x",), (0,), [0], [1])], X)
 FULL = CapacityExceededError("full", hint="clear", ask_again_s=0.5)
 REQUESTS = {
@@ -35,7 +34,6 @@ def written():
         "hello": encode(Hello(VERSION, "k", b"t")),
         "welcome": encode(Welcome(VERSION, 1, "k", b"t")),
         **{name: MESSAGES.encode_request(request) for name, request in REQUESTS.items()},
-        "once": MESSAGES.encode_request(commands.CommitPut(7), CALL),
         "reply": MESSAGES.encode_reply(LOCATED),
         "error": MESSAGES.encode_error(FULL),
     }
@@ -52,8 +50,7 @@ def test_what_was_written_is_read():
     assert decode_hello(data["hello"]) == Hello(VERSION, "k", b"t")
     assert decode_welcome(data["welcome"]).session == 1
     for name, request in REQUESTS.items():
-        assert MESSAGES.decode_request(data[name]) == (request, None)
-    assert MESSAGES.decode_request(data["once"]) == (commands.CommitPut(7), CALL)
+        assert MESSAGES.decode_request(data[name]) == request
     assert MESSAGES.decode_reply(commands.Locate("p", ["a"], ["x"]), data["reply"]) == LOCATED
     with pytest.raises(CapacityExceededError, match="full clear") as caught:
         MESSAGES.decode_reply(REQUESTS["begin"], data["error"])

@@ -63,14 +63,14 @@ class TestHost(LedgerHost):
         super().__init__(LedgerService())
         self.held, self.go_on = threading.Event(), threading.Event()
 
-    def answer(self, request, client, call=None):
+    def answer(self, request, client):
         if isinstance(request, Echo):
             return request.data
         if isinstance(request, Hold):
             self.held.set()
             assert self.go_on.wait(LONG_S)
             return None
-        return super().answer(request, client, call)
+        return super().answer(request, client)
 
 
 class Failing:

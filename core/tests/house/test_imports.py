@@ -74,7 +74,7 @@ def test_core_imports_no_backend_no_engine_and_no_trainer():
 WINGS = (
     *("_compiler_marks", "errors", "arguments", "regular_files", "durable_files", "entry_points", "config", "schema"),
     *("meta", "packed", "spec", "host_memory"),
-    *("codec", "ledger", "hosting", "journal", "log", "backends", "saves", "middleware", "client"),
+    *("codec", "ledger", "hosting", "log", "backends", "saves", "middleware", "client"),
     *("connecting", "dataloader", "sharding", "batch", "cli"),
 )
 ROOT = Path(__file__).resolve().parents[3]

@@ -42,15 +42,39 @@ def contents(ledger: Ledger, now: float) -> Any:
     reads += [lambda name: commands.FieldsRequest(name, ledger.apply(commands.ListRequest(name), now).sample_ids)]
     reads += [lambda name, task=task: commands.ConsumptionRequest(name, [task]) for task in TASKS]
     found = {}
-    ledger.apply(commands.ClearRequest("nobody", None), now)  # gives up what puts reserved whose time is over
+    # gives up what puts reserved whose time is over
+    ledger.apply(commands.ClearRequest("nobody", None, request_id=None), now)
     for name in ledger.apply(commands.ListPartitionsRequest(), now).partition_ids:
         found[name] = [answer(ledger, read(name), now) for read in reads]
     return found, ledger.held_bytes
 
 
+def state_of(ledger: Ledger, now: float) -> Any:
+    """All that a ledger knows. Garbage has no order, nor have the tasks that hold a row."""
+    sections = list(to_state(ledger, now))
+    rest = [
+        {**each, "holds": sorted(each.get("holds", ()), key=repr)} for each in sections if each["part"] != "garbage"
+    ]
+    garbage = [(each["put"], ref) for each in sections if each["part"] == "garbage" for ref in each["refs"]]
+    return rest, sorted([str(put), ref, sorted(places)] for put, (ref, places) in garbage)
+
+
+def is_alike(command: Command[Any], reply: Any, again: Any) -> bool:
+    """Whether a command that came again was answered as the first time. What it freed is said once."""
+    refused = isinstance(reply, tuple) and isinstance(reply[0], str)
+    match command:
+        case commands.CommitPut():
+            return again[0] == "StalePartitionError" if refused and reply[0] != "AlreadyDoneError" else again == []
+        case commands.PutTags():
+            return again == reply if refused else again[0] == "AlreadyDoneError"
+        case commands.RegisterRequest() | commands.ClearRequest():
+            return again[0] == reply[0]
+    return again == reply
+
+
 def saved_and_loaded(ledger: Ledger, now: float = 0.0, then: float | None = None) -> Ledger:
     """The ledger in another process, whose clock shows another time."""
-    reader = StateReader(self_expiring=ledger._self_expiring)
+    reader = StateReader()
     for section in [msgpack.packb(each) for each in to_state(ledger, now)]:
         reader.take(msgpack.unpackb(section), now if then is None else then)
     reader.end()

@@ -3,7 +3,7 @@
 import msgpack
 import pytest
 from histories import saved_and_loaded
-from ledgers import ledger as registered, register
+from ledgers import ledger as registered
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.ledger import commands, to_state
@@ -19,7 +19,7 @@ def put(ledger, *names):
 
 
 def clear(ledger, *names):
-    ledger.apply(commands.ClearRequest("p", names), 0.0)
+    ledger.apply(commands.ClearRequest("p", names, request_id=None), 0.0)
 
 
 def claim(ledger, batch_index, count=1, **options):
@@ -63,9 +63,9 @@ def test_batches_whose_rows_are_cleared_cost_nothing(made, options):
                 claim(ledger, number, 2, **options)
 
 
-def test_what_one_claim_chose_for_all_ranks_stays_so(made):
+def test_what_one_claim_chose_for_all_ranks_stays_so():
     ranks = {"dp_size": 3, "all_or_nothing": True, "lease_s": 5.0}
-    made.apply(register(5), 0.0)
+    made = registered(5)
     put(made, *"abcde")
     for ledger in (made, saved_and_loaded(made)):
         claims = [

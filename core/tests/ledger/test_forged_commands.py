@@ -46,7 +46,7 @@ FORGED = [
     apart([8, 8], None, ["x", "y"]),
     apart([8, 8], None, ["x", "y"], []),
     put(specs={}),
-    commands.CheckPut(together([8]), None),
+    commands.CheckPut(together([8])),
     commands.RegisterRequest("p", [], -1, [], None, {}, "e"),
     commands.RegisterRequest("p", [], None, [], 0, {}, "e"),
     commands.CommitPut(-1),
@@ -65,8 +65,6 @@ FORGED = [
     commands.MayClaim(claim(batch_size=0)),
     commands.AckRequest("p", "t", ["a", "b"], ["k"]),
     commands.RenewRequest("p", "t", ["a"], ["k"], float("nan")),
-    commands.Expire([["p", "t", "k"]], []),
-    commands.Expire([["p", "t", "k", [["a"]]]], []),
 ]
 
 

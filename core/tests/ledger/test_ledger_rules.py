@@ -20,11 +20,11 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
     made.apply(claim(2), 0.0)  # asks once, and never again
     sizes = []
     for number in range(2000):
-        ids = [f"v{number:05}_g{member}" for member in range(2)]
-        put(made, ids)
-        assert list(made.apply(ask, 0.0).sample_ids) == ids
-        _, freed = made.apply(commands.ClearRequest("p", ids), 0.0)
-        made.apply(commands.Collected(freed), 0.0)
+        ids, now = [f"v{number:05}_g{member}" for member in range(2)], 100.0 * number  # requests are known for less
+        put(made, ids, now=now)
+        assert list(made.apply(replace(ask, token=f"k{number:05}"), now).sample_ids) == ids
+        _, freed = made.apply(commands.ClearRequest("p", ids), now)
+        made.apply(commands.Collected(freed), now)
         if number in (999, 1999):
             sizes.append(len(pickle.dumps(made)))
     assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
@@ -32,26 +32,26 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
     assert list(made.apply(ask, 0.0).sample_ids) == ([] if group else ["v00000_g0", "v00000_g1"])
 
 
-def test_a_put_is_judged_by_another_bound_without_a_trace():
-    made = ledger()
+def test_a_put_is_judged_without_a_trace():
+    made = ledger(capacity_bytes=10)
     put(made, ["a"], size=6)
     made.apply(begin(["dies"], size=3), 0.0)
 
     def judge(size, now, epoch=None, spec=INT):
         put = replace(begin(["b"], size=size, epoch=epoch), specs={"x": spec})
-        made.apply(commands.CheckPut(put, capacity_bytes=10), now)
+        made.apply(commands.CheckPut(put), now)
 
     before = pickle.dumps(made)
     judge(1, now=9.0)
     with pytest.raises(CapacityExceededError, match="2 bytes do not fit, 9 of 10 bytes are held") as full:
         judge(2, now=9.0)
     assert full.value.retryable
-    judge(4, now=10.0)  # what the dead put reserved is free by then
     with pytest.raises(SchemaMismatchError):
         judge(99, now=9.0, spec=FLOAT)
     with pytest.raises(StalePartitionError):
         judge(99, now=9.0, epoch="another")
     assert pickle.dumps(made) == before
+    judge(4, now=10.0)  # what the dead put reserved is free by then
 
 
 def test_an_abandoned_put_is_reaped_with_its_payload():

@@ -39,6 +39,6 @@ def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
     made = ledger()
     write = commands.Write(["x"], [8], [0, 0])
     made.apply(replace(begin(["a", "b"], write_id=100, ttl_s=1.0), writes=[write]), 0.0)
-    made.apply(commands.Expire([], [100]), 2.0)
+    made.garbage(2.0)
     for each in (made, saved_and_loaded(made, 2.0)):
         assert each.apply(commands.AbortPut(100), 3.0) == [(100, 0)]

@@ -87,12 +87,13 @@ def test_leases_cost_one_entry_each_however_often_they_are_renewed():
     made = filled(1000)
     partition = made._partitions["p"]
     for turn in range(20):
-        ids = claimed(made, 1000, lease_s=60.0, token="k", now=turn)
+        token = f"k{turn}"
+        ids = claimed(made, 1000, lease_s=60.0, token=token, now=turn)
         assert len(ids) == 1000
         for again in range(30):
-            made.apply(commands.RenewRequest("p", "t", ids, ["k"] * 1000, 60.0), turn + again / 100)
+            made.apply(commands.RenewRequest("p", "t", ids, [token] * 1000, 60.0), turn + again / 100)
         assert len(partition.leases.heap) <= 2 * 1000 + leases._SLACK
-        made.apply(commands.NackRequest("p", "t", ids, ["k"] * 1000), turn + 0.5)
+        made.apply(commands.NackRequest("p", "t", ids, [token] * 1000), turn + 0.5)
         assert len(partition.leases.heap) <= leases._SLACK
     ids = claimed(made, 1000, lease_s=60.0, token="k", now=30.0)
     made.apply(commands.AckRequest("p", "t", ids, ["k"] * 1000), 30.0)

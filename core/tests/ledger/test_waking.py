@@ -123,7 +123,7 @@ def test_of_claims_that_ask_the_same_one_learns_of_a_lease_and_only_if_it_would_
 
     def leased(name, lease_s):
         made.put(name)
-        assert list(made.claim("holder", lease_s=lease_s).sample_ids) == [name]
+        assert list(made.claim(f"holder of {name}", lease_s=lease_s).sample_ids) == [name]
 
     leased("1", 60.0)
     assert made.woken == []  # whoever waits asks long before that

@@ -4,17 +4,18 @@ import random
 from dataclasses import replace
 
 import pytest
-from histories import History, answer, contents
+from histories import History, answer, contents, is_alike, state_of
 from ledgers import begin, claim, register
 
 from dataplane_core.errors import (
+    AlreadyDoneError,
     BackendUnavailableError,
     CapacityExceededError,
     CorruptDataError,
     LeaseExpiredError,
     StalePartitionError,
 )
-from dataplane_core.ledger import Ledger, commands, to_state
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.log import FolderLog, LoggedLedger, TakenError, folder as folder_log, ledger as logged_ledger
 from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
@@ -40,13 +41,13 @@ def clock(monkeypatch):
 class Logged:
     """A ledger in a folder, asked as one without a log."""
 
-    def __init__(self, folder, **options):
-        self.folder, self.options = folder, options
+    def __init__(self, folder, *, sync=False, **options):
+        self.folder, self.sync, self.options = folder, sync, options
         self.again()
 
     def again(self, **options):
         """The process was killed: a new one opens the log."""
-        self.log = FolderLog(self.folder)
+        self.log = FolderLog(self.folder, sync=self.sync)
         self.logged = LoggedLedger(self.log, **(self.options | options))
         self.held_bytes = 0
 
@@ -81,16 +82,6 @@ def made(tmp_path):
     return made
 
 
-def state_of(ledger, now):
-    """All that a ledger knows. Garbage has no order, nor have the tasks that hold a row."""
-    sections = list(to_state(ledger, now))
-    rest = [
-        {**each, "holds": sorted(each.get("holds", ()), key=repr)} for each in sections if each["part"] != "garbage"
-    ]
-    garbage = [(each["put"], ref) for each in sections if each["part"] == "garbage" for ref in each["refs"]]
-    return rest, sorted([str(put), ref, sorted(places)] for put, (ref, places) in garbage)
-
-
 @pytest.mark.timeout(by_profile(600, 600, 3600))
 def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp_path, clock, monkeypatch):
     """Whether its process was killed or ended well, and however short its log is: also its times are the same."""
@@ -108,7 +99,7 @@ def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp
                     clock.now = history.now + ahead_s
                     reply = answer(whole, command, history.now)
                     assert answer(logged, command, history.now) == reply, (seed, step, command)
-                    command = history.heard(command, reply)
+                    last, command = (command, reply), history.heard(command, reply)
             if dice.random() < 0.1:
                 clock.now = history.now + ahead_s
                 if dice.random() < 0.5:
@@ -118,6 +109,7 @@ def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp
                 ahead_s = dice.randrange(1 << 20) / 8
                 clock.now = history.now + ahead_s
                 logged.again()
+                assert is_alike(*last, answer(logged, last[0], history.now)), (seed, step, last)  # its reply was lost
                 assert contents(logged, history.now) == contents(whole, history.now), (seed, step)
                 assert state_of(logged.logged.ledger, history.now) == state_of(whole, history.now), (seed, step)
                 assert logged.logged.ledger.payload() == whole.payload()
@@ -177,6 +169,62 @@ def test_what_a_put_left_that_was_given_up_is_collected_once(made, clock):
     assert made.logged.garbage() == []
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_call_whose_reply_was_lost_comes_again_and_is_done_once(made, killed):
+    """Whether the reply was lost on the way or with the process."""
+
+    def twice(command):
+        reply = made.call(command)
+        if killed:
+            made.again()
+        return reply, made.call(command)
+
+    put = begin(["a"], request_id="r1")
+    assert twice(put) == (1, 1)
+    assert twice(commands.CommitPut(1)) == ([], [])
+    assert twice(begin(["a"], request_id="r2", write_id=100)) == (100, 100)
+    assert twice(commands.CommitPut(100)) == ([(1, 0)], [])
+    made.call(commands.PutTags("p", ["b", "c"], [{"n": 1}, {}]))
+    first, second = twice(claim(2, token="t1", lease_s=60.0, fields=()))
+    assert first == second
+    assert first.sample_ids == ["a", "b"]
+    first, second = twice(claim(1, token="t2", fields=()))
+    assert (first.sample_ids, first) == (["c"], second)
+    nack = commands.NackRequest("p", "t", ["a"], ["t1"])
+    assert twice(nack) == (None, None)
+    assert made.claim("t3") == ["a"]
+    assert twice(nack) == (None, None)
+    with pytest.raises(LeaseExpiredError):
+        made.call(commands.AckRequest("p", "t", ["a"], ["t1"]))
+    clear = commands.ClearRequest("p", ["a"])
+    assert [count for count, _ in twice(clear)] == [1, 1]
+    made.put("a")
+    assert made.call(clear)[0] == 1
+    assert made.call(commands.CommitPut(100)) == []
+    assert made.ids() == ["b", "c", "a"]
+    (info, _), (again, _) = twice(register(epoch="e2"))
+    assert info == again
+    assert (info.epoch, info.replaced.num_samples) == ("e2", 3)
+    made.call(register(epoch="e3"))
+    assert made.call(claim(1, token="t2", fields=())).sample_ids == []
+    assert made.call(register(epoch="e2"))[0] == info
+    assert made.call(commands.DescribeRequest("p")).epoch == "e3"
+
+
+def test_a_put_that_fills_the_store_may_be_begun_again_and_one_that_was_done_is_done(tmp_path):
+    made = Logged(tmp_path, capacity_bytes=16)
+    made.call(register())
+    put = begin(["a"], size=16, request_id="r1")
+    assert [made.call(put), made.call(put)] == [1, 1]
+    made.call(commands.AbortPut(1))
+    for write_id in (10, 20):  # the client was told of no reply to the first, and began anew
+        made.call(begin(["a"], request_id="r2", write_id=write_id))
+    made.call(commands.CommitPut(10))
+    with pytest.raises(AlreadyDoneError):
+        made.call(commands.CommitPut(20))
+    assert made.call(commands.CommitPut(20)) == []
+
+
 def test_a_ledger_that_numbers_writes_never_gives_a_number_twice(made):
     given = [made.put("a", "b"), made.put("c")]
     made.call(register(epoch="other"))
@@ -229,7 +277,7 @@ def test_those_who_held_something_may_be_gone(made):
 
 def test_a_begin_may_be_lazy(tmp_path, monkeypatch):
     synced = []
-    made = Logged(tmp_path, lazy_begins=True)
+    made = Logged(tmp_path, sync=True, lazy_begins=True)
     made.call(register())
     monkeypatch.setattr(folder_log.os, "fdatasync", synced.append)
     write_id = made.call(begin(["a"]))
@@ -294,10 +342,11 @@ def test_a_ledger_whose_log_was_taken_answers_nothing(made):
     assert made.ids() == ["a"]
 
 
-def test_a_log_stays_short(made, monkeypatch):
+def test_a_log_stays_short(made, monkeypatch, clock):
     monkeypatch.setattr(folder_log, "TAIL_BYTES", 3000)
     made.again()
     for turn in range(100):
+        clock.now += 30.0  # requests are known for a while
         made.put("a", "b")
         made.call(commands.ClearRequest("p", ["a"]))
         made.call(commands.Collected(made.logged.garbage()))

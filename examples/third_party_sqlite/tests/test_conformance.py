@@ -19,6 +19,9 @@ class TestSQLite(BackendConformance):
     def options(self, tmp_path_factory):
         return {"path": str(tmp_path_factory.getbasetemp() / "store.sqlite")}
 
+    def conflicting_options(self, options):
+        return {**options, "capacity_bytes": 1 << 20}
+
     def raw_get(self, backend, partition_id, sample_id, field):
         (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
         handle = part.write_id + part.positions[0]

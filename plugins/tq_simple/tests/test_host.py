@@ -1,21 +1,20 @@
 """A controller's host, without Ray. With a journal, it is made again from its folder, and calls are repeated."""
 
-import itertools
-import random
-from concurrent.futures import ThreadPoolExecutor
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidRequestError
-from dataplane_core.hosting import CallId, ClaimOrWait, Client
+from dataplane_core.errors import BackendUnavailableError, CorruptDataError, DataPlaneError, InvalidRequestError
+from dataplane_core.hosting import ClaimOrWait, Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _book
-from dataplane_tq_simple._book import SPREAD_BITS, Spread, Started, UnitBook
+from dataplane_tq_simple._book import LIFE_BITS, Started, UnitBook
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._messages import AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
+from dataplane_tq_simple._messages import BeginNear, UnitRecords, ViewUnits
 
 X = {"x": FieldSpec("tensor", "int64", 1)}
 IDS = [f"s{row}" for row in range(6)]
@@ -26,33 +25,31 @@ class Controller:
 
     def __init__(self, folder, num_units=3):
         self._folder = folder
-        self._serial = self._num_puts = 0
+        self._num_puts = 0
         self._client = Client(1)
-        self.host = ControllerHost(make_ledger(folder, None, False))
-        self.host.book.begin(
-            "actor-", [(f"unit-{each}", f"actor-unit-{each}", started(each)) for each in range(num_units)]
-        )
+        self.host = ControllerHost(*make_ledger(folder, None, False), has_units=num_units > 0)
+        self.host.book.begin()
+        for each in range(num_units):
+            self.host.book.started(self.host.book.unit_on(f"n{each}"), started(each))
         self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
 
-    def again(self, *running):
-        """The process was killed. Now these actors run, or all of the book."""
-        self.host = ControllerHost(make_ledger(self._folder, None, False, must_exist=True))
-        self.host.book.come_back(running or self.host.book.actors().values())
+    def again(self):
+        """The process was killed."""
+        has_units = bool(self.host.book.nodes())
+        self.host = ControllerHost(*make_ledger(self._folder, None, False, must_exist=True), has_units=has_units)
 
-    def call(self, request, *, again=False):
-        """Calls, or repeats the newest call."""
-        self._serial += not again
-        return self.host.answer(request, self._client, CallId("me", 0, self._serial, 60.0))
+    def call(self, request):
+        return self.host.answer(request, self._client)
 
-    def begin(self, *, again=False):
-        self._num_puts += not again
+    def begin(self, node="n0"):
+        self._num_puts += 1
         begin = commands.BeginPut(
             "p", [f"{self._num_puts}{each}" for each in IDS], X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0
         )
-        return int(self.call(BeginNear(begin, None, []), again=again))
+        return int(self.call(BeginNear(begin, node, [])))
 
-    def put(self):
-        write_id = self.begin()
+    def put(self, node="n0"):
+        write_id = self.begin(node)
         self.call(commands.CommitPut(write_id))
         return write_id
 
@@ -76,82 +73,72 @@ def controller(tmp_path):
 
 def test_the_book_is_where_it_was(controller):
     first = controller.put()
-    controller.host.book.ended("unit-0", started(0))
-    controller.put()
+    controller.host.book.ended("unit-0")
+    controller.put("n1")
     controller.host.book.started("unit-0", started(0, "b"))
-    third = controller.begin()
+    third = controller.begin("n2")
     before, view = controller.units(), controller.call(ViewUnits(-1))
-    assert before[0][0].num_lost == 2
-    assert sum(unit.num_rows for unit in before[0]) == 4 + 6 + 6
+    assert [(unit.num_rows, unit.num_lost, unit.num_starts) for unit in before] == [(0, 6, 2), (6, 0, 1), (6, 0, 1)]
 
     controller.again()
 
     assert controller.units() == before
     after = controller.call(ViewUnits(view.version))
     assert after.version > view.version, "clients ask again"
-    assert after.spreads == view.spreads
     assert after.lives == view.lives
     controller.call(commands.CommitPut(third))
-    fresh = controller.begin()
-    number = fresh & ((1 << SPREAD_BITS) - 1)
-    assert number >= (third & ((1 << SPREAD_BITS) - 1)) + 6, "no number is used twice"
-    for write_id in (first, third):
-        controller.call(commands.Collected([(write_id, row) for row in range(6)]))
-    assert controller.units()[0][0].num_lost == 0
+    number = controller.begin() & ((1 << LIFE_BITS) - 1)
+    assert number >= (third & ((1 << LIFE_BITS) - 1)) + 6, "no number is used twice"
+    controller.call(commands.Collected([(first, row) for row in range(6)]))
+    assert controller.units()[0].num_lost == 0
 
 
-def test_the_number_of_a_spread_is_never_used_again(controller):
+def test_a_book_of_another_version_is_refused():
+    with pytest.raises(CorruptDataError, match="of another version"):
+        UnitBook().restore(pickle.dumps({"units": []}), {}, 1)
+
+
+def test_the_number_of_a_life_is_never_used_again(controller):
     """A client may still know what it was."""
-    write_id = controller.put()
-    for unit in range(3):
-        controller.host.book.ended(f"unit-{unit}", started(unit))
+    write_id = controller.put("n2")
+    controller.host.book.ended("unit-2")
     controller.call(commands.ClearRequest("p", None))
     controller.call(commands.Collected([(write_id, row) for row in range(6)]))
-    view = controller.call(ViewUnits(-1))
-    assert write_id >> SPREAD_BITS not in view.spreads
+    assert write_id >> LIFE_BITS not in controller.call(ViewUnits(-1)).lives
     controller.again()
-    for unit in range(3):
-        controller.host.book.started(f"unit-{unit}", started(unit, "b"))
-    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
-    assert controller.begin() >> SPREAD_BITS > write_id >> SPREAD_BITS
+    controller.host.book.started("unit-2", started(2, "b"))
+    controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "next"))
+    assert controller.begin("n2") >> LIFE_BITS > write_id >> LIFE_BITS
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_call_that_is_repeated_is_done_once(controller, killed):
-    def repeat(request):
+    def twice(request):
+        first = controller.call(request)
         if killed:
             controller.again()
-        return controller.call(request, again=True)
+        return first, controller.call(request)
 
     begun = controller.begin()
-    if killed:
-        controller.again()
-    assert controller.begin(again=True) == begun
-    assert sum(unit.num_rows for unit in controller.units()[0]) == 6
-    controller.call(commands.CommitPut(begun))
-    add = AddUnits(2)
-    assert controller.call(add) == repeat(add) == ["unit-3", "unit-4"]
-    assert [unit.name for unit in controller.units()[0]] == [f"unit-{number}" for number in range(5)]
-    remove = RemoveUnit("unit-1", True)
-    assert controller.call(remove) is repeat(remove) is None
-    with pytest.raises(InvalidRequestError):
-        controller.call(RemoveUnit("unit-9", False))
-    with pytest.raises(InvalidRequestError):
-        repeat(RemoveUnit("unit-9", False))
+    twice(commands.CommitPut(begun))
+    assert sum(unit.num_rows for unit in controller.units()) == 6
+    claim = commands.ClaimRequest("p", "t", ["x"], 4, all_or_nothing=True, lease_s=None, token="k")
+    first, second = twice(claim)
+    assert first.sample_ids == second.sample_ids
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_put_that_was_refused_is_refused_again(controller, killed):
     """The refusal aborts the put. A repeated call does not take what the abort freed for a commit."""
     begun = controller.begin()
-    controller.host.book.ended("unit-0", started(0))
+    controller.host.book.ended("unit-0")
     commit = commands.CommitPut(begun)
     with pytest.raises(UnitsGoneError):
         controller.call(commit)
     if killed:
         controller.again()
     with pytest.raises(DataPlaneError):
-        controller.call(commit, again=True)
+        controller.call(commit)
     assert controller.call(commands.ListRequest("p")).sample_ids == []
 
 
@@ -176,16 +163,6 @@ def test_a_claim_that_waits_is_woken_also_where_a_journal_is_kept(controller):
     assert len(controller.host.answer(ClaimOrWait(waits), client).sample_ids) == 6
 
 
-def test_units_that_end_or_start_while_no_controller_runs(controller):
-    controller.put()
-    controller.call(AddUnits(1))
-    controller.again("actor-unit-0", "actor-unit-1")
-    found = {unit.name: unit.state for unit in controller.units()[0]}
-    assert found == {"unit-0": "serving", "unit-1": "serving", "unit-2": "removed", "unit-3": "starting"}
-    assert controller.host.book.new_unit() == ("unit-3", "actor-unit-3"), "it was never created"
-    assert controller.units()[1] == ["unit-2: its actor ended"]
-
-
 def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path):
     begin = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
     with pytest.raises(InvalidRequestError, match="places rows on units"):
@@ -193,21 +170,20 @@ def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path):
     controller = Controller(tmp_path / "journal", num_units=0)
     first = controller.call(begin)
     controller.again()
-    assert controller.call(begin, again=True) == first
     assert controller.call(begin) == first + 6
 
 
 def test_a_folder_that_no_node_has_is_refused(tmp_path):
     with pytest.raises(BackendUnavailableError, match="there is no folder"):
         Controller(tmp_path / "nowhere" / "journal")
-    with pytest.raises(BackendUnavailableError, match=r"journal in /proc/.* cannot be opened"):
+    with pytest.raises(BackendUnavailableError, match=r"log in /proc/.* cannot be opened"):
         make_ledger(Path("/proc/journal"), None, False)
-    with pytest.raises(BackendUnavailableError, match="there is no journal"):
+    with pytest.raises(BackendUnavailableError, match="there is no log"):
         make_ledger(tmp_path / "journal", None, False, must_exist=True)
 
 
 def held(controller):
-    return [(each.num_rows, each.num_lost) for each in controller.units()[0]]
+    return [(each.num_rows, each.num_lost) for each in controller.units()]
 
 
 def test_rows_that_two_clients_report_as_deleted_are_counted_once(either):
@@ -220,19 +196,14 @@ def test_rows_that_two_clients_report_as_deleted_are_counted_once(either):
     assert set(first) < set(second)
     for freed in (first, second):
         either.call(commands.Collected(freed))
-    assert held(either) == [(1, 0)] * 3
-    either.call(RemoveUnit("unit-1", False))
-    assert either.host.end_removed() == [], "one of its rows is left"
-    _, last = either.call(commands.ClearRequest("p", then_ids[3:]))
-    either.call(commands.Collected(last))
-    assert either.host.end_removed() == ["actor-unit-1"]
+    assert held(either) == [(3, 0), (0, 0), (0, 0)]
 
 
 def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(controller, monkeypatch):
     """Else a machine that loses power then may have them in its journal, and nowhere else."""
     kept = []
-    journal = controller.host._journal
-    monkeypatch.setattr(journal.file, "commit_or_end", lambda: kept.append(journal.garbage()))
+    host = controller.host
+    monkeypatch.setattr(host._log, "commit_or_end", lambda: kept.append(host._ledger.garbage()))
     write_id = controller.put()
     controller.call(commands.ClearRequest("p", None))
     rows = [(write_id, row) for row in range(6)]
@@ -246,128 +217,117 @@ def test_rows_are_deleted_only_when_the_disk_knows_that_nobody_reads_them(contro
 
 
 def test_a_put_goes_to_its_own_node_while_that_has_room(either):
-    """Then to others that have room for it; a put that none has room for is dealt out over all."""
+    """Else to the one with the most room."""
 
-    def put(row_bytes, *full):
-        before = [unit.num_rows for unit in either.units()[0]]
+    def put(row_bytes, *full, node="n2"):
+        before = [unit.num_rows for unit in either.units()]
         write = commands.Write(list(X), [row_bytes] * 6)
-        either.call(BeginNear(commands.BeginPut("p", IDS, X, [write], ttl_s=60.0), "n2", list(full)))
-        return [unit.num_rows - rows for unit, rows in zip(either.units()[0], before, strict=True)]
+        either.call(BeginNear(commands.BeginPut("p", IDS, X, [write], ttl_s=60.0), node, list(full)))
+        return [unit.num_rows - rows for unit, rows in zip(either.units(), before, strict=True)]
 
     assert put(100 << 20) == [0, 0, 6]
-    assert put(100 << 20) == [3, 3, 0]
+    assert put(100 << 20) == [6, 0, 0]
     assert put(10 << 20) == [0, 0, 6], "a smaller one fits"
-    assert put(10 << 20, 2) == [3, 3, 0], "the unit says that it has no room"
+    assert put(10 << 20, 2) == [0, 6, 0], "the unit says that it has no room"
     assert put(10 << 20, 0, 1, 2) == [0, 0, 6], "all say so"
-    assert put(200 << 20) == [2, 2, 2]
+    assert put(200 << 20) == [0, 6, 0], "none has room"
+    assert put(1, node="of no unit") == [6, 0, 0]
 
 
-def test_rows_are_dealt_out_in_blocks_and_found_again():
-    for num_lives, shift, num_rows, number in itertools.product((1, 2, 3), (0, 1, 4), (1, 7, 100), (0, 5)):
-        spread = Spread(tuple(range(10, 10 + num_lives)), shift)
-        write_id = 3 << SPREAD_BITS | number
-        held = {
-            life: [row for run in runs for row in range(*run)] for life, runs in spread.runs(write_id, num_rows).items()
-        }
-        assert sorted(row for rows in held.values() for row in rows) == list(range(num_rows))
-        wanted = random.Random(num_rows).sample(range(num_rows), min(num_rows, 9))
-        found = spread.split(write_id, wanted)
-        assert sorted(index for pairs in found.values() for index, _ in pairs) == list(range(len(wanted)))
-        for life, pairs in found.items():
-            for index, there in pairs:
-                assert spread.life_of(write_id, wanted[index]) == life
-                assert held[life][there] == wanted[index]
-
-
-def test_the_ledger_refuses_to_commit_a_put_that_lost_a_unit(either):
-    kept, lost = either.begin(), either.begin()
-    near = either.call(
-        BeginNear(commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0), "n2", [])
-    )
-    assert [unit.num_rows for unit in either.units()[0]] == [4, 4, 10]
+def test_the_ledger_refuses_to_commit_a_put_that_lost_its_unit(either):
+    kept, lost, elsewhere = either.begin(), either.begin(), either.begin("n2")
     either.call(commands.CommitPut(kept))
-    either.host.book.ended("unit-0", started(0))
+    either.host.book.ended("unit-0")
     with pytest.raises(UnitsGoneError, match="Nothing was written"):
         either.call(commands.CommitPut(lost))
     assert set(either.call(commands.ListRequest("p")).sample_ids) == {f"1{each}" for each in IDS}
     refs = either.call(commands.AbortPut(lost))
     assert len(refs) == 6
     either.call(commands.Collected(refs))
-    either.call(commands.CommitPut(near))  # it has no row on the unit that ended
+    either.call(commands.CommitPut(elsewhere))
+    assert held(either) == [(0, 6), (0, 0), (6, 0)]
     either.call(commands.Collected([(kept, row) for row in range(6)]))
     assert held(either) == [(0, 0), (0, 0), (6, 0)]
 
 
-def test_a_place_that_is_served_under_another_name_is_of_that_unit_alone():
-    """Who bootstraps again may name the units of the places in another order than before."""
-    kept = [started(unit)._replace(place=f"place-{unit}") for unit in range(3)]
-    controller = Controller(None)
-    book = controller.host.book
+def kept(unit, life="a"):
+    return started(unit, life)._replace(kept=True)
+
+
+@pytest.fixture
+def durable(either):
+    """Of an instance whose units keep their rows."""
     for unit in range(3):
-        book.started(f"unit-{unit}", kept[unit])
-    controller.put()
-    book.started("unit-0", kept[1])
-    book.started("unit-1", kept[0])
-    assert [(each.state, each.num_lost) for each in controller.units()[0]] == [("serving", 0)] * 3
+        either.host.book.started(f"unit-{unit}", kept(unit))
+    return either
 
 
-def test_the_rows_of_a_unit_are_listed_while_others_are_answered(monkeypatch):
-    controller = Controller(None)
-    book = controller.host.book
-    writes = [controller.put() for _ in range(6)]
-    monkeypatch.setattr(_book, "_PORTION", 2)
-    held, split = [], Spread.split
+def test_rows_that_are_kept_are_waited_for_and_found_by_another_unit(durable):
+    book = durable.host.book
+    write_id = durable.put()
+    (number,) = {write_id >> LIFE_BITS}
+    book.left("unit-0")
+    assert book.awaited() == {number: False}
+    assert book.nodes() == {"unit-1": "n1", "unit-2": "n2"}
+    assert next((each.state, each.num_rows, each.num_lost) for each in durable.units()) == ("starting", 6, 0)
+    assert book.unit_on("n9") == "unit-0", "the name of a node that is gone"
+    book.started("unit-0", kept(0)._replace(node="n9"))
+    assert book.awaited() == {}
+    assert next((each.node, each.num_rows, each.num_lost) for each in durable.units()) == ("n9", 6, 0)
 
-    def is_held():
-        if book.lock.acquire(blocking=False):
-            book.lock.release()
-            return False
-        return True
 
-    def listing(self, write_id, positions):
-        with ThreadPoolExecutor(1) as other:
-            held.append(other.submit(is_held).result())
-            if write_id == writes[0]:  # meanwhile rows come and go, of this portion and of a later one
-                gone = [(each, row) for each in (writes[1], writes[4]) for row in range(6)]
-                controller.call(commands.Collected(gone))
-                controller.put()
-        return split(self, write_id, positions)
+def test_who_bootstraps_again_finds_what_it_finds(durable):
+    """The units of the nodes may get other names than before. What no node has is lost when its wait is over."""
+    first, second = durable.put("n0"), durable.put("n1")
+    book = durable.host.book
+    book.begin()
+    assert len(book.awaited()) == 3
+    for node, folder in (("m1", 1), ("m0", 2)):
+        book.started(book.unit_on(node), kept(folder)._replace(node=node))
+    assert book.awaited() == {first >> LIFE_BITS: False}
+    book.give_up(first >> LIFE_BITS)
+    assert sum(each.num_lost for each in durable.units()) == 6
+    assert sum(each.num_rows for each in durable.units()) == 6
+    lives = durable.call(ViewUnits(-1)).lives
+    assert (lives[first >> LIFE_BITS].alive, lives[second >> LIFE_BITS].started.node) == (False, "m1")
 
-    monkeypatch.setattr(Spread, "split", listing)
-    found = {unit: book.rows_of(f"unit-{unit}") for unit in range(3)}
-    assert held
-    assert not any(held), "nobody is answered while it lists"
-    left = [each for each in writes if each not in (writes[1], writes[4])]
-    for write_id in left:
-        assert sum(len(each.get(write_id, ())) for each in found.values()) == 6
-    assert not any(writes[4] in each for each in found.values())
+
+def test_a_unit_that_begins_another_folder_has_lost_its_own(durable):
+    write_id = durable.put()
+    durable.host.book.ended("unit-0")
+    durable.host.book.started("unit-0", kept(0, "b"))
+    assert not durable.call(ViewUnits(-1)).lives[write_id >> LIFE_BITS].alive
+    assert held(durable)[0] == (0, 6)
 
 
 def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
-    controller = Controller(None)
-    book = controller.host.book
-    kept = [started(unit)._replace(place=f"place-{unit}") for unit in range(3)]
+    durable = Controller(None)
+    book = durable.host.book
     for unit in range(3):
-        book.started(f"unit-{unit}", kept[unit])
-    write_id = controller.put()
+        book.started(f"unit-{unit}", kept(unit))
     for unit in range(3):
-        book.ended(f"unit-{unit}", kept[unit])
+        book.ended(f"unit-{unit}")
     for unit, why in enumerate(["Permission denied", "No space left"]):
-        assert book.waits(f"unit-{unit}", why), "it tries again"
+        book.waits(f"unit-{unit}", why)
         with pytest.raises(UnitsGoneError, match="are starting"):
-            book.place(1, 10, None)
-    assert sorted(life.why for life in controller.call(ViewUnits(-1)).lives.values()) == [
-        "",
-        "No space left",
+            book.choose(1, 10, "n0")
+    assert [life.why for life in durable.call(ViewUnits(-1)).lives.values()] == [
         "Permission denied",
+        "No space left",
+        "",
     ]
     book.waits("unit-2", "gone")
+    assert set(book.awaited().values()) == {True}
     with pytest.raises(BackendUnavailableError) as refused:
-        book.place(1, 10, None)
+        book.choose(1, 10, "n0")
     assert not refused.value.retryable
     assert "unit-0: Permission denied; unit-1: No space left; unit-2: gone" in str(refused.value)
-    book.started("unit-2", kept[2])
-    assert sorted(life.why for life in controller.call(ViewUnits(-1)).lives.values() if life.served) == [""]
-    assert book.place(1, 10, None) > write_id
-    controller.call(AddUnits(1))
-    assert not book.waits("unit-3", "Permission denied"), "it has no rows"
+    book.started("unit-2", kept(2))
+    assert durable.call(ViewUnits(-1)).lives[book.choose(1, 10, "n0") >> LIFE_BITS].unit == "unit-2"
+
+
+def test_controllers_and_storage_units_do_without_torch():
+    """It would take 345 MiB of each node's memory, twice."""
+    code = "import sys, dataplane_tq_simple._controller as _; print(sorted({'torch', 'tensordict'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"

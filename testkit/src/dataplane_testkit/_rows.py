@@ -1,4 +1,4 @@
-"""Helpers for the tests of a `RowStoreBackend`'s own methods: new handles, the rows of a put, what its log holds."""
+"""Helpers for the tests of a `RowStoreBackend`'s own methods: new handles, the rows of a put, its log."""
 
 from __future__ import annotations
 
@@ -97,17 +97,6 @@ def recorded_handles(backend: RowStoreBackend) -> Iterator[set[int]]:
         yield handles
     finally:
         del vars(backend)["put_rows"]
-
-
-def log_state(backend: Backend) -> str:
-    """A paragraph that says what the log holds now; empty for a backend without a log."""
-    if not keeps_log(backend):
-        return ""
-    try:
-        numbers = [number for number, _ in log_of(backend)]
-    except Exception as error:
-        return f"\n\nThe log cannot be read: {type(error).__name__}: {error}"
-    return f"\n\nThe log holds {len(numbers)} records now, with the numbers {numbers[:1]} to {numbers[-1:]}."
 
 
 def kill_owner(backend: RowStoreBackend) -> None:

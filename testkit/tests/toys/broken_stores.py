@@ -1,31 +1,29 @@
-"""Stores in a folder that are wrong in one way each, with their blobs, their journal, or between processes.
+"""Stores in a folder that are wrong in one way each, with their rows, their log, or between processes.
 
-The right one is what `dataplane new-plugin --journal` writes. The rows are as in `broken`.
+The right one is what `dataplane new-plugin --log` writes. The rows are as in `broken`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import struct
 import threading
 import time
-import zlib
 from dataclasses import replace
 
 import pytest
 from broken import claims_in_two_steps
 from table import Table, settles
 
+from dataplane_core.backends import RefsGoneError
 from dataplane_core.codec import split_rows
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, StalePartitionError
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Capability, PutReply, new_id
+from dataplane_core.spec import PutReply, new_id
 from dataplane_testkit._new_plugin import files_of
 
 _written = {"__name__": __name__}
-_source = files_of("folder_store", journal=True)["src/dataplane_folder_store/__init__.py"]
+_source = files_of("folder_store", log=True)["src/dataplane_folder_store/__init__.py"]
 exec(compile(_source, "folder_store", "exec", dont_inherit=True), _written)
 FolderStore = _written["FolderStore"]
 
@@ -35,13 +33,19 @@ def _options(self, tmp_path_factory):
     return {"path": str(tmp_path_factory.getbasetemp() / "store")}
 
 
+@pytest.fixture
+def _alone(self, tmp_path_factory):
+    """Most toys are wrong in their engine, which needs no process of the ledger."""
+    return {"path": str(tmp_path_factory.getbasetemp() / "store"), "ledger": "here"}
+
+
 def _raw_get(self, backend, partition_id, sample_id, field):
     (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
-    row = (backend._blobs / f"row{part.write_id + part.positions[0]:x}").read_bytes()
+    row = (backend._rows / str(part.write_id + part.positions[0])).read_bytes()
     return split_rows([row])[0][part.slots[0]]
 
 
-toy = Table(FolderStore, __name__, options=_options, raw_get=_raw_get)
+toy = Table(FolderStore, __name__, options=_alone, raw_get=_raw_get)
 
 
 def _place(self, *names):
@@ -51,11 +55,21 @@ def _place(self, *names):
     return path
 
 
+def _each_row(change):
+    """Puts rows as ``change(handle, row)`` gives them; None: not at all."""
+
+    def put_rows(self, put_rows, handles, buffer, offsets, deadline):
+        for i, handle in enumerate(handles):
+            row = change(handle, bytes(buffer[offsets[i] : offsets[i + 1]]))
+            if row is not None:
+                put_rows([handle], row, [0, len(row)], deadline)
+
+    return put_rows
+
+
 # fmt: off
-# --- one blob ---------------------------------------------------------------------------------------------------------
-toy.row("DeletesNothing", "delete does nothing: what is cleared stays for ever.",
-        fails="test_what_is_deleted_is_gone[delete]", delete=lambda *_: None)
-toy.row("KeepsWhatIsCleared", "The one delete that clears call is not there.",
+# --- rows -------------------------------------------------------------------------------------------------------------
+toy.row("KeepsWhatIsCleared", "delete_rows does nothing: what is cleared stays for ever.",
         fails="test_what_is_dropped_leaves_the_engine[half_of_the_rows]", delete_rows=lambda *_: None)
 
 @toy("Only clears delete.", fails="test_what_is_dropped_leaves_the_engine[an_old_registration]",
@@ -67,172 +81,179 @@ def keeps_what_a_registration_frees(self, clear_samples, request):
     finally:
         self.seen["clears"].clear()
 
-@toy("get is a dict's `[]`.", fails="test_an_empty_blob_is_told_from_a_missing_one",
-     get_many=lambda self, get_many, keys: [FolderStore.get(self, key) for key in keys])
-def raises_key_error_for_what_is_missing(self, get, key):
-    data = get(key)
-    if data is None:
-        raise KeyError(key)
-    return data
+@toy("get_rows of a handle that is not there gives no row for it.",
+     fails="test_what_is_deleted_is_gone_and_said_to_be")
+def leaves_out_what_is_missing(self, get_rows, handles, deadline):
+    return get_rows([handle for handle in handles if (self._rows / str(handle)).exists()], deadline)
 
-toy.row("ReadsWhatIsMissingAsEmpty", 'get returns b"" for a key that is not there.',
-        fails="test_an_empty_blob_is_told_from_a_missing_one", get=lambda self, get, key: get(key) or b"")
-toy.row("ReadsWhatIsEmptyAsMissing", "get asks for truth where it means None.",
-        fails="test_an_empty_blob_is_told_from_a_missing_one", get=lambda self, get, key: get(key) or None)
-toy.row("RaisesForWhatIsDeletedTwice", "delete of a file that is not there is an error.",
-        fails="test_what_is_deleted_is_gone[delete]", delete=lambda self, delete, key: (self._blobs / key).unlink())
-toy.row("DropsATenth", "Every tenth blob, by its key, is lost.", fails="test_smoke_hundreds_of_blobs_come_back",
-        put=lambda self, put, key, data: put(key, data) if zlib.crc32(key.encode()) % 10 else None)
-toy.row("LosesLargeBatches", "put_many writes the first 64.", fails="test_smoke_hundreds_of_rows_go_in_and_out",
-        put_many=lambda self, put_many, blobs: put_many(dict(list(blobs.items())[:64])))
-toy.row("KeepsText", "Bytes pass through a string.", fails="test_a_blob_comes_back_byte_for_byte[no_text]",
-        put=lambda self, put, key, data: put(key, data.decode(errors="replace").encode()))
+@toy("get_rows says of all rows that they are gone if one is.", fails="test_what_is_deleted_is_gone_and_said_to_be")
+def names_all_rows(self, get_rows, handles, deadline):
+    try:
+        return get_rows(handles, deadline)
+    except RefsGoneError as error:
+        raise RefsGoneError(error.message, handles=handles) from error
+
+toy.row("RaisesForWhatIsDeletedTwice", "delete_rows of a file that is not there is an error.",
+        fails="test_what_is_deleted_is_gone_and_said_to_be",
+        delete_rows=lambda self, delete, handles, deadline: [(self._rows / str(each)).unlink() for each in handles])
+toy.row("DropsATenth", "Every tenth row, by its handle, is lost.",
+        fails="test_smoke_hundreds_of_stored_rows_come_back",
+        put_rows=_each_row(lambda handle, row: row if handle % 10 else None))
+toy.row("LosesLargeBatches", "put_rows writes the first 64.", fails="test_smoke_hundreds_of_rows_go_in_and_out",
+        put_rows=lambda self, put_rows, handles, *rest: put_rows(handles[:64], *rest))
+toy.row("KeepsText", "Bytes pass through a string.", fails="test_a_row_comes_back_byte_for_byte[no_text]",
+        put_rows=_each_row(lambda handle, row: row.decode(errors="replace").encode()))
 toy.row("EndsAtZeros", "Trailing zeros are padding to this engine.",
-        fails="test_a_blob_comes_back_byte_for_byte[ends_in_zeros]",
-        get=lambda self, get, key: data.rstrip(b"\0") if (data := get(key)) else data)
-toy.row("CutsLargeBlobs", "A value ends at 16 MB.", fails="test_a_blob_comes_back_byte_for_byte[16_mb]",
-        put=lambda self, put, key, data: put(key, data[: 16 << 20]))
+        fails="test_a_row_comes_back_byte_for_byte[ends_in_zeros]",
+        put_rows=_each_row(lambda handle, row: row.rstrip(b"\0")))
+toy.row("CutsLargeRows", "A value ends at 16 MB.", fails="test_a_row_comes_back_byte_for_byte[16_mb]",
+        put_rows=_each_row(lambda handle, row: row[: 16 << 20]))
+toy.row("CountsInFloats", "Handles are floats.", fails="test_handles_do_not_clash",
+        put_rows=lambda self, put_rows, handles, *rest: put_rows([int(float(each)) for each in handles], *rest),
+        get_rows=lambda self, get_rows, handles, *rest: get_rows([int(float(each)) for each in handles], *rest))
 
-@toy("Keys have at most 40 characters.", fails="test_keys_do_not_clash", get=lambda self, get, key: get(key[:40]))
-def shortens_keys(self, put, key, data):
-    with contextlib.suppress(FileExistsError):
-        put(key[:40], data)
+@toy("Every file whose name begins with the handle to delete goes along.", fails="test_handles_do_not_clash")
+def deletes_by_prefix(self, delete_rows, handles, deadline):
+    for handle in handles:
+        for path in self._rows.glob(f"{handle}*"):
+            path.unlink(missing_ok=True)
 
-@toy("Every key that begins with the one to delete goes along.", fails="test_keys_do_not_clash")
-def deletes_by_prefix(self, delete, key):
-    for path in self._blobs.glob(f"{key}*"):
-        path.unlink(missing_ok=True)
+# --- many rows, several threads and clients ---------------------------------------------------------------------------
+toy.row("SwapsBatches", "put_rows takes the handles from behind.",
+        fails="test_many_rows_are_stored_and_read_as_each",
+        put_rows=lambda self, put_rows, handles, *rest: put_rows(handles[::-1], *rest))
+toy.row("ReordersRead", "get_rows replies in the order of its index.",
+        fails="test_many_rows_are_stored_and_read_as_each",
+        get_rows=lambda self, get_rows, handles, deadline: get_rows(sorted(handles), deadline))
 
-# --- many blobs, several threads and clients --------------------------------------------------------------------------
-toy.row("SwapsBatches", "put_many sorts the blobs, and not their keys.",
-        fails="test_many_blobs_are_stored_and_read_as_each",
-        put_many=lambda self, put_many, blobs: put_many(dict(zip(blobs, sorted(blobs.values()), strict=True))))
-toy.row("ReordersBlobs", "get_many replies in the order of its index.",
-        fails="test_many_blobs_are_stored_and_read_as_each",
-        get_many=lambda self, get_many, keys: get_many(sorted(keys)))
-toy.row("LeavesOutWhatIsMissing", "get_many replies with what is there.",
-        fails="test_many_blobs_are_stored_and_read_as_each",
-        get_many=lambda self, get_many, keys: [data for data in get_many(keys) if data is not None])
-
-@toy("delete_many ends where it meets a key that is not there.", fails="test_what_is_deleted_is_gone[delete_many]")
-def stops_at_the_first_missing_key(self, delete_many, keys):
-    for key in keys:
-        if self.get(key) is None:
+@toy("delete_rows ends where it meets a handle that is not there.",
+     fails="test_what_is_deleted_is_gone_and_said_to_be")
+def stops_at_the_first_missing_row(self, delete_rows, handles, deadline):
+    for handle in handles:
+        if not (self._rows / str(handle)).exists():
             return
-        self.delete(key)
+        delete_rows([handle], deadline)
 
-@toy("put goes through a buffer that all threads share.", fails="test_blobs_from_several_threads")
-def shares_a_buffer(self, put, key, data):
-    self.buffer = data
+@toy("put_rows goes through a buffer that all threads share.", fails="test_rows_from_several_threads")
+def shares_a_buffer(self, put_rows, handles, buffer, *rest):
+    self.buffer = buffer
     time.sleep(0.001)
-    put(key, self.buffer)
+    put_rows(handles, self.buffer, *rest)
 
-@toy("put returns first, and writes when the next one comes.", fails="test_blobs_are_seen_by_every_client",
-     get=lambda self, get, key: dict(self.seen["late"]).get(key) or get(key))
-def writes_behind(self, put, key, data):
+@toy("put_rows returns first, and writes when the next one comes.", fails="test_rows_are_seen_by_every_client")
+def writes_behind(self, put_rows, handles, buffer, *rest):
     for late in self.seen["late"]:
-        put(*late)
-    self.seen["late"][:] = [(key, data)]
+        put_rows(*late)
+    self.seen["late"][:] = [(handles, buffer, *rest)]
 
-@toy("get remembers what it put.", fails="test_blobs_are_seen_by_every_client",
-     get=lambda self, get, key: self.seen[key][0] if self.seen[key] else get(key),
-     delete=lambda self, delete, key: self.seen[key].clear() or delete(key))
-def caches_what_others_delete(self, put, key, data):
-    put(key, data)
-    self.seen[key][:] = [data]
+@toy.also("WritesBehind")
+def _(self, get_rows, handles, deadline):
+    late = [handle for put in self.seen["late"] for handle in put[0]]
+    if set(handles) & set(late):  # this client's own
+        self.put_rows([], b"", [0], deadline)
+    return get_rows(handles, deadline)
 
-# --- the journal ------------------------------------------------------------------------------------------------------
-@toy("append replaces what stands there.", fails="test_a_place_in_the_journal_is_taken_once")
-def overwrites_records(self, append, seq, record):
-    (self._records / str(seq)).write_bytes(record)
+@toy("get_rows remembers what it put.", fails="test_rows_are_seen_by_every_client",
+     delete_rows=lambda self, delete, handles, *rest: self.seen["put"].clear() or delete(handles, *rest))
+def caches_what_others_delete(self, put_rows, handles, buffer, offsets, deadline):
+    put_rows(handles, buffer, offsets, deadline)
+    self.seen["put"][:] = [(handle, bytes(buffer[offsets[i] : offsets[i + 1]])) for i, handle in enumerate(handles)]
+
+@toy.also("CachesWhatOthersDelete")
+def _(self, get_rows, handles, deadline):
+    known = dict(self.seen["put"])
+    return [known[handle] if handle in known else get_rows([handle], deadline)[0] for handle in handles]
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+@toy("append replaces what stands there.", fails="test_a_number_in_the_log_is_taken_once_and_in_turn")
+def overwrites_records(self, append, number, record, deadline):
+    (self._records / str(number)).write_bytes(record)
     return True
 
 toy.row("TakesTheSameRecordTwice",
         "append takes a record that stands there for its own: two clients may write the same.",
-        fails="test_a_place_in_the_journal_is_taken_once",
-        append=lambda self, append, seq, record: append(seq, record) or self.read(seq)[0] == record)
-toy.row("OrdersRecordsAsText", "10 comes before 2.", fails="test_the_journal_reads_in_order_from_any_place",
-        read=lambda self, read, first: [
-            record for seq, record in sorted(enumerate(read(0)), key=lambda pair: str(pair[0])) if seq >= first])
-toy.row("ReadsAPage", "read gives a hundred records at most.", fails="test_the_journal_reads_in_order_from_any_place",
-        read=lambda self, read, first: read(first)[:100])
+        fails="test_a_number_in_the_log_is_taken_once_and_in_turn",
+        append=lambda self, append, number, record, deadline: append(number, record, deadline)
+        or self.read_log(number, deadline)[:1] == [(number, record)])
 
-@toy("read from the end on is an error.", fails="test_the_journal_reads_in_order_from_any_place")
-def raises_at_the_end(self, read, first):
-    records = read(first)
-    if not records:
-        raise IndexError(first)
-    return records
-
-@toy("The journal can be written with a NaN in it, and then not be read.", fails="test_tags_keep_their_types")
-def cannot_read_nan(self, read, first):
-    records = read(first)
-    if any(struct.pack(">d", math.nan) in record for record in records):
-        raise ValueError("Out of range float values are not JSON compliant")
-    return records
-
-@toy("read asks the store once, and knows from then on only what this client appends.",
-     fails="test_other_clients_read_what_was_appended")
-def caches_the_journal(self, read, first):
-    if not self.seen["asked"]:
-        self.seen["asked"], self.seen["known"] = [True], read(0)
-    return self.seen["known"][first:]
-
-@toy.also("CachesTheJournal")
-def _(self, append, seq, record):
-    taken = append(seq, record)
-    self.seen["known"] += [record] if taken and self.seen["asked"] else []
-    return taken
-
-@toy("append looks whether the place is free, and then takes it.", fails="test_racing_appends_take_each_place_once")
-def looks_before_it_appends(self, append, seq, record):
-    path = self._records / str(seq)
-    if path.exists():
-        return False
-    time.sleep(0.001)
-    path.write_bytes(record)
-    return True
-
-toy.row("TrimsNothing", "trim does nothing, so what it should have dropped is read again.",
-        fails="test_a_trimmed_journal_begins_where_it_was_told", trim=lambda *_: None)
-toy.row("TrimsOneMore", "trim drops the record that it is told, too: the snapshot's.",
-        fails="test_a_trimmed_journal_begins_where_it_was_told", trim=lambda self, trim, before: trim(before + 1))
-toy.row("ReadsNothingBelowTheFirst", "read of a number that was trimmed finds nothing there, and ends.",
-        fails="test_a_trimmed_journal_begins_where_it_was_told",
-        read=lambda self, read, first: read(first) if first >= self._first() else [])
-
-@toy("read looks where the journal begins, finds that record gone, and takes that for the end.",
-     fails="test_a_read_beside_a_trim_misses_no_record")
-def reads_what_is_trimmed_meanwhile(self, read, first):
-    first, records = max(first, self._first()), []
-    time.sleep(0.001)
-    with contextlib.suppress(FileNotFoundError):
-        while True:
-            records.append((self._records / str(first + len(records))).read_bytes())
-    return records
-
-@toy("trim to a lower number sets back where the journal begins: nothing is there, so read finds none.",
-     fails="test_a_trimmed_journal_begins_where_it_was_told")
-def trims_back(self, trim, before):
-    trim(before)
-    for place in self._trims.iterdir():
-        place.rename(self._trims / str(before))
-
-@toy("trim to the same number is an error.",
-     fails="test_a_trimmed_journal_begins_where_it_was_told")
-def trims_only_once(self, trim, before):
-    if before == self._first():
-        raise FileNotFoundError(before)
-    trim(before)
-
-@toy("append looks only at the records that are there.", fails="test_a_trimmed_journal_begins_where_it_was_told")
-def takes_what_was_trimmed(self, append, seq, record):
+@toy("append looks only whether the number is free.", fails="test_a_number_in_the_log_is_taken_once_and_in_turn")
+def leaves_gaps(self, append, number, record, deadline):
     with contextlib.suppress(FileExistsError):
-        os.link(self._write(record), self._records / str(seq))
+        os.link(self._write(record), self._records / str(number))
         return True
     return False
 
+toy.row("OrdersRecordsAsText", "10 comes before 2.", fails="test_the_log_reads_in_order_from_any_number",
+        read_log=lambda self, read_log, *asked: sorted(read_log(*asked), key=lambda pair: str(pair[0])))
+toy.row("ReadsAPage", "read_log gives a hundred records at most.",
+        fails="test_the_log_reads_in_order_from_any_number",
+        read_log=lambda self, read_log, *asked: read_log(*asked)[:100])
+toy.row("ReadsAllAsTheNewest", "read_log(None) gives all records.",
+        fails="test_a_number_in_the_log_is_taken_once_and_in_turn",
+        read_log=lambda self, read_log, first, deadline: read_log(first or 0, deadline))
+
+@toy("read_log from behind the end is an error.", fails="test_the_log_reads_in_order_from_any_number")
+def raises_at_the_end(self, read_log, first, deadline):
+    records = read_log(first, deadline)
+    if not records and first:
+        raise IndexError(first)
+    return records
+
+@toy("read_log asks the store once, and knows from then on only what this client appends.",
+     fails="test_a_number_in_the_log_is_taken_once_and_in_turn")
+def caches_the_log(self, read_log, first, deadline):
+    if not self.seen["asked"]:
+        self.seen["asked"], self.seen["known"] = [True], read_log(0, deadline)
+    return self.seen["known"][-1:] if first is None else [pair for pair in self.seen["known"] if pair[0] >= first]
+
+@toy.also("CachesTheLog")
+def _(self, append, number, record, deadline):
+    taken = append(number, record, deadline)
+    self.seen["known"] += [(number, record)] if taken and self.seen["asked"] else []
+    return taken
+
+@toy("append looks whether the number is the next one, and then takes it.",
+     fails="test_racing_appends_take_each_number_once")
+def looks_before_it_appends(self, append, number, record, deadline):
+    if number != max(self._numbers(), default=0) + 1:
+        return False
+    time.sleep(0.001)
+    self._write(record).rename(self._records / str(number))
+    return True
+
+toy.row("TrimsNothing", "trim does nothing, so what it should have dropped is read again.",
+        fails="test_a_trimmed_log_begins_where_it_was_told", trim=lambda *_: None)
+toy.row("TrimsOneMore", "trim drops the record that it is told, too: the state's.",
+        fails="test_a_trimmed_log_begins_where_it_was_told",
+        trim=lambda self, trim, before, deadline: trim(before + 1, deadline))
+toy.row("ReadsNothingBelowTheFirst", "read_log of a number that was trimmed finds nothing there, and ends.",
+        fails="test_a_trimmed_log_begins_where_it_was_told",
+        read_log=lambda self, read_log, first, deadline: [] if first and first < self._first()
+        else read_log(first, deadline))
+toy.row("CountsWhatIsLeft", "append counts the records: a log that was trimmed takes the numbers again.",
+        fails="test_a_trimmed_log_begins_where_it_was_told",
+        append=lambda self, append, number, record, deadline:
+        append(number + self._first() - 1, record, deadline) if self._first() else append(number, record, deadline))
+
+@toy("read_log looks which records there are, finds one gone, and takes that for the end.",
+     fails="test_a_read_beside_a_trim_misses_no_record")
+def reads_what_is_trimmed_meanwhile(self, read_log, first, deadline):
+    numbers, records = self._numbers(), []
+    time.sleep(0.001)
+    with contextlib.suppress(FileNotFoundError):
+        for number in numbers[-1:] if first is None else numbers:
+            records.append((number, (self._records / str(number)).read_bytes()))
+    return [pair for pair in records if pair[0] >= (first or 0)]
+
+@toy("trim to the same number is an error.", fails="test_a_trimmed_log_begins_where_it_was_told")
+def trims_only_once(self, trim, before, deadline):
+    if before == self._first():
+        raise FileNotFoundError(before)
+    trim(before, deadline)
+
 # --- several processes ------------------------------------------------------------------------------------------------
+toy.members = {**toy.members, "options": _options}
+
 toy.row("KeepsCursorsInTheClient",
         "Every process remembers for itself what it gave: right in one process, wrong in two.",
         fails="test_many_claimers_get_each_sample_once[alone]", claim=claims_in_two_steps)
@@ -281,8 +302,7 @@ def locks_the_store(self, put_samples, request):
         lock.unlink()
 
 @toy("Wakes the claim that has waited longest, also if its client was killed.",
-     fails="test_a_claim_of_a_killed_process_does_not_stop_the_next",
-     capabilities=FolderStore.capabilities | {Capability.WAKES})
+     fails="test_a_claim_of_a_killed_process_does_not_stop_the_next")
 def wakes_the_dead(self, call_ledger_waking, deadline, command, wake):
     place = _place(self, "waiting", f"{time.monotonic_ns():020}")
     place.touch()

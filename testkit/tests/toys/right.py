@@ -78,18 +78,18 @@ def others_come(self, announce, request):
 
 @folder("All its clients have the capacity of the first one.")
 def one_capacity(self, start, *, bootstrap, deadline):
-    start(bootstrap=bootstrap, deadline=deadline)
     path, mine = self.config.path / "capacity", str(self.config.capacity_bytes)
+    start(bootstrap=bootstrap, deadline=deadline)
     if bootstrap:
         path.write_text(mine)
     elif path.read_text() != mine:
         raise ConfigError(f"the store at '{self.config.path}' has another capacity.")
 # fmt: on
 
-folder.row("Plain", "What `dataplane new-plugin --journal` writes.")
+folder.row("Plain", "What `dataplane new-plugin --log` writes.")
 
 _COLUMNS = "columns_come_back or objects_come_back or joins_across or hook or any_batch or narrow"
-_BLOBS = "smoke or blob or many or journal or append or deleting or keys or engine"
+_ENGINE = "smoke or many or log or append or deleted or handles or engine or row_comes or rows_from or rows_are"
 _PROCESSES = "process or attach or bootstrap or fork or elsewhere or holder or kill"
 _OTHER_ROOM = "test_a_refused_put_leaves_later_ones_alone_for_clients_with_other_room"
 _REFUSED = {"test_an_overwrite_that_is_not_declared_is_refused": "pass"}
@@ -102,7 +102,7 @@ _TESTS = {
     "StandsStill": ("history or histories", 1, {}),
     "OthersCome": ("listed or number_of_clients or announces", 2, {}),
     "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or unknown_options", 6, {}),
-    "Plain": (f"{_BLOBS} or {_PROCESSES}", 55, {}),
+    "Plain": (f"{_ENGINE} or {_PROCESSES}", 55, {}),
     "OneCapacity": ("clients_with_other_room", 0, {_OTHER_ROOM: "not declared"}),
 }
 RIGHT = {

@@ -2,7 +2,7 @@
 
 From the root of a worktree whose packages can be imported, or by ``make toys``:
 
-    python testkit/tests/toys/run.py                  each toy against the tests that must fail: 167 of 167
+    python testkit/tests/toys/run.py                  each toy against the tests that must fail: 164 of 164
     python testkit/tests/toys/run.py ClaimsTwice ...  some of them
     python testkit/tests/toys/run.py --machine        how many the kit's state machine finds out by itself
     python testkit/tests/toys/run.py --whole NAME     the whole kit on a toy: all tests that fail, and why

@@ -55,7 +55,7 @@ def test_the_author_guides_code_runs_or_is_the_examples_own():
     run = [block for block in shown if _lines(block) not in lines]
     for number, block in enumerate(run):
         exec(compile(block, f"docs/writing-a-backend.md, block {number}", "exec"), names)
-    assert len(shown) - len(run) == 6
+    assert len(shown) - len(run) == 5
     assert names["rewards"].tolist() == [0.5, 1.0]
     assert names["TestDictStore"].under_test() is names["DictStore"]
     said = re.search(r"limited.describe\(\)  # '(.*)'", "\n".join(shown))

@@ -52,9 +52,9 @@ def answer(config):
 
 def cross(backend, other, redis_url):
     """Moves data to a node and back."""
-    options = {"url": redis_url} if backend == "redis_store" else {"num_storage_units": 2}
+    options = {"url": redis_url} if backend == "redis_store" else {}
     if backend == "tq_mooncake":
-        options |= {"segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
+        options |= {"num_storage_units": 2, "segment_size_bytes": 32 << 20, "local_buffer_size_bytes": 4 << 20}
     config = {"backend": backend, "options": options, "op_timeout_s": 90}
     units, paths = [], {}
     with connect(config) as client:
@@ -64,10 +64,11 @@ def cross(backend, other, redis_url):
         placed = answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False))
         answered = ray.get(placed.remote(attach), timeout=300)
         check(client, "there", 2)
-        if backend != "redis_store":
+        if backend == "tq_mooncake":
             units = [unit.ip for unit in backend_of(client)._engine._instance.units]
         if backend == "tq_simple":
             paths = {each.address.rpartition(":")[0]: each.path for each in client.list_units()}
+            units = list(paths)
     return {"backend": backend, "answered": answered, "units": units, "paths": paths}
 
 

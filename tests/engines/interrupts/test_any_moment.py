@@ -23,7 +23,7 @@ NUM_ROUNDS = 25
 
 
 KINDS = [
-    *("noop", "journal", "shm_store", "shm_store with copy threads", "redis_store"),
+    *("noop", "sqlite", "shm_store", "shm_store with copy threads", "redis_store"),
     *("tq_simple", "tq_simple over the wire"),
 ]
 
@@ -32,8 +32,8 @@ KINDS = [
 def client(request, tmp_path, monkeypatch):
     kind, name = request.param, f"interrupts-{uuid.uuid4().hex[:8]}"
     settings = {"op_timeout_s": 300}  # a call that is never answered lets the test time out
-    if kind == "journal":
-        config = DataPlaneConfig(backend="journal", options={"path": str(tmp_path / "store")}, **settings)
+    if kind == "sqlite":
+        config = DataPlaneConfig(backend="sqlite_example", options={"path": str(tmp_path / "store")}, **settings)
         opened = connect_backend(SQLiteStore, config)
     else:
         options = {"noop": {}, "shm_store": {"capacity_bytes": 1 << 24}}.get(kind, {})
@@ -44,7 +44,7 @@ def client(request, tmp_path, monkeypatch):
         if kind.startswith("tq_simple"):
             address = request.getfixturevalue("ray_address")
             kind, options = "tq_simple", {"instance": name, "ray_address": address, "share_memory": kind == "tq_simple"}
-            options |= {"num_storage_units": 2, "near_writer": False, "copy_threads": 3}
+            options |= {"copy_threads": 3}
             monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
             few_bytes_go_their_whole_way(monkeypatch)
         elif options:

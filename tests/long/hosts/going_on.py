@@ -86,8 +86,11 @@ class Worker:
                 if self._stop.is_set():
                     return None
 
-    def _put(self):
-        ids = [f"a{self.rounds}-{row}" for row in range(ROWS)]
+    def _put_there(self):
+        self._put("t")
+
+    def _put(self, prefix="a"):
+        ids = [f"{prefix}{self.rounds}-{row}" for row in range(ROWS)]
         self.done += ids  # from now on it may be there
         self._try(put, self._client, ids)
 
@@ -141,16 +144,6 @@ class Owner:
     def put(self, ids):
         """Puts samples."""
         put(self._client, ids)
-
-    def put_apart(self):
-        """Puts samples that nobody else looks at, over all units."""
-        self._client.register_partition("apart", ["x"], None, [])
-        for row in range(20):
-            self._client.put_samples([f"apart-{row}"], "apart", {"x": torch.ones(1, 100)})
-
-    def clear_apart(self):
-        """Clears them."""
-        self._client.clear_samples(None, "apart")
 
     def lost(self, ids):
         """Reads samples; those that are lost."""

@@ -1,4 +1,4 @@
-"""`dataplane units`: lists, adds and removes the storage units of a running store."""
+"""`dataplane units`: lists the storage units of a running store."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from dataplane_core.spec import UnitInfo
 from dataplane_tools._inspect import attach, size_text, table
 
 
-def run(config_path: str, *, add: int = 0, remove: str | None = None, now: bool = False, as_json: bool = False) -> int:
-    """Adds or removes storage units, if asked to. Prints all units. Its arguments are those of the command.
+def run(config_path: str, *, as_json: bool = False) -> int:
+    """Prints all storage units. Its arguments are those of the command.
 
     Raises:
-        BackendUnavailableError: No store runs, or a unit could not be started.
-        InvalidRequestError: There is no such unit, or no other one that takes rows.
-        UnsupportedOperationError: The units of this store cannot be listed or changed.
+        BackendUnavailableError: No store runs.
+        UnsupportedOperationError: The units of this store cannot be listed.
     """
     with attach(config_path) as client:
-        if add:
-            client.add_units(add)
-        if remove is not None:
-            client.remove_unit(remove, now=now)
         units = client.list_units()
     lines = [json.dumps([asdict(each) for each in units], indent=2)] if as_json else map(printable, _lines(units))
     print("\n".join(lines))
@@ -49,8 +44,6 @@ def _lines(units: Sequence[UnitInfo]) -> list[str]:
         ["unit", "state", "address", "node", "path", "rows", "held", "rows lost", "starts"], rows, right=range(5, 9)
     )
     for each in units:
-        if each.state == "draining":
-            lines.append(f"{each.name} gets no more rows, and ends when its last row is cleared: {each.num_rows} left.")
         if each.num_lost:
             lines.append(f"{each.num_lost} rows were lost with {each.name}: clear and produce these samples again.")
     return lines

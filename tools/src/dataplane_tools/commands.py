@@ -182,30 +182,8 @@ def metrics(parser: argparse.ArgumentParser) -> Command:
 def units(parser: argparse.ArgumentParser) -> Command:
     """`dataplane units`."""
     _config(parser)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="show each unit with the rows that it holds, or that were lost with it")
-    adding = actions.add_parser("add", help="start more units, which get new rows")
-    adding.add_argument("count", type=int, metavar="N", help="how many")
-    removing = actions.add_parser("remove", help="a unit gets no more rows, and ends when its last row is cleared")
-    removing.add_argument("unit", metavar="UNIT", help="its name, as list shows it")
-    removing.add_argument("--now", action="store_true", help="it ends at once: its rows are lost")
-    for action in actions.choices.values():
-        _json(action)
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _units
-
-        if chosen.action == "add" and chosen.count < 1:
-            parser.error(f"units add {chosen.count}: expected a number of 1 or more")
-        return _units.run(
-            chosen.config_path,
-            add=chosen.count if chosen.action == "add" else 0,
-            remove=chosen.unit if chosen.action == "remove" else None,
-            now=chosen.action == "remove" and chosen.now,
-            as_json=chosen.as_json,
-        )
-
-    return run
+    _json(parser)
+    return _runs("_units")
 
 
 def flow(parser: argparse.ArgumentParser) -> Command:

@@ -63,7 +63,7 @@ _COMMANDS = [["inspect"], ["read", "p"], ["export", "p", "out"], ["flow", "--sec
 @pytest.mark.parametrize(
     ("backend", "ledgers", "journal", "command"),
     [
-        *(("shm_store", 1, "run/journal", command) for command in (*_COMMANDS, ["units", "list"])),
+        *(("shm_store", 1, "run/journal", command) for command in (*_COMMANDS, ["units"])),
         ("shm_store", 2, "run-0of2/journal", ["inspect"]),
         ("tq_simple", 1, "run/i/journal", ["inspect"]),
     ],

@@ -25,7 +25,8 @@ class Backend:
     A subclass implements the operations of `dataplane_core.spec.DataPlaneSpec` as plain methods, each with one
     argument named ``request``: always `REQUIRED_OPERATIONS`, and those that its capabilities require
     (`required_operations`). Core checks names and signatures when the backend is registered. `LedgerBackend` (for an
-    engine that can host a `Ledger`) and `BlobStore` (for plain blob stores) already implement every operation.
+    engine that can host a `Ledger`) and `RowStoreBackend` (for one that keeps rows of bytes) already implement every
+    operation.
 
     Attributes:
         wire: The form in which the hooks take cells.
@@ -140,7 +141,7 @@ _BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
     Capability.LISTING: ("list_samples", "list_partitions", "inspect_partition", "list_fields"),
     Capability.CURSORS: ("export_partition", "set_cursor"),
     Capability.CLIENTS: ("announce", "list_clients"),
-    Capability.UNITS: ("list_units", "change_units"),
+    Capability.UNITS: ("list_units",),
 }
 
 

@@ -47,24 +47,16 @@ class StoredRows(NamedTuple):
     in_place: bool
 
 
-class _Run(NamedTuple):
-    """Rows of a column that lie side by side, from ``first`` to before ``end``."""
-
-    first: int
-    end: int
-
-
 class ExtentPlan:
     """Where the columns of a write will lie in its extent, and their bytes.
 
     Args:
         columns: Dense or jagged tensors with N rows each, in the order of the write's slots.
         num_rows: N.
-        runs: The rows that lie there, as ``(first, end)``, ascending. None: all.
 
     Attributes:
         layout: Where they lie.
-        num_rows: How many rows lie there.
+        num_rows: N.
 
     Example:
         >>> plan = ExtentPlan([torch.arange(3)], 3)
@@ -72,25 +64,21 @@ class ExtentPlan:
         (3, 24)
     """
 
-    def __init__(
-        self, columns: Sequence[WireColumn], num_rows: int, runs: Sequence[tuple[int, int]] | None = None
-    ) -> None:
-        self._runs = [_Run(0, num_rows)] if runs is None else [_Run(*each) for each in runs]
+    def __init__(self, columns: Sequence[WireColumn], num_rows: int) -> None:
         self._columns = columns
-        self.num_rows = sum(run.end - run.first for run in self._runs)
+        self.num_rows = num_rows
         self.layout = Layout([])
         for column in columns:
             assert isinstance(column, torch.Tensor)
             if column.is_nested:
                 values, offsets, _, _ = jagged_parts(column)
                 step = values.dtype.itemsize * math.prod(values.shape[1:])
-                cuts = offsets.numpy()
-                num_elements = sum(int(cuts[run.end] - cuts[run.first]) for run in self._runs)
-                self.layout.add_ragged(self.num_rows, num_elements, step, DTYPE_CODES[values.dtype])
+                num_elements = int(offsets[num_rows] - offsets[0])
+                self.layout.add_ragged(num_rows, num_elements, step, DTYPE_CODES[values.dtype])
             else:
                 length = column.shape[1] if column.dim() > 1 else 0
                 step = column.dtype.itemsize * math.prod(column.shape[1:])
-                self.layout.add_dense(self.num_rows, step, length, DTYPE_CODES[column.dtype])
+                self.layout.add_dense(num_rows, step, length, DTYPE_CODES[column.dtype])
 
     def chunks(self) -> list[tuple[int, Bytes]]:
         """The bytes of the tables and columns, ascending: where each chunk begins in the extent, and the chunk."""
@@ -100,28 +88,17 @@ class ExtentPlan:
             if column.is_nested:
                 values, offsets, _, _ = jagged_parts(column)
                 cuts = offsets.numpy()
-                table = self._table(cuts)
+                table = np.ascontiguousarray(cuts[: self.num_rows + 1], dtype=np.int64)
                 chunks.append((at.table, table.view(np.uint8)))
-                spans = [(int(cuts[run.first]), int(cuts[run.end])) for run in self._runs]
+                first, end = int(cuts[0]), int(cuts[self.num_rows])
             else:
-                values, spans = column.contiguous(), list(self._runs)
-            data, start = byte_array(values), at.start
-            for first, end in spans:
-                chunk = data[first * at.step : end * at.step]
-                chunks.append((start, chunk))
-                start += len(chunk)
+                values, first, end = column.contiguous(), 0, self.num_rows
+            chunks.append((at.start, byte_array(values)[first * at.step : end * at.step]))
         return chunks
 
     def copies_into(self, extent: Bytes) -> list[Copy]:
         """The copies of all chunks into their extent, for `copy_arrays`. ``extent`` may be longer."""
         return [(extent[start : start + len(data)], data) for start, data in self.chunks()]
-
-    def _table(self, cuts: np.ndarray) -> np.ndarray:
-        """The offsets of the rows that lie there."""
-        if len(self._runs) == 1 and self._runs[0].first == 0:
-            return np.ascontiguousarray(cuts[: self.num_rows + 1], dtype=np.int64)
-        lengths = [np.diff(cuts[run.first : run.end + 1]) for run in self._runs]
-        return np.concatenate(([0], *lengths)).cumsum(dtype=np.int64)
 
 
 def stored_columns(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,6 +51,7 @@ from dataplane_core.spec import (
     ConsumptionReply,
     ConsumptionRequest,
     GetRequest,
+    OnceRequest,
     PartitionInfo,
     PutReply,
     PutRequest,
@@ -63,6 +64,8 @@ from dataplane_core.spec import (
     WireColumn,
     new_id,
 )
+
+_Once = TypeVar("_Once", bound=OnceRequest)
 
 #: The capabilities of every backend on a ledger. A ledger on one host, which serves all clients, also has ``clients``;
 #: one whose payload is in processes that come and go, ``units``.
@@ -187,7 +190,7 @@ class LedgerBackend(Backend, ABC):
 
     def register_partition(self, request: RegisterRequest) -> PartitionInfo:
         """Opens a partition."""
-        info, freed = self.call_ledger(request.deadline, request)
+        info, freed = self.call_ledger(request.deadline, _timed(request))
         self._collect_if_possible(freed, request.deadline)
         return info
 
@@ -257,8 +260,8 @@ class LedgerBackend(Backend, ABC):
         """Hands out ready samples."""
         wake = request.wake
         if wake is None:
-            return self.call_ledger(request.deadline, request)
-        claim = replace(request, wake=None)  # which stays in this process
+            return self.call_ledger(request.deadline, _timed(request))
+        claim = replace(_timed(request), wake=None)  # which stays in this process
         wake.at_end = partial(self.stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
         found = self.call_ledger_waking(request.deadline, claim, wake)
         if found.answered or request.explain:
@@ -267,7 +270,7 @@ class LedgerBackend(Backend, ABC):
 
     def _settle(self, request: SettleRequest) -> SettleReply:
         """Settles leases, gives them back or extends them."""
-        self.call_ledger(request.deadline, replace(request, left_s=_left_s(request.deadline)))
+        self.call_ledger(request.deadline, _timed(request))
         return SettleReply(num_samples=len(request.sample_ids))
 
     ack = nack = renew = _settle
@@ -279,7 +282,7 @@ class LedgerBackend(Backend, ABC):
     def clear_samples(self, request: ClearRequest) -> ClearReply:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
-        count, garbage = self.call_ledger(request.deadline, request)
+        count, garbage = self.call_ledger(request.deadline, _timed(request))
         self._collect(garbage, request.deadline)
         return ClearReply(num_samples=count)
 
@@ -467,6 +470,11 @@ class LedgerBackend(Backend, ABC):
         """Deletes payload after what is done, and so must not fail now. A later clear deletes what is left."""
         with suppress(Exception):
             self._collect(refs, deadline)
+
+
+def _timed(request: _Once) -> _Once:
+    """As the ledger gets it."""
+    return replace(request, left_s=_left_s(request.deadline))
 
 
 def _left_s(deadline: float) -> float:

@@ -14,11 +14,10 @@ from typing import Any, ClassVar, Final, cast
 
 from dataplane_core.backends.base import Backend, required_operations
 from dataplane_core.backends.diagnosis import Finding
-from dataplane_core.errors import ConfigError, InvalidRequestError
+from dataplane_core.errors import ConfigError
 from dataplane_core.spec import (
     AnnounceReply,
     AnnounceRequest,
-    ChangeUnitsRequest,
     ClientList,
     ListClientsRequest,
     ListPartitionsRequest,
@@ -154,38 +153,8 @@ class SpreadBackend(Backend):
 
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """The storage units of all stores. A name begins with the number of the store."""
-        return UnitList(units=[unit for number in range(len(self._stores)) for unit in self._units_of(number, request)])
-
-    def change_units(self, request: ChangeUnitsRequest) -> UnitList:
-        """Starts units in turn in the stores that have the fewest. Ends one in its store."""
-        if request.remove is not None:
-            digits, separator, name = request.remove.partition(_SEPARATOR)
-            if not (separator and digits.isdecimal() and int(digits) < len(self._stores)):
-                raise InvalidRequestError(
-                    f"remove_unit('{request.remove}') refused: no such unit. With num_ledgers "
-                    f"{self.num_ledgers}, a name begins with the number of a store, such as '0{_SEPARATOR}'.",
-                    hint="list_units() names them.",
-                )
-            reply = self._stores[int(digits)].change_units(replace(request, remove=name))
-            return UnitList(units=[_named(int(digits), unit) for unit in reply.units])
-        look = ListUnitsRequest(deadline=request.deadline)
-        counts = [
-            sum(unit.state in ("serving", "starting") for unit in self._units_of(number, look))
-            for number in range(len(self._stores))
-        ]
-        more = [0] * len(counts)
-        for _ in range(request.add):
-            number = min(range(len(counts)), key=lambda each: counts[each] + more[each])
-            more[number] += 1
-        units: list[UnitInfo] = []
-        for number, count in enumerate(more):
-            if count:
-                reply = self._stores[number].change_units(replace(request, add=count))
-                units += [_named(number, unit) for unit in reply.units]
-        return UnitList(units=units)
-
-    def _units_of(self, number: int, request: ListUnitsRequest) -> list[UnitInfo]:
-        return [_named(number, unit) for unit in self._stores[number].list_units(replace(request)).units]
+        found = [(number, store.list_units(replace(request)).units) for number, store in enumerate(self._stores)]
+        return UnitList(units=[_named(number, unit) for number, units in found for unit in units])
 
 
 def _named(number: int, unit: UnitInfo) -> UnitInfo:

@@ -168,8 +168,6 @@ class AsyncDataPlaneClient(ClientFacts):
     clear_samples = _in_thread(DataPlaneClient.clear_samples)
     ping = _in_thread(DataPlaneClient.ping)
     list_units = _in_thread(DataPlaneClient.list_units)
-    add_units = _in_thread(DataPlaneClient.add_units, writes=True)
-    remove_unit = _in_thread(DataPlaneClient.remove_unit, writes=True)
     list_clients = _in_thread(DataPlaneClient.list_clients)
     why = _in_thread(DataPlaneClient.why, several=True)
     list_partitions = _in_thread(DataPlaneClient.list_partitions)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
-from dataplane_core.arguments import check_count
 from dataplane_core.client.announcing import describe_client
 from dataplane_core.client.checks import check_counts, check_ids, check_name, check_names
 from dataplane_core.client.connection import Connection
@@ -30,7 +29,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Answer,
     Capability,
-    ChangeUnitsRequest,
     ClientInfo,
     ClientList,
     ConsumptionReply,
@@ -301,53 +299,6 @@ class Overview(Connection):
         """
         with self._operation("list_units", needs=Capability.UNITS):
             return list(self._call("list_units", ListUnitsRequest(), UnitList).units)
-
-    def add_units(self, count: int) -> list[UnitInfo]:
-        """Starts storage units, which get rows of later puts. Blocks until they do, at most ``op_timeout_s``.
-
-        Args:
-            count: How many, 1 or more.
-
-        Returns:
-            The new units.
-
-        Raises:
-            InvalidRequestError: A count below 1.
-            BackendUnavailableError: One could not be started. Others may have been.
-            UnsupportedOperationError: The backend does not declare ``units``.
-
-        Examples:
-            >>> [unit.name for unit in client.add_units(1)]  # doctest: +SKIP
-            ['unit-2']
-        """
-        with self._operation("add_units", needs=Capability.UNITS):
-            check_count("count", count)
-            return list(self._call("change_units", ChangeUnitsRequest(add=count), UnitList).units)
-
-    def remove_unit(self, name: str, *, now: bool = False) -> UnitInfo | None:
-        """Has a storage unit end: when the last of its rows is cleared, or at once. Does not wait for that.
-
-        From now on it gets no more rows. Until it ends, its rows are read as before.
-
-        Args:
-            name: The unit.
-            now: End it at once. Its rows are lost: a read of them raises `LostSamplesError`.
-
-        Returns:
-            The unit, or None if it has ended already.
-
-        Raises:
-            InvalidRequestError: There is no such unit, or no other one that takes rows.
-            UnsupportedOperationError: The backend does not declare ``units``.
-
-        Examples:
-            >>> client.remove_unit("unit-2").state  # doctest: +SKIP
-            'draining'
-        """
-        with self._operation("remove_unit", needs=Capability.UNITS):
-            check_name("name", name)
-            request = ChangeUnitsRequest(remove=name, now=now)
-            return next(iter(self._call("change_units", request, UnitList).units), None)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

@@ -37,7 +37,6 @@ from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents, digest_o
 from dataplane_core.hosting.layout import Bytes, Column, Layout, offsets_at
 from dataplane_core.hosting.messages import (
     VERSION,
-    CallId,
     ClaimOrWait,
     Messages,
     Release,
@@ -47,7 +46,7 @@ from dataplane_core.hosting.messages import (
     decode_welcome,
 )
 from dataplane_core.hosting.server import Server, listen_as, listen_at, listen_on, new_socket_name, new_token
-from dataplane_core.hosting.session import Address, Lanes, Pin, Session, TcpAddress, UnixAddress, Watch
+from dataplane_core.hosting.session import Address, Pin, Session, TcpAddress, UnixAddress, Watch
 from dataplane_core.hosting.tls import new_certificate, serve_tls
 
 __all__ = [
@@ -56,7 +55,6 @@ __all__ = [
     "Address",
     "Allocate",
     "Bytes",
-    "CallId",
     "ClaimOrWait",
     "Client",
     "Column",
@@ -73,7 +71,6 @@ __all__ = [
     "Host",
     "KeptExtentHost",
     "KeptExtents",
-    "Lanes",
     "Layout",
     "LedgerHost",
     "Memory",

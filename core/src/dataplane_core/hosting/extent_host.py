@@ -18,7 +18,7 @@ from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRe
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
 from dataplane_core.hosting.host import Client, Host, Receiving, Sending
 from dataplane_core.hosting.layout import Bytes, Column, arrays_of_rows
-from dataplane_core.hosting.messages import CallId, Messages, Release, Request
+from dataplane_core.hosting.messages import Messages, Release, Request
 from dataplane_core.ledger import Ref
 
 #: The most rows of a write.
@@ -193,7 +193,7 @@ class ExtentHost(Host):
         """How much of the arena is ready."""
         return self._extents.touch_until
 
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+    def answer(self, request: Any, client: Client) -> Any:
         handler = self._handlers.get(type(request))
         if handler is None:
             raise InvalidRequestError(f"a host of extents knows no {type(request).__name__}.")

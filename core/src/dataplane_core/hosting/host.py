@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from dataplane_core.hosting.layout import Bytes
-from dataplane_core.hosting.messages import CallId, ClaimOrWait, Messages, StopWaiting
+from dataplane_core.hosting.messages import ClaimOrWait, Messages, StopWaiting
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.spec import Claim, new_id
 
@@ -106,7 +106,7 @@ class Host(ABC):
         return None
 
     @abstractmethod
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+    def answer(self, request: Any, client: Client) -> Any:
         """Answers a request or a command. Must not block: it would delay every client.
 
         It may return `Receiving` or `Sending` in place of a reply.
@@ -114,7 +114,6 @@ class Host(ABC):
         Args:
             request: What came.
             client: From whom.
-            call: The id of the call, if it may be repeated.
 
         Raises:
             DataPlaneError: As the request says. The client raises it.
@@ -149,7 +148,7 @@ class LedgerHost(Host):
         super().__init__()
         self._service = service
 
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+    def answer(self, request: Any, client: Client) -> Any:
         """Answers a command of the ledger, or a request that has a handler."""
         handler = self.handlers.get(type(request))
         return self._service.call(request) if handler is None else handler(self, request, client)

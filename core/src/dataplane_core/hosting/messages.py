@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Final, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from dataplane_core.ledger import Command, check_command, commands
 from dataplane_core.spec import Claim
 
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
-VERSION: Final = 12
+VERSION: Final = 13
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")
@@ -58,30 +58,6 @@ class Welcome(msgspec.Struct, array_like=True):
     key: str = ""
     token: bytes = b""
     about: msgspec.Raw = msgspec.Raw(b"\xc0")
-
-
-class CallId(NamedTuple):
-    """Identifies a call of a client, so that it is done once however often the client repeats it.
-
-    Attributes:
-        client: Random bits.
-        lane: Of the calls that the client has under way at a time, which one.
-        serial: Grows from call to call of the lane.
-        kept_s: For how many seconds the client may repeat it.
-    """
-
-    client: str
-    lane: int
-    serial: int
-    kept_s: float
-
-
-class _Once(msgspec.Struct, array_like=True):
-    """A request with the id of its call: its number, and its bytes."""
-
-    call: CallId
-    number: int
-    request: msgspec.Raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +147,11 @@ _failure_decoder: Final = _decoder(_Failure)
 _hello_decoder: Final = _decoder(Hello)
 _welcome_decoder: Final = _decoder(Welcome)
 _wake_decoder: Final = _decoder(str)
-_once_decoder: Final = _decoder(_Once)
 #: What reading a damaged message may raise.
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, IndexError, RecursionError)
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_plain)
-#: The first byte of a request of this wing, of a command, of a request of a host, and of one with the id of its call.
-_WING, _COMMANDS, _OWN, _ONCE = 0, 16, 128, 255
+#: The first byte of a request of this wing, of a command, and of a request of a host.
+_WING, _COMMANDS, _OWN = 0, 16, 128
 
 
 def encode(message: Any, first: bytes = b"") -> bytes:
@@ -217,24 +192,18 @@ class Messages:
                 self._kinds[request] = self._by_number[number] = kind
         self._errors = {each.__name__: each for each in errors}
 
-    def encode_request(self, request: Request[Any] | Command[Any], call: CallId | None = None) -> bytes:
-        """A request as it goes over a socket, for a call that may be repeated with its id."""
-        number = self._kinds[type(request)].number
-        if call is None:
-            return encode(request, bytes((number,)))
-        return encode(_Once(call, number, msgspec.Raw(_packed(request))), bytes((_ONCE,)))
+    def encode_request(self, request: Request[Any] | Command[Any]) -> bytes:
+        """A request as it goes over a socket."""
+        return encode(request, bytes((self._kinds[type(request)].number,)))
 
-    def decode_request(self, message: bytes) -> tuple[Any, CallId | None]:
-        """Reads a request, and the id of its call.
+    def decode_request(self, message: bytes) -> Any:
+        """Reads a request.
 
         Raises:
             InvalidRequestError: It is no request, or its parts do not fit together.
         """
         try:
-            number, body, call = message[0], memoryview(message)[1:], None
-            if number == _ONCE:
-                once = _once_decoder.decode(body)
-                number, body, call = once.number, memoryview(once.request), once.call
+            number, body = message[0], memoryview(message)[1:]
             kind = self._by_number[number]
             request = kind.request.decode(body)
         except (*_UNREADABLE, KeyError) as error:
@@ -247,7 +216,7 @@ class Messages:
                 if isinstance(part, Command):
                     check_command(part)
             request.check()
-        return request, call
+        return request
 
     def encode_reply(self, reply: Any) -> bytes:
         """A reply as it goes over a socket."""

@@ -293,14 +293,14 @@ class Server:
     def _answer(self, connection: _Connection, client: Client, message: bytes) -> None:
         if client.ended:
             raise EOFError
-        request, call = self._messages.decode_request(message)
+        request = self._messages.decode_request(message)
         answered = getattr(request, "answered", True)
         if answered and (self._may_be_late or connection.is_new) and _hung_up(connection.channel):
             raise EOFError
         connection.is_new = False
         result: Any = None
         try:
-            result = self._host.answer(request, client, call)
+            result = self._host.answer(request, client)
             sent = result.reply if isinstance(result, Sending) else result
             reply = b"" if isinstance(result, Receiving) else self._messages.encode_reply(sent)
         except Exception as error:  # the client raises it

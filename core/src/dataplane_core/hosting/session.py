@@ -29,7 +29,6 @@ from dataplane_core.errors import BackendUnavailableError, ClientClosedError, Da
 from dataplane_core.hosting.layout import Bytes
 from dataplane_core.hosting.messages import (
     VERSION,
-    CallId,
     ClaimOrWait,
     Hello,
     Messages,
@@ -44,7 +43,6 @@ from dataplane_core.hosting.messages import (
 from dataplane_core.hosting.server import HALF_BYTES, advance, next_arrays, set_tcp_options
 from dataplane_core.hosting.tls import connect_tls
 from dataplane_core.ledger import Command, commands
-from dataplane_core.spec import new_id
 
 Reply = TypeVar("Reply")
 _Moved = TypeVar("_Moved")
@@ -224,7 +222,6 @@ class Session:
         what: str,
         deadline: float,
         request: Request[Reply] | Command[Reply],
-        call: CallId | None = None,
         *,
         sources: Sequence[Bytes] = (),
         receive: Callable[[Reply, Callable[[Bytes], None]], None] | None = None,
@@ -235,7 +232,6 @@ class Session:
             what: The operation, for messages.
             deadline: On `time.monotonic`'s clock, in seconds.
             request: The request.
-            call: The id of the call, the same when it is repeated.
             sources: The bytes that follow the request, one array after the other.
             receive: Called with the reply, if bytes follow it, and with a function that fills an array with the next of
                 them. It takes all of them.
@@ -247,7 +243,7 @@ class Session:
         """
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
-        message = self._messages.encode_request(request, call)
+        message = self._messages.encode_request(request)
         # in front of the request, which may need the room that these pins keep
         released = list(self._unreleased)
         if released:
@@ -270,7 +266,6 @@ class Session:
         deadline: float,
         command: Command[Reply],
         wake: Callable[[], object],
-        call: CallId | None = None,
     ) -> Reply:
         """As `call`, for a claim that waits, or a put that says that it waits for room.
 
@@ -293,7 +288,7 @@ class Session:
         self._waiting[token] = wake
         waits = False
         try:
-            reply: Any = self.call(what, deadline, request, call)
+            reply: Any = self.call(what, deadline, request)
             waits = not (isinstance(command, commands.ClaimRequest) and (reply.answered or command.explain))
             return cast("Reply", reply)
         finally:
@@ -543,39 +538,6 @@ class _Line:
                 continue
             self._moved_at, self._watch = time.monotonic(), None
             return moved
-
-
-class Lanes:
-    """Gives each call of a client an id. Calls that are under way at a time have different lanes.
-
-    Args:
-        kept_s: Seconds, beyond the deadline of a call, for which it may be asked for.
-    """
-
-    def __init__(self, kept_s: float) -> None:
-        self._client = new_id()
-        self._kept_s = kept_s
-        self._lock = threading.Lock()
-        self._idle: list[int] = []
-        self._serials: list[int] = []  # of each lane
-
-    @contextmanager
-    def lease(self, timeout_s: float) -> Iterator[CallId]:
-        """The id of a call that is repeated for at most ``timeout_s``."""
-        with self._lock:
-            if self._idle:
-                lane = self._idle.pop()
-            else:
-                lane = len(self._serials)
-                self._serials.append(0)
-            # the host keeps one outcome for each lane: a higher serial says that nobody asks for the one before it
-            self._serials[lane] += 1
-            serial = self._serials[lane]
-        try:
-            yield CallId(self._client, lane, serial, timeout_s + self._kept_s)
-        finally:
-            with self._lock:
-                self._idle.append(lane)
 
 
 def _end_session(first: socket.socket, idle: deque[socket.socket]) -> None:

@@ -60,8 +60,6 @@ def check_command(command: Command[Any]) -> None:
             _check_request(command, command.request_id, command.left_s)
             if isinstance(command, commands.RenewRequest):
                 _expect(command, math.isfinite(command.lease_s) and command.lease_s > 0, "lease_s")
-        case commands.Expire():
-            _expect(command, all(map(_is_lease, command.leases)), "leases")
         case commands.AnnounceRequest():
             _expect(command, math.isfinite(command.ttl_s), "ttl_s")
 
@@ -95,15 +93,6 @@ def _check_rows(command: Command[Any], sample_ids: Sequence[str], aligned: Seque
 def _check_request(command: Command[Any], request_id: str | None, left_s: float, name: str = "left_s") -> None:
     _expect(command, request_id is None or len(request_id) <= _MOST_CHARACTERS, "request_id")
     _expect(command, math.isfinite(left_s), name)
-
-
-def _is_lease(lease: Sequence[Any]) -> bool:
-    return (
-        len(lease) == 4
-        and all(type(each) is str for each in lease[:3])
-        and isinstance(lease[3], (list, tuple))
-        and all(type(each) is str for each in lease[3])
-    )
 
 
 def _expect(command: Command[Any], good: bool, name: str) -> None:

@@ -1,6 +1,6 @@
 """The commands of the ledger: one object per operation, which is sent as it is to the host of the ledger.
 
-`Ledger.apply` runs it. Before that, it may be recorded in a journal. The type in ``Command[...]`` is that of the reply.
+`Ledger.apply` runs it. Before that, it may be added to a log. The type in ``Command[...]`` is that of the reply.
 Most requests of hooks are commands as they are, and are given on here. The fields of the others mean the same as those
 of requests with the same names.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
@@ -107,16 +107,11 @@ class BeginPut(Command[int]):
 
 @dataclass(frozen=True, slots=True)
 class CheckPut(Command[None]):
-    """Raises what `BeginPut` would raise if ``capacity_bytes`` were the limit.
-
-    A process that replays a journal checks a put against its own limit before it records the put. Every process then
-    accepts the record, whatever its own limit is.
-    """
+    """Raises what `BeginPut` would raise. So a put that is refused, perhaps again and again, is not in a log."""
 
     op = "check_put"
     reads = True
     put: BeginPut
-    capacity_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,35 +221,11 @@ class Locate(Command[Located]):
 
 @dataclass(frozen=True, slots=True)
 class MayClaim(Command[bool]):
-    """Reply: whether a claim would change anything. If not, a journal need not record it. Raises as the claim."""
+    """Reply: whether a claim would change anything. If not, a log needs no record of it. Raises as the claim."""
 
     op = "may_claim"
     reads = True
     claim: ClaimRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Expire(Command[None]):
-    """Ends leases, aborts unfinished puts, forgets ids of requests. Ignores those that no longer exist.
-
-    Attributes:
-        leases: Partition, task, token and sample ids of each.
-        writes: Unfinished puts.
-        done: The ids of requests whose time is over.
-    """
-
-    op = "expire"
-    leases: Sequence[Sequence[Any]]
-    writes: Sequence[WriteId]
-    done: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Due(Command[Expire | None]):
-    """Asks what has expired in a ledger that is not self-expiring. Reply: the command that ends it, or None."""
-
-    op = "due"
-    reads = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +266,6 @@ COMMANDS: Final = (
         NackRequest,
         RenewRequest,
         ConsumptionRequest,
-        Expire,
-        Due,
         ClearRequest,
         Collected,
     ),

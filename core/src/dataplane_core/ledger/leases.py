@@ -48,17 +48,6 @@ class Leases:
         """No lease ends before this time. Infinite if there are none."""
         return self.heap[0][0] if self.heap else math.inf
 
-    def all_due(self, find: _Find, now: float) -> list[tuple[Row, str]]:
-        """Every row and task whose lease has ended, in the order in which they ended. Their entries stay."""
-        found: dict[tuple[int, str], tuple[Row, str]] = {}
-        entries: list[tuple[float, int, str, str]] = []
-        while (due := self.next_due(find, now)) is not None:
-            found.setdefault((due[0].seq, due[1]), due)
-            entries.append(heapq.heappop(self.heap))
-        for entry in entries:
-            heapq.heappush(self.heap, entry)
-        return list(found.values())
-
     def tidy(self, find: _Find, num_running: int) -> None:
         """Rebuilds the heap with one entry per running lease, if most entries belong to none."""
         if len(self.heap) <= 2 * num_running + _SLACK:

@@ -2,8 +2,8 @@
 
 Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
 one. A host applies one command at a time. noop hosts the ledger in its process, tq_simple and tq_mooncake in the
-queue's controller. `BlobStore` backends replay a journal through it, and the conformance kit compares backends with it.
-The ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
+queue's controller, a `RowStoreBackend` with a log in its owner, and the conformance kit compares backends with it. The
+ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
 process.
 
 The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, singledispatchmethod
 from itertools import chain, groupby
 from operator import attrgetter
@@ -60,12 +60,10 @@ from dataplane_core.spec import (
     PartitionInfo,
     PartitionList,
     PartitionState,
+    Replaced,
     SampleList,
     matches,
 )
-
-#: A journal records that the ids of requests are forgotten if they are at least so many.
-_FORGOTTEN_TOGETHER: Final = 1000
 
 
 @lru_cache(maxsize=4096)
@@ -124,6 +122,8 @@ class _Located:
 
 
 _CELLS_OF: Final = attrgetter("cells")
+#: Write ids that are drawn elsewhere number the writes in so many bits.
+_NUMBERS: Final = 1 << 40
 
 
 class Ledger:
@@ -132,21 +132,15 @@ class Ledger:
     Args:
         capacity_bytes: Limit for the payload bytes held and reserved, or None.
         overwrite: Whether a put may replace cells that are already produced.
-        self_expiring: Whether leases and unfinished puts end by themselves when their time is over. False for a ledger
-            that replays a journal: the clocks of its processes differ, so one process asks what is `Due` and records an
-            `Expire` command, which ends it in all of them.
 
     Attributes:
         held_bytes: The payload bytes held and reserved.
         room: The puts that wait for room.
     """
 
-    def __init__(
-        self, *, capacity_bytes: int | None = None, overwrite: bool = True, self_expiring: bool = True
-    ) -> None:
+    def __init__(self, *, capacity_bytes: int | None = None, overwrite: bool = True) -> None:
         self._capacity_bytes = capacity_bytes
         self._overwrite = overwrite
-        self._self_expiring = self_expiring
         self._partitions: dict[str, Partition] = {}
         self._pending: dict[int, Pending] = {}
         self._writes: dict[int, LiveWrite] = {}
@@ -164,6 +158,11 @@ class Ledger:
         """
         reply: Reply = _handler_of(type(command))(self, command, now)
         return reply
+
+    @property
+    def next_number(self) -> int:
+        """No write id whose lower 40 bits are this number or a greater one was used."""
+        return self._next_write % _NUMBERS
 
     def limit(self, capacity_bytes: int | None, first_write: int) -> None:
         """Sets the limit of a ledger that ran without one, and the least write id that it may number from now on."""
@@ -216,15 +215,19 @@ class Ledger:
 
     @_apply.register
     def _register(self, command: commands.RegisterRequest, now: float) -> tuple[PartitionInfo, list[Ref]]:
-        known = self._partitions.get(command.partition_id)
+        known, info = self._partitions.get(command.partition_id), PartitionInfo.requested(command)
+        request_id = f"{command.partition_id} {command.epoch}"
+        if request_id in self._done:  # whatever became of the partition since
+            was = self._done.reply(request_id)
+            return replace(info, replaced=None if was is None else Replaced(**was)), []
         if known is not None and command.if_exists == "keep":
             known.extend(command)
             return known.info, []
         replaced = None if known is None else known.replaced()
+        self._note_done(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
         _, freed = self._drop(command.partition_id, None, now)
-        info = PartitionInfo.requested(command)
         tasks = {name: Task() for name in command.consumer_tasks}
-        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks, self._self_expiring)
+        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks)
         return replace(info, replaced=replaced), freed
 
     @_apply.register
@@ -236,10 +239,13 @@ class Ledger:
     @_apply.register
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
-        partition, known = self._check_begin(command, self._capacity_bytes, now)
+        begun = self._begun(command)
+        if begun is not None:
+            return begun
+        partition, known = self._check_begin(command, now)
         size_bytes = command.size_bytes
         if size_bytes:
-            # a ledger that a journal replays does not know its capacity, so it counts all that went ahead
+            # a ledger that runs the records of a log again does not know its capacity, so it counts all that went ahead
             free_bytes = 0 if self._capacity_bytes is None else self._capacity_bytes - self.held_bytes
             self.room.enter(command.ticket, size_bytes, free_bytes)
         write_id = command.write_id
@@ -248,6 +254,8 @@ class Ledger:
             self._next_write += command.num_ids
         elif write_id in self._pending or write_id in self._writes:
             raise InvalidRequestError(f"put_samples('{command.partition_id}') refused: its write id is used already.")
+        else:
+            self._next_write = max(self._next_write, write_id % _NUMBERS + command.num_ids)
         self.held_bytes += size_bytes
         put = replace(
             command,
@@ -263,7 +271,14 @@ class Ledger:
     @_apply.register
     def _check_put_only(self, command: commands.CheckPut, now: float) -> None:
         self._reap(now)  # as the put does, which must then be answered alike
-        self._check_begin(command.put, command.capacity_bytes, now)
+        if self._begun(command.put) is None:
+            self._check_begin(command.put, now)
+
+    def _begun(self, put: commands.BeginPut) -> int | None:
+        """The write id of a put that comes again while it is begun."""
+        known: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
+        same = (each for each in known if self._pending[each].put.request_id == put.request_id)
+        return None if put.request_id is None else next(same, None)
 
     @_apply.register
     def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
@@ -275,11 +290,15 @@ class Ledger:
         write_id = command.write_id
         pending = self._pending.pop(write_id, None)
         if pending is None:
+            if f"put {write_id}" in self._done:
+                return []
             raise StalePartitionError(
                 "put_samples refused at commit: the put took too long and counts as abandoned. Nothing was written."
             )
         put = pending.put
         partition = self._partitions.get(put.partition_id)
+        if put.request_id in self._done:  # another begin of it was committed, which is as good
+            self._note_done(f"put {write_id}", put.ttl_s, now)
         try:
             self._refuse_done(put.partition_id, put.request_id)
             if partition is None or partition.info.epoch != put.epoch:
@@ -295,6 +314,8 @@ class Ledger:
             raise
         partition.version += 1
         self._note_done(put.request_id, put.ttl_s, now)
+        if put.writes:  # else it is one command, which has the id of the request
+            self._note_done(f"put {write_id}", put.ttl_s, now)
         return self._apply_put(partition, write_id, put, now)
 
     @_apply.register
@@ -314,7 +335,7 @@ class Ledger:
         )
         self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
 
-    def _check_begin(self, put: commands.BeginPut, bound: int | None, now: float) -> tuple[Partition, list[Row | None]]:
+    def _check_begin(self, put: commands.BeginPut, now: float) -> tuple[Partition, list[Row | None]]:
         self._refuse_done(put.partition_id, put.request_id)
         partition = self._partition(put.partition_id)
         if put.epoch is not None and put.epoch != partition.info.epoch:
@@ -326,7 +347,7 @@ class Ledger:
         if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
             known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
         self._check_put(partition, put, known)
-        self._check_capacity(put, bound, now)
+        self._check_capacity(put, now)
         return partition, known
 
     def _check_put(self, partition: Partition, put: commands.BeginPut, rows: Sequence[Row | None]) -> None:
@@ -363,8 +384,8 @@ class Ledger:
                         "already written, and this backend does not declare 'overwrite'. Nothing was written."
                     )
 
-    def _check_capacity(self, put: commands.BeginPut, capacity_bytes: int | None, now: float) -> None:
-        size_bytes = put.size_bytes
+    def _check_capacity(self, put: commands.BeginPut, now: float) -> None:
+        size_bytes, capacity_bytes = put.size_bytes, self._capacity_bytes
         if capacity_bytes is None or not size_bytes:  # tags take no room
             return
         held_bytes = self.held_bytes - sum(self._pending[each].put.size_bytes for each in self._abandoned(now))
@@ -411,12 +432,11 @@ class Ledger:
         if request_id in self._done:
             raise AlreadyDoneError(f"put_samples('{partition_id}') is done already. Nothing was written again.")
 
-    def _note_done(self, request_id: str | None, left_s: float, now: float) -> None:
-        """Keeps the id of a request that was carried out."""
+    def _note_done(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
+        """Keeps the id of a request that was carried out, and what its repetition is answered from."""
         if request_id is not None:
-            self._done.add(request_id, left_s, now)
-            if self._self_expiring:
-                self._done.forget(self._done.due(now))
+            self._done.add(request_id, left_s, now, reply)
+            self._done.forget(now)
 
     def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -532,7 +552,14 @@ class Ledger:
 
     @_apply.register
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        return self._partition(command.partition_id).claim(command, now)
+        partition = self._partition(command.partition_id)
+        request_id = f"{command.token} {partition.info.epoch}"
+        if request_id in self._done:
+            return partition.claim_again(command, *self._done.reply(request_id))
+        claim = partition.claim(command, now)
+        if claim.sample_ids and command.dp_rank is None:  # the batches of ranks are kept with the partition
+            self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
+        return claim
 
     @_apply.register
     def _may_claim(self, command: commands.MayClaim, now: float) -> bool:
@@ -563,30 +590,14 @@ class Ledger:
         pending = self._pending.get(write_id)
         return None if pending is None else pending.put.partition_id
 
-    # --- expiry -------------------------------------------------------------------------------------------------------
-
-    @_apply.register
-    def _due(self, command: commands.Due, now: float) -> commands.Expire | None:
-        leases = [
-            (partition.partition_id, *lease) for partition in self._partitions.values() for lease in partition.due(now)
-        ]
-        writes, done = self._abandoned(now), self._done.due(now, _FORGOTTEN_TOGETHER)
-        return commands.Expire(leases, writes, done) if leases or writes or done else None
-
-    @_apply.register
-    def _expire(self, command: commands.Expire, now: float) -> None:
-        for partition_id, task_name, token, sample_ids in command.leases:
-            partition = self._partitions.get(partition_id)
-            if partition is not None and task_name in partition.tasks:
-                partition.end_lease(task_name, token, sample_ids)
-        self._give_up(command.writes, now)
-        self._done.forget(command.done)
-
     # --- clearing -----------------------------------------------------------------------------------------------------
 
     @_apply.register
     def _clear(self, command: commands.ClearRequest, now: float) -> tuple[int, list[Ref]]:
-        count, _ = self._drop(command.partition_id, command.sample_ids, now)
+        count = self._done.reply(command.request_id)
+        if count is None:
+            count, _ = self._drop(command.partition_id, command.sample_ids, now)
+            self._note_done(command.request_id, command.left_s, now, count)
         return count, self.garbage(now)
 
     def _drop(self, partition_id: str, sample_ids: Sequence[str] | None, now: float) -> tuple[int, list[Ref]]:
@@ -651,8 +662,7 @@ class Ledger:
         return refs
 
     def _reap(self, now: float) -> None:
-        if self._self_expiring:
-            self._give_up(self._abandoned(now), now)
+        self._give_up(self._abandoned(now), now)
 
     def _abandoned(self, now: float) -> list[int]:
         return [write_id for write_id, pending in self._pending.items() if pending.expires_at <= now]

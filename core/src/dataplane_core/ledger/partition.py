@@ -104,13 +104,11 @@ class Partition:
         held_bytes: Payload bytes of the rows.
         num_rows: Field -> how many rows have it.
         batches: Task and rank -> the batches that the rank was given.
-        self_expiring: Whether a lease ends by itself when its time is over, or only by `end_lease`.
     """
 
     partition_id: str
     info: PartitionInfo
     tasks: dict[str, Task]
-    self_expiring: bool = True
     rows: dict[str, Row] = field(default_factory=dict)
     specs: dict[str, FieldSpec] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
@@ -354,16 +352,23 @@ class Partition:
             epoch=None if command.dp_rank is None else self.info.epoch,
         )
 
+    def claim_again(self, command: commands.ClaimRequest, sample_ids: Sequence[str], exhausted: bool) -> Claim:
+        """What a claim was given before, with the tags of now. Samples that were cleared since have none."""
+        rows = [self.rows.get(sample_id) for sample_id in sample_ids]
+        return Claim(
+            sample_ids=list(sample_ids),
+            tags=[{} if row is None else dict(row.tags) for row in rows],
+            lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
+            exhausted=exhausted,
+            num_ready=len(rows),
+        )
+
     def may_claim(self, command: commands.ClaimRequest, now: float) -> bool:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
         if self._given(command) is not None:
             return False
         found = self._find(command, now)
-        return (
-            found.hands_out
-            or found.ends_ranks
-            or (self.self_expiring and self.leases.next_due(self._lease, now) is not None)
-        )
+        return found.hands_out or found.ends_ranks or self.leases.next_due(self._lease, now) is not None
 
     def num_ready(self, command: commands.ClaimRequest, now: float) -> float:
         """How many samples are ready for a claim. Infinite if the claim would not wait, however many are ready."""
@@ -664,24 +669,9 @@ class Partition:
                     "handed out, settled and renewed as a whole. No row was changed."
                 )
 
-    def due(self, now: float) -> list[tuple[str, str, list[str]]]:
-        """Leases whose time is over: task, token and samples of each. Changes nothing that other calls can see."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for row, task_name in self.leases.all_due(self._lease, now):
-            found.setdefault((task_name, row.holds[task_name].token), []).append(row.sample_id)
-        return [(task_name, token, ids) for (task_name, token), ids in found.items()]
-
-    def end_lease(self, task_name: str, token: str, sample_ids: Sequence[str]) -> None:
-        """Returns to the pool the samples that are still held under a lease. Ignores the others."""
-        for sample_id in sample_ids:
-            row = self.rows.get(sample_id)
-            hold = None if row is None else row.holds.get(task_name)
-            if row is not None and hold is not None and not hold.done and hold.token == token:
-                self._give_back(row, task_name)
-
     def expire(self, now: float) -> None:
         """Takes back what is held under leases whose time is over."""
-        while self.self_expiring and (due := self.leases.next_due(self._lease, now)) is not None:
+        while (due := self.leases.next_due(self._lease, now)) is not None:
             self._give_back(*due)
 
     def _lease(self, sample_id: str, seq: int, task_name: str) -> tuple[Row, Hold] | None:

@@ -1,4 +1,4 @@
-"""Converts a ledger's whole state to plain maps and back. A snapshot of a journal holds these maps.
+"""Converts a ledger's whole state to plain maps and back. A log begins with these maps.
 
 The state is a sequence of sections. Each is a map for msgpack with its kind under ``part``. Their order is:
 
@@ -10,7 +10,7 @@ The state is a sequence of sections. Each is a map for msgpack with its kind und
       rows      the rows in order of first write, column by column
     pending     a put that is not yet committed
     garbage     refs that are free and not yet collected; and their put, if it was abandoned
-    done        ids of requests that were carried out
+    done        ids of requests that were carried out, and what is kept of their replies
 
 Times are seconds left. What can be derived is not saved: views, groups, counts of rows and bytes, the heap of leases.
 The queue for room is not saved either, since waiting puts report again and again.
@@ -104,7 +104,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Any]]] = {
         "request_id": str | None,
     },
     "garbage": {"refs": Sequence[tuple[bytes, Sequence[int]]], "put": bytes | None},
-    "done": {"request_ids": Sequence[str], "left_s": Sequence[Seconds]},
+    "done": {"request_ids": Sequence[str], "left_s": Sequence[Seconds], "replies": Sequence[Any]},
 }
 _SECTIONS: Final = {part: msgspec.defstruct(part, list(form.items())) for part, form in _FORMS.items()}
 
@@ -159,22 +159,19 @@ def to_state(ledger: Ledger, now: float) -> Iterator[dict[str, Any]]:
             of_put = None if abandoned is None else pack_write_id(abandoned)
             yield {"part": "garbage", "refs": pack_refs(refs), "put": of_put}
     for done in _portions(ledger._done.left(now)):
-        yield {"part": "done", "request_ids": [each for each, _ in done], "left_s": [left_s for _, left_s in done]}
+        request_ids, left_s, replies = zip(*done, strict=True)
+        yield {"part": "done", "request_ids": request_ids, "left_s": left_s, "replies": replies}
 
 
 class StateReader:
     """Restores a ledger from the sections of `to_state`, one after another.
 
-    Args:
-        self_expiring: As for `Ledger`.
-
     Attributes:
         ledger: The ledger, with the state of the sections taken so far.
     """
 
-    def __init__(self, *, self_expiring: bool = True) -> None:
-        self.ledger = Ledger(self_expiring=self_expiring)
-        self._self_expiring = self_expiring
+    def __init__(self) -> None:
+        self.ledger = Ledger()
         self._write_ids: list[int] = []
         self._partition: Partition | None = None
 
@@ -196,7 +193,7 @@ class StateReader:
                 self._write_ids.append(write_id)
                 ledger._writes[write_id] = LiveWrite(slots_of(tuple(fields)), row_bytes, lists=lists)
         elif part == "partition":
-            self._partition = _restore_partition(section, self._self_expiring)
+            self._partition = _restore_partition(section)
             ledger._partitions[self._partition.partition_id] = self._partition
         elif part == "seen" and partition is not None:
             partition.seen.update(section["sample_ids"])
@@ -213,8 +210,8 @@ class StateReader:
                 dict.fromkeys(unpack_refs(section["refs"]), None if put is None else unpack_write_id(put))
             )
         elif part == "done":
-            for request_id, left_s in _columns(section, "request_ids", "left_s"):
-                ledger._done.restore(request_id, now + left_s)
+            for request_id, left_s, reply in _columns(section, "request_ids", "left_s", "replies"):
+                ledger._done.restore(request_id, now + left_s, reply)
         else:
             raise ValueError(f"section {part!r} does not belong here")
 
@@ -295,13 +292,12 @@ def _rows_state(rows: list[Row], places: Mapping[int, int], now: float) -> dict[
     }
 
 
-def _restore_partition(section: Mapping[str, Any], self_expiring: bool) -> Partition:
+def _restore_partition(section: Mapping[str, Any]) -> Partition:
     info = PartitionInfo.of(section["epoch"], section)
     return Partition(
         section["partition_id"],
         info,
         {name: Task() for name in info.consumer_tasks},
-        self_expiring,
         specs=_unpack_specs(section["specs"]),
         broken_groups=set(section["broken_groups"]),
         version=section["version"],

@@ -92,7 +92,7 @@ def newest_record(engine: LogEngine, deadline: float) -> tuple[int, LogRecord | 
 def _record(number: int, data: bytes) -> LogRecord:
     try:
         record = _decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:  # some of its text is no text
         raise CorruptDataError(f"record {number} of the log cannot be read: {error}.") from error
     if record.version != _VERSION:
         raise CorruptDataError(

@@ -64,7 +64,6 @@ class LoggedLedger:
         first_write: int = 1,
     ) -> None:
         self._log = log
-        self._capacity_bytes = capacity_bytes
         self._lazy_begins = lazy_begins
         self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
         # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
@@ -72,7 +71,7 @@ class LoggedLedger:
         reader = StateReader()
         try:
             sections = unpack_msgpack_stream(log.state)
-            if log.state and (versions := next(sections)) != _VERSIONS:
+            if log.state and (versions := next(sections, None)) != _VERSIONS:
                 raise CorruptDataError(
                     f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
                     hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
@@ -80,6 +79,8 @@ class LoggedLedger:
             for section in sections:
                 reader.take(section, log.state_at)
             reader.end()
+        except CorruptDataError:
+            raise
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
         self._service = LedgerService(clock=self._now, ledger=reader.ledger)
@@ -95,7 +96,7 @@ class LoggedLedger:
 
     def _run_again(self, record: bytes) -> None:
         try:
-            command, _ = _MESSAGES.decode_request(record)
+            command = _MESSAGES.decode_request(record)
         except InvalidRequestError as error:
             raise CorruptDataError(f"a record of the log cannot be read: {error}.") from error
         try:
@@ -137,7 +138,7 @@ class LoggedLedger:
         """Whether a command changes anything. Raises if it is a put that is refused."""
         match command:
             case commands.BeginPut():
-                self._service.call(commands.CheckPut(command, self._capacity_bytes))
+                self._service.call(commands.CheckPut(command))
             case commands.ClaimRequest():
                 return self._service.call(commands.MayClaim(command))
             case commands.WaitForRoom():  # those who wait say so again

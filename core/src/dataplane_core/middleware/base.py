@@ -96,5 +96,5 @@ class OperationMiddleware(Middleware):
 
 
 for _name in vars(DataPlaneSpec):
-    if not _name.startswith("_") and _name not in ("announce", "list_clients", "list_units", "change_units"):
+    if not _name.startswith("_") and _name not in ("announce", "list_clients", "list_units"):
         setattr(OperationMiddleware, _name, _wrapped(_name))

@@ -40,7 +40,7 @@ class Capability(StrEnum):
     CLIENTS = "clients"
     """`list_clients`. Clients announce themselves."""
     UNITS = "units"
-    """`list_units`, `add_units`, `remove_unit`: the processes that hold the payload may change during a run."""
+    """`list_units`: processes that hold the payload, which may change during a run."""
     OVERWRITE = "overwrite"
     """A put may replace cells that are already produced."""
 

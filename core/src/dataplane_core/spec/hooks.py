@@ -168,15 +168,6 @@ class DataPlaneSpec:
         """Lists the storage units."""
 
     @hookspec(firstresult=True)
-    def change_units(self, request: requests.ChangeUnitsRequest) -> replies.UnitList:
-        """Starts storage units and waits until they serve, or has one end. Replies the new or changed ones.
-
-        Raises:
-            InvalidRequestError: There is no such unit, or no other one that takes rows.
-            BackendUnavailableError: One could not be started.
-        """
-
-    @hookspec(firstresult=True)
     def export_partition(self, request: requests.ExportRequest) -> replies.PartitionState:
         """Reads cursors and history.
 

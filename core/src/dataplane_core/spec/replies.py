@@ -351,8 +351,8 @@ class UnitInfo:
 
     Attributes:
         name: Its name.
-        state: ``serving``; ``starting``, for the first time or again; ``draining``: it gets no more rows, and ends when
-            it has none; ``removed``: it ended, and samples that it held are not cleared yet.
+        state: ``serving``; ``starting``, for the first time or again; ``removed``: its node is gone, and
+            samples that it held are not cleared yet.
         node: The node that it runs on, or empty.
         address: ``host:port`` where it is reached, or empty.
         num_rows: Rows that it holds. One put writes one row of a sample, or a few.
@@ -364,7 +364,7 @@ class UnitInfo:
     """
 
     name: str
-    state: Literal["serving", "starting", "draining", "removed"]
+    state: Literal["serving", "starting", "removed"]
     node: str = ""
     address: str = ""
     num_rows: int = 0

@@ -146,16 +146,14 @@ class Command(Generic[Reply]):
     """One operation of a ledger, which answers it with a ``Reply``.
 
     Attributes:
-        op: Its name in messages and in journals.
-        reads: Whether it changes nothing. A journal does not record such a command.
-        not_recorded: Fields that a journal does not record, since they do not change what the ledger does.
+        op: Its name in messages.
+        reads: Whether it changes nothing. A log has no record of such a command.
     """
 
     __slots__ = ()
 
     op: ClassVar[str]
     reads: ClassVar[bool] = False
-    not_recorded: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(slots=True)
@@ -165,8 +163,6 @@ class Request:
     Attributes:
         deadline: On `time.monotonic`'s clock of the client, in seconds.
     """
-
-    not_recorded: ClassVar[tuple[str, ...]] = ("deadline",)
 
     _: KW_ONLY
     deadline: float = math.inf
@@ -184,7 +180,20 @@ class PartitionRequest(Request):
 
 
 @dataclass(slots=True)
-class RegisterRequest(PartitionRequest, Command[tuple[PartitionInfo, list[tuple[int, int]]]]):
+class OnceRequest(PartitionRequest):
+    """A request that a ledger carries out once, and answers alike if it comes again since its reply was lost.
+
+    Attributes:
+        left_s: For a ledger, which has another clock: seconds until the deadline. `LedgerBackend` sets it. The ledger
+            knows the request for a minute longer.
+    """
+
+    _: KW_ONLY
+    left_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, int]]]]):
     """Open a partition.
 
     A ledger replies the registration, and the refs of one that was dropped, which are now free.
@@ -259,7 +268,7 @@ class GetRequest(PartitionRequest):
 
 
 @dataclass(slots=True)
-class ClaimRequest(PartitionRequest, Command[Claim]):
+class ClaimRequest(OnceRequest, Command[Claim]):
     """Hand out ready samples to a task. The hook never waits: the client asks again until its deadline.
 
     Attributes:
@@ -289,7 +298,6 @@ class ClaimRequest(PartitionRequest, Command[Claim]):
     """
 
     op = "claim"
-    not_recorded = ("deadline", "explain", "since", "wake")
     task_name: str
     required_fields: list[str]
     batch_size: int
@@ -310,7 +318,7 @@ class ClaimRequest(PartitionRequest, Command[Claim]):
 
 
 @dataclass(slots=True)
-class SettleRequest(PartitionRequest, Command[None]):
+class SettleRequest(OnceRequest, Command[None]):
     """A request about samples that a task has leased.
 
     Attributes:
@@ -318,8 +326,6 @@ class SettleRequest(PartitionRequest, Command[None]):
         sample_ids: Unique ids.
         lease_tokens: One per id.
         request_id: As `PutRequest.request_id`. None, for a ledger: it is not repeated.
-        left_s: For a ledger, which has another clock: seconds until the deadline. `LedgerBackend` sets it. The ledger
-            knows the id for a minute longer.
     """
 
     task_name: str
@@ -327,7 +333,6 @@ class SettleRequest(PartitionRequest, Command[None]):
     lease_tokens: list[str]
     _: KW_ONLY
     request_id: str | None = field(default_factory=new_id)
-    left_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -362,15 +367,20 @@ class ConsumptionRequest(PartitionRequest, Command[bool]):
 
 
 @dataclass(slots=True)
-class ClearRequest(PartitionRequest, Command[tuple[int, list[tuple[int, int]]]]):
+class ClearRequest(OnceRequest, Command[tuple[int, list[tuple[int, int]]]]):
     """Drop samples, or the whole partition if ``sample_ids`` is None.
 
     A ledger replies how many samples were there, and all refs that are free and not yet `Collected`: theirs, and those
     that abandoned puts and crashed hosts left.
+
+    Attributes:
+        request_id: As `SettleRequest.request_id`.
     """
 
     op = "clear"
     sample_ids: list[str] | None
+    _: KW_ONLY
+    request_id: str | None = field(default_factory=new_id)
 
 
 @dataclass(slots=True)
@@ -493,18 +503,3 @@ class ListClientsRequest(Request, Command[ClientList]):
 @dataclass(slots=True, kw_only=True)
 class ListUnitsRequest(Request):
     """List the storage units."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ChangeUnitsRequest(Request):
-    """Start storage units, or end one.
-
-    Attributes:
-        add: How many to start. 0: none.
-        remove: The one to end, or None.
-        now: Whether it ends at once, and its rows are lost. If not, it gets no more rows, and ends when it has none.
-    """
-
-    add: int = 0
-    remove: str | None = None
-    now: bool = False

@@ -41,7 +41,7 @@ redis.call('XADD', KEYS[1], ARGV[1] .. '-0', 'r', ARGV[2])
 return 1
 """
 #: Records and rows of one command.
-_READ_RECORDS: Final = b"1000"
+_READ_RECORDS: Final = 1000
 _READ_BYTES: Final = 1 << 20
 _OPEN_S: Final = 10.0
 #: So many rows, whose handles follow one another, are in one hash.
@@ -249,9 +249,8 @@ class RedisBackend(RowStoreBackend):
 
         def append(stream: Stream) -> bool:
             done: bool = stream.ask(b"EVAL", _APPEND, b"1", key, b"%d" % number, record) == 1
-            # one that was sent before, and whose reply was lost
-            done = done or self._newest(stream) == [(number, record)]
-            if done:
+            # also for one that was sent before: its reply was lost, or replicas were late
+            if done or self._newest(stream) == [(number, record)]:
                 self._wait_for_replicas(stream)
             return done
 
@@ -268,12 +267,15 @@ class RedisBackend(RowStoreBackend):
             if first is None:
                 return self._newest(stream)
             found: list[tuple[int, bytes]] = []
-            part = [(first - 1, b"")]
-            while part:
-                start = b"%d" % (part[-1][0] + 1)
-                part = _records(stream.ask(b"XRANGE", key, start, b"+", b"COUNT", _READ_RECORDS))
+            start = first
+            while True:
+                part = _records(stream.ask(b"XRANGE", key, b"%d" % start, b"+", b"COUNT", b"%d" % _READ_RECORDS))
+                if found and part and part[0][0] != start:  # trimmed meanwhile
+                    found = []
                 found += part
-            return found
+                if len(part) < _READ_RECORDS:
+                    return found
+                start = found[-1][0] + 1
 
         return self._connected().call("read_log", deadline, key, read)
 

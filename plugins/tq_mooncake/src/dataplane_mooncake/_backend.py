@@ -25,7 +25,7 @@ class TQMooncakeBackend(QueueBackend["Engine"], RowStoreBackend):
     apart_share = 0.25
     why_not_declared: ClassVar[Mapping[str, str]] = {
         **QueueBackend.why_not_declared,
-        Capability.UNITS: "Mooncake's master chooses the segment of a row, and cannot be told to spare one",
+        Capability.UNITS: "Mooncake's master places the rows, and does not say how many a storage unit holds",
     }
 
     @classmethod

@@ -232,6 +232,8 @@ class Engine(QueueEngine):
             if error.code == TRANSFER_FAILED:
                 self._refresh(deadline)
                 check_units()
+                if watch.asked:  # a unit is cut off, or dies: Ray will say which
+                    give_up = min(deadline, time.monotonic() + _FIND_CAUSE_S)
             elif not watch.asked:
                 break
             if time.monotonic() >= give_up:
@@ -258,9 +260,10 @@ class _Watch:
             return
         answered, _ = ray.wait(list(self.asked.values()), num_returns=len(self.asked), timeout=0)
         for name in [name for name, ref in self.asked.items() if ref in answered]:
-            with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
-                ray.get(self.asked.pop(name), timeout=0)
+            with contextlib.suppress(ray.exceptions.RayError):  # it died: its segment is soon known to be gone
+                ray.get(self.asked[name], timeout=0)
                 self._alive.append(name)
+                del self.asked[name]
 
     def describe(self) -> str:
         """What is known about the units, as a sentence."""

@@ -27,6 +27,9 @@ class TQMooncakeConfig(QueueConfig):
     other options, and those of the three that it does not set, it reads from the running instance.
     """
 
+    num_storage_units: int = Field(default=1, ge=1, le=1024)
+    """Processes that hold the rows, on the nodes in turn."""
+
     protocol: Literal["tcp", "rdma"] = "tcp"
     """How rows are sent. ``rdma`` needs RDMA devices in every process. Without them connecting fails; it does not fall
     back to ``tcp``."""

@@ -4,7 +4,19 @@
 `dataplane_tq_simple.engines`. Of the other modules, others may import ``addresses`` and ``config``.
 """
 
-from dataplane_tq_simple._backend import QueueBackend, TQSimpleBackend
-from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataplane_tq_simple._backend import QueueBackend, TQSimpleBackend
+    from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 __all__ = ["QueueBackend", "QueueConfig", "TQSimpleBackend", "TQSimpleConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is named at its first use: controllers and storage units work without it and without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "config" if name.endswith("Config") else "_backend"
+    return getattr(importlib.import_module(f"dataplane_tq_simple.{module}"), name)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_tq_simple.addresses import host_and_port, refuses
@@ -53,11 +51,13 @@ def named_actors(prefix: str) -> list[str]:
     return [each["name"] for each in actors if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)]
 
 
-def nodes_for_units() -> list[str]:
-    """The nodes that get the units in turn, this node first. Without nodes that have no CPUs, if others have.
+def alive_nodes() -> set[str]:
+    """The ids of the nodes that run."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
-    Ray's own spread strategy looks at the reserved resources, but units reserve next to none.
-    """
+
+def nodes_for_units() -> list[str]:
+    """The nodes that are to have a storage unit, this node first. Without nodes that have no CPUs, if others have."""
     here = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     workers = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) > 0]
@@ -66,13 +66,6 @@ def nodes_for_units() -> list[str]:
 
 #: As Ray's. That exports each function and class that it makes to all workers, and keeps it: one for each is enough.
 remote: Final = functools.cache(ray.remote)
-
-
-def on_nodes(nodes: Iterable[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Calls a function on each node. Returns Ray references to what it returns, by the node."""
-    task = remote(function)
-    there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
-    return {node: task.options(num_cpus=0, scheduling_strategy=each).remote(*args) for node, each in there.items()}
 
 
 def own_address() -> str:

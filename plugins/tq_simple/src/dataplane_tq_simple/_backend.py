@@ -12,7 +12,6 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import (
     Capability,
-    ChangeUnitsRequest,
     ListUnitsRequest,
     PutRequest,
     Scope,
@@ -76,27 +75,27 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """Ray itself, the Ray cluster that would be used, its CPUs and this node's address in it; or the
         instance that runs on this host."""
-        return diagnose(config, deadline, lambda: cls._engine_class().instance_class.controller_name(config))
+        return diagnose(config, deadline, lambda: cls._engine_class().instance_class)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it."""
         engine_class = self._engine_class()
-        from dataplane_tq_simple import _whereabouts
+        from dataplane_tq_simple import _owners
 
         name = engine_class.instance_class.controller_name(self.config)
-        known = _whereabouts.cluster_is_known(self.config)
+        known = _owners.cluster_is_known(self.config)
         if not bootstrap:
             config = self.config
             if not known:
-                config = config.model_copy(update={"ray_address": _whereabouts.find(config, name)})
+                config = config.model_copy(update={"ray_address": _owners.find(config, name)})
             # the engine waits itself: each new try would connect this process to Ray again
             self._engine = engine_class.open(config, bootstrap=False, deadline=deadline, wait_s=self.attach_wait_s)
             return
         try:
             if self.exclusive and not known:
-                self._folders.append(_whereabouts.claim_name(name, deadline))
+                self._folders.append(_owners.claim_name(name, deadline))
             self._engine = engine_class.open(self.config, bootstrap=True, deadline=deadline)
-            left = _whereabouts.leave(name, self._engine.ray_address, deadline)
+            left = _owners.leave(name, self._engine.ray_address, deadline)
             self._folders += [left] if left is not None else []
         except BaseException:
             self.stop()
@@ -170,9 +169,9 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         yield from found
         if any(each.level is Level.ERROR for each in found):
             return
-        from dataplane_tq_simple import _whereabouts
+        from dataplane_tq_simple import _owners
 
-        if not _whereabouts.cluster_is_known(config):
+        if not _owners.cluster_is_known(config):
             return
         backend = cls(config)
         try:
@@ -195,9 +194,7 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> int:
         engine = self._connected()
-        return engine.call(
-            BeginNear(begin, engine.node if self.config.near_writer else None, engine.full_units()), deadline
-        )
+        return engine.call(BeginNear(begin, engine.node, engine.full_units()), deadline)
 
     def store_writes(
         self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
@@ -216,12 +213,3 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""
         return UnitList(units=self._connected().units(request.deadline))
-
-    def change_units(self, request: ChangeUnitsRequest) -> UnitList:
-        """Has the controller start or end units."""
-        engine = self._connected()
-        if request.remove is None:
-            return UnitList(units=engine.add_units(request.add, request.deadline))
-        engine.remove_unit(request.remove, now=request.now, deadline=request.deadline)
-        units = engine.units(request.deadline)
-        return UnitList(units=[each for each in units if each.name == request.remove])

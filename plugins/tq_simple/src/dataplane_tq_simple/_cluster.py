@@ -1,10 +1,9 @@
 """The Ray side of an instance: starts, names, finds, watches and ends its actors.
 
-An instance is one controller and its storage units. They are named Ray actors in the namespace
-``dataplane``, owned by the process that bootstrapped them. They are not detached: Ray ends them when that process
-closes its client, exits or crashes. Only units that were added to an instance with a journal are detached: their owner
-would be the controller, and Ray would end them when it dies. Other jobs reach the actors by name. A subclass of
-`Instance` says what a storage unit is, so a package with another storage can build on this one.
+An instance is one controller and its storage units: named Ray actors in the namespace ``dataplane``. The process that
+bootstrapped owns the controller: Ray ends it when that process closes its client, exits or crashes, and the units end
+with it. Other jobs reach the actors by name. A subclass of `Instance` says what a storage unit is, so a package with
+another storage can build on this one.
 
 Importing this module imports Ray.
 """
@@ -16,7 +15,6 @@ import functools
 import os
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -37,6 +35,7 @@ from dataplane_core.errors import (
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._actors import (
     NAMESPACE,
+    alive_nodes,
     check_head,
     controller_dead,
     data_plane_error,
@@ -44,11 +43,10 @@ from dataplane_tq_simple._actors import (
     lookup,
     named_actors,
     nodes_for_units,
-    remote,
 )
 from dataplane_tq_simple._controller import Controller, Line
 from dataplane_tq_simple._errors import LineBrokenError
-from dataplane_tq_simple._kept import JOURNAL, folder_of
+from dataplane_tq_simple._folders import JOURNAL, folder_of
 from dataplane_tq_simple._ray_calls import end_within
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig
@@ -84,19 +82,7 @@ class Peer(NamedTuple):
     ip: str
 
 
-class Home(NamedTuple):
-    """Where a unit starts.
-
-    Attributes:
-        node: The id of its node.
-        place: The name of the place where it keeps its rows, or None.
-    """
-
-    node: str
-    place: str | None = None
-
-
-class Instance(ABC):
+class Instance:
     """The actors of one instance, as seen from this process.
 
     Attributes:
@@ -114,46 +100,51 @@ class Instance(ABC):
     #: The class of the units' actors. It must be importable, so that a worker reads its own environment. Its method
     #: ``describe`` says where a unit is: the answer has an ``ip``.
     unit_class: ClassVar[type]
-    #: Whether the controller watches the units: they come and go while it runs.
-    keeps_units: ClassVar[bool] = False
 
     def __init__(self, config: Any, units: Sequence[Peer], handles: dict[str, Any]):
         self.config = config
         self.units = tuple(units)
         self.details: dict[str, Any] = {}
-        self._handles = handles  # by name: the controller and, unless it watches them, the units
+        self._handles = handles  # by name: the controller, and the units that this process has created
         self._controller = handles[self.controller_name(config)]
         self._journal: Path | None = None  # that this process ends with the instance
 
     # --- what a subclass supplies -----------------------------------------------------------------------------------
 
     @classmethod
-    @abstractmethod
+    def num_units(cls, config: Any) -> int:
+        """How many storage units an instance on the cluster that this process is connected to starts with."""
+        return int(config.num_storage_units)
+
+    @classmethod
     def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
-        """Keyword arguments of its constructor."""
-
-    @classmethod
-    def _outlives(cls, config: Any) -> str | None:
-        """The folder in which the instance outlives its processes, if it does."""
-        return getattr(config, "durable", None)
-
-    @classmethod
-    def _homes_of_units(cls, config: Any, identity: str | None, deadline: float) -> list[Home]:
-        """Where the units start."""
-        nodes = nodes_for_units()
-        return [Home(nodes[index % len(nodes)]) for index in range(config.num_storage_units)]
-
-    @classmethod
-    def _arguments_at(cls, config: Any, place: str | None, identity: str | None) -> Mapping[str, Any]:
-        """Further arguments of a unit."""
+        """Keyword arguments of a unit."""
         return {}
 
     @classmethod
-    def places(cls, config: Any, nodes: Sequence[str]) -> dict[str, Any]:
-        """The names of the places of units on each node: Ray references, by the node."""
+    def _controller_arguments(cls, config: Any) -> Mapping[str, Any]:
+        """Further keyword arguments of the controller."""
         return {}
 
-    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:  # noqa: B027  (most units need nothing)
+    @classmethod
+    def _create_units(cls, config: Any, deadline: float) -> dict[str, Any]:
+        """Creates the units that this process is to own, on the nodes in turn. Returns their actors by their names."""
+        nodes, units = nodes_for_units(), {}
+        for index in range(cls.num_units(config)):
+            name = f"{cls.unit_prefix(config)}unit-{index}"
+            unit = ray.remote(cls.unit_class).options(
+                **_actor_options(name),
+                num_cpus=config.unit_num_cpus,
+                # Ray starts an actor that reserves nothing on any node, unless the strategy is strict: reserve one byte
+                memory=1,
+                max_restarts=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True),
+            )
+            create = functools.partial(unit.remote, **cls._unit_arguments(config))
+            units[name] = _create_named(config, name, create, deadline)
+        return units
+
+    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
         """Called by the bootstrapping process when the actors run, with the units' answers."""
 
     # --- bootstrapping -----------------------------------------------------------------------------------------------
@@ -173,23 +164,21 @@ class Instance(ABC):
             ConfigError: A process announces an address that other nodes cannot reach.
             DataPlaneError: What `_prepare` raises.
         """
-        check_cpus(config, deadline)
+        check_cpus(config, cls.num_units(config), deadline)
         cls._refuse_if_running_or_broken(config, deadline)
-        common = {"namespace": NAMESPACE, "runtime_env": _actor_env()}
         handles: dict[str, Any] = {}
-        durable = cls._outlives(config)
+        durable = getattr(config, "durable", None)
         journal = _journal_of(config, durable)
         try:
             name = cls.controller_name(config)
             controller = ray.remote(Controller).options(
-                name=name,
+                **_actor_options(name),
                 num_cpus=config.controller_num_cpus,
                 max_restarts=-1 if journal else 0,
                 # where its journal is
                 scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
                 if durable is not None and config.journal == durable
                 else None,
-                **common,
             )
             create = functools.partial(
                 controller.remote,
@@ -197,38 +186,24 @@ class Instance(ABC):
                 capacity_bytes=config.capacity_bytes,
                 sync=config.journal_sync if durable is None else config.sync == "commit",
                 durable=durable is not None,
+                **cls._controller_arguments(config),
             )
-            handles[name] = _create(config, name, create, deadline)
-            opened = handles[name].open.remote()
-            identity = None
-            if durable is not None:  # no unit of a folder starts before this instance has its journal
-                cls._wait_for_start(config, {name: opened}, deadline)
-                identity = get_within(handles[name].identity.remote(), "ask the controller who it is", deadline)
-            for index, home in enumerate(cls._homes_of_units(config, identity, deadline)):
-                unit = f"{cls.unit_prefix(config)}unit-{index}"
-                create = functools.partial(
-                    cls.create_unit, config, unit, home.node, place=home.place, identity=identity
-                )
-                handles[unit] = _create(config, unit, create, deadline)
-            refs = {each: handle.describe.remote() for each, handle in handles.items() if each != name}
-            line, *answers = cls._wait_for_start(config, {name: opened, **refs}, deadline)
-            controller, *unit_names = handles
+            handles[name] = _create_named(config, name, create, deadline)
+            refs = {name: handles[name].open.remote()}
+            handles |= cls._create_units(config, deadline)
+            refs |= {each: handle.describe.remote() for each, handle in handles.items() if each != name}
+            line, *answers = cls._wait_for_start(config, refs, deadline)
+            check_addresses({"controller": line[0]})
             units = [
                 Peer(f"storage unit-{index}", actor, answer.ip)
-                for index, (actor, answer) in enumerate(zip(unit_names, answers, strict=True))
+                for index, (actor, answer) in enumerate(zip(list(handles)[1:], answers, strict=True))
             ]
-            num_nodes = sum(node["Alive"] for node in ray.nodes())
-            for what, ip in [("controller", line[0]), *((each.name, each.ip) for each in units)]:
-                check_address(ip, num_nodes=num_nodes, of=f"the address of the {what}")
+            check_addresses({each.name: each.ip for each in units})
             instance = cls(config, units, handles)
             instance._journal = journal if durable is None else None
             instance._prepare(answers, deadline)
-            if cls.keeps_units:
-                kept = [(name.rpartition("/")[2], name, each) for name, each in zip(unit_names, answers, strict=True)]
-                watching = handles[controller].keep_units.remote(cls, config, kept)
-                get_within(watching, "have the controller watch the storage units", deadline)
         except BaseException as error:
-            _kill(handles)
+            _kill(handles, cls.unit_prefix(config))
             _delete(journal if durable is None else None)
             if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
                 raise
@@ -242,62 +217,19 @@ class Instance(ABC):
         return f"{cls.controller_name(config)}/"
 
     @classmethod
-    def create_unit(
-        cls,
-        config: Any,
-        name: str,
-        node: str,
-        *,
-        place: str | None = None,
-        identity: str | None = None,
-        added: bool = False,
-    ) -> Any:
-        """Creates the actor of a storage unit. Its creator owns it.
-
-        Args:
-            config: The options of the instance.
-            name: The name of the actor.
-            node: The id of the node for it. A unit that reserves CPUs, or is started again, may get another one.
-            place: See `Home`.
-            identity: Identifies the instance, if it outlives its processes.
-            added: Whether the controller creates it. If that keeps a journal, nobody owns the unit: it outlives the
-                controller's process, and ends when the controller has ended for good.
-        """
-        arguments = {**cls._unit_arguments(config), **cls._arguments_at(config, place, identity)}
-        detached = added and config.journal is not None
-        if detached:
-            arguments["follows"] = (cls.controller_name(config), ray.get_runtime_context().get_actor_id())
-        unit = remote(cls.unit_class).options(
-            name=name,
-            namespace=NAMESPACE,
-            num_cpus=config.unit_num_cpus,
-            # Ray starts an actor that reserves nothing on any node, unless the strategy is strict: reserve one byte.
-            memory=1,
-            max_restarts=-1,
-            lifetime="detached" if detached else None,
-            runtime_env=_actor_env(),
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        )
-        return unit.remote(**arguments)
-
-    @classmethod
     def _refuse_if_running_or_broken(cls, config: QueueConfig, deadline: float) -> None:
         """Raises if an instance of this name runs, or if its controller is dead but its units still run.
 
-        When the owner has died, Ray ends the units within seconds. So this waits a little for them.
+        They end within seconds after their owner or the controller. So this waits a little for them.
         """
         name = cls.controller_name(config)
         controller = lookup(name)
         if controller is not None and not _is_dead(controller, deadline):
             raise _already_running(config)
         wait_until = min(deadline, time.monotonic() + _SETTLE_S)
-        while lookup(f"{name}/unit-0") is not None or (config.journal is not None and named_actors(f"{name}/")):
+        while named_actors(f"{name}/"):
             if time.monotonic() >= wait_until:
-                raise AlreadyRunningError(
-                    f"instance {config.instance!r} is broken: its controller is dead, but its storage units still run, "
-                    "and so does the process that bootstrapped it. Nobody can attach.",
-                    hint="Close that process's client, or end the process; then bootstrap again.",
-                )
+                raise _broken(config)
             time.sleep(0.1)
 
     @classmethod
@@ -428,10 +360,8 @@ class Instance(ABC):
                 hint=f"Install the same version of {cls.distribution} everywhere.",
             )
         units = [Peer(*unit) for unit in description["units"]]
-        handles = {name: controller}
-        if not cls.keeps_units:
-            handles |= {unit.actor: lookup(unit.actor) for unit in units}
-        gone = [unit.name for unit in units if handles.get(unit.actor, controller) is None]
+        handles = {name: controller, **{unit.actor: lookup(unit.actor) for unit in units}}
+        gone = [unit.name for unit in units if handles[unit.actor] is None]
         if gone:
             raise BackendUnavailableError(
                 f"instance {config.instance!r} is broken: {preview(gone)} of {len(units)} died.",
@@ -526,12 +456,26 @@ def _delete(journal: Path | None) -> None:
         shutil.rmtree(journal, ignore_errors=True)
 
 
-def _actor_env() -> dict[str, Any]:
-    return {"env_vars": {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}}
+def env_vars() -> dict[str, str]:
+    """The environment variables that actors are given."""
+    return {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}
 
 
-def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:
-    """Creates a named actor. Waits while an actor that has just died still holds the name."""
+def _actor_options(name: str) -> dict[str, Any]:
+    """The options of an actor of this name that all have."""
+    return {"name": name, "namespace": NAMESPACE, "runtime_env": {"env_vars": env_vars()}}
+
+
+def check_addresses(addresses: Mapping[str, str]) -> None:
+    """Refuses addresses that other nodes cannot reach, by what has them. Raises as `check_address`."""
+    num_nodes = len(alive_nodes())
+    for what, ip in addresses.items():
+        check_address(ip, num_nodes=num_nodes, of=f"the address of the {what}")
+
+
+def _create_named(config: QueueConfig, name: str, create: Callable[[], Any], deadline: float) -> Any:
+    """Creates a named actor. Waits a little while an actor that has just died still holds the name."""
+    wait_until = min(deadline, time.monotonic() + _SETTLE_S)
     while True:
         try:
             return create()
@@ -539,8 +483,10 @@ def _create(config: QueueConfig, name: str, create: Callable[[], Any], deadline:
             holder = lookup(name)
             if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
                 raise
-            if (holder is not None and not _is_dead(holder, deadline)) or time.monotonic() >= deadline:
+            if holder is not None and not _is_dead(holder, deadline):
                 raise _already_running(config) from error
+            if time.monotonic() >= wait_until:
+                raise _broken(config) from error
             time.sleep(0.1)
 
 
@@ -551,6 +497,14 @@ def _already_running(config: QueueConfig) -> AlreadyRunningError:
         retryable=True,
         hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another name for "
         "`instance`.",
+    )
+
+
+def _broken(config: QueueConfig) -> AlreadyRunningError:
+    return AlreadyRunningError(
+        f"instance {config.instance!r} is broken: its controller is dead, but its storage units or the process that "
+        "bootstrapped it still run.",
+        hint="Close the client that bootstrapped it, or end its process; then bootstrap again.",
     )
 
 
@@ -565,7 +519,7 @@ def _is_dead(actor: Any, deadline: float) -> bool:
     return False
 
 
-def check_cpus(config: QueueConfig, deadline: float) -> None:
+def check_cpus(config: QueueConfig, num_units: int, deadline: float) -> None:
     """Raises at once, with numbers, if the CPUs are missing. Ray itself would wait for them silently.
 
     Raises:
@@ -574,7 +528,7 @@ def check_cpus(config: QueueConfig, deadline: float) -> None:
     wait_until = min(deadline, time.monotonic() + _SETTLE_S)
     while True:
         total = ray.cluster_resources().get("CPU", 0.0)
-        refused = cpu_error(config, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
+        refused = cpu_error(config, num_units, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
         if refused is None:
             return
         if not refused.retryable or time.monotonic() >= wait_until:
@@ -582,14 +536,16 @@ def check_cpus(config: QueueConfig, deadline: float) -> None:
         time.sleep(0.2)
 
 
-def cpu_error(config: QueueConfig, free: float, total: float, whose: str) -> BackendUnavailableError | None:
-    """The error if an instance needs more logical CPUs than are free, else None."""
-    needed = config.controller_num_cpus + config.num_storage_units * config.unit_num_cpus
+def cpu_error(
+    config: QueueConfig, num_units: int, free: float, total: float, whose: str
+) -> BackendUnavailableError | None:
+    """The error if an instance of so many storage units needs more logical CPUs than are free, else None."""
+    needed = config.controller_num_cpus + num_units * config.unit_num_cpus
     if free >= needed:
         return None
     return BackendUnavailableError(
         f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
-        f"{config.num_storage_units} storage units of {config.unit_num_cpus:g}), but {whose} {free:g} free "
+        f"{num_units} storage units of {config.unit_num_cpus:g}), but {whose} {free:g} free "
         f"of {total:g}. Its processes would never be scheduled.",
         retryable=total >= needed,
         hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",

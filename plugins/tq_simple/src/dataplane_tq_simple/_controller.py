@@ -11,25 +11,28 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import functools
-import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._actors import own_address, was_started_before
+from dataplane_tq_simple._actors import NAMESPACE, own_address, remote, was_started_before
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
+from dataplane_tq_simple._units import StorageUnit, UnitOptions
 
 #: Where a controller answers calls: address, port, and the token that clients must know.
 Line: TypeAlias = tuple[str, int, bytes]
 
-#: The notes of the journal: what attaching clients are told, and what a keeper of units needs.
+#: The notes of the journal: what attaching clients are told, and what the folders of units are marked with.
 _DESCRIPTION_NOTE = "description"
-_KEEPER_NOTE = "keeper"
-#: What the places of units are marked with.
 _IDENTITY_NOTE = "identity"
 
 
@@ -38,26 +41,38 @@ class Controller:
 
     Args:
         journal, capacity_bytes, sync, durable: See `make_ledger`.
+        units: The options of the units that it keeps, one on each node. None: it keeps none.
     """
 
-    _keeps: bytes | None = None  # the class and the options of the instance, packed
     _description: Any = None  # what attaching clients are told
     _host: ControllerHost
 
-    def __init__(self, *, journal: Path | None, capacity_bytes: int | None, sync: bool, durable: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        journal: Path | None,
+        capacity_bytes: int | None,
+        sync: bool,
+        durable: bool = False,
+        units: UnitOptions | None = None,
+    ) -> None:
         self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync, durable=durable)
-        self._durable = durable
+        self._units = units
         if journal is not None and was_started_before():
             self.open(must_exist=True)
-            self._come_back()
+            description = self._host.noted(_DESCRIPTION_NOTE)
+            if description is not None:
+                self._description = msgspec.msgpack.decode(description)
+            if units is not None:
+                self._keeper(units).come_back()
 
     def open(self, *, must_exist: bool = False) -> Line:
         """Makes the ledger, and begins to answer. Returns `line`. Raises as `make_ledger`."""
-        self._host = ControllerHost(self._make_ledger(must_exist=must_exist))
-        if not must_exist:  # a controller that dies before it is told of its units must not look for those of before
-            for name in (_DESCRIPTION_NOTE, _KEEPER_NOTE):
-                if self._host.noted(name) is not None:
-                    self._host.note(name, None)
+        self._host = ControllerHost(*self._make_ledger(must_exist=must_exist), has_units=self._units is not None)
+        if not must_exist:  # a controller that dies before it is told of its clients must not look for those of before
+            self._host.book.begin()
+            if self._host.noted(_DESCRIPTION_NOTE) is not None:
+                self._host.note(_DESCRIPTION_NOTE, None)
         ip, token = own_address(), new_token()
         listener = listen_on(ip)
         self._line: Line = ip, listener.getsockname()[1], token
@@ -65,45 +80,47 @@ class Controller:
         threading.Thread(target=server.run, name="dataplane-ledger", daemon=True).start()
         return self._line
 
-    def _come_back(self) -> None:
-        description = self._host.noted(_DESCRIPTION_NOTE)
-        if description is not None:
-            self._description = pickle.loads(description)
-        self._keeps = self._host.noted(_KEEPER_NOTE)
-        if self._keeps is not None:
-            self._make_keeper().come_back()
-
-    def identity(self) -> str:
-        """Identifies this instance, also in the processes that go on with it."""
-        found = self._host.noted(_IDENTITY_NOTE)
-        if found is None:
-            found = new_id().encode()
-            self._host.note(_IDENTITY_NOTE, found)
-        return found.decode()
-
     def line(self) -> Line:
         """Where this process answers calls."""
         return self._line
 
     def store_config(self, conf: Any) -> None:
         """Keeps what attaching clients are told. A controller that is started again has it too."""
-        self._host.note(_DESCRIPTION_NOTE, pickle.dumps(conf))
+        self._host.note(_DESCRIPTION_NOTE, msgspec.msgpack.encode(conf))
         self._description = conf
 
     def get_config(self) -> Any:
         """What `store_config` was given, or None."""
         return self._description
 
-    def keep_units(self, instance: Any, config: Any, units: list[tuple[str, str, Started]]) -> None:
-        """Starts to watch the storage units of an instance of this class: names, actors, and what they said."""
-        self._keeps = pickle.dumps((instance, config))
-        self._make_keeper().begin(units)
-        self._host.note(_KEEPER_NOTE, self._keeps)
+    def keep_units(self, within_s: float) -> list[Started]:
+        """Starts a storage unit on each node, and keeps one there from now on. Returns and raises as `Keeper.begin`."""
+        assert self._units is not None
+        return self._keeper(self._units).begin(time.monotonic() + within_s)
 
-    def _make_keeper(self) -> Keeper:
-        assert self._keeps is not None
-        instance, config = pickle.loads(self._keeps)
-        identity = self.identity() if self._durable else None
-        create = functools.partial(instance.create_unit, config, identity=identity, added=True)
-        kept = functools.partial(instance.places, config) if self._durable else None
-        return Keeper(self._host, instance.unit_prefix(config), create, kept, wait_s=config.node_wait_s)
+    def _keeper(self, options: UnitOptions) -> Keeper:
+        own = ray.get_runtime_context()
+        name, instance = own.get_actor_name(), self._identity()
+        follows = (name, own.get_actor_id()) if options.detached else None
+
+        def create(actor: str, node: str) -> Any:
+            unit = remote(StorageUnit).options(
+                name=actor,
+                namespace=NAMESPACE,
+                num_cpus=options.num_cpus,
+                memory=1,  # as little as can be: Ray is not to take a node with rows for idle
+                lifetime="detached" if options.detached else None,
+                runtime_env={"env_vars": options.env_vars},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            return unit.remote(options, instance, follows)
+
+        return Keeper(self._host, f"{name}/", create, options.node_wait_s)
+
+    def _identity(self) -> str:
+        """Identifies this instance, also in the processes that go on with it."""
+        found = self._host.noted(_IDENTITY_NOTE)
+        if found is None:
+            found = new_id().encode()
+            self._host.note(_IDENTITY_NOTE, found)
+        return found.decode()

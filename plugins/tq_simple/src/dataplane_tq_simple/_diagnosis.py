@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module, metadata
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dataplane_core.backends import Finding, Level, check_announced_address
 from dataplane_core.errors import DataPlaneError, preview
@@ -14,12 +14,15 @@ from dataplane_core.spec import UnitInfo
 from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
 
+if TYPE_CHECKING:
+    from dataplane_tq_simple._cluster import Instance
+
 #: Seconds that a Ray of this host has to accept a connection.
 _ANSWERS_S: Final = 5.0
 
 
-def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str]) -> Iterator[Finding]:
-    """Findings for these options; see `Backend.diagnose`. ``find_name`` gives the name of the controller's actor."""
+def diagnose(config: QueueConfig, deadline: float, find_class: Callable[[], type[Instance]]) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`. ``find_class`` gives the class of the instance."""
     try:
         import_module("ray")
     except Exception as error:
@@ -34,9 +37,9 @@ def diagnose(config: QueueConfig, deadline: float, find_name: Callable[[], str])
         yield _journal(config)
     address = config.ray_address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        yield from _owners(config, find_name())
+        yield from _of_this_host(config, find_class())
     else:
-        yield from _running(config, deadline)
+        yield from _running(config, find_class(), deadline)
 
 
 def unit_paths(units: Iterable[UnitInfo], node: str) -> Iterator[Finding]:
@@ -78,14 +81,14 @@ def _journal(config: QueueConfig) -> Finding:
 def _durable(folder: str, config: QueueConfig) -> Finding:
     """What lies in the durable folder of this node, and who has its journal open."""
     from dataplane_core.hosting import is_open, owner_of
-    from dataplane_tq_simple._kept import folder_of, places_in, units_of
+    from dataplane_tq_simple._folders import folder_of, folders_in, units_of
 
     of_instance = folder_of(folder, config.instance)
     if not of_instance.is_dir():
         return Finding.ok(
             f"There is no folder {of_instance} on this node yet. An instance that is bootstrapped begins it."
         )
-    count = len(places_in(units_of(folder, config.instance)))
+    count = len(folders_in(units_of(folder, config.instance)))
     what = f"The folder {of_instance} of this node has rows of {count} storage unit{'s' * (count != 1)}"
     owner = owner_of(of_instance)
     if owner is None:
@@ -97,12 +100,12 @@ def _durable(folder: str, config: QueueConfig) -> Finding:
     return Finding.ok(f"{what}. Its journal is open in no process. It was last in {who}.")
 
 
-def _owners(config: QueueConfig, name: str) -> Iterator[Finding]:
+def _of_this_host(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Finding]:
     """What owners of this name have left on this host; if none runs, what a new one would find."""
-    from dataplane_tq_simple import _whereabouts
+    from dataplane_tq_simple import _owners
 
     try:
-        owners = _whereabouts.look(name)
+        owners = _owners.look(instance_class.controller_name(config))
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
         return
@@ -137,7 +140,7 @@ def _local(config: QueueConfig) -> Finding:
     from dataplane_tq_simple._cluster import cpu_error
 
     cpus = len(os.sched_getaffinity(0)) if config.ray_num_cpus is None else config.ray_num_cpus
-    refused = cpu_error(config, cpus, cpus, "a local Ray has")
+    refused = cpu_error(config, getattr(config, "num_storage_units", 1), cpus, cpus, "a local Ray has")
     if refused is not None:
         return Finding.error(refused.message, refused.hint)
     return Finding.ok(
@@ -145,14 +148,14 @@ def _local(config: QueueConfig) -> Finding:
     )
 
 
-def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
+def _running(config: QueueConfig, instance_class: type[Instance], deadline: float) -> Iterator[Finding]:
     import ray
 
     from dataplane_tq_simple._cluster import check_cpus
-    from dataplane_tq_simple._session import RaySession
+    from dataplane_tq_simple._connection import RayConnection
 
     try:
-        session = RaySession.acquire(config, bootstrap=False, deadline=deadline)
+        connection = RayConnection.acquire(config, bootstrap=False, deadline=deadline)
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
         return
@@ -160,7 +163,7 @@ def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         own = ray.get_runtime_context().get_node_id()
         try:
-            check_cpus(config, deadline)
+            check_cpus(config, instance_class.num_units(config), deadline)
         except DataPlaneError as error:
             yield Finding.error(error.message, error.hint)
         else:
@@ -175,4 +178,4 @@ def _running(config: QueueConfig, deadline: float) -> Iterator[Finding]:
         if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
             yield announced
     finally:
-        session.release()
+        connection.release()

@@ -1,7 +1,7 @@
 """The engine of ``tq_simple``: columns in the memory of the storage units of an instance.
 
-Units die and are started again, come and go. The id of a write says which lives of units have its rows (see `_book`).
-The rows of a life that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All
+Nodes and units come and go. The id of a write says which life of a unit has its rows (see `_book`). The rows of a life
+that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All
 others reach the same rows over TCP.
 
 The service in the controller knows what the rows mean, which of them exist and who may have them. The engine only moves
@@ -34,22 +34,19 @@ from dataplane_core.errors import (
     CapacityExceededError,
     DataPlaneError,
     OperationTimeoutError,
-    preview,
 )
 from dataplane_core.host_memory import in_threads
 from dataplane_core.hosting import Address, ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands
 from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
-from dataplane_tq_simple._book import Life, View, by_write
-from dataplane_tq_simple._cluster import ControllerWatch, check_cpus
+from dataplane_tq_simple._book import LIFE_BITS, Life, View
+from dataplane_tq_simple._cluster import ControllerWatch
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._messages import AddUnits, RemoveUnit, UnitRecords, ViewUnits
-from dataplane_tq_simple._places import PATIENCE_S, Places, UnitWatch
+from dataplane_tq_simple._instance import SimpleInstance
+from dataplane_tq_simple._messages import UnitRecords, ViewUnits
 from dataplane_tq_simple._queue import QueueEngine
-from dataplane_tq_simple._units import SimpleStorageInstance
+from dataplane_tq_simple._view import PATIENCE_S, KnownUnits, UnitWatch
 
-#: Seconds between two looks whether new storage units have started.
-_LOOK_AGAIN_S: Final = 0.1
 #: Seconds for which puts avoid a unit that had no room.
 _FULL_S: Final = 1.0
 #: Seconds that a listing waits for a unit, to say how rows get from there.
@@ -63,11 +60,11 @@ _Work = TypeVar("_Work")
 class Engine(QueueEngine):
     """A `QueueEngine` that moves columns to and from the memory of storage units."""
 
-    instance_class = SimpleStorageInstance
+    instance_class = SimpleInstance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._places = Places(self._view, self._forget)
+        self._known = KnownUnits(self._view, self._forget)
         self._units: dict[int, ExtentClient] = {}  # by the number of the life
         self._units_lock = threading.RLock()  # a signal handler may use the client
         self._full: dict[int, float] = {}  # lives that had no room -> until when puts avoid them
@@ -75,7 +72,7 @@ class Engine(QueueEngine):
         self.moved_rows: dict[str, int] = {}  # by their path
 
     def _join(self, deadline: float) -> None:
-        self._places.refresh(deadline)
+        self._known.refresh(deadline)
 
     def _leave(self) -> None:
         with self._units_lock:
@@ -91,9 +88,9 @@ class Engine(QueueEngine):
 
     def units(self, deadline: float) -> list[UnitInfo]:
         """The storage units, and how this process reaches their rows. Raises as `call`."""
-        found = self.call(UnitRecords(), deadline)[0]
-        self._places.refresh(deadline)
-        living = self._places.living()
+        found = self.call(UnitRecords(), deadline)
+        self._known.refresh(deadline)
+        living = self._known.living()
         return [replace(each, path=self._path(living.get(each.name), deadline)) for each in found]
 
     def _path(self, number: int | None, deadline: float) -> Any:
@@ -103,41 +100,6 @@ class Engine(QueueEngine):
             return self._unit(number, min(deadline, time.monotonic() + _PATH_S)).path
         except DataPlaneError:  # it ends now, or cannot be reached
             return ""
-
-    def add_units(self, count: int, deadline: float) -> list[UnitInfo]:
-        """Starts storage units, and waits until they take rows. Returns them.
-
-        Raises:
-            BackendUnavailableError: The cluster lacks the CPUs, or one failed to start. Others may run.
-            OperationTimeoutError: They did not start in time. They may start later.
-            ClientClosedError: As for `call`.
-        """
-        check_cpus(self.config.model_copy(update={"num_storage_units": count, "controller_num_cpus": 0}), deadline)
-        names = self.call(AddUnits(count), deadline)
-        while True:
-            units, failures = self.call(UnitRecords(), deadline)
-            mine = [each for each in units if each.name in names]
-            if len([each for each in mine if each.state != "removed"]) < count:
-                why = [each for each in failures if each.partition(":")[0] in names]
-                raise BackendUnavailableError(f"{count} storage units were to start, but: {'; '.join(why)}")
-            if all(each.state != "starting" for each in mine):
-                return mine
-            if time.monotonic() + _LOOK_AGAIN_S >= deadline:
-                waiting = [each.name for each in mine if each.state == "starting"]
-                raise OperationTimeoutError(f"{preview(waiting)} did not start in time. They may start later.")
-            time.sleep(_LOOK_AGAIN_S)
-
-    def remove_unit(self, name: str, *, now: bool, deadline: float) -> None:
-        """A unit gets no more rows, and ends when its last row is deleted; with ``now`` at once, its rows are lost.
-
-        With ``now``, this client knows it when this returns. Others may still read its rows for a moment.
-
-        Raises:
-            InvalidRequestError: There is no such unit, or no other one that takes rows.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
-        self.call(RemoveUnit(name, now), deadline)
-        self._places.refresh(deadline)
 
     # --- columns ------------------------------------------------------------------------------------------------------
 
@@ -149,35 +111,32 @@ class Engine(QueueEngine):
         If it raises, some of the rows may be stored, now or later. Then do not commit the put; delete its rows.
 
         Args:
-            writes: The writes by their ids, which say which units get their rows.
+            writes: The writes by their ids, which say which unit gets their rows.
             columns: The columns of the put.
             deadline: On `time.monotonic`'s clock, in seconds.
 
         Raises:
-            CapacityExceededError: A unit has no room for its rows.
-            UnitsGoneError: A storage unit has ended. Put the rows under another id.
+            CapacityExceededError: The unit has no room for its rows.
+            UnitsGoneError: The storage unit has ended. Put the rows under another id.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        shares: dict[int, dict[int, ExtentPlan]] = {}
-        for write_id, write in writes.items():
-            spread = self._places.spread(write_id, deadline)
-            if spread is None:
-                raise UnitsGoneError("the storage units of a put were removed. Nothing was written.")
-            found, num_rows = list(columns_of(write, columns).values()), len(write.row_bytes)
-            for number, runs in spread.runs(write_id, num_rows).items():
-                shares.setdefault(number, {})[write_id] = ExtentPlan(found, num_rows, runs)
-        threads = self.own.copy_threads if len(shares) == 1 else 1
+        plans = {
+            write_id: ExtentPlan(list(columns_of(write, columns).values()), len(write.row_bytes))
+            for write_id, write in writes.items()
+        }
+        number = next(iter(writes)) >> LIFE_BITS
+        self._known.look_up([number], deadline)
 
         def put(number: int, unit: ExtentClient, plans: Mapping[int, ExtentPlan]) -> None:
             try:
-                unit.put(plans, deadline, threads)
+                unit.put(plans, deadline, self.own.copy_threads)
             except CapacityExceededError:
                 with self._units_lock:
                     self._full[number] = time.monotonic() + _FULL_S
                 raise
             self._count(unit, sum(plan.num_rows for plan in plans.values()))
 
-        self._each(shares, put, deadline)
+        self._each({number: plans}, put, deadline)
 
     def fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         """Fetches columns in the order of the request: in new memory, or as views where the options allow them.
@@ -199,7 +158,7 @@ class Engine(QueueEngine):
                 if time.monotonic() + PATIENCE_S >= deadline:
                     raise
                 time.sleep(PATIENCE_S)
-                self._places.refresh(deadline)
+                self._known.refresh(deadline)
 
     def delete(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
         """Deletes rows, and frees their memory. Ignores rows that do not exist.
@@ -210,11 +169,10 @@ class Engine(QueueEngine):
         Raises:
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        positions = by_write(refs)
-        drops, left = self._drops(positions, deadline)
+        drops, left = self._drops(refs, deadline)
         if left:  # this client may not know that they are served again
-            self._places.refresh(deadline)
-            drops, left = self._drops(positions, deadline)
+            self._known.refresh(deadline)
+            drops, left = self._drops(refs, deadline)
         while True:
             try:
                 self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
@@ -223,48 +181,42 @@ class Engine(QueueEngine):
                 if time.monotonic() + PATIENCE_S >= deadline:
                     raise
                 time.sleep(PATIENCE_S)
-                self._places.refresh(deadline)
-                drops, left = self._drops(positions, deadline)
+                self._known.refresh(deadline)
+                drops, left = self._drops(refs, deadline)
             except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
                 before = drops.keys()
-                self._places.refresh(deadline)
-                drops, left = self._drops(positions, deadline)
+                self._known.refresh(deadline)
+                drops, left = self._drops(refs, deadline)
                 if drops.keys() == before:
                     raise
 
-    def _drops(self, positions: Mapping[int, Sequence[int]], deadline: float) -> tuple[dict[int, list[Ref]], set[Ref]]:
-        """Which rows each life that is served is to drop, by their positions there; and the refs of those that nobody
-        serves now. The rows of lives that have ended went with them."""
+    def _drops(self, refs: Sequence[Ref], deadline: float) -> tuple[dict[int, list[Ref]], set[Ref]]:
+        """Which rows each life that is served is to drop; and those that nobody serves now. The rows of lives that have
+        ended went with them."""
         drops: dict[int, list[Ref]] = {}
         left: set[Ref] = set()
-        # first the spreads: one that is not known is read with a newer view of the lives
-        spreads = {write_id: self._places.spread(write_id, deadline) for write_id in positions}
-        for write_id, some in positions.items():
-            spread = spreads[write_id]
-            for number, found in ({} if spread is None else spread.split(write_id, some)).items():
-                life = self._places.life(number)
-                if life is not None and life.served:
-                    drops.setdefault(number, []).extend((write_id, there) for _, there in found)
-                elif life is not None:
-                    left.update((write_id, some[index]) for index, _ in found)
+        self._known.look_up({write_id >> LIFE_BITS for write_id, _ in refs}, deadline)
+        for ref in refs:
+            number = ref[0] >> LIFE_BITS
+            life = self._known.life(number)
+            if life is not None and life.served:
+                drops.setdefault(number, []).append(ref)
+            elif life is not None:
+                left.add(ref)
         return drops, left
 
     def _reads(self, located: Located, deadline: float) -> dict[int, list[ExtentRead]]:
         """What to read from which life. Raises `RefsGoneError` for rows of those that have ended."""
         reads: dict[int, list[ExtentRead]] = {}
         gone: list[Ref] = []
+        self._known.look_up({part.write_id >> LIFE_BITS for part in located.parts}, deadline)
         for part in located.parts:
-            spread = self._places.spread(part.write_id, deadline)
-            if spread is None:
+            number = part.write_id >> LIFE_BITS
+            if self._known.life(number) is None:
                 gone += [(part.write_id, position) for position in part.positions]
                 continue
             slots = dict(zip(part.fields, part.slots, strict=True))
-            for number, found in spread.split(part.write_id, part.positions).items():
-                if self._places.life(number) is None:
-                    gone += [(part.write_id, part.positions[index]) for index, _ in found]
-                    continue
-                there, rows = [position for _, position in found], [part.rows[index] for index, _ in found]
-                reads.setdefault(number, []).append(ExtentRead(part.write_id, slots, there, rows))
+            reads.setdefault(number, []).append(ExtentRead(part.write_id, slots, part.positions, part.rows))
         if gone:
             raise RefsGoneError(f"the storage units of {len(gone)} rows ended.", refs=gone)
         return reads
@@ -277,11 +229,7 @@ class Engine(QueueEngine):
         units: list[ExtentClient] = []
 
         def get(number: int, unit: ExtentClient, some: list[ExtentRead]) -> None:
-            try:
-                parts.extend(unit.get(some, located.specs, deadline))
-            except RefsGoneError as error:
-                refs = self._refs_of(located, number, error.refs, deadline)
-                raise RefsGoneError(error.message, refs=refs) from error
+            parts.extend(unit.get(some, located.specs, deadline))
             units.append(unit)
             self._count(unit, sum(len(read.rows) for read in some))
 
@@ -291,20 +239,6 @@ class Engine(QueueEngine):
     def _count(self, unit: ExtentClient, num_rows: int) -> None:
         with self._units_lock:
             self.moved_rows[unit.path] = self.moved_rows.get(unit.path, 0) + num_rows
-
-    def _refs_of(self, located: Located, number: int, gone: Sequence[Ref], deadline: float) -> list[Ref]:
-        """The refs of rows that a life does not have, which its unit names by their positions there."""
-        missing = set(gone)
-        refs = []
-        for part in located.parts:
-            spread = self._places.spread(part.write_id, deadline)
-            found = {} if spread is None else spread.split(part.write_id, part.positions)
-            refs += [
-                (part.write_id, part.positions[index])
-                for index, position in found.get(number, ())
-                if (part.write_id, position) in missing
-            ]
-        return refs
 
     # --- connections to units -----------------------------------------------------------------------------------------
 
@@ -339,10 +273,10 @@ class Engine(QueueEngine):
         unit = self._units.get(number)
         if unit is not None:
             return unit
-        life = self._places.life(number)
+        life = self._known.life(number)
         if life is not None and life.why:  # it may be mended by now
-            self._places.refresh(deadline)
-            life = self._places.life(number)
+            self._known.refresh(deadline)
+            life = self._known.life(number)
         if life is None:
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
         if life.why:
@@ -363,7 +297,7 @@ class Engine(QueueEngine):
     def _connect(self, number: int, life: Life, deadline: float) -> ExtentClient:
         def watch() -> UnitWatch:
             ends = getattr(self._current, "ends", threading.Event())
-            return UnitWatch(self._places, number, life, lambda: ControllerWatch(self._instance), ends.is_set)
+            return UnitWatch(self._known, number, life, lambda: ControllerWatch(self._instance), ends.is_set)
 
         started = life.started
         if self.own.share_memory:

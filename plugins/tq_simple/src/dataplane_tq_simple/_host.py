@@ -1,7 +1,7 @@
 """What the thread in the controller serves: the ledger, and the book of storage units.
 
-The ledger's write ids say which units have the rows. An instance that keeps a journal has both recorded in its folder,
-where a controller that Ray starts again finds them.
+The ledger's write ids say which unit has the rows. An instance with the option `journal` has a log of both in that
+folder, where a controller that Ray starts again finds them.
 """
 
 from __future__ import annotations
@@ -9,78 +9,73 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
-from dataplane_core.hosting import CallId, Client, LedgerHost, lock_folder, sync_path
-from dataplane_core.journal import RecordedLedger
+from dataplane_core.hosting import Client, LedgerHost, lock_folder, sync_path
 from dataplane_core.ledger import LedgerService, Ref, commands
+from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._kept import ENDING_S
-from dataplane_tq_simple._messages import MESSAGES, AddUnits, BeginNear, RemoveUnit, UnitRecords, ViewUnits
+from dataplane_tq_simple._folders import ENDING_S
+from dataplane_tq_simple._messages import MESSAGES, BeginNear, UnitRecords, ViewUnits
 
 _logger = logging.getLogger(__name__)
 
-_OF_THE_BOOK: Final = (ViewUnits, UnitRecords, AddUnits, RemoveUnit)
+_OF_THE_BOOK: Final = (ViewUnits, UnitRecords)
 
 
 def make_ledger(
     journal: Path | None, capacity_bytes: int | None, sync: bool, *, durable: bool = False, must_exist: bool = False
-) -> LedgerService | RecordedLedger:
-    """The ledger of an instance.
+) -> tuple[LedgerService | LoggedLedger, FolderLog | None]:
+    """The ledger of an instance, and its log.
 
     Args:
-        journal: The folder of its journal; the folder that this is in must exist. None: it keeps none.
+        journal: The folder of the log; the folder that this is in must exist. None: there is no log.
         capacity_bytes: As for `LedgerService`.
-        sync: See `RecordedLedger`.
-        durable: Whether the journal outlives the instance: who bootstraps it again goes on with it. The folder that it
-            is in is made, and is this process's alone.
-        must_exist: Whether there must be a journal: the controller was started again.
+        sync: See `FolderLog`.
+        durable: Whether the log outlives the instance: who bootstraps it again goes on with it. The folder that it is
+            in is made, and is this process's alone.
+        must_exist: Whether there must be a log: the controller was started again.
 
     Raises:
         AlreadyRunningError: Another process has the folder.
         BackendUnavailableError: The folder cannot be used.
-        CorruptDataError: The journal is damaged.
+        CorruptDataError: The log is damaged.
     """
     if journal is None:
-        return LedgerService(capacity_bytes)
-    if durable:
-        return _durable_ledger(journal, capacity_bytes, sync, must_exist)
-    if not must_exist and not journal.parent.is_dir():
+        return LedgerService(capacity_bytes), None
+    if not (durable or must_exist or journal.parent.is_dir()):
         raise BackendUnavailableError(
             f"there is no folder {journal.parent} on the node of the controller, {os.uname().nodename}.",
             retryable=False,
             hint="Set `journal` to a folder that all nodes of the Ray cluster share, and make it first.",
         )
-    return RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
-
-
-def _durable_ledger(journal: Path, capacity_bytes: int | None, sync: bool, must_exist: bool) -> RecordedLedger:
     try:
-        lock_folder(journal.parent, journal.name, ENDING_S)  # until this process ends
-        ledger = RecordedLedger(journal, capacity_bytes, sync=sync, must_exist=must_exist)
-        sync_path(journal.parent)  # which has the journal now
+        if durable:
+            lock_folder(journal.parent, journal.name, ENDING_S)  # until this process ends
+        log = FolderLog(journal, sync=sync, must_exist=must_exist)
+        if durable:
+            sync_path(journal.parent)  # which has the log now
     except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
         raise
     except OSError as error:
         raise BackendUnavailableError(
             f"the folder {journal.parent} cannot be used: {error}.", retryable=False
         ) from error
-    if not must_exist:  # the clients of the instance before are gone
-        ledger.end_holds()
-        ledger.file.commit()
-    return ledger
+    # the clients of a durable instance before are gone
+    return LoggedLedger(log, capacity_bytes, ends_holds=durable and not must_exist), log
 
 
 class ControllerHost(LedgerHost):
     """The ledger and the book of storage units of an instance.
 
     Args:
-        ledger: The ledger. If it is recorded, so is the book, and each call with an id is done once.
+        ledger: The ledger.
+        log: That of the ledger, which also keeps the book. None: they are not kept.
+        has_units: Whether rows lie on the units of the book. If not, they lie elsewhere.
 
     Attributes:
         book: The book of storage units. Who holds its lock keeps the server's thread from answering.
@@ -88,32 +83,31 @@ class ControllerHost(LedgerHost):
 
     messages = MESSAGES
 
-    def __init__(self, ledger: LedgerService | RecordedLedger) -> None:
+    def __init__(
+        self, ledger: LedgerService | LoggedLedger, log: FolderLog | None = None, *, has_units: bool = True
+    ) -> None:
         super().__init__(ledger)
         self.book = UnitBook()
         self._ledger = ledger
-        self._journal = ledger if isinstance(ledger, RecordedLedger) else None
-        if self._journal is not None and UNITS_NOTE in self._journal.file.notes:
-            self.book.restore(self._journal.file.notes, self._journal.payload(), self._journal.next_number)
+        self._has_units = has_units
+        self._log = log
+        if log is not None and UNITS_NOTE in log.notes:
+            self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload(), ledger.ledger.next_number)
 
     def note(self, name: str, value: bytes | None) -> None:
         """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
 
-        Nothing happens without a journal.
+        Nothing happens without a log.
         """
-        if self._journal is not None:
+        if self._log is not None:
             with self.book.lock:
                 self._save_book()
-                self._journal.file.note(name, value)
+                self._log.note(name, value)
                 self.settle()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
-        return None if self._journal is None else self._journal.file.notes.get(name)
-
-    def end_removed(self) -> list[str]:
-        """The actors of the units that have ended now: they were draining, and hold nothing that anybody reads."""
-        return self.book.removed(self.garbage)
+        return None if self._log is None else self._log.notes.get(name)
 
     def garbage(self) -> list[Ref]:
         """The rows that nobody reads, and whose payload may not be deleted yet. It may be, from now on."""
@@ -130,14 +124,11 @@ class ControllerHost(LedgerHost):
 
     # --- as a host ----------------------------------------------------------------------------------------------------
 
-    def answer(self, request: Any, client: Client, call: CallId | None = None) -> Any:
+    def answer(self, request: Any, client: Client) -> Any:
         """As `LedgerHost.answer`."""
         answer = super().answer
         with self.book.lock:
-            if self._journal is None or call is None:
-                result = answer(request, client)
-            else:
-                result = self._journal.once(call, lambda: answer(request, client))
+            result = answer(request, client)
             try:
                 self._save_book()
             except BackendUnavailableError as error:
@@ -153,30 +144,27 @@ class ControllerHost(LedgerHost):
 
     def settle(self) -> None:
         """As `Host.settle`. Ray starts a controller that ended here again, unless another process is one already."""
-        if self._journal is not None:
+        if self._log is not None:
             with self.book.lock:
-                self._journal.file.commit_or_end()
+                self._log.commit_or_end()
 
     def _save_book(self) -> None:
-        if self._journal is not None:
-            self.book.save(self._journal.file.note)
+        if self._log is not None:
+            self.book.save(self._log.note)
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
     def _begin_put(self, put: commands.BeginPut, client: Client) -> int:
         """Begins a put whose rows lie elsewhere: the ledger numbers its writes."""
-        if self.book.actors():  # the book numbers them too
+        if self._has_units:  # the book numbers them too
             raise InvalidRequestError("a put was not begun: it names no node, and this instance places rows on units.")
-        if put.write_id is None and self._journal is not None:
-            put = replace(put, write_id=self._journal.take_ids(put.num_ids))
         return self._ledger.call(put)
 
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        num_rows = max(len(write.row_bytes) for write in put.writes)
-        write_id = self.book.place(put.num_ids, put.size_bytes, request.node, num_rows, request.full)
-        self._save_book()  # the journal knows the spread before it knows a put that uses it
+        write_id = self.book.choose(put.num_ids, put.size_bytes, request.node, request.full)
+        self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))
         self.book.add(put.by_id(write_id))
         return write_id
@@ -185,9 +173,7 @@ class ControllerHost(LedgerHost):
         try:
             self.book.check(commit.write_id)
         except UnitsGoneError:
-            # the abort is not what came of the call
-            with nullcontext() if self._journal is None else self._journal.aside():
-                self._ledger.call(commands.AbortPut(commit.write_id))
+            self._ledger.call(commands.AbortPut(commit.write_id))
             raise
         return self._ledger.call(commit)
 
@@ -203,27 +189,12 @@ class ControllerHost(LedgerHost):
     def _records(self, request: UnitRecords, client: Client) -> Any:
         return self.book.records()
 
-    def _add_units(self, request: AddUnits, client: Client) -> Any:
-        return self._noted(self.book.add_units(request.count))
-
-    def _remove_unit(self, request: RemoveUnit, client: Client) -> Any:
-        self.book.remove_unit(request.name, request.now)
-        return self._noted(None)
-
-    def _noted(self, outcome: Any) -> Any:
-        """Keeps what a call has changed in the book, and what came of it."""
-        if self._journal is not None:
-            self._journal.note_outcome(UNITS_NOTE, self.book.pack(), outcome)
-        return outcome
-
 
 ControllerHost.handlers = {
     **LedgerHost.handlers,
     BeginNear: ControllerHost._begin_near,
     ViewUnits: ControllerHost._view,
     UnitRecords: ControllerHost._records,
-    AddUnits: ControllerHost._add_units,
-    RemoveUnit: ControllerHost._remove_unit,
     commands.BeginPut: ControllerHost._begin_put,
     commands.CommitPut: ControllerHost._commit_put,
     commands.Collected: ControllerHost._collected,

@@ -14,17 +14,16 @@ from dataplane_tq_simple._errors import UnitsGoneError
 
 @dataclass(frozen=True, slots=True)
 class BeginNear(Request[int]):
-    """Begins a put whose rows go to a unit of a node, if it has one with room. Reply and errors as of
-    `commands.BeginPut`.
+    """Begins a put whose rows go to the unit of a node, if it has room. Reply and errors as of `commands.BeginPut`.
 
     Attributes:
         put: The put.
-        node: The node. None: no node comes first.
+        node: The node.
         full: Lives of units that get none of its rows, if others take rows.
     """
 
     put: commands.BeginPut
-    node: str | None
+    node: str
     full: list[int]
 
 
@@ -36,23 +35,8 @@ class ViewUnits(Request[View | None]):
 
 
 @dataclass(frozen=True, slots=True)
-class UnitRecords(Request[tuple[list[UnitInfo], list[str]]]):
-    """Reply: the storage units, and why some of them failed."""
+class UnitRecords(Request[list[UnitInfo]]):
+    """Reply: the storage units."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddUnits(Request[list[str]]):
-    """Starts so many storage units. Reply: their names. Raises as `UnitBook.add_units`."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveUnit(Request[None]):
-    """Removes a storage unit. Raises as `UnitBook.remove_unit`."""
-
-    name: str
-    now: bool
-
-
-MESSAGES: Final = Messages(BeginNear, ViewUnits, UnitRecords, AddUnits, RemoveUnit, errors=[UnitsGoneError])
+MESSAGES: Final = Messages(BeginNear, ViewUnits, UnitRecords, errors=[UnitsGoneError])

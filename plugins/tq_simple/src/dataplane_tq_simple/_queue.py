@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 import ray
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting import CallId, Lanes, Request, Session, TcpAddress
+from dataplane_core.hosting import Request, Session, TcpAddress
 from dataplane_core.ledger import Command
 from dataplane_tq_simple._cluster import ControllerWatch, Instance
+from dataplane_tq_simple._connection import RayConnection
 from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import MESSAGES
-from dataplane_tq_simple._session import RaySession
 
 _logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ _logger = logging.getLogger(__name__)
 _REPEAT_S: Final = 0.02
 #: Seconds for which a call asks Ray whether the controller is dead whose line broke.
 _BROKEN_S: Final = 5.0
-#: Seconds, beyond its deadline, for which the controller keeps the outcome of a call.
-_KEPT_S: Final = 30.0
 
 _Reply = TypeVar("_Reply")
 
@@ -72,18 +70,16 @@ class QueueEngine(ABC):
     #: What `open` starts or finds.
     instance_class: ClassVar[type[Instance]]
 
-    def __init__(self, instance: Any, own: Any, session: RaySession, *, bootstrapped: bool) -> None:
+    def __init__(self, instance: Any, own: Any, connection: RayConnection, *, bootstrapped: bool) -> None:
         self.config = instance.config
         self.own = own
         self.bootstrapped = bootstrapped
         self.ray_address: str = ray.get_runtime_context().gcs_address
         self.node: str = ray.get_runtime_context().get_node_id()
         self._instance = instance
-        self._ray = session
+        self._ray = connection
         self._session: Session | None = None  # with the controller
         self._finding = threading.Lock()
-        # a controller with a journal may die: calls are repeated, and it does each once
-        self._lanes = None if self.config.journal is None else Lanes(_KEPT_S)
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._closed = False
@@ -110,15 +106,15 @@ class QueueEngine(ABC):
             OperationTimeoutError: Not all processes started in time. Those that had started were ended. To attach: its
                 controller does not answer.
         """
-        session = RaySession.acquire(config, bootstrap=bootstrap, deadline=deadline)
+        connection = RayConnection.acquire(config, bootstrap=bootstrap, deadline=deadline)
         try:
             if bootstrap:
                 instance = cls.instance_class.start(config, deadline=deadline)
             else:
                 instance = cls.instance_class.find(config, deadline=deadline, wait_s=wait_s)
-            engine = cls(instance, config, session, bootstrapped=bootstrap)
+            engine = cls(instance, config, connection, bootstrapped=bootstrap)
         except BaseException:
-            session.release()
+            connection.release()
             raise
         try:
             engine._find_session(deadline)
@@ -175,9 +171,9 @@ class QueueEngine(ABC):
     ) -> _Reply:
         """Asks the host in the controller. Atomic: requests of all clients run one after the other.
 
-        A request is executed at most once. It is not repeated here after a failure, unless the controller keeps a
-        journal: then it is repeated when the controller was started again, until the deadline. A request that was given
-        up before the controller read it is not executed.
+        It is not repeated here after a failure, unless the controller has a log: then it is repeated when the
+        controller was started again, until the deadline. The ledger does nothing twice. A request that was given up
+        before the controller read it is not executed.
 
         Args:
             request: The request.
@@ -192,20 +188,16 @@ class QueueEngine(ABC):
             ClientClosedError: This engine is closed.
         """
         reply: _Reply
-        if self._lanes is None:
-            reply = self._call(request, wake, None, deadline)
-            return reply
-        with self._lanes.lease(max(0.0, deadline - time.monotonic())) as call_id:
-            while True:
-                try:
-                    reply = self._call(request, wake, call_id, deadline)
-                    return reply
-                except LineBrokenError:  # Ray may start the controller again
-                    if self._closed:
-                        raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None
-                    if time.monotonic() + _REPEAT_S >= deadline:
-                        raise
-                    time.sleep(_REPEAT_S)
+        while True:
+            try:
+                reply = self._call(request, wake, deadline)
+                return reply
+            except LineBrokenError:  # Ray may start the controller again
+                if self._closed:
+                    raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None
+                if self.config.journal is None or time.monotonic() + _REPEAT_S >= deadline:
+                    raise
+                time.sleep(_REPEAT_S)
 
     def stop_waiting(self, token: str) -> None:
         """What was called with ``wake`` waits no longer. Does not block for long."""
@@ -218,19 +210,18 @@ class QueueEngine(ABC):
         self,
         request: Any,
         wake: Callable[[], object] | None,
-        call_id: CallId | None,
         deadline: float,
     ) -> Any:
         what = f"call {_name(request)!r}"
         session = self._find_session(deadline)
         try:
             if wake is None:
-                return session.call(what, deadline, request, call_id)
-            return session.call_waiting(what, deadline, request, wake, call_id)
+                return session.call(what, deadline, request)
+            return session.call_waiting(what, deadline, request, wake)
         except LineBrokenError:
             if self._session is session and not self._closed:  # the controller may live, and answer elsewhere
                 self._session = None
-            if self._lanes is None:
+            if self.config.journal is None:
                 self._check_controller(deadline)
             raise
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 import psutil
 
-from dataplane_core.backends import never_reachable
 from dataplane_core.errors import ConfigError
 
 __all__ = [
@@ -119,6 +118,8 @@ def check_address(address: str, *, num_nodes: int, of: str) -> None:
     Raises:
         ConfigError: A link-local, multicast or unspecified address; a loopback address where there are several nodes.
     """
+    from dataplane_core.backends import never_reachable  # with torch, which controllers and storage units do without
+
     parsed = _parsed(address)
     kind = "not an IP address" if parsed is None else never_reachable(parsed)
     if kind is None and parsed is not None and parsed.is_loopback and num_nodes > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,9 +11,11 @@ from dataplane_core.backends import CapacityOptions, SizeBytes
 
 __all__ = ["QueueConfig", "TQSimpleConfig"]
 
+_RETIRED: Final = frozenset({"num_storage_units", "near_writer"})
+
 
 class QueueConfig(CapacityOptions):
-    """Where an instance runs on Ray, and how many processes hold its rows.
+    """Where an instance runs on Ray.
 
     The bootstrapping client sets all options. An attaching client needs only ``instance`` and, if Ray is not
     initialised in its process, ``ray_address``. It reads the rest from the running instance.
@@ -21,9 +23,6 @@ class QueueConfig(CapacityOptions):
 
     instance: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Name of this queue on its Ray cluster. Instances of different names share nothing."""
-
-    num_storage_units: int = Field(default=1, ge=1, le=1024)
-    """Storage processes at the start, which hold the rows."""
 
     ray_address: str | None = None
     """``host:port`` of the Ray cluster, or ``auto``. Default: the cluster that this process is connected to; else the
@@ -69,21 +68,17 @@ class QueueConfig(CapacityOptions):
 class TQSimpleConfig(QueueConfig):
     """The options of ``tq_simple``."""
 
-    near_writer: bool = True
-    """Place the rows of a put on a storage unit of the writer's own node, where there is one with room."""
-
     unit_bytes: SizeBytes | None = Field(default=None, gt=0)
     """The memory that a storage unit may use. It is taken as it is needed. Default: enough for ``capacity_bytes``; if
-    that is not set, half of what its node has available when it starts, divided by the units with which the instance
-    starts there. Set it if you add units."""
+    that is not set, half of what its node has available when it starts."""
 
     touch_ahead_bytes: SizeBytes = Field(default=64 << 20, ge=0)
     """Memory that a unit makes ready in the background before it is used. It starts with so much, and makes as much
     more ready whenever less than half of it is left."""
 
     durable: str | None = None
-    """A folder on each node in which storage units keep their rows, absolute. A unit that is started again on its node
-    brings its rows back. All processes may be killed at any moment, those of Ray too: who bootstraps the instance again
+    """A folder on each node in which its storage unit keeps its rows, absolute. A unit that is started again brings
+    them back. All processes may be killed at any moment, those of Ray too: who bootstraps the instance again
     with this folder has all that was committed. Without ``journal``, it is in this folder of the bootstrapping client's
     node, and the controller stays there."""
 
@@ -92,8 +87,8 @@ class TQSimpleConfig(QueueConfig):
     something, returns when that is on the disk: it also survives the end of the machine."""
 
     node_wait_s: float = Field(default=120.0, ge=0)
-    """Only with ``durable``. Ray starts the units of a node that died on other nodes. For so many seconds, such a unit
-    waits for a node that has its folder. Then it begins without rows, and those that it had are named as lost."""
+    """Only with ``durable``. For so many seconds, rows whose node died, or whose folder is not there, are waited for.
+    Then they are named as lost."""
 
     share_memory: bool = True
     """Whether this client shares the memory of the units on its node. If not, or where it cannot, rows go over the
@@ -120,6 +115,11 @@ class TQSimpleConfig(QueueConfig):
     @model_validator(mode="before")
     @classmethod
     def _journal_by_default(cls, values: Any) -> Any:
+        for name in _RETIRED & (values.keys() if isinstance(values, dict) else set()):
+            raise ValueError(
+                f"{name!r} is no longer an option: each node of the Ray cluster has one storage unit, and the rows of "
+                "a put go to that of the writer's node while it has room. Remove it."
+            )
         if isinstance(values, dict) and values.get("durable") is not None and values.get("journal") is None:
             return {**values, "journal": values["durable"]}
         return values

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from tiers import in_long
 
 from dataplane_core import connect
@@ -38,7 +37,7 @@ ROLES = Path(__file__).parents[3] / "shm_store" / "tests" / "engines" / "durable
 
 
 def config_of(address: str, folder: Path, **more: Any) -> dict[str, Any]:
-    own = {"instance": NAME, "ray_address": address, "num_storage_units": 2, "near_writer": False}
+    own = {"instance": NAME, "ray_address": address}
     return {
         "backend": "tq_simple",
         "op_timeout_s": STARTS_S,
@@ -74,7 +73,7 @@ def states(client: DataPlaneClient) -> list[tuple[str, int]]:
     return [(each.state, each.num_starts) for each in client.list_units()]
 
 
-def places(folder: Path) -> list[Path]:
+def folders(folder: Path) -> list[Path]:
     return sorted((folder / NAME / "units").iterdir())
 
 
@@ -95,20 +94,20 @@ def test_a_unit_that_is_killed_under_load_brings_its_rows_back(
     with Load(client, config) as load:
         kill("unit-0")
         load.goes_on()
-        eventually(lambda: states(client) == [("serving", 2), ("serving", 1)], "the unit is not started again")
+        eventually(lambda: states(client) == [("serving", 2)], "the unit is not started again")
         load.goes_on()
     check(client, load)
 
 
-def test_a_unit_the_controller_and_another_unit_are_killed_at_once_under_load(
+def test_the_unit_and_the_controller_are_killed_at_once_under_load(
     client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
 ) -> None:
     with Load(client, config) as load:
         kill("unit-0", "")
         load.goes_on()
-        kill("", "unit-0", "unit-1")
+        kill("", "unit-0")
         load.goes_on()
-        eventually(lambda: states(client) == [("serving", 3), ("serving", 2)], "the units are not started again")
+        eventually(lambda: states(client) == [("serving", 3)], "the unit is not started again")
     check(client, load)
 
 
@@ -117,9 +116,10 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
 ) -> None:
     put(client, IDS)
     pid = pid_of(f"tq-{NAME}/unit-0")
-    (place,) = [each for each in places(tmp_path) if owner_of(each).pid == pid]
-    aside = place.rename(tmp_path / "aside")
-    place.write_text("this is no folder")
+    (own,) = folders(tmp_path)
+    assert owner_of(own).pid == pid
+    aside = own.rename(tmp_path / "aside")
+    own.write_text("this is no folder")
     with suppress(ProcessLookupError):  # it ends by itself if it happens to note something now
         os.kill(pid, signal.SIGKILL)
 
@@ -137,34 +137,19 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
 
     refused = eventually(refusal, "nobody is told")
     assert not refused.retryable
-    assert re.search(rf"unit-0 cannot bring its rows back: .*{place} cannot be used", str(refused))
-    put(client, ["more-1", "more-2", "more-3"])
-    client.clear_samples(["more-2", IDS[0]], "p")
-    client.clear_samples(["more-3"], "p")
-    place.unlink()  # now it looks for the node that has it
-    assert len(places(tmp_path)) == 1
+    assert re.search(rf"unit-0 cannot bring its rows back: .*{own} cannot be used", str(refused))
+    with pytest.raises(BackendUnavailableError, match="no storage unit takes rows"):
+        put(client, ["more-1"])
+    client.clear_samples([IDS[0]], "p")
+    own.unlink()  # now it waits for it
     client.clear_samples([IDS[1]], "p")
-    aside.rename(place)
+    aside.rename(own)
     eventually(is_back, "it does not find it")
-    assert right(client, ["more-1"])
-    assert [state for state, _ in states(client)] == ["serving", "serving"]
-    assert len(places(tmp_path)) == 2
-    eventually(lambda: sum(each.num_rows for each in client.list_units()) == 19, "what was cleared meanwhile is kept")
+    assert [state for state, _ in states(client)] == ["serving"]
+    assert folders(tmp_path) == [own]
+    eventually(lambda: sum(each.num_rows for each in client.list_units()) == 18, "what was cleared meanwhile is kept")
     client.clear_samples(None, "p")
-    assert [each.num_rows for each in client.list_units()] == [0, 0]
-
-
-def test_a_unit_that_ray_does_not_start_again_is_created_again(
-    client: DataPlaneClient, pid_of: Callable[[str], int]
-) -> None:
-    put(client, IDS)
-    pid = pid_of(f"tq-{NAME}/unit-0")
-    ray.kill(ray.get_actor(f"tq-{NAME}/unit-0", namespace="dataplane"), no_restart=True)
-    eventually(lambda: states(client) == [("serving", 2), ("serving", 1)], "it is not created again")
-    assert right(client, IDS)
-    assert pid_of(f"tq-{NAME}/unit-0") != pid
-    client.remove_unit("unit-0", now=True)
-    assert 0 < len(lost(client, IDS)) < 20
+    assert [each.num_rows for each in client.list_units()] == [0]
 
 
 def test_a_unit_whose_folder_does_not_come_begins_without_it(
@@ -174,27 +159,23 @@ def test_a_unit_whose_folder_does_not_come_begins_without_it(
     with connect(config, bootstrap=True) as client:
         client.register_partition("p", ["x"], None, TASKS)
         put(client, IDS)
-        for each in places(tmp_path):
-            each.rename(tmp_path / each.name)
-        kill("unit-0", "unit-1")
-        eventually(lambda: [state for state, _ in states(client)] == ["serving"] * 2, "they wait for it")
-        assert lost(client, IDS) == IDS
+        (first,) = folders(tmp_path)
+        aside = first.rename(tmp_path / first.name)
+        kill("unit-0")
+        eventually(lambda: lost(client, IDS) == IDS, "it is waited for")
         put(client, IDS)
         assert right(client, IDS)
-        first = [(each, tmp_path / NAME / "units" / each.name) for each in tmp_path.iterdir() if each.name != NAME]
-        assert len(first) == 2
-        for each, back in first:
-            each.rename(back)
-        kill("unit-0", "unit-1")
-        eventually(lambda: states(client) == [("serving", 3)] * 2, "they are not started again")
-        assert right(client, IDS), "they go on with what they began"
+        aside.rename(first)
+        kill("unit-0")
+        eventually(lambda: states(client) == [("serving", 3)], "it is not started again")
+        assert right(client, IDS), "it goes on with what it began"
 
 
 # --- all processes end ------------------------------------------------------------------------------------------------
 
 
 def filled(config: dict[str, Any]) -> None:
-    """Bootstraps an instance, puts 20 rows over its units, acks two and leases two, and ends it."""
+    """Bootstraps an instance, puts 20 rows, acks two and leases two, and ends it."""
     with connect(config, bootstrap=True) as client:
         client.register_partition("p", ["x"], None, TASKS, grpo_group_size=2)
         put(client, IDS)
@@ -227,7 +208,7 @@ def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp
 
     assert "There is no folder" in said()
     filled(config)
-    nobody = "has rows of 2 storage units. Its journal is open in no process. It was last in process"
+    nobody = "has rows of 1 storage unit. Its journal is open in no process. It was last in process"
     eventually(lambda: nobody in said(), "the controller's process does not end")
     with connect(config, bootstrap=True) as client:
         assert right(client, IDS[:18])
@@ -235,33 +216,30 @@ def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp
         assert list(claimed.sample_ids) == IDS[2:18], "what was acked is not given again, what was leased is"
         assert sum(each.num_rows for each in client.list_units()) == 18
         client.clear_samples(None, "p")
-        assert [each.num_rows for each in client.list_units()] == [0, 0]
+        assert [each.num_rows for each in client.list_units()] == [0]
 
 
-def test_places_that_are_removed_or_damaged_name_their_rows(config: dict[str, Any], tmp_path: Path) -> None:
+def test_folders_that_are_removed_or_damaged_name_their_rows(config: dict[str, Any], tmp_path: Path) -> None:
+    config["options"]["node_wait_s"] = 0.0
     filled(config)
-    cut, removed = places(tmp_path)
-    shutil.rmtree(removed)
+    shutil.rmtree(folders(tmp_path)[0])
+    for damage in (True, False):
+        with connect(config, bootstrap=True) as client:
+            eventually(lambda client=client: lost(client, IDS[:18]) == IDS[:18], "they are waited for")
+            assert sum(each.num_lost for each in client.list_units()) == 18
+            put(client, IDS[:18])
+            assert right(client, IDS[:18])
+        if damage:
+            os.truncate(folders(tmp_path)[0] / "arena", 4096)
     with connect(config, bootstrap=True) as client:
-        gone = lost(client, IDS[:18])
-        assert 0 < len(gone) < 18
-        assert sum(each.num_lost for each in client.list_units()) == len(gone)
-        put(client, gone)
         assert right(client, IDS[:18])
-    os.truncate(cut / "arena", 4096)
-    with connect(config, bootstrap=True) as client:
-        assert len(client.list_units()) == 2
-        now = lost(client, IDS[:18])
-        assert 0 < len(now) < 18
-        put(client, now)
-        assert right(client, IDS[:18])
-    assert [each for each in places(tmp_path) if each.name.startswith("damaged-")], "nothing is deleted"
+    assert [each for each in folders(tmp_path) if each.name.startswith("damaged-")], "nothing is deleted"
 
 
 def test_rows_whose_bytes_are_not_what_was_put_are_named(config: dict[str, Any], tmp_path: Path) -> None:
     filled(config)
-    for place in places(tmp_path):
-        with (place / "arena").open("r+b") as file:
+    for own in folders(tmp_path):
+        with (own / "arena").open("r+b") as file:
             data = file.read(1 << 16)
             file.seek(0)
             file.write(bytes(each ^ 1 if at % 1024 == 0 else each for at, each in enumerate(data)))
@@ -279,10 +257,10 @@ def test_a_journal_that_is_not_that_of_the_rows_is_refused(
         connect(config, bootstrap=True)
     (tmp_path / NAME).rename(tmp_path / "first")
     filled(config)
-    for place in places(tmp_path):
-        shutil.rmtree(place)
-    place = next((tmp_path / "first" / "units").iterdir())
-    shutil.copytree(place, tmp_path / NAME / "units" / place.name)
+    for own in folders(tmp_path):
+        shutil.rmtree(own)
+    own = next((tmp_path / "first" / "units").iterdir())
+    shutil.copytree(own, tmp_path / NAME / "units" / own.name)
     with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
         connect(config, bootstrap=True)
     eventually(lambda: not actors(f"tq-{NAME}"), "something is left behind")
@@ -293,21 +271,17 @@ def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_p
     with pytest.raises(AlreadyRunningError, match=f"in use by process {os.getpid()} of host {os.uname().nodename}"):
         connect(config, bootstrap=True)
     os.close(lock)
-    with connect(config, bootstrap=True) as client:
-        for folder, holds in [(tmp_path / NAME, "journal"), *((place, "notes") for place in places(tmp_path))]:
+    with connect(config, bootstrap=True):
+        for folder, holds in [(tmp_path / NAME, "journal"), *((own, "notes") for own in folders(tmp_path))]:
             with pytest.raises(AlreadyRunningError, match="in use by process"):
                 lock_folder(folder, holds, 0.0)
-        client.remove_unit("unit-1")
-        eventually(lambda: len(places(tmp_path)) == 1, "what the unit kept is not deleted")
-        client.add_units(1)
-        assert len(places(tmp_path)) == 2
 
 
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for options, said in [
         ({"sync": "commit"}, "'sync' needs 'durable'"),
         ({"durable": "here"}, "not an absolute path"),
-        ({"durable": str(tmp_path), "num_storage_units": 0}, "num_storage_units"),
+        ({"durable": str(tmp_path), "num_storage_units": 2}, "'num_storage_units' is no longer an option"),
     ]:
         with pytest.raises(ConfigError, match=said):
             connect({"backend": "tq_simple", "options": options}, bootstrap=True)
@@ -343,7 +317,7 @@ def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(
     python: Any, tmp_path: Path, num_rounds: int
 ) -> None:
     """Each round has a Ray of its own. All that runs on it is killed, and the next one goes on with the folder."""
-    options = {"instance": f"all-{uuid.uuid4().hex[:8]}", "durable": str(tmp_path / "folder"), "num_storage_units": 2}
+    options = {"instance": f"all-{uuid.uuid4().hex[:8]}", "durable": str(tmp_path / "folder")}
     config = {"backend": "tq_simple", "op_timeout_s": 300.0, "options": {**options, "unit_bytes": 64 << 20}}
 
     def acked() -> int:

@@ -1,4 +1,4 @@
-"""Calls and rows, over a real controller and two real storage units; and processes of these that stand still or die."""
+"""Calls and rows, over a real controller and a real storage unit; and processes of these that stand still or die."""
 
 import os
 import re
@@ -32,7 +32,7 @@ _WORKER = """
 import sys, time
 from dataplane_core import connect
 from dataplane_core.ledger import commands
-from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple import TQSimpleConfig, _cluster
 from dataplane_tq_simple._engine import Engine
 
 address, deadline = sys.argv[1], time.monotonic() + 240
@@ -43,15 +43,15 @@ with Engine.open(TQSimpleConfig(instance="engine", ray_address=address), bootstr
 
 @pytest.fixture(scope="module")
 def engine(ray_cluster):
-    config = TQSimpleConfig(instance="engine", num_storage_units=2)
+    config = TQSimpleConfig(instance="engine")
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         yield engine
 
 
 @pytest.fixture(params=[True, False], ids=["memory", "wire"])
 def client(request, engine, ray_cluster):
-    """A client whose rows are dealt out over both units, with an empty partition."""
-    options = {"instance": "engine", "ray_address": ray_cluster, "near_writer": False, "share_memory": request.param}
+    """A client with an empty partition."""
+    options = {"instance": "engine", "ray_address": ray_cluster, "share_memory": request.param}
     with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
         client.register_partition("p", ["x"], None, ["train"])
         yield client
@@ -92,10 +92,10 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(engine, ray_cluster, pyt
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_two_units_come_back_in_order(client):
+def test_rows_come_back_in_order(client):
     path = "memory" if backend_of(client).config.share_memory else "wire"
     client.put_samples(IDS, "p", {"x": ROWS})
-    assert [(each.num_rows, each.path) for each in client.list_units()] == [(10, path)] * 2
+    assert [(each.num_rows, each.path) for each in client.list_units()] == [(20, path)]
     assert backend_of(client).moved_rows == {path: 20}
     order = np.random.default_rng(0).permutation(20).tolist()
     for wanted in (list(range(20)), order, order[:7], [3]):
@@ -141,9 +141,9 @@ def test_a_storage_unit_that_stands_still(client, pid_of, stopped, hurries, told
     client.put_samples(IDS, "p", {"x": ROWS})
     config = {"backend": "tq_simple", "options": backend_of(client).config.model_dump()}
     with connect(config, bootstrap=False) as other:
-        assert len(other.list_units()) == 2  # it is connected to both
-        with stopped(pid_of("tq-engine/unit-1")):
-            stands_still = r"storage unit-1\..*It has not ended: it is stopped"
+        assert len(other.list_units()) == 1  # it is connected to it
+        with stopped(pid_of("tq-engine/unit-0")):
+            stands_still = r"storage unit-0\..*It has not ended: it is stopped"
             told_in_time(lambda: other.get_samples(IDS, "p", ["x"]), OperationTimeoutError, stands_still, 3.0)
             with hurries(3), pytest.raises(OperationTimeoutError):
                 other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
@@ -155,7 +155,7 @@ def test_a_storage_unit_that_stands_still(client, pid_of, stopped, hurries, told
 
 
 def held_bytes(engine):
-    units = [engine._unit(number, soon()) for number in engine._places.living().values()]
+    units = [engine._unit(number, soon()) for number in engine._known.living().values()]
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
@@ -172,7 +172,7 @@ def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
         with pytest.raises(BackendUnavailableError):
             Engine.open(config, bootstrap=False, deadline=soon(), wait_s=0.5)
         with monkeypatch.context() as patch:
-            patch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the units to end
+            patch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the old one to end
             with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
                 Engine.open(config, bootstrap=True, deadline=soon())
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
@@ -203,6 +203,6 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ra
 
 def test_actors_run_at_the_priority_of_any_other_process(engine):
     """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
-    actors = [ray.get_actor(f"tq-engine{name}", namespace="dataplane") for name in ("", "/unit-0", "/unit-1")]
+    actors = [ray.get_actor(f"tq-engine{name}", namespace="dataplane") for name in ("", "/unit-0")]
     asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
-    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 3
+    assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 2

@@ -25,9 +25,9 @@ from dataplane_core.errors import (
 )
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig
+from dataplane_tq_simple._connection import RayConnection, _this_one
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords
-from dataplane_tq_simple._session import RaySession, _connection
 
 _OWN_RAY = """
 import json, os, sys, time, warnings
@@ -77,6 +77,9 @@ def test_options_are_checked():
         TQSimpleConfig(instance="a/b")
     with pytest.raises(ValidationError, match="Ray Client"):
         TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
+    for retired in ({"num_storage_units": 2}, {"near_writer": False}):
+        with pytest.raises(ValidationError, match="no longer an option: each node of the Ray cluster has one"):
+            TQSimpleConfig(**retired)
 
 
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note):
@@ -90,7 +93,7 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
         assert note(two, "two") == ["two"]
         # An attached engine knows the instance's options, not its own.
         with Engine.open(
-            TQSimpleConfig(instance="two", num_storage_units=7), bootstrap=False, deadline=soon()
+            TQSimpleConfig(instance="two", unit_bytes=1 << 21), bootstrap=False, deadline=soon()
         ) as attached:
             assert attached.config == two.config
             assert attached.config.unit_bytes == 1 << 20
@@ -107,7 +110,7 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
             client.put_samples(["a"], "p", {"x": torch.zeros(1, 1 << 17)})
 
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
-            Engine.open(TQSimpleConfig(instance="one", num_storage_units=3), bootstrap=True, deadline=soon())
+            Engine.open(TQSimpleConfig(instance="one", unit_bytes=1 << 21), bootstrap=True, deadline=soon())
         assert note(one, "more") == ["one", "more"]
 
         with pytest.raises(
@@ -120,7 +123,7 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
 @ray.remote(num_cpus=0)
 def attach_and_list_units(config):
     with Engine.open(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
-        return engine.call(UnitRecords(), soon())[0]
+        return engine.call(UnitRecords(), soon())
 
 
 def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs):
@@ -142,11 +145,11 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, no
     late = attach_and_list_units.remote(config)
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
         assert note(engine, "afresh") == ["afresh"]
-        assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())[0]
+        assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())
 
 
 def test_too_few_cpus_are_reported_with_numbers(ray_cluster, monkeypatch):
-    config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=4, num_storage_units=2)
+    config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=8)
     with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* 8 free of 8") as error:
         Engine.open(config, bootstrap=True, deadline=soon())
     assert not error.value.retryable
@@ -172,7 +175,7 @@ def test_another_cluster_than_the_connected_one_is_refused(ray_cluster):
 
 
 def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster):
-    with ThreadPoolExecutor(1) as pool, RaySession._lock:  # as the other one holds it
+    with ThreadPoolExecutor(1) as pool, RayConnection._lock:  # as the other one holds it
         attaching = pool.submit(Engine.open, TQSimpleConfig(), bootstrap=False, deadline=soon(0.1))
         with pytest.raises(OperationTimeoutError, match="another client of this process"):
             attaching.result(timeout=20)
@@ -199,9 +202,9 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     """Its `shutdown` has no argument."""
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    monkeypatch.setattr(RaySession, "_ours", _connection())
-    monkeypatch.setattr(RaySession, "_num_users", 1)
-    RaySession(ours=True).release()
+    monkeypatch.setattr(RayConnection, "_ours", _this_one())
+    monkeypatch.setattr(RayConnection, "_num_users", 1)
+    RayConnection(ours=True).release()
     assert ended
 
 
@@ -216,8 +219,8 @@ def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, r
     with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline()
         with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
-            attached.add_units(1, soon())
-            pids = [pid_of(f"tq-crash{name}") for name in ("", "/unit-0", "/unit-1")]
+            assert len(attached.units(soon())) == 1
+            pids = [pid_of(f"tq-crash{name}") for name in ("", "/unit-0")]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
             eventually(lambda: not any(map(runs, pids)), 120.0)

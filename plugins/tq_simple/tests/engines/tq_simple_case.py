@@ -33,12 +33,12 @@ class TQSimpleCase(AuthorsClass):
     def held_bytes(self, backend):
         """The rows in the memory of the storage units, as the units count them."""
         deadline, engine = time.monotonic() + 30, backend._engine
-        engine._places.refresh(deadline)
-        units = [engine._unit(number, deadline) for number in engine._places.living().values()]
+        engine._known.refresh(deadline)
+        units = [engine._unit(number, deadline) for number in engine._known.living().values()]
         return sum(unit.session.call("the kit's", deadline, Memory()).held_bytes for unit in units)
 
     def conflicting_options(self, options):
-        return {**options, "num_storage_units": 2}
+        return {**options, "unit_bytes": 1 << 30}
 
 
 def units_of(backend, located, deadline):

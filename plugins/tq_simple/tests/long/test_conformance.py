@@ -9,20 +9,18 @@ from dataplane_testkit import BackendConformance
 
 
 class TestTQSimpleOverTheWire(TQSimpleCase, BackendConformance):
-    """Rows are dealt out over two units, which this process does not share memory with."""
+    """This process does not share memory with the unit."""
 
     @pytest.fixture
     def options(self, ray_address):
         return {
             "instance": "wire",
             "ray_address": ray_address,
-            "num_storage_units": 2,
-            "near_writer": False,
             "share_memory": False,
         }
 
     def conflicting_options(self, options):
-        return {**options, "num_storage_units": 3}
+        return {**options, "unit_bytes": 1 << 30}
 
 
 class TestTQSimpleViews(TQSimpleCase, BackendConformance):

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dataplane_core.errors import InvalidRequestError, LostSamplesError
 from dataplane_core.spec import CallInfo, ClientInfo, PhaseInfo, WorkInfo
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import ids
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._store import Store
-from dataplane_testkit._timing import STARTS_S, eventually
+from dataplane_testkit._timing import eventually
 
 _LONG_S = 600.0
-#: Rows of a put. Ten such puts reach every unit.
-_NUM_ROWS = 24
 
 
 def _client(**about: Any) -> ClientInfo:
@@ -35,19 +32,6 @@ def _close(store: Store, *clients: ClientInfo) -> None:
     """The clients are closed. Otherwise other tests count them for minutes."""
     for each in clients:
         _announce(store, each, 0.0)
-
-
-def _put_on_all_units(store: Store, partition: str) -> list[str]:
-    """Puts so often that each unit gets rows. Returns the ids."""
-    names = ids(10 * _NUM_ROWS)
-    for first in range(0, len(names), _NUM_ROWS):
-        store.put(partition, names[first : first + _NUM_ROWS], x=torch.arange(_NUM_ROWS))
-    return names
-
-
-def _held(store: Store, name: str) -> int | None:
-    """The rows that a unit holds; None if it is no longer listed."""
-    return {each.name: each.num_rows for each in store.client.list_units()}.get(name)
 
 
 class ListingSuite(Suite, chapter="listing"):
@@ -124,46 +108,19 @@ class ListingSuite(Suite, chapter="listing"):
 
     # --- units --------------------------------------------------------------------------------------------------------
 
-    def test_a_unit_that_is_added_gets_rows_and_is_drained(self, store: Store) -> None:
+    def test_units_are_listed_with_the_rows_that_they_hold(self, store: Store) -> None:
         partition = store.register("x")
-        before = {each.name for each in store.client.list_units()}
-        (new,) = store.client.add_units(1)
-        assert (new.name in before, new.state) == (False, "serving")
-        assert {each.name for each in store.same_store_client().list_units()} == {*before, new.name}
-        names = _put_on_all_units(store, partition)
-        held = _held(store, new.name)
-        assert held, "a new unit gets no rows"
-        removed = store.client.remove_unit(new.name)
-        assert removed is not None
-        assert removed.state == "draining"
-        store.put(partition, ["later"], x=torch.arange(1))
-        assert _held(store, new.name) == held, "a unit that is drained gets rows"
-        assert store.get(partition, [*names, "later"])["x"].tolist() == [*range(_NUM_ROWS)] * 10 + [0]
-        store.client.clear_samples(names, partition)
-        eventually(lambda: _held(store, new.name) is None, STARTS_S, "the end of the unit")
-        assert store.has(partition, "later")
 
-    def test_a_unit_that_is_removed_now_loses_its_rows_and_no_others(self, store: Store) -> None:
-        partition = store.register("x")
-        (new,) = store.client.add_units(1)
-        names = _put_on_all_units(store, partition)
-        held = _held(store, new.name)
-        store.client.remove_unit(new.name, now=True)
-        with store.refusal(LostSamplesError) as caught:
-            store.get(partition, names)
-        lost = caught.value.missing_samples
-        assert len(lost) == held
-        kept = [name for name in names if name not in lost]
-        assert store.get(partition, kept)["x"].tolist() == [int(name[1:]) % _NUM_ROWS for name in kept]
-        store.client.clear_samples(lost, partition)
-        store.put(partition, lost, x=torch.arange(len(lost)))
-        assert store.get(partition, lost)["x"].tolist() == [*range(len(lost))]
+        def held(client: Any) -> tuple[int, int]:
+            units = client.list_units()
+            assert {each.state for each in units} == {"serving"}
+            assert len({each.name for each in units}) == len(units)
+            return sum(each.num_rows for each in units), sum(each.size_bytes for each in units)
+
+        before = held(store.client)
+        store.put(partition, ids(64), x=torch.zeros(64, 100, dtype=torch.float64))
+        rows, size_bytes = held(store.client)
+        assert (rows - before[0], size_bytes - before[1]) == (64, 64 * 800)
+        assert held(store.same_store_client()) == (rows, size_bytes)
         store.client.clear_samples(None, partition)
-        eventually(lambda: _held(store, new.name) is None, STARTS_S, "the end of the unit")
-
-    def test_units_that_are_not_there_are_refused(self, store: Store) -> None:
-        names = [each.name for each in store.client.list_units() if each.state == "serving"]
-        for refused in ("no such unit", *(names if len(names) == 1 else ())):
-            with store.refusal(InvalidRequestError):
-                store.client.remove_unit(refused)
-        assert [each.name for each in store.client.list_units() if each.state == "serving"] == names
+        assert held(store.client) == before

@@ -20,9 +20,7 @@ from dataplane_core.spec import Capability
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged
-from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._profiles import by_profile, new_seed
-from dataplane_testkit._rows import log_state
 from dataplane_testkit._store import Deployment, Store
 from dataplane_testkit._timing import eventually
 from dataplane_testkit.chaos.checker import check, shrunk
@@ -47,9 +45,8 @@ def _aftermath(deployment: Deployment) -> tuple[History, list[Finding], str]:
     try:
         history = history_of(deployment, settings)
     except Exception as error:
-        state += log_state(backend_of(deployment.client))
         raise AssertionError(f"{type(error).__name__}: {error} {state}") from error
-    return history, check(history), state + log_state(backend_of(deployment.client))
+    return history, check(history), state
 
 
 def _holds(store: Store, *rules: str) -> None:

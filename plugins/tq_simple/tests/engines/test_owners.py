@@ -10,12 +10,12 @@ import time
 import pytest
 
 from dataplane_core.errors import BackendUnavailableError, ConfigError
-from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _whereabouts
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _owners
 
 _OWNER = """
 import sys, time
-from dataplane_tq_simple import _whereabouts
-kept = _whereabouts.leave("tq-default", sys.argv[1], time.monotonic() + 30)
+from dataplane_tq_simple import _owners
+kept = _owners.leave("tq-default", sys.argv[1], time.monotonic() + 30)
 print("left", flush=True)
 sys.stdin.read()
 """
@@ -67,7 +67,7 @@ def start(tmp_path, python):
 @pytest.fixture
 def find(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return lambda: _whereabouts.find(TQSimpleConfig(), "tq-default")
+    return lambda: _owners.find(TQSimpleConfig(), "tq-default")
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_the_owner_that_runs_is_found_and_no_other(start, find, doctor, tmp_path
 
 
 def test_a_name_is_not_the_beginning_of_another(find):
-    left = _whereabouts.leave("tq-default.2", "127.0.0.1:1", time.monotonic() + 30)
+    left = _owners.leave("tq-default.2", "127.0.0.1:1", time.monotonic() + 30)
     with pytest.raises(BackendUnavailableError, match="no process of this user runs one"):
         find()
     left.release()
@@ -123,7 +123,7 @@ def test_an_older_ray_is_not_told_to_use_a_token(find, monkeypatch):
     setup = "ray._private.authentication.authentication_token_setup"
     monkeypatch.delattr(f"{setup}.maybe_enable_token_auth_if_token_available", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    left = _whereabouts.leave("tq-default", "127.0.0.1:1", time.monotonic() + 30)
+    left = _owners.leave("tq-default", "127.0.0.1:1", time.monotonic() + 30)
     assert find() == "127.0.0.1:1"
     left.release()
 

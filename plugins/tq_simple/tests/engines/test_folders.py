@@ -12,14 +12,14 @@ import pytest
 from power_loss import Disk
 from tiers import in_long
 
-from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
+from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host, open_extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _host, _kept, _units
+from dataplane_tq_simple import _folders, _host, _units
 from dataplane_tq_simple._book import Started
+from dataplane_tq_simple._folders import folders_in, open_rows
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._kept import Place, delete_place, open_place, places_in
 from dataplane_tq_simple._messages import BeginNear
 
 X = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -28,8 +28,12 @@ SIZE = 1 << 14  # so little that rows are moved to make room
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    for module in (_host, _kept):
+    for module in (_host, _folders):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
+
+
+def opening(sync=False):
+    return lambda path, notes: open_extents(path, SIZE, notes, None, sync=sync)
 
 
 class Life:
@@ -37,22 +41,23 @@ class Life:
 
     def __init__(self, folder, monkeypatch, *, sync=False):
         self._locks = []
-        for module in (_host, _kept):
+        for module in (_host, _folders):
             monkeypatch.setattr(module, "lock_folder", self._lock)
-        self._ledger = make_ledger(folder / "journal", None, sync, durable=True)
-        place = Place(str(folder / "units"), "place", "identity")
-        self._opened = open_place(place, SIZE, lambda: SIZE, sync=sync)
-        self._controller = ControllerHost(self._ledger)
+        ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
+        units = folder / "units"
+        self._opened = open_rows(units, folders_in(units), "folder", "identity", opening(sync), sync=sync)
+        self._controller = ControllerHost(ledger, self._log)
         self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
-        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, place="place")
-        self._controller.book.begin("actor-", [("unit-0", "actor-unit-0", started)])
+        started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
+        book = self._controller.book
+        book.begin()
+        book.started(book.unit_on("node"), started)
         self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
         self.together = False
-        book, garbage = self._controller.book, self._controller.garbage()
-        here = book.here("unit-0", garbage)
-        assert sorted(here) == sorted(garbage)
+        garbage = self._controller.garbage()
+        assert all(book.is_here("unit-0", ref) for ref in garbage)
         self.tell_unit(extent_host.Retain(book.rows_of("unit-0")))
-        self.tell_unit(extent_host.Drop(list(here.values())))
+        self.tell_unit(extent_host.Drop(garbage))
         self._controller.collected(garbage)
         assert self._controller.garbage() == []
 
@@ -62,7 +67,7 @@ class Life:
 
     def kill(self):
         """As a SIGKILL of both: nothing is said, nothing is finished."""
-        self._ledger.close()
+        self._log.close()
         self._opened.notes.close()
         for each in self._locks:
             os.close(each)
@@ -81,7 +86,7 @@ class Life:
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
         write = commands.Write(list(X), [length] * len(ids))
-        write_id = self.call(BeginNear(commands.BeginPut("p", ids, X, [write], ttl_s=60.0), None, []))
+        write_id = self.call(BeginNear(commands.BeginPut("p", ids, X, [write], ttl_s=60.0), "node", []))
         wanted, data = [Wanted(write_id, layout, len(ids))], bytes([number]) * layout.size_bytes
         try:
             if whole:
@@ -121,7 +126,7 @@ class Life:
         return [rows[row] for row in range(len(ids))]
 
 
-lock_folder = _kept.lock_folder
+lock_folder = _folders.lock_folder
 
 AHEAD = {
     "nothing": lambda path: False,
@@ -155,7 +160,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
     disk.at_each_sync = look
     with monkeypatch.context() as patch:
         life = Life(folder, patch, sync=True)
-        begun = True  # a place without a journal is refused, and is one that no row was ever in
+        begun = True  # a folder without a journal is refused, and is one that no row was ever in
         life.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e1"))
         rng = random.Random(1)
         for number in range(1, num_steps):
@@ -175,7 +180,7 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
                 unsure.clear()
         life.kill()
     monkeypatch.undo()
-    for module in (_host, _kept):
+    for module in (_host, _folders):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
     assert len(images) > 4 * num_steps
     assert any(squeezed) or num_steps < 60
@@ -191,33 +196,14 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
         shutil.rmtree(image)
 
 
-def test_a_place_is_deleted_whole_or_not_at_all(tmp_path, monkeypatch):
-    """The process is killed while it deletes the files. Who deletes next deletes what is left."""
-    places = [Place(str(tmp_path), name, "identity") for name in ("first", "second")]
-    for each in places:
-        opened = open_place(each, SIZE, lambda: SIZE)
-        opened.notes.close()
-
-    def killed(folder, **_):
-        (folder / "arena").unlink()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            delete_place(places[0])
-    assert places_in(tmp_path) == ["second"]
-    delete_place(places[0])
-    assert os.listdir(tmp_path) == ["second"]
-    delete_place(places[1])
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_path, monkeypatch):
     """This process tries it again until it can."""
-    place = Place(str(tmp_path), "place", "identity")
-    open_place(place, SIZE, lambda: SIZE).close()
-    (tmp_path / "place" / "arena").unlink()
+
+    def open_it():
+        return open_rows(tmp_path, ["folder"], "new", "identity", opening())
+
+    open_it().close()
+    (tmp_path / "folder" / "arena").unlink()
 
     def full(path, target):
         raise OSError(errno.ENOSPC, "No space left on device", str(path), None, str(target))
@@ -227,24 +213,46 @@ def test_a_place_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_p
         said = set()
         for _ in range(2):
             with pytest.raises(BackendUnavailableError, match="No space left on device") as caught:
-                open_place(place, SIZE, lambda: SIZE)
+                open_it()
             said.add(str(caught.value))
         assert len(said) == 1, "clients would be told something new again and again"
 
-    unit = object.__new__(_units.StorageUnit)
-    unit._place, unit._started, unit._size_bytes, unit._sync, unit._touch_ahead_bytes = place, None, SIZE, False, 0
+    unit = _units.StorageUnit(_units.UnitOptions(SIZE, 0, str(tmp_path), False, 0, False, 0.0, {}), "identity")
     node = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))
-    monkeypatch.setattr(_units, "was_started_before", lambda: False)
     monkeypatch.setattr(_units, "own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(_units, "Server", lambda *_, **__: SimpleNamespace(run=lambda: None))
+    monkeypatch.setattr(_units, "listen_as", lambda name: None)
+    monkeypatch.setattr(_units, "listen_on", lambda ip: SimpleNamespace(getsockname=lambda: (ip, 1)))
     with monkeypatch.context() as patch:
 
         def no_port(ip):
             raise OSError(errno.EMFILE, "Too many open files")
 
         patch.setattr(_units, "listen_on", no_port)
-        for _ in range(2):
+        for own in ("folder", ""):
             with pytest.raises(OSError, match="Too many open files"):
-                unit.describe()
-    open_place(place, SIZE, lambda: SIZE).close()
-    assert [each for each in os.listdir(tmp_path) if each.startswith("damaged-place-")]
+                unit.start(own, (), "new")
+    assert unit.start("folder", (), "newer") is None
+    assert unit.start("", (), "newer").token == "new", "a folder that is damaged is not made anew under its name"
+    assert [each for each in os.listdir(tmp_path) if each.startswith("damaged-folder-")]
+
+
+def test_a_unit_opens_a_folder_that_no_other_one_has(tmp_path):
+    """Nodes may share the folder in which they are. It waits for a process that ends."""
+
+    def open_one(names, new):
+        return open_rows(tmp_path, names, new, "identity", opening())
+
+    first = open_one([], "first")
+    second = open_one([], "second")
+    second.close()
+    again = open_one(folders_in(tmp_path), "third")
+    assert again.name == "second"
+    with pytest.raises(AlreadyRunningError):
+        open_one(folders_in(tmp_path), "third")
+    assert folders_in(tmp_path) == ["first", "second"]
+    first.close()
+    with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
+        open_rows(tmp_path, ["first"], "third", "another", opening())
+    again.close()

@@ -1,15 +1,15 @@
-"""What a client knows about the storage units: where rows are, and which units have ended."""
+"""What a client knows about the storage units: which lives there are, and which have ended."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.hosting import Watch
-from dataplane_tq_simple._book import SPREAD_BITS, Life, Spread, View
+from dataplane_tq_simple._book import Life, View
 from dataplane_tq_simple._errors import UnitsGoneError
 
 #: Seconds between two questions to the controller about a unit that does not answer.
@@ -20,7 +20,7 @@ _QUESTION_S: Final = 0.1
 _CONTROLLER_PATIENCE_S: Final = 1.0
 
 
-class Places:
+class KnownUnits:
     """The newest `View` that this client has of the book of storage units. Thread-safe.
 
     Args:
@@ -32,7 +32,7 @@ class Places:
         self._ask = ask
         self._forget = forget
         self._lock = threading.Lock()
-        self._view = View(-1, {}, {})
+        self._view = View(-1, {})
 
     def refresh(self, deadline: float) -> None:
         """Gets the newest view. Raises as `QueueEngine.call`."""
@@ -47,12 +47,10 @@ class Places:
             self._view = view
         self._forget(ended)
 
-    def spread(self, write_id: int, deadline: float) -> Spread | None:
-        """The spread of a write, or None if all its rows are deleted. Asks the book if it is not known."""
-        number = write_id >> SPREAD_BITS
-        if number not in self._view.spreads:
+    def look_up(self, numbers: Iterable[int], deadline: float) -> None:
+        """Asks the book if it does not know one of these lives. One that it still does not know then has no rows."""
+        if any(number not in self._view.lives for number in numbers):
             self.refresh(deadline)
-        return self._view.spreads.get(number)
 
     def life(self, number: int) -> Life | None:
         """A life that has not ended, as far as this client knows; else None."""
@@ -68,7 +66,7 @@ class UnitWatch:
     """Asks the book whether a storage unit has ended, while a call waits for it.
 
     Args:
-        places: Gets the answers.
+        known: Gets the answers.
         number, life: The life of the unit, as it was when the call began.
         watch_controller: Makes a watch of the controller, which is used if that does not answer.
         is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
@@ -76,13 +74,13 @@ class UnitWatch:
 
     def __init__(
         self,
-        places: Places,
+        known: KnownUnits,
         number: int,
         life: Life,
         watch_controller: Callable[[], Watch],
         is_cancelled: Callable[[], bool],
     ) -> None:
-        self._places = places
+        self._known = known
         self._number = number
         self._life = life
         self._watch_controller = watch_controller
@@ -99,7 +97,7 @@ class UnitWatch:
         if now < self._ask_at:
             return
         try:
-            self._places.refresh(now + _QUESTION_S)
+            self._known.refresh(now + _QUESTION_S)
         except (OperationTimeoutError, BackendUnavailableError) as error:
             if isinstance(error, BackendUnavailableError) and not error.retryable:
                 raise
@@ -112,7 +110,7 @@ class UnitWatch:
         self._refuse_ended()
 
     def _refuse_ended(self) -> None:
-        if self._places.life(self._number) != self._life:
+        if self._known.life(self._number) != self._life:
             raise UnitsGoneError("a storage unit ended.")
 
     def describe(self) -> str:

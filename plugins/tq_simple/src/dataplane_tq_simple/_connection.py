@@ -28,7 +28,7 @@ _DISCONNECT_S = 15.0
 _SHUTDOWN_S = 60.0
 
 
-class RaySession:
+class RayConnection:
     """This process's connection to Ray, shared by the engines in it.
 
     The first engine initialises Ray if it is not initialised. The last engine to release that connection shuts it down.
@@ -44,7 +44,7 @@ class RaySession:
         self._counted = ours
 
     @classmethod
-    def acquire(cls, config: QueueConfig, *, bootstrap: bool, deadline: float) -> RaySession:
+    def acquire(cls, config: QueueConfig, *, bootstrap: bool, deadline: float) -> RayConnection:
         """Connects to Ray, or starts it, unless this process is connected already.
 
         Raises:
@@ -73,10 +73,10 @@ class RaySession:
                 if address == "local":
                     check_capacity(config.capacity_bytes)
                 cls._connect(address, config, deadline)
-                cls._ours, cls._local, cls._num_users = _connection(), address == "local", 0
+                cls._ours, cls._local, cls._num_users = _this_one(), address == "local", 0
             else:
                 _check_same_cluster(config)
-            ours = cls._ours is not None and cls._ours == _connection()
+            ours = cls._ours is not None and cls._ours == _this_one()
             cls._num_users += ours
             return cls(ours=ours)
         finally:
@@ -101,21 +101,21 @@ class RaySession:
 
     def release(self) -> None:
         """Gives the connection back. Idempotent."""
-        with RaySession._lock:
+        with RayConnection._lock:
             if not self._counted:
                 return
             self._counted = False
-            RaySession._num_users -= 1
-            if RaySession._num_users == 0 and ray.is_initialized() and RaySession._ours == _connection():
-                RaySession._ours = None
+            RayConnection._num_users -= 1
+            if RayConnection._num_users == 0 and ray.is_initialized() and RayConnection._ours == _this_one():
+                RayConnection._ours = None
                 # wait for its processes, so that none is left behind; an older Ray cannot
                 waits = "wait_for_processes" in inspect.signature(ray.shutdown).parameters
                 shutdown = functools.partial(ray.shutdown, **({"wait_for_processes": True} if waits else {}))
-                limit_s = _SHUTDOWN_S if RaySession._local else _DISCONNECT_S
+                limit_s = _SHUTDOWN_S if RayConnection._local else _DISCONNECT_S
                 end_within(limit_s, "end its connection", shutdown)
 
 
-def _connection() -> tuple[str, str]:
+def _this_one() -> tuple[str, str]:
     """Identifies this process's connection to Ray: another connection has another job id."""
     context = ray.get_runtime_context()
     return str(context.gcs_address), str(context.get_job_id())

@@ -1,0 +1,414 @@
+"""The keeper of storage units, and what clients do while a unit is away, on nodes that are not there."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
+from dataplane_core.hosting import Drop, Retain
+from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.spec import ClearRequest, FieldSpec, RegisterRequest
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _keeper
+from dataplane_tq_simple._book import LIFE_BITS, Started
+from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._host import ControllerHost, make_ledger
+from dataplane_tq_simple._keeper import Keeper
+from dataplane_tq_simple._messages import BeginNear
+from dataplane_tq_simple._view import KnownUnits
+
+ROW_BYTES = 8
+
+
+def ids(kind: str) -> list[str]:
+    return [f"{kind}-{row}" for row in range(4)]
+
+
+class Ref:
+    """A Ray reference to what is known already."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Unit:
+    """The actor of a unit on a node."""
+
+    def __init__(self, cluster: Cluster, node: str) -> None:
+        self.cluster, self.node, self.alive = cluster, node, True
+        self.serves: Started | None = None
+        self.told: list[list[Any]] = []
+        self.start = SimpleNamespace(remote=self._start)
+        self._port = next(cluster.ports)
+
+    def _start(self, own: str, others: tuple[str, ...], new: str) -> Ref:
+        cluster = self.cluster
+        if not self.alive or self.node not in cluster.nodes:
+            return Ref(ray.exceptions.ActorDiedError())
+        if self.node in cluster.refuses:
+            return Ref(ray.exceptions.RayTaskError("start", "", cluster.refuses[self.node]))
+        if self.serves is None:
+            folders = cluster.nodes[self.node]
+            found = [own] if own and cluster.kept else [each for each in folders if each not in others]
+            if found and found[0] not in folders and cluster.kept:
+                return Ref(None)
+            if not found or not cluster.kept:
+                found = [new]
+                folders.append(new)
+            self.serves = Started(found[0], "10.0.0.1", self._port, self.node, size_bytes=1 << 30, kept=cluster.kept)
+        return Ref(self.serves)
+
+    def call(self, what: str, deadline: float, request: Retain | Drop) -> None:
+        if isinstance(request, Drop):
+            self.told.append(request.refs)
+            if len(self.told) <= self.cluster.retain_fails:
+                raise BackendUnavailableError("no room for notes")
+
+
+class Cluster:
+    """Nodes with the folders that they have, and the keeper of their units.
+
+    Attributes:
+        kept: Whether units keep their rows in folders.
+        refuses: Nodes whose units cannot open their folders, and why.
+        retain_fails: How often a unit fails to drop rows.
+        units: The unit of each node.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: ControllerHost, *, kept: bool, wait_s: float) -> None:
+        self.host, self.book, self.kept = host, host.book, kept
+        self.nodes: dict[str, list[str]] = {"node0": [], "node1": []}
+        self.refuses: dict[str, Exception] = {}
+        self.retain_fails = 0
+        self.units: dict[str, Unit] = {}
+        self.ports = itertools.count(1)
+        self.num_created = 0
+        fake = SimpleNamespace(
+            exceptions=ray.exceptions,
+            wait=lambda refs, timeout=0: (refs, []),
+            get=self._get,
+            kill=lambda *_, **__: None,
+        )
+        monkeypatch.setattr(_keeper, "ray", fake)
+        monkeypatch.setattr(_keeper, "alive_nodes", lambda: set(self.nodes))
+        monkeypatch.setattr(_keeper, "nodes_for_units", lambda: list(self.nodes))
+        monkeypatch.setattr(_keeper, "named_actors", lambda prefix: [f"a/{name}" for name in self.book.nodes()])
+        monkeypatch.setattr(_keeper, "lookup", self._lookup)
+        monkeypatch.setattr(_keeper, "Session", self._session)
+        for name in ("_NODES_S", "_ASK_S", "_CREATE_AGAIN_S", "_RETAIN_AGAIN_S"):
+            monkeypatch.setattr(_keeper, name, 0.0)
+        self.keeper = Keeper(host, "a/", self._create, wait_s)
+        client = host.begin_session()
+        for partition in "pq":
+            host.answer(RegisterRequest(partition, ["x"], None, ["t"], None, {}, f"epoch of {partition}"), client)
+
+    def _get(self, ref: Ref, timeout: float = 0.0) -> Any:
+        if isinstance(ref.value, ray.exceptions.RayError):
+            raise ref.value
+        return ref.value
+
+    def _lookup(self, actor: str) -> Unit | None:
+        unit = self.units.get(self.book.nodes()[actor.removeprefix("a/")])
+        return unit if unit is not None and unit.alive else None
+
+    def _session(self, address: Any, messages: Any, deadline: float) -> Any:
+        unit = next(each for each in self.units.values() if each._port == address.port)
+
+        def check(what: str) -> None:
+            if not unit.alive:
+                raise BackendUnavailableError("it has ended")
+
+        check("connect")
+        return SimpleNamespace(check=check, close=lambda: None, call=unit.call)
+
+    def _create(self, actor: str, node: str) -> Unit:
+        self.num_created += 1
+        self.units[node] = Unit(self, node)
+        return self.units[node]
+
+    def turn(self, count: int = 6) -> None:
+        for _ in range(count):
+            self.keeper._turn()
+
+    def dies(self, node: str) -> list[str]:
+        """A node dies. Returns what it had."""
+        return self.nodes.pop(node)
+
+    def served(self) -> dict[str, str]:
+        """Node -> the token of the life that its unit serves."""
+        lives = self.book.view().lives.values()
+        return {each.started.node: each.started.token for each in lives if each.served}
+
+    def lost(self) -> int:
+        return sum(each.num_lost for each in self.book.records())
+
+    def put(self, partition: str, ids: list[str], node: str = "node1") -> int:
+        client = self.host.begin_session()
+        write = commands.Write(["x"], [ROW_BYTES] * len(ids))
+        begin = commands.BeginPut(partition, ids, {"x": FieldSpec("tensor", "uint8", 1)}, [write], ttl_s=60.0)
+        write_id = int(self.host.answer(BeginNear(begin, node, []), client))
+        self.host.answer(commands.CommitPut(write_id), client)
+        return write_id
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
+    def make(host: ControllerHost | None = None, *, kept: bool = True, wait_s: float = 120.0) -> Cluster:
+        cluster = Cluster(monkeypatch, host or ControllerHost(LedgerService()), kept=kept, wait_s=wait_s)
+        cluster.turn()
+        return cluster
+
+    return make
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_each_node_has_a_unit_also_one_that_comes_later(make: Callable[..., Cluster], kept: bool) -> None:
+    cluster = make(kept=kept)
+    assert set(cluster.served()) == {"node0", "node1"}
+    cluster.nodes["node2"] = []
+    cluster.turn()
+    assert set(cluster.served()) == {"node0", "node1", "node2"}
+    assert [each.name for each in cluster.book.records()] == ["unit-0", "unit-1", "unit-2"]
+
+
+@pytest.mark.parametrize("what", ["unit", "node"])
+def test_what_dies_in_memory_is_lost_and_only_that(make: Callable[..., Cluster], what: str) -> None:
+    cluster = make(kept=False)
+    for node in ("node0", "node1"):
+        cluster.put("p", ids(node), node)
+    if what == "unit":
+        cluster.units["node1"].alive = False
+    else:
+        cluster.dies("node1")
+    cluster.turn()
+    assert cluster.lost() == 4
+    assert set(cluster.served()) == ({"node0", "node1"} if what == "unit" else {"node0"})
+    states = {each.node: (each.state, each.num_rows) for each in cluster.book.records()}
+    assert states["node0"] == ("serving", 4)
+    if what == "node":
+        assert states[""] == ("removed", 0)
+
+
+def test_a_unit_that_dies_brings_its_folder_back(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    before = cluster.served()
+    cluster.put("p", ids("before"))
+    cluster.units["node1"].alive = False
+    cluster.turn()
+    assert cluster.served() == before
+    assert (cluster.lost(), cluster.num_created) == (0, 3)
+    assert [each.num_starts for each in cluster.book.records()] == [1, 2]
+
+
+def test_a_connection_that_breaks_is_no_death(make: Callable[..., Cluster]) -> None:
+    cluster = make(kept=False)
+    cluster.put("p", ids("before"))
+    for each in cluster.keeper._units.values():
+        each.session = None
+    cluster.turn()
+    assert all(each.session for each in cluster.keeper._units.values())
+    assert (cluster.lost(), cluster.num_created) == (0, 2)
+
+
+def test_a_node_that_comes_back_under_another_id_brings_its_rows(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.put("p", ids("before"))
+    folder = cluster.dies("node1")
+    cluster.turn()
+    assert set(cluster.served()) == {"node0"}
+    assert (cluster.lost(), [each.state for each in cluster.book.records()]) == (0, ["serving", "starting"])
+    cluster.nodes["node7"] = folder
+    cluster.turn()
+    assert cluster.served()["node7"] == folder[0]
+    assert cluster.lost() == 0
+
+
+def test_a_node_that_does_not_come_back_in_time_has_lost_its_rows(make: Callable[..., Cluster]) -> None:
+    cluster = make(wait_s=0.0)
+    write_id = cluster.put("p", ids("before"))
+    folder = cluster.dies("node1")
+    cluster.turn()
+    assert cluster.lost() == 4
+    cluster.nodes["node2"] = []
+    cluster.turn()
+    assert set(cluster.served()) == {"node0", "node2"}
+    cluster.nodes["node3"] = folder
+    cluster.turn()
+    assert cluster.book.view().lives[write_id >> LIFE_BITS].served, "who comes later is welcome"
+
+
+def test_a_unit_waits_for_its_folder_and_then_begins_another(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.put("p", ids("before"))
+    folder = list(cluster.nodes["node1"])
+    cluster.nodes["node1"].clear()
+    cluster.units["node1"].alive = False
+    cluster.turn()
+    assert (set(cluster.served()), cluster.lost()) == ({"node0"}, 0)
+    cluster.keeper._awaited = dict.fromkeys(cluster.keeper._awaited, 0.0)  # the wait is over
+    cluster.turn()
+    assert cluster.lost() == 4
+    assert cluster.served()["node1"] not in folder
+
+
+def test_a_disk_that_is_full_is_waited_for_and_named(make: Callable[..., Cluster]) -> None:
+    cluster = make(wait_s=0.0)
+    write_id = cluster.put("p", ids("before"))
+    cluster.refuses["node1"] = BackendUnavailableError("its disk is full", retryable=False)
+    cluster.units["node1"].alive = False
+    cluster.turn()
+    assert "its disk is full" in cluster.book.view().lives[write_id >> LIFE_BITS].why
+    assert cluster.lost() == 0
+    cluster.refuses.clear()
+    cluster.turn()
+    assert set(cluster.served()) == {"node0", "node1"}
+    assert cluster.lost() == 0
+
+
+def test_units_of_nodes_that_share_a_folder_have_folders_of_their_own(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    shared = [*cluster.nodes["node0"], *cluster.nodes["node1"]]
+    cluster.nodes = {"node0": shared, "node1": shared, "node2": shared}
+    cluster.turn()
+    assert len(set(cluster.served().values())) == 3
+    before = cluster.served()
+    cluster.units["node1"].alive = False
+    cluster.nodes["node3"] = shared
+    cluster.turn()
+    assert before.items() <= cluster.served().items()
+    assert len(set(cluster.served().values())) == 4
+
+
+def test_a_bootstrap_says_which_unit_cannot_start(make: Callable[..., Cluster], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Keeper, "start", lambda self: self._turn())
+    cluster = make()
+    assert {each.node for each in cluster.keeper.begin(time.monotonic() + 60.0)} == {"node0", "node1"}
+    cluster.nodes["node2"] = []
+    with pytest.raises(OperationTimeoutError, match="'unit-2' of 3 storage units did not start in time"):
+        cluster.keeper.begin(time.monotonic() + 0.1)
+    cluster.refuses["node2"] = BackendUnavailableError("its disk is full", retryable=False)
+    cluster.turn()
+    with pytest.raises(BackendUnavailableError, match="its disk is full"):
+        cluster.keeper.begin(time.monotonic() + 60.0)
+
+
+def test_a_bootstrap_says_on_which_node_no_unit_starts(make: Callable[..., Cluster], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Keeper, "start", lambda self: self._turn())
+    cluster = make()
+    cluster.nodes["node2"] = []
+    cluster.keeper._turn()
+    cluster.units["node2"].alive = False
+    cluster.turn()
+    with pytest.raises(BackendUnavailableError, match="unit-2 did not start on node node2") as caught:
+        cluster.keeper.begin(time.monotonic() + 60.0)
+    assert "must be installed" in str(caught.value.hint)
+
+
+def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_it_is_back(
+    make: Callable[..., Cluster],
+) -> None:
+    cluster = make()
+    cluster.retain_fails = 2
+    host, client = cluster.host, Client(cluster.host)
+    cluster.put("p", ids("before"))
+    first = cluster.put("q", ids("before"))
+    cluster.units["node1"].alive = False
+    cluster.keeper._create_unit = lambda *_: None  # it does not come yet
+    cluster.turn()
+    cluster.put("q", ids("before"))
+    assert client.clear("p", ids("before")[:2]) == 2
+    assert len(host.garbage()) == 6, "two rows that were cleared, four that were overwritten"
+    cluster.keeper._create_unit = cluster._create
+    cluster.turn(12)
+    told = cluster.units["node1"].told
+    assert len(told) == 3, "it is told again until it can"
+    assert len(told[-1]) == 6
+    assert sorted(position for write_id, position in told[-1] if write_id == first) == [0, 1, 2, 3]
+    assert host.garbage() == []
+    assert [each.num_rows for each in cluster.book.records()] == [4, 2]
+
+
+def test_a_controller_that_comes_back_finds_the_units_and_notices_who_died_meanwhile(
+    make: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Keeper, "start", lambda self: None)
+    cluster = make(ControllerHost(*make_ledger(tmp_path / "journal", None, False)), kept=False)
+    for node in ("node0", "node1"):
+        cluster.put("p", ids(node), node)
+    before = cluster.served()
+    cluster.host.note("something", None)
+    cluster.units["node1"].alive = False
+    cluster.host = ControllerHost(*make_ledger(tmp_path / "journal", None, False, must_exist=True))
+    cluster.book = cluster.host.book
+    cluster.keeper = Keeper(cluster.host, "a/", cluster._create, 120.0)
+    cluster.keeper.come_back()
+    cluster.turn()
+    assert cluster.lost() == 4
+    assert cluster.served()["node0"] == before["node0"]
+    assert cluster.num_created == 3
+    assert [each.num_starts for each in cluster.book.records()] == [1, 2]
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """A client whose units count what they drop."""
+
+    def __init__(self, host: ControllerHost) -> None:
+        self._host = host
+        session = host.begin_session()
+        self.dropped: dict[int, set[Any]] = {}
+        engine: Any = object.__new__(Engine)
+        engine.call = lambda request, deadline: host.answer(request, session)
+        engine._known = KnownUnits(lambda version, deadline: host.book.view(version), engine._forget)
+        engine._units, engine._units_lock, engine._closed = {}, threading.RLock(), False
+        engine._connect = self._connect
+        engine._current = threading.local()
+        self.engine = engine
+        self._backend = TQSimpleBackend(TQSimpleConfig())
+        self._backend._engine = engine
+
+    def _connect(self, number: int, life: Any, deadline: float) -> Any:
+        def drop(refs: list[Any], deadline: float) -> None:
+            if not self._host.book.view().lives[number].served:
+                raise UnitsGoneError("it ended")
+            self.dropped.setdefault(number, set()).update(refs)
+
+        session = SimpleNamespace(finish=lambda: None, close=lambda: None)
+        return SimpleNamespace(drop=drop, session=session)
+
+    def clear(self, partition: str, ids: list[str]) -> int:
+        request = ClearRequest(partition, ids, deadline=time.monotonic() + 60.0)
+        return self._backend.clear_samples(request).num_samples
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("why", ["", "its disk is full"])
+def test_a_clear_deletes_what_is_served_and_leaves_the_rest_to_a_later_one(
+    make: Callable[..., Cluster], why: str, knows: bool
+) -> None:
+    cluster = make()
+    kept, away = (cluster.put("p", ids(node), node) >> LIFE_BITS for node in ("node0", "node1"))
+    book, client = cluster.book, Client(cluster.host)
+    if not knows:
+        client.engine._known.refresh(0.0)
+    started = book.view().lives[away].started
+    book.ended("unit-1")
+    book.waits("unit-1", why)
+    assert client.clear("p", [*ids("node0"), *ids("node1")]) == 8
+    assert {number: len(refs) for number, refs in client.dropped.items()} == {kept: 4}
+    assert [each.num_rows for each in book.records()] == [0, 4]
+    book.started("unit-1", started._replace(port=99))
+    assert client.clear("p", ids("node1")) == 0
+    assert {number: len(refs) for number, refs in client.dropped.items()} == {kept: 4, away: 4}
+    assert [each.num_rows for each in book.records()] == [0, 0]

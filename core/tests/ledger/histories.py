@@ -1,8 +1,7 @@
 """Ledgers that take the steps of one history, and all that is asked of them. The kit has the generator.
 
 Time jumps forward, so leases and puts end; puts are begun and committed apart; partitions are registered anew; the
-store is full now and then. The rules themselves are compared with those of Redis' scripts, by
-`plugins/redis_store/tests/differential.py`, and with those of other backends, by the kit.
+store is full now and then. The kit compares the rules with what backends do.
 """
 
 from __future__ import annotations

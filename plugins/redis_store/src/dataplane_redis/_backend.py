@@ -155,57 +155,55 @@ class RedisBackend(RowStoreBackend):
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
         """Stores rows, as `store_writes`."""
-        link, bounds = self._connected(), offsets.tolist()
-        packed: dict[Any, list[tuple[bytes, list[Any]]]] = defaultdict(list)
+        bounds, packed = offsets.tolist(), []
         for key, some in self._by_key(handles).items():
             words: list[Any] = [b"HSET", key]
             for handle in some:
                 row = handle - handles[0]
                 words += (b"%d" % handle, buffer[bounds[row] : bounds[row + 1]])
-            packed[link.server_of(key, deadline)].append((key, pack(words)))
+            packed.append((key, pack(words)))
         self._send("put_samples", packed, deadline)
 
     def _put(self, first: int, frames: Sequence[Sequence[Any]], num_rows: int, deadline: float) -> None:
-        packed: dict[Any, list[tuple[bytes, list[Any]]]] = defaultdict(list)
+        packed: list[tuple[bytes, list[Any]]] = []
         row = 0
         while row < num_rows:
             stop = min(num_rows, row + _GROUP_ROWS - (first + row) % _GROUP_ROWS)
             key = rows_key(self.config.namespace, (first + row) // _GROUP_ROWS)
-            rows = pack_rows(key, first + row, [column[row:stop] for column in frames])
-            packed[self._connected().server_of(key, deadline)].append((key, rows))
+            packed.append((key, pack_rows(key, first + row, [column[row:stop] for column in frames])))
             row = stop
         self._send("put_samples", packed, deadline)
 
-    def _send(self, what: str, packed: Mapping[Any, Sequence[tuple[bytes, list[Any]]]], deadline: float) -> None:
+    def _send(self, what: str, packed: Sequence[tuple[bytes, list[Any]]], deadline: float) -> None:
         """Sends commands, of which each has a reply, to the servers of their keys."""
-        for of_server in packed.values():
 
-            def send(stream: Stream, of_server: Sequence[tuple[bytes, list[Any]]] = of_server) -> None:
-                for _, parts in of_server:
-                    stream.send(parts)
-                stream.flush()
-                for _ in of_server:
-                    stream.read()
-                self._wait_for_replicas(stream)
+        def send(stream: Stream, some: Sequence[int]) -> None:
+            for position in some:
+                stream.send(packed[position][1])
+            stream.flush()
+            for _ in some:
+                stream.read()
+            self._wait_for_replicas(stream)
 
-            self._connected().call(what, deadline, of_server[0][0], send)
+        self._connected().call_each(what, deadline, [key for key, _ in packed], send)
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> list[memoryview]:
         """Reads rows, each into its place in one buffer."""
-        link, most = self._connected(), max(1, _READ_BYTES // self._row_bytes)
-        reads: dict[Any, list[tuple[bytes, list[int], Read]]] = defaultdict(list)
+        most = max(1, _READ_BYTES // self._row_bytes)
+        reads: list[tuple[bytes, list[int], Read]] = []
         for key, some in self._by_key(handles).items():
             for start in range(0, len(some), most):
                 part = some[start : start + most]
                 words = pack((b"HMGET", key, *(b"%d" % handle for handle in part)))
-                read = Read(b"".join(words), len(part) * self._row_bytes)
-                reads[link.server_of(key, deadline)].append((key, part, read))
+                reads.append((key, part, Read(b"".join(words), len(part) * self._row_bytes)))
         rows: dict[int, memoryview | None] = {}
-        for of_server in reads.values():
-            fetch = functools.partial(Stream.fetch, reads=[read for _, _, read in of_server])
-            arrays = link.call("get_samples", deadline, of_server[0][0], fetch)
-            for (_, part, _), array in zip(of_server, arrays, strict=True):
-                rows.update(zip(part, array, strict=True))
+
+        def fetch(stream: Stream, some: Sequence[int]) -> None:
+            arrays = stream.fetch([reads[position][2] for position in some])
+            for position, array in zip(some, arrays, strict=True):
+                rows.update(zip(reads[position][1], array, strict=True))
+
+        self._connected().call_each("get_samples", deadline, [key for key, _, _ in reads], fetch)
         gone = [handle for handle, row in rows.items() if row is None]
         if gone:
             raise RefsGoneError(f"{len(gone)} rows are gone.", handles=gone)
@@ -215,10 +213,8 @@ class RedisBackend(RowStoreBackend):
 
     def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
         """Deletes rows. A hash without rows is gone."""
-        packed: dict[Any, list[tuple[bytes, list[Any]]]] = defaultdict(list)
-        for key, some in self._by_key(handles).items():
-            words = pack((b"HDEL", key, *(b"%d" % handle for handle in some)))
-            packed[self._connected().server_of(key, deadline)].append((key, words))
+        by_key = self._by_key(handles).items()
+        packed = [(key, pack((b"HDEL", key, *(b"%d" % handle for handle in some)))) for key, some in by_key]
         self._send("clear_samples", packed, deadline)
 
     def _by_key(self, handles: Sequence[int]) -> dict[bytes, list[int]]:

@@ -31,7 +31,7 @@ from redis.exceptions import (
     TimeoutError as SilentError,
 )
 
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError, OperationTimeoutError
 from dataplane_redis._protocol import (
     ArrayReader,
     is_moving,
@@ -185,11 +185,9 @@ class Link:
         """Finds out whether the server is a node of a cluster. Raises as `call`."""
         info = self.call(what, deadline, b"", lambda stream: stream.ask(b"INFO", b"cluster"))
         if b"cluster_enabled:1" in info and self.service is None:
+            if self._url.startswith("unix"):
+                raise ConfigError(f"{what} refused: {self.label} is a node of a cluster. Expected its host and port.")
             self._cluster = self._try(what, deadline, lambda: RedisCluster.from_url(self._url, **_OPTIONS))
-
-    def server_of(self, key: bytes, deadline: float) -> object:
-        """Identifies the server of a key. Raises as `call`."""
-        return None if self._cluster is None else self._try("", deadline, lambda: self._pool_of(key, deadline))
 
     def _pool_of(self, key: bytes, deadline: float) -> ConnectionPool:
         doubt, self._doubt = self._doubt, None
@@ -214,10 +212,9 @@ class Link:
     def _look_again(self, error: Exception) -> None:
         """Looks for the server that serves the keys now. Connections that lead nowhere are not used again."""
         if self._cluster is not None:
-            if isinstance(error, MovedError):
+            self._cluster.nodes_manager.initialize()
+            if isinstance(error, MovedError):  # the node that was asked may not have heard of it
                 self._cluster.nodes_manager.move_slot(error)
-            else:
-                self._cluster.nodes_manager.initialize()
         elif self._pool is not None:
             pool, self._pool = self._pool, None
             pool.disconnect(inuse_connections=False)
@@ -229,8 +226,16 @@ class Link:
         return self.call(what, deadline, key, lambda stream: stream.ask(*words))
 
     def call(self, what: str, deadline: float, key: bytes, work: Callable[[Stream], _R]) -> _R:
-        """Has a function use a connection to the server of a key. Repeats it until the deadline if the connection
-        breaks, or the server refuses for a while.
+        """As `call_each`, with one key. Returns what the function returns."""
+        results: list[_R] = []
+        self.call_each(what, deadline, [key], lambda stream, _: results.append(work(stream)))
+        return results[-1]
+
+    def call_each(
+        self, what: str, deadline: float, keys: Sequence[bytes], work: Callable[[Stream, Sequence[int]], None]
+    ) -> None:
+        """Has a function use a connection to each server of the keys, given the positions of that server's keys.
+        Repeats it until the deadline if the connection breaks, or the server refuses for a while.
 
         Raises:
             OperationTimeoutError: The deadline passed; it may have been done or not.
@@ -238,23 +243,44 @@ class Link:
             CapacityExceededError: It has reached its ``maxmemory``.
             BackendError: It refuses for another reason.
         """
+        left: Sequence[int] = range(len(keys))
 
-        def once() -> _R:
+        def once() -> None:
+            nonlocal left
             if self._closed:
                 raise BackendUnavailableError(f"{what} refused: the connection to {self.label} is closed.")
-            try:
-                return self._use(self._pool_of(key, deadline), deadline, work)
-            except AskError as error:  # the key is on its way to another node
-                node = self._cluster.get_node(error.host, error.port)
-                pool = self._cluster.get_redis_connection(node).connection_pool
+            groups: dict[ConnectionPool, list[int]] = {}
+            for position in left:
+                groups.setdefault(self._pool_of(keys[position], deadline), []).append(position)
+            todo = [*groups.items()]
+            while todo:
+                self._use_for(*todo[0], deadline, work)
+                del todo[0]
+                left = [position for _, some in todo for position in some]
 
-                def asking(stream: Stream) -> _R:
-                    stream.ask(b"ASKING")
-                    return work(stream)
+        self._try(what, deadline, once)
 
-                return self._use(pool, deadline, asking)
+    def _use_for(
+        self, pool: ConnectionPool, some: Sequence[int], deadline: float, work: Callable[[Stream, Sequence[int]], None]
+    ) -> None:
+        try:
+            self._use(pool, deadline, lambda stream: work(stream, some))
+        except MovedError:
+            raise
+        except AskError as error:  # the key is on its way to another node
+            if len(some) > 1:
+                for each in some:
+                    self._use_for(pool, [each], deadline, work)
+                return
+            node = self._cluster.get_node(error.host, error.port)
+            if node is None:
+                raise
 
-        return self._try(what, deadline, once)
+            def asking(stream: Stream) -> None:
+                stream.ask(b"ASKING")
+                work(stream, some)
+
+            self._use(self._cluster.get_redis_connection(node).connection_pool, deadline, asking)
 
     def _use(self, pool: ConnectionPool, deadline: float, work: Callable[[Stream], _R]) -> _R:
         connection: Any = pool.get_connection()

@@ -183,17 +183,28 @@ def test_an_owner_whose_engine_was_emptied_ends(engine, owner):
     assert not engine.records
 
 
-def test_an_owner_ends_if_another_one_goes_on_from_where_the_engine_went_back(engine, owner, monkeypatch):
+@pytest.mark.parametrize("when", ["before an append", "while an append gets no answer"])
+def test_an_owner_ends_if_another_one_goes_on_from_where_the_engine_went_back(engine, owner, monkeypatch, when):
     """Also if that one has come to the same number."""
     owner.put("a")
     replica = engine.replica()
     owner.put("b")
-    engine.go_back(replica)
-    second = Owner(engine, "second")
+    others = []
+
+    def another(right):
+        engine.go_back(replica)
+        others.append(Owner(engine, "second"))
+        away(right)
+
     monkeypatch.setattr(engine_log, "_SURE_S", -1.0)  # it says nothing for so long before another one can be the owner
+    if when == "before an append":
+        with pytest.raises(BackendUnavailableError):
+            another(None)
+    else:
+        engine.faults["append"] = [another]
     with pytest.raises(TakenError):
         owner.put("c")
-    assert second.ids() == ["a"]
+    assert others[0].ids() == ["a"]
 
 
 def test_ids_of_writes_are_never_used_twice(engine):

@@ -293,12 +293,16 @@ class EngineLog:
         pending = self._pending if state is None else []
         record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state)
         data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
-        if begun - self._sure_at > _SURE_S:
-            # another process may own the store, and have come to the same number: the engine may have lost some
-            number, newest = self._newest()
-            if (number, "" if newest is None else newest.owner) != self._last:
-                return False
-        if not self._until_done(lambda deadline: self._engine.append(next_one, data, deadline)):
+
+        def once(deadline: float) -> bool:
+            if time.monotonic() - self._sure_at > _SURE_S:
+                # another process may own the store, and have come to the same number: the engine may have lost some
+                number, newest = newest_record(self._engine, deadline)
+                if (number, "" if newest is None else newest.owner) != self._last:
+                    return False
+            return self._engine.append(next_one, data, deadline)
+
+        if not self._until_done(once):
             number, newest = self._newest()
             if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
                 return False

@@ -8,7 +8,7 @@ from ledgers import begin, claim, register
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
 from dataplane_core.ledger import commands
-from dataplane_core.log import EngineLog, LoggedLedger, TakenError, engine as engine_log
+from dataplane_core.log import EngineLog, LoggedLedger, TakenError, engine as engine_log, newest_record
 
 PLACE = ("127.0.0.1", 1, b"token", "")
 
@@ -155,8 +155,8 @@ def test_an_owner_that_is_late_answers_nothing_and_ends(engine, owner, monkeypat
 
 
 @pytest.mark.parametrize("lost", ["the newest records", "all of this owner"])
-@pytest.mark.parametrize("pending", [False, True])
-def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, pending):
+@pytest.mark.parametrize("then", ["nothing", "more is pending", "the owner ends"])
+def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, then):
     owner.put("before")
     replica = engine.replica()
     second = Owner(engine, "second")
@@ -164,14 +164,18 @@ def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, pendi
     if lost == "the newest records":
         replica = engine.replica()
     second.put("b")
-    if pending:
+    if then == "more is pending":
         write_id = second.ledger.call(begin(["c"]))
         second.ledger.call(commands.CommitPut(write_id))
     engine.go_back(replica)
-    second.log.commit(within_s=0.0)
-    second.put("d")
-    expected = ["before", "a", "b", *(["c"] if pending else []), "d"]
-    assert second.ids() == Owner(engine, "third").ids() == expected
+    if then == "the owner ends":
+        second.log.end()
+        assert newest_record(engine, 0.0)[1].address is None
+    else:
+        second.log.commit(within_s=0.0)
+        second.put("d")
+    expected = {"nothing": ["d"], "more is pending": ["c", "d"], "the owner ends": []}[then]
+    assert second.ids() == Owner(engine, "third").ids() == ["before", "a", "b", *expected]
 
 
 def test_an_owner_whose_engine_was_emptied_ends(engine, owner):

@@ -281,9 +281,9 @@ class EngineLog:
 
     def end(self) -> None:
         """Says that this owner ends: the next one need not wait."""
-        self._address = None
         with self._lock:
-            self._append(self.now())
+            self._address, self._is_dirty = None, True
+            self.commit()
 
     def _append(self, at: float, state: bytes | None = None) -> bool:
         """Appends a record of all that is pending, or of the state. False: the engine has other records than expected.

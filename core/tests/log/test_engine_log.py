@@ -62,6 +62,10 @@ def full(right):
     raise BackendUnavailableError("the disk is full", outcome="not_done")
 
 
+def unforeseen(right):
+    raise ValueError("the engine's author did not foresee it")
+
+
 class Owner:
     """An owner. The one before is known to be dead."""
 
@@ -297,18 +301,20 @@ def test_a_log_stays_short(engine, owner, monkeypatch, what):
     assert Owner(engine, "second").ids() == ["a"]
 
 
-def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch):
+@pytest.mark.parametrize("fault", [full, unforeseen])
+def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch, fault):
     monkeypatch.setattr(engine_log, "TAIL_BYTES", 0)
     owner.log.begin()
     right = engine._append
 
     def refuses_states(number, record):
         if engine_log._decode(record).state is not None:
-            full(None)
+            fault(None)
         return right(number, record)
 
     engine._append = refuses_states
     for number in range(5):
         owner.put(f"s{number}")
+        owner.log.beat()
     engine._append = right
     assert Owner(engine, "second").ids() == [f"s{number}" for number in range(5)]

@@ -58,6 +58,10 @@ def away(right):
     raise BackendUnavailableError("nobody is there")
 
 
+def loading(right):
+    raise OperationTimeoutError("it reads its files, and does nothing else", outcome="not_done")
+
+
 def full(right):
     raise BackendUnavailableError("the disk is full", outcome="not_done")
 
@@ -233,7 +237,7 @@ def test_ids_of_writes_are_never_used_twice(engine):
 # --- an engine that does not do what it is asked ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [lost, away])
+@pytest.mark.parametrize("fault", [lost, away, loading])
 def test_a_record_whose_append_was_not_answered_is_in_the_log_once(engine, owner, fault):
     newest = engine.newest
     engine.faults["append"] = [fault, fault]

@@ -200,7 +200,8 @@ class EngineLog:
                 if since == math.inf:
                     _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
                 since = min(since, time.monotonic())
-                patience_s = _REFUSED_S if error.outcome == "not_done" else _GIVE_UP_S
+                refuses = error.outcome == "not_done" and isinstance(error, BackendUnavailableError)
+                patience_s = _REFUSED_S if refuses else _GIVE_UP_S
                 if time.monotonic() - since > patience_s or not error.retryable or not self.is_needed():
                     raise
                 time.sleep(_AGAIN_S)

@@ -8,7 +8,7 @@ from ledgers import begin, claim, register
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
 from dataplane_core.ledger import commands
-from dataplane_core.log import EngineLog, LoggedLedger, TakenError, engine as engine_log
+from dataplane_core.log import EngineLog, LoggedLedger, TakenError, engine as engine_log, newest_record
 
 PLACE = ("127.0.0.1", 1, b"token", "")
 
@@ -58,8 +58,16 @@ def away(right):
     raise BackendUnavailableError("nobody is there")
 
 
+def loading(right):
+    raise OperationTimeoutError("it reads its files, and does nothing else", outcome="not_done")
+
+
 def full(right):
     raise BackendUnavailableError("the disk is full", outcome="not_done")
+
+
+def unforeseen(right):
+    raise ValueError("the engine's author did not foresee it")
 
 
 class Owner:
@@ -155,8 +163,8 @@ def test_an_owner_that_is_late_answers_nothing_and_ends(engine, owner, monkeypat
 
 
 @pytest.mark.parametrize("lost", ["the newest records", "all of this owner"])
-@pytest.mark.parametrize("pending", [False, True])
-def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, pending):
+@pytest.mark.parametrize("then", ["nothing", "more is pending", "the owner ends"])
+def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, then):
     owner.put("before")
     replica = engine.replica()
     second = Owner(engine, "second")
@@ -164,14 +172,18 @@ def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, pendi
     if lost == "the newest records":
         replica = engine.replica()
     second.put("b")
-    if pending:
+    if then == "more is pending":
         write_id = second.ledger.call(begin(["c"]))
         second.ledger.call(commands.CommitPut(write_id))
     engine.go_back(replica)
-    second.log.commit(within_s=0.0)
-    second.put("d")
-    expected = ["before", "a", "b", *(["c"] if pending else []), "d"]
-    assert second.ids() == Owner(engine, "third").ids() == expected
+    if then == "the owner ends":
+        second.log.end()
+        assert newest_record(engine, 0.0)[1].address is None
+    else:
+        second.log.commit(within_s=0.0)
+        second.put("d")
+    expected = {"nothing": ["d"], "more is pending": ["c", "d"], "the owner ends": []}[then]
+    assert second.ids() == Owner(engine, "third").ids() == ["before", "a", "b", *expected]
 
 
 def test_an_owner_whose_engine_was_emptied_ends(engine, owner):
@@ -183,17 +195,28 @@ def test_an_owner_whose_engine_was_emptied_ends(engine, owner):
     assert not engine.records
 
 
-def test_an_owner_ends_if_another_one_goes_on_from_where_the_engine_went_back(engine, owner, monkeypatch):
+@pytest.mark.parametrize("when", ["before an append", "while an append gets no answer"])
+def test_an_owner_ends_if_another_one_goes_on_from_where_the_engine_went_back(engine, owner, monkeypatch, when):
     """Also if that one has come to the same number."""
     owner.put("a")
     replica = engine.replica()
     owner.put("b")
-    engine.go_back(replica)
-    second = Owner(engine, "second")
+    others = []
+
+    def another(right):
+        engine.go_back(replica)
+        others.append(Owner(engine, "second"))
+        away(right)
+
     monkeypatch.setattr(engine_log, "_SURE_S", -1.0)  # it says nothing for so long before another one can be the owner
+    if when == "before an append":
+        with pytest.raises(BackendUnavailableError):
+            another(None)
+    else:
+        engine.faults["append"] = [another]
     with pytest.raises(TakenError):
         owner.put("c")
-    assert second.ids() == ["a"]
+    assert others[0].ids() == ["a"]
 
 
 def test_ids_of_writes_are_never_used_twice(engine):
@@ -214,7 +237,7 @@ def test_ids_of_writes_are_never_used_twice(engine):
 # --- an engine that does not do what it is asked ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [lost, away])
+@pytest.mark.parametrize("fault", [lost, away, loading])
 def test_a_record_whose_append_was_not_answered_is_in_the_log_once(engine, owner, fault):
     newest = engine.newest
     engine.faults["append"] = [fault, fault]
@@ -282,18 +305,20 @@ def test_a_log_stays_short(engine, owner, monkeypatch, what):
     assert Owner(engine, "second").ids() == ["a"]
 
 
-def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch):
+@pytest.mark.parametrize("fault", [full, unforeseen])
+def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch, fault):
     monkeypatch.setattr(engine_log, "TAIL_BYTES", 0)
     owner.log.begin()
     right = engine._append
 
     def refuses_states(number, record):
         if engine_log._decode(record).state is not None:
-            full(None)
+            fault(None)
         return right(number, record)
 
     engine._append = refuses_states
     for number in range(5):
         owner.put(f"s{number}")
+        owner.log.beat()
     engine._append = right
     assert Owner(engine, "second").ids() == [f"s{number}" for number in range(5)]

@@ -199,7 +199,9 @@ class Server:
 
     def has_clients(self) -> bool:
         """Whether a session is open at both ends. Also from another thread, and while the host settles."""
-        connections = [key.data for key in list((self._selector.get_map() or {}).values()) if key.data is not None]
+        keys = self._selector.get_map() or {}
+        found = [keys.get(each) for each in list(keys)]  # the server's thread may register others meanwhile
+        connections = [key.data for key in found if key is not None and key.data is not None]
         return any(each.begins and not _hung_up(each.channel) for each in connections)
 
     def close(self) -> None:
@@ -444,6 +446,8 @@ def _hung_up(channel: socket.socket) -> bool:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
+    except OSError:  # it was killed, or its host is gone
+        return True
 
 
 def _arrays(arrays: Sequence[Bytes]) -> deque[memoryview]:

@@ -236,7 +236,7 @@ class EngineLog:
         """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
         try:
             self.begin()
-        except (BackendUnavailableError, OperationTimeoutError) as error:
+        except Exception as error:  # also one that the engine's author did not foresee: the next append meets it, too
             self._long_at = 2 * self._size
             _log.warning("the log could not be shortened, and goes on growing until the next try: %s", error)
 
@@ -282,9 +282,9 @@ class EngineLog:
 
     def end(self) -> None:
         """Says that this owner ends: the next one need not wait."""
-        self._address = None
         with self._lock:
-            self._append(self.now())
+            self._address, self._is_dirty = None, True
+            self.commit()
 
     def _append(self, at: float, state: bytes | None = None) -> bool:
         """Appends a record of all that is pending, or of the state. False: the engine has other records than expected.
@@ -294,12 +294,16 @@ class EngineLog:
         pending = self._pending if state is None else []
         record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state)
         data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
-        if begun - self._sure_at > _SURE_S:
-            # another process may own the store, and have come to the same number: the engine may have lost some
-            number, newest = self._newest()
-            if (number, "" if newest is None else newest.owner) != self._last:
-                return False
-        if not self._until_done(lambda deadline: self._engine.append(next_one, data, deadline)):
+
+        def once(deadline: float) -> bool:
+            if time.monotonic() - self._sure_at > _SURE_S:
+                # another process may own the store, and have come to the same number: the engine may have lost some
+                number, newest = newest_record(self._engine, deadline)
+                if (number, "" if newest is None else newest.owner) != self._last:
+                    return False
+            return self._engine.append(next_one, data, deadline)
+
+        if not self._until_done(once):
             number, newest = self._newest()
             if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
                 return False

@@ -41,6 +41,8 @@ _AGAIN_S: Final = 0.1
 #: Seconds after which an engine that refuses what it is asked is believed, and one that does not answer is given up.
 _REFUSED_S: Final = 1.0
 _GIVE_UP_S: Final = 600.0
+#: Seconds for which a process that is to be the owner waits for an engine that does not answer.
+_START_S: Final = 30.0
 #: A generation is greater than the one before by a number of at most this many bits, drawn at random.
 _GENERATION_BITS: Final = 14
 
@@ -131,7 +133,7 @@ class EngineLog:
         state, state_at, records, is_long: As for `FolderLog`.
         generation: See `LogRecord`.
         make_state: Gives the state as of a time.
-        is_needed: Whether somebody waits for this owner while the engine does not answer.
+        is_needed: Whether somebody waits for this owner while the engine does not answer. Default: for 30 s.
 
     Raises:
         TakenError: There is an owner.
@@ -148,7 +150,8 @@ class EngineLog:
         self._sure_at = -_SURE_S
         self._long_at = self._size = 0
         self.make_state: Callable[[float], bytes] = lambda at: b""
-        self.is_needed: Callable[[], bool] = lambda: True
+        give_up_at = time.monotonic() + _START_S
+        self.is_needed: Callable[[], bool] = lambda: time.monotonic() < give_up_at  # until the owner has clients
         self.state, self.state_at = b"", 0.0
         self.records: list[tuple[float, bytes]] = []
         lease = Lease()

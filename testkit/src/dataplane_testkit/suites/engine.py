@@ -200,7 +200,7 @@ class EngineSuite(Suite, chapter="engine"):
 
     def test_racing_appends_take_each_number_once(self, store: Store) -> None:
         with _logs(store) as (engine, another):
-            options = another.config.model_dump(mode="json")
+            options = another.owner_options()  # also those that are secrets elsewhere
             worker = store.deployment.new_engine_worker(options)
             try:
                 worker.wait_ready()

@@ -146,7 +146,7 @@ class OwnerClient:
 
     def __init__(self, backend: OwnedStore, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which only the thread that holds it can release
         self._lease = Lease()
         self._session: Session | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -161,6 +161,8 @@ class OwnerClient:
             owner = self._start(number)
         elif bootstrap and backend.exclusive:
             raise AlreadyRunningError("there is a store already.", retryable=True)
+        elif not bootstrap:  # an owner that this client starts has the same
+            backend.config = backend.config.model_copy(update=newest.limits)
         try:
             self._session = self._connect(deadline)
             self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
@@ -186,9 +188,9 @@ class OwnerClient:
                     return session.call(command.op, deadline, command)
                 return session.call_waiting(command.op, deadline, command, wake)
             except _GoneError as error:
-                with self._lock:
-                    if self._session is session:
-                        self._session = None
+                # without the lock, which another thread may hold for long; to connect once too often does no harm
+                if self._session is session:
+                    self._session = None
                 session.finish()  # other calls over it notice by themselves
                 if isinstance(command, (commands.BeginPut, commands.CommitPut)):
                     raise LostReplyError(error.message) from error
@@ -214,16 +216,21 @@ class OwnerClient:
     def _session_now(self, deadline: float) -> Session:
         if (session := self._session) is not None:
             return session
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise OperationTimeoutError("the deadline passed while another thread looked for the owner of the store.")
         try:
+            if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise OperationTimeoutError(
+                    "the deadline passed while another thread looked for the owner of the store."
+                )
             if self._session is None:
                 self._session = self._connect(deadline)
                 if self._closed:  # meanwhile
                     self._session.close()
             return self._session
         finally:
-            self._lock.release()
+            try:  # also if an interrupt came right after it was acquired; no call before, after which one may come
+                self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def _connect(self, deadline: float) -> Session:
         """A session with the owner. Starts one where there is none."""
@@ -358,11 +365,11 @@ def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
         certificate, key = new_certificate(ip)
         serve_tls(listener, certificate, key, name)
         listener = listen_as(name)
-    log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
+    limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
+    log = EngineLog(backend, owner, (ip, port, token, certificate), limits, dead=dead)
     # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
     first_write = log.generation << _WRITE_BITS
     ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
-    limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(ledger, log, limits)
     server = Server(host, listener, token=token)
     log.is_needed = server.has_clients

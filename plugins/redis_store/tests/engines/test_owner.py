@@ -77,11 +77,11 @@ def test_of_owners_that_are_started_at_once_one_stays(plain, connect):
         clients = list(pool.map(start, range(4)))
         clients[0].register_partition("p", ["x"], None, ["train"])
         for number in range(3):
-            wait_until(lambda: num_owners() == 1)
             ids = [f"{number}-{row}" for row in range(4)]
             list(pool.map(lambda pair: pair[0].put_samples([pair[1]], "p", columns(1)), zip(clients, ids, strict=True)))
             assert {owner_pid(client) for client in clients} == {owner_pid(clients[0])}
             assert set(ids) <= set(clients[number].list_samples("p").sample_ids)
+            wait_until(lambda: num_owners() == 1)
             os.kill(owner_pid(clients[0]), signal.SIGKILL)
 
 

@@ -43,6 +43,8 @@ return 1
 #: Records and rows of one command.
 _READ_RECORDS: Final = 1000
 _READ_BYTES: Final = 1 << 20
+#: About how many bytes of rows one command has: the server works on one while the next one comes.
+_COMMAND_BYTES: Final = 4 << 20
 _OPEN_S: Final = 10.0
 #: So many rows, whose handles follow one another, are in one hash.
 _GROUP_ROWS: Final = 1024
@@ -151,7 +153,7 @@ class RedisBackend(RowStoreBackend):
         """Stores rows, without a copy of their frames."""
         for first, write in writes.items():
             frames = framed_columns(columns_of(write, columns))
-            self._put(first, frames, len(write.row_bytes), deadline)
+            self._put(first, frames, write.row_bytes, deadline)
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
         """Stores rows, as `store_writes`."""
@@ -164,11 +166,12 @@ class RedisBackend(RowStoreBackend):
             packed.append((key, pack(words)))
         self._send("put_samples", packed, deadline)
 
-    def _put(self, first: int, frames: Sequence[Sequence[Any]], num_rows: int, deadline: float) -> None:
+    def _put(self, first: int, frames: Sequence[Sequence[Any]], row_bytes: Sequence[int], deadline: float) -> None:
         packed: list[tuple[bytes, list[Any]]] = []
-        row = 0
+        row, num_rows = 0, len(row_bytes)
+        most = 1 + num_rows * _COMMAND_BYTES // (1 + sum(row_bytes))
         while row < num_rows:
-            stop = min(num_rows, row + _GROUP_ROWS - (first + row) % _GROUP_ROWS)
+            stop = min(num_rows, row + most, row + _GROUP_ROWS - (first + row) % _GROUP_ROWS)
             key = rows_key(self.config.namespace, (first + row) // _GROUP_ROWS)
             packed.append((key, pack_rows(key, first + row, [column[row:stop] for column in frames])))
             row = stop

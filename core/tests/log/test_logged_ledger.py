@@ -280,7 +280,7 @@ def test_those_who_held_something_may_be_gone(made):
 
 def test_a_begin_may_be_lazy(tmp_path, monkeypatch):
     synced = []
-    made = Logged(tmp_path, sync=True, lazy_begins=True)
+    made = Logged(tmp_path, sync=True, lazy=(commands.BeginPut,))
     made.call(register())
     monkeypatch.setattr(folder_log.os, "fdatasync", synced.append)
     write_id = made.call(begin(["a"]))

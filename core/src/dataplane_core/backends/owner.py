@@ -370,7 +370,9 @@ def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
     log = EngineLog(backend, owner, (ip, port, token, certificate), limits, dead=dead)
     # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
     first_write = log.generation << _WRITE_BITS
-    ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
+    ledger = LoggedLedger(
+        log, backend.config.capacity_bytes, lazy=(commands.BeginPut, commands.Collected), first_write=first_write
+    )
     host = _OwnerHost(ledger, log, limits)
     server = Server(host, listener, token=token)
     log.is_needed = server.has_clients

@@ -45,8 +45,8 @@ class LoggedLedger:
     Args:
         log: The log. Answer only after its ``commit``.
         capacity_bytes: Limit for the payload bytes held and reserved, or None.
-        lazy_begins: Whether ``commit`` need not wait for the begin of a put: puts end with this machine, and their
-            write ids are not numbered here.
+        lazy: Commands for which ``commit`` need not wait. A begin of a put, if no other process numbers writes alike; and
+            what may be said again, as that payload was deleted.
         ends_holds: Whether leases and puts under way are ended first: the clients of the process before are gone.
         first_write: No write id that the ledger numbers is smaller.
 
@@ -59,12 +59,12 @@ class LoggedLedger:
         log: Log,
         capacity_bytes: int | None = None,
         *,
-        lazy_begins: bool = False,
+        lazy: tuple[type[Command[Any]], ...] = (),
         ends_holds: bool = False,
         first_write: int = 1,
     ) -> None:
         self._log = log
-        self._lazy_begins = lazy_begins
+        self._lazy = lazy
         self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
         # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
         self._at: float | None = None
@@ -124,7 +124,7 @@ class LoggedLedger:
             try:
                 if command.reads or not self._changes(command):
                     return self._service.call(command, wake)
-                is_lazy = self._lazy_begins and isinstance(command, commands.BeginPut)
+                is_lazy = isinstance(command, self._lazy)
                 record = _MESSAGES.encode_request(command)[4:]
                 self._log.append(record, at, is_lazy=is_lazy, frees=isinstance(command, _FREES))
                 reply = self._service.call(command, wake)

@@ -10,6 +10,7 @@ from typing import Final
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
 from dataplane_core.hosting import Client, disk_hint, lock_folder, open_extents
+from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_shm._store import Store
 
@@ -54,7 +55,7 @@ class DurableStore(Store):
         try:
             self._lock = lock_folder(folder, _JOURNAL, _ENDING_S, f"namespace '{namespace}'")
             self._log = FolderLog(folder / _JOURNAL, sync=sync)
-            logged = LoggedLedger(self._log, capacity_bytes, lazy_begins=True, ends_holds=True)
+            logged = LoggedLedger(self._log, capacity_bytes, lazy=(commands.BeginPut,), ends_holds=True)
             live = {write_id: positions for write_id, (_, positions) in logged.ledger.payload().items()}
             self.kept = open_extents(
                 folder,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +219,42 @@ def test_who_waits_notices_that_the_host_has_ended(tmp_path):
     assert woken.wait(LONG_S)
     with pytest.raises(LostReplyError):
         partitions(session)
+
+
+@pytest.mark.parametrize("ends", ["well", "killed"])
+def test_a_host_that_settles_knows_whether_a_client_is_there(ends):
+    with running(over_tcp) as (host, server_, address):
+        session = session_with(address)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(session.call, "hold", soon(), Hold())
+            assert host.held.wait(LONG_S)
+            assert server_.has_clients()
+            if ends == "killed":  # then the other side may get a reset
+                session._first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                session._first.close()
+            session.close()
+            assert not server_.has_clients()
+            host.go_on.set()
+            with pytest.raises(ClientClosedError):
+                call.result()
+
+
+def test_whether_a_client_is_there_is_known_while_others_come_and_go():
+    switch_s = sys.getswitchinterval()
+    with running(over_tcp) as (_, server_, address), ThreadPoolExecutor(1) as pool:
+
+        def come_and_go():
+            for _ in range(300):
+                session_with(address).close()
+
+        sys.setswitchinterval(1e-6)
+        try:
+            others = pool.submit(come_and_go)
+            while not others.done():
+                server_.has_clients()
+        finally:
+            sys.setswitchinterval(switch_s)
+        others.result()
 
 
 def test_closing_ends_the_calls_of_other_threads(hosted):

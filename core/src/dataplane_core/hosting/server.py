@@ -154,6 +154,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
         self._strangers: set[_Connection] = set()
+        self._sessions: set[_Connection] = set()  # those that began one
         self._settles = type(host).settle is not Host.settle
         self._replies: list[tuple[_Connection, bytes]] = []  # that are sent once they are settled
         self._close, self._closed = socket.socketpair()
@@ -199,8 +200,7 @@ class Server:
 
     def has_clients(self) -> bool:
         """Whether a session is open at both ends. Also from another thread, and while the host settles."""
-        connections = [key.data for key in list((self._selector.get_map() or {}).values()) if key.data is not None]
-        return any(each.begins and not _hung_up(each.channel) for each in connections)
+        return any(not _hung_up(each.channel) for each in list(self._sessions))
 
     def close(self) -> None:
         """Ends all connections and `run`. From another thread."""
@@ -252,6 +252,7 @@ class Server:
 
     def _drop(self, connection: _Connection) -> None:
         self._strangers.discard(connection)
+        self._sessions.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.channel)
         connection.channel.close()
@@ -405,6 +406,7 @@ class Server:
             return
         client = connection.client = self._host.begin_session()
         connection.begins = True
+        self._sessions.add(connection)
         client.wake = partial(self._wake, connection)
         about = msgspec.Raw(msgspec.msgpack.encode(self._host.about()))
         welcome = encode(Welcome(VERSION, client.number, client.key, theirs, about))
@@ -444,6 +446,8 @@ def _hung_up(channel: socket.socket) -> bool:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
+    except OSError:  # it was killed, or its host is gone
+        return True
 
 
 def _arrays(arrays: Sequence[Bytes]) -> deque[memoryview]:

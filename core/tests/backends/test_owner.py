@@ -112,9 +112,13 @@ def test_the_capacity_is_that_of_the_owner(path):
         with pytest.raises(AlreadyRunningError, match="1000"):
             open_client(path, capacity_bytes=2000)
         with open_client(path, bootstrap=False) as other:
+            pid = pid_of(other)
             other.register_partition("p", ["x"], None, ["t"])
             with pytest.raises(RuntimeError, match="1000"):
                 other.put_samples(["a"], "p", {"x": torch.zeros(1, 2000)})
+    eventually(lambda: is_gone(pid), what="the end of an owner without clients")
+    with open_client(path, bootstrap=False) as late, pytest.raises(RuntimeError, match="1000"):
+        late.put_samples(["a"], "p", {"x": torch.zeros(1, 2000)})
 
 
 def test_an_owner_that_cannot_start_says_why():

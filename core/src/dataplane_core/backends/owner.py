@@ -161,6 +161,8 @@ class OwnerClient:
             owner = self._start(number)
         elif bootstrap and backend.exclusive:
             raise AlreadyRunningError("there is a store already.", retryable=True)
+        elif not bootstrap:  # an owner that this client starts has the same
+            backend.config = backend.config.model_copy(update=newest.limits)
         try:
             self._session = self._connect(deadline)
             self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
@@ -358,11 +360,11 @@ def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
         certificate, key = new_certificate(ip)
         serve_tls(listener, certificate, key, name)
         listener = listen_as(name)
-    log = EngineLog(backend, owner, (ip, port, token, certificate), dead=dead)
+    limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
+    log = EngineLog(backend, owner, (ip, port, token, certificate), limits, dead=dead)
     # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
     first_write = log.generation << _WRITE_BITS
     ledger = LoggedLedger(log, backend.config.capacity_bytes, lazy_begins=True, first_write=first_write)
-    limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     host = _OwnerHost(ledger, log, limits)
     server = Server(host, listener, token=token)
     log.is_needed = server.has_clients

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -65,6 +65,7 @@ class LogRecord(msgspec.Struct, array_like=True):
         at: The time, on the log's clock.
         commands: What it did, each with its time.
         state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
+        limits: The owner's options that hold for all clients, and for the owner that one of them starts.
     """
 
     version: int
@@ -74,6 +75,7 @@ class LogRecord(msgspec.Struct, array_like=True):
     at: float
     commands: list[tuple[float, bytes]]
     state: bytes | None = None
+    limits: dict[str, Any] = {}
 
 
 _decode: Final = msgspec.msgpack.Decoder(LogRecord).decode
@@ -124,7 +126,7 @@ class EngineLog:
 
     Args:
         engine: The engine.
-        owner, address: See `LogRecord`.
+        owner, address, limits: See `LogRecord`.
         dead: The number of the newest record, if it is known that its owner is dead.
 
     Attributes:
@@ -138,10 +140,13 @@ class EngineLog:
         CorruptDataError: A record is damaged or missing.
     """
 
-    def __init__(self, engine: LogEngine, owner: str, address: Place, *, dead: int = -1) -> None:
+    def __init__(
+        self, engine: LogEngine, owner: str, address: Place, limits: dict[str, Any] | None = None, *, dead: int = -1
+    ) -> None:
         self._engine = engine
         self._owner = owner
         self._address: Place | None = address
+        self._limits = limits or {}
         self._lock = threading.RLock()
         self._pending: list[tuple[float, bytes]] = []
         self._is_dirty = False  # whether `commit` has to wait for the engine
@@ -292,7 +297,7 @@ class EngineLog:
         What is sent twice, since the answer was lost, is refused the second time, and found to be there.
         """
         pending = self._pending if state is None else []
-        record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state)
+        record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state, self._limits)
         data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
 
         def once(deadline: float) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,10 @@ from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core import DataPlaneConfig
 from dataplane_core.backends import RefsGoneError, RowStoreBackend
+from dataplane_core.backends.owner import _GoneError
 from dataplane_core.connecting import connect_backend
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
+from dataplane_core.ledger import commands
 from dataplane_core.log import newest_record
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
@@ -119,6 +122,57 @@ def test_the_capacity_is_that_of_the_owner(path):
     eventually(lambda: is_gone(pid), what="the end of an owner without clients")
     with open_client(path, bootstrap=False) as late, pytest.raises(RuntimeError, match="1000"):
         late.put_samples(["a"], "p", {"x": torch.zeros(1, 2000)})
+
+
+def test_a_call_does_not_wait_beyond_its_deadline_for_another_that_looks_for_the_owner(path, monkeypatch):
+    with open_client(path) as client, ThreadPoolExecutor(2) as pool:
+        owner = backend_of(client)._owner
+        session, both, looks, go_on = owner._session, threading.Barrier(2), threading.Event(), threading.Event()
+
+        def look(deadline):
+            looks.set()
+            assert go_on.wait(60)
+            return session
+
+        def gone(op, deadline, command):
+            both.wait(60)
+            if deadline < soon:
+                assert looks.wait(60)
+            raise _GoneError("the owner is gone")
+
+        soon = time.monotonic() + 30
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "_connect", look)
+            patch.setattr(session, "call", gone)
+            patch.setattr(session, "finish", lambda: None)
+            long = pool.submit(owner.call, soon + 60, commands.ListPartitionsRequest())
+            short = pool.submit(owner.call, time.monotonic() + 1, commands.ListPartitionsRequest())
+            assert isinstance(short.exception(60), OperationTimeoutError)
+        go_on.set()
+        assert long.result().partition_ids == []
+
+
+def test_a_call_that_is_interrupted_leaves_the_way_to_the_owner_open(path):
+    class Interrupted:
+        """A lock that is acquired, and then an interrupt comes."""
+
+        def __init__(self, lock):
+            self.lock, self.release = lock, lock.release
+
+        def acquire(self, timeout):
+            assert self.lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+    with open_client(path) as client:
+        owner = backend_of(client)._owner
+        owner._session, session = None, owner._session
+        owner._lock, lock = Interrupted(owner._lock), owner._lock
+        with pytest.raises(KeyboardInterrupt):
+            client.list_partitions()
+        owner._lock = lock
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(client.list_partitions).result() == []
+        session.close()
 
 
 def test_an_owner_that_cannot_start_says_why():

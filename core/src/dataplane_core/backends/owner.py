@@ -146,7 +146,7 @@ class OwnerClient:
 
     def __init__(self, backend: OwnedStore, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which only the thread that holds it can release
         self._lease = Lease()
         self._session: Session | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -188,9 +188,9 @@ class OwnerClient:
                     return session.call(command.op, deadline, command)
                 return session.call_waiting(command.op, deadline, command, wake)
             except _GoneError as error:
-                with self._lock:
-                    if self._session is session:
-                        self._session = None
+                # without the lock, which another thread may hold for long; to connect once too often does no harm
+                if self._session is session:
+                    self._session = None
                 session.finish()  # other calls over it notice by themselves
                 if isinstance(command, (commands.BeginPut, commands.CommitPut)):
                     raise LostReplyError(error.message) from error
@@ -216,16 +216,22 @@ class OwnerClient:
     def _session_now(self, deadline: float) -> Session:
         if (session := self._session) is not None:
             return session
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise OperationTimeoutError("the deadline passed while another thread looked for the owner of the store.")
         try:
+            if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise OperationTimeoutError(
+                    "the deadline passed while another thread looked for the owner of the store."
+                )
             if self._session is None:
                 self._session = self._connect(deadline)
                 if self._closed:  # meanwhile
                     self._session.close()
             return self._session
         finally:
-            self._lock.release()
+            # also if an interrupt came right after it was acquired; no call before, after which one may come
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def _connect(self, deadline: float) -> Session:
         """A session with the owner. Starts one where there is none."""

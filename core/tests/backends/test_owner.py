@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import dataplane_sqlite_example
 import pytest
@@ -173,6 +175,34 @@ def test_a_call_that_is_interrupted_leaves_the_way_to_the_owner_open(path):
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(client.list_partitions).result() == []
         session.close()
+
+
+def test_a_start_of_an_owner_that_is_interrupted_is_made_again(path, monkeypatch):
+    made = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            made.append(self)
+            pipe, self.stdin = self.stdin, MagicMock()
+            self.stdin.write.side_effect = KeyboardInterrupt
+            self.stdin.__exit__.side_effect = lambda *_: pipe.close()
+
+    with open_client(path) as client:
+        owner = backend_of(client)._owner
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                owner._start(0)
+        assert owner._start(0)
+        assert made[0].wait(60)
+
+
+def test_an_owner_imports_nothing_from_the_working_folder(path, tmp_path, monkeypatch):
+    (tmp_path / "msgspec.py").write_text("raise AssertionError('anybody may have written this')")
+    monkeypatch.chdir(tmp_path)
+    with open_client(path) as client:
+        assert client.list_partitions() == []
 
 
 def test_an_owner_that_cannot_start_says_why():

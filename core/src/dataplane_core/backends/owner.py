@@ -282,18 +282,19 @@ class OwnerClient:
         }
         self._forget()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  (it is read if the process fails, and has no name)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from dataplane_core.backends.owner import main; main()"],
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from dataplane_core.backends.owner import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._words,
             start_new_session=True,  # an interrupt of the trainer does not end it
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words).encode())
-        self._process.stdin.close()
-        threading.Thread(target=self._process.wait, name="dataplane-owner", daemon=True).start()  # it leaves no zombie
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(json.dumps(words).encode())
+        self._process = process  # not before: if this is interrupted, it would count as one that is still trying
+        threading.Thread(target=process.wait, name="dataplane-owner", daemon=True).start()  # it leaves no zombie
         return owner
 
     def _forget(self) -> None:

@@ -1,5 +1,6 @@
 """A host behind TLS answers those who know its certificate, and nobody else."""
 
+import socket
 import threading
 import time
 
@@ -50,6 +51,14 @@ def test_calls_of_any_size_go_through(place):
     session.call("put", time.monotonic() + 60, commands.PutTags("p", ids, [{}] * len(ids)))
     assert session.call("list", time.monotonic() + 60, commands.ListRequest("p")).sample_ids == ids
     session.close()
+
+
+def test_a_client_whose_host_is_gone_is_noticed():
+    """By the kernel, as without TLS. Connections have what their listening socket has."""
+    tcp = listen_on("127.0.0.1")
+    end = serve_tls(tcp, *new_certificate("127.0.0.1"), new_socket_name())
+    assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    end()
 
 
 @pytest.mark.parametrize("certificate", ["", "another"])

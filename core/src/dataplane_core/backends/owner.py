@@ -227,7 +227,8 @@ class OwnerClient:
                     self._session.close()
             return self._session
         finally:
-            try:  # also if an interrupt came right after it was acquired; no call before, after which one may come
+            # also if an interrupt came right after it was acquired; no call before, after which one may come
+            try:  # noqa: SIM105
                 self._lock.release()
             except RuntimeError:  # it was not acquired
                 pass

@@ -154,6 +154,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
         self._strangers: set[_Connection] = set()
+        self._sessions: set[_Connection] = set()  # those that began one
         self._settles = type(host).settle is not Host.settle
         self._replies: list[tuple[_Connection, bytes]] = []  # that are sent once they are settled
         self._close, self._closed = socket.socketpair()
@@ -199,10 +200,7 @@ class Server:
 
     def has_clients(self) -> bool:
         """Whether a session is open at both ends. Also from another thread, and while the host settles."""
-        keys = self._selector.get_map() or {}
-        found = [keys.get(each) for each in list(keys)]  # the server's thread may register others meanwhile
-        connections = [key.data for key in found if key is not None and key.data is not None]
-        return any(each.begins and not _hung_up(each.channel) for each in connections)
+        return any(not _hung_up(each.channel) for each in list(self._sessions))
 
     def close(self) -> None:
         """Ends all connections and `run`. From another thread."""
@@ -254,6 +252,7 @@ class Server:
 
     def _drop(self, connection: _Connection) -> None:
         self._strangers.discard(connection)
+        self._sessions.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.channel)
         connection.channel.close()
@@ -407,6 +406,7 @@ class Server:
             return
         client = connection.client = self._host.begin_session()
         connection.begins = True
+        self._sessions.add(connection)
         client.wake = partial(self._wake, connection)
         about = msgspec.Raw(msgspec.msgpack.encode(self._host.about()))
         welcome = encode(Welcome(VERSION, client.number, client.key, theirs, about))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.hosting.server import set_tcp_options
 
 _DAYS: Final = 3650
 _PIECE_BYTES: Final = 1 << 18
@@ -62,6 +63,7 @@ def serve_tls(listener: socket.socket, certificate: str, key: str, target: str) 
     Returns:
         Ends the thread. May be called once, from any thread.
     """
+    set_tcp_options(listener)  # which its connections inherit
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(certificate + key)

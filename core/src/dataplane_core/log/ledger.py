@@ -45,8 +45,8 @@ class LoggedLedger:
     Args:
         log: The log. Answer only after its ``commit``.
         capacity_bytes: Limit for the payload bytes held and reserved, or None.
-        lazy: Commands for which ``commit`` need not wait. A begin of a put, if no other process numbers writes alike; and
-            what may be said again, as that payload was deleted.
+        lazy: Commands for which ``commit`` need not wait: the begin of a put, if no other process numbers writes alike;
+            and what may be said again, as that payload was deleted.
         ends_holds: Whether leases and puts under way are ended first: the clients of the process before are gone.
         first_write: No write id that the ledger numbers is smaller.
 

@@ -198,16 +198,18 @@ class Link:
             node = self._cluster.get_node_from_key(key)
             if node is None:
                 raise LostConnectionError("no node of the cluster serves the key")
-            pool: ConnectionPool = self._cluster.get_redis_connection(node).connection_pool
-            return pool
-        if self._pool is None:
+            of_node: ConnectionPool = self._cluster.get_redis_connection(node).connection_pool
+            return of_node
+        pool = self._pool  # which another thread may give up meanwhile, or use as soon as it is there
+        if pool is None:
             if self.service is None:
-                self._pool = ConnectionPool.from_url(self._url, **_OPTIONS)
+                pool = ConnectionPool.from_url(self._url, **_OPTIONS)
             else:
                 host, port = self.service.primary(deadline)
-                self._pool = ConnectionPool.from_url(self.service.server_url, **_OPTIONS)
-                self._pool.connection_kwargs |= {"host": host, "port": port}
-        return self._pool
+                pool = ConnectionPool.from_url(self.service.server_url, **_OPTIONS)
+                pool.connection_kwargs |= {"host": host, "port": port}
+            self._pool = pool
+        return pool
 
     def _look_again(self, error: Exception) -> None:
         """Looks for the server that serves the keys now. Connections that lead nowhere are not used again."""

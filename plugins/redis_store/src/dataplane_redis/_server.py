@@ -418,8 +418,8 @@ def _replication(who: str, config: RedisConfig, replicas: int) -> Iterator[Findi
         yield Finding.ok(f"{who} has {count}, and {config.wait_replicas} must have a change before a call returns.")
     elif replicas:
         yield Finding.warning(
-            f"{who} has {count}, and replicates without waiting: a failover loses the newest writes. Clients notice "
-            "it, and say which calls were lost.",
+            f"{who} has {count}, and replicates without waiting: a failover may lose the newest rows, and reads "
+            "that need them say so. If the ledger's process dies with the primary, its newest changes are lost, too.",
             "To lose nothing that was acknowledged, set the option wait_replicas.",
         )
 

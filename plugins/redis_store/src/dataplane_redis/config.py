@@ -79,10 +79,9 @@ class RedisConfig(RowStoreOptions):
     """Accept a server whose ``maxmemory-policy`` may evict keys. Samples that nobody has consumed may then be lost."""
 
     wait_replicas: int = Field(default=0, ge=0)
-    """How many replicas of the server must have a change before a call returns: a put, a registration, a clear, an ack,
-    a nack, a renewal, and a claim without a lease. With as many as the server has replicas, a failover loses nothing
-    that was acknowledged. Too few replicas until the deadline: `OperationTimeoutError`, and the change is on the server
-    only."""
+    """How many replicas of the server must have a change before the call that makes it returns. With as many as the
+    server has replicas, a failover loses nothing that was acknowledged. Too few replicas until the deadline:
+    `OperationTimeoutError`, and the change is on the server only."""
 
     wait_fsync: bool = False
     """These calls also wait until the server, and that many replicas, have synced the change to their append-only

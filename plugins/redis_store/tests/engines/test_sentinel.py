@@ -1,16 +1,19 @@
 """Redis Sentinel: failovers under load of two processes, with and without a wait for replicas."""
 
 import contextlib
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis import RedisBackend, RedisConfig, _sentinel
+from dataplane_redis._link import Link
 from dataplane_redis._sentinel import Service
 
 
@@ -218,3 +221,23 @@ def test_urls_of_services():
         with pytest.raises(ValueError, match=r"redis\+sentinel://user:password@host:port") as caught:
             RedisConfig(url=f"redis+sentinel://user:hunter2@{wrong}")
         assert "hunter2" not in str(caught.value)
+
+
+def test_a_failover_leads_no_thread_to_another_server(monkeypatch):
+    """The URL of a service names no server: redis-py would take the one of this host, which may be anybody's."""
+    monkeypatch.setattr(Service, "primary", lambda *_: ("primary", 7000))
+    link, others = Link("redis+sentinel://127.0.0.1:1/plane"), []
+
+    class Options(dict):
+        def __ior__(self, more):
+            others.append(link._pool)  # what another thread would use now
+            return super().__ior__(more)
+
+    class Pool(ConnectionPool):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.connection_kwargs = Options(self.connection_kwargs)
+
+    monkeypatch.setattr("dataplane_redis._link.ConnectionPool", Pool)
+    assert link._pool_of(b"", math.inf).connection_kwargs["host"] == "primary"
+    assert others == [None]

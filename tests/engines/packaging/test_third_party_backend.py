@@ -96,7 +96,10 @@ with subprocess.Popen([sys.executable, "-c", HOLDER, sys.argv[1]], stdout=subpro
     try:
         with ThreadPoolExecutor(3) as pool:
             during = list(pool.map(put, "abc"))
-        read = client.get_samples(["before"], "train", ["x"])["x"].tolist()
+        try:  # whoever cannot write its log is perhaps not the owner any more
+            read = client.get_samples(["before"], "train", ["x"])["x"].tolist()
+        except TimeoutError as error:
+            read = type(error).__name__
     finally:
         holder.kill()
 put("after")
@@ -141,7 +144,7 @@ def test_a_job_across_processes_survives_two_kills(clean, installed, tmp_path):
 
 def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_their_deadline(installed, tmp_path):
     done = installed.run("-c", BESIDE_A_STOPPED_PROCESS, tmp_path / "run.sqlite")
-    assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, [0.0], ["before", "after"]]
+    assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, "OperationTimeoutError", ["before", "after"]]
 
 
 @pytest.mark.timeout(600)

@@ -135,15 +135,15 @@ class FolderLog:
             self._reserve = os.open(reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             os.unlink(reserve)  # its room is kept until this process ends
             self._set_aside()
+        except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
+            raise
         except OSError as error:
             raise self._unusable(error) from error
 
     def _unusable(self, error: OSError) -> BackendUnavailableError:
-        if isinstance(error, BackendUnavailableError):
-            return error
         otherwise = "Every node on which the process may run must see this folder and may write there."
         return BackendUnavailableError(
-            f"the log in {self._root} cannot be opened: {error}.", hint=disk_hint(error, otherwise)
+            f"the log in {self._root} cannot be opened: {error.strerror or error}.", hint=disk_hint(error, otherwise)
         )
 
     def _numbers(self) -> list[int]:
@@ -247,6 +247,8 @@ class FolderLog:
                 if self._sync:
                     sync_path(self._folder)  # before a frame is added to the new file
                     sync_path(self._root)
+        except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
+            raise
         except OSError as error:
             raise self._unusable(error) from error
         self.state, self.records = b"", []

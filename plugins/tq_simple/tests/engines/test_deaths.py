@@ -191,7 +191,7 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
     hidden = journal.with_name("hidden")
     journal.rename(hidden)
     kill()
-    with pytest.raises(BackendUnavailableError, match=r"dead for good[\s\S]*no journal") as error:
+    with pytest.raises(BackendUnavailableError, match=r"dead for good[\s\S]*no log") as error:
         client.list_samples("p")
     assert not error.value.retryable
     hidden.rename(journal)

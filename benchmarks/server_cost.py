@@ -64,6 +64,8 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
             add("redis", child.pid)
         elif "dataplane_shm" in words:
             add("ledger", child.pid)
+        elif "backends.owner" in words:
+            add("owner", child.pid)
     return found or {"process": os.getpid()}
 
 

@@ -118,7 +118,7 @@ def store_process(client: DataPlaneClient) -> psutil.Process:
     if engine is not None:
         return psutil.Process(ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid())))
     for child in psutil.Process().children(recursive=True):
-        if "redis-server" in child.name():
+        if "backends.owner" in " ".join(child.cmdline()):
             return child
     return psutil.Process()
 

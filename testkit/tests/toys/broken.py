@@ -662,7 +662,7 @@ def refuses_to_put_again(self, put_samples, request):
 def clears_more_the_second_time(self, clear_samples, request):
     reply = clear_samples(request)
     if request.sample_ids is not None and reply.num_samples == 0:
-        clear_samples(replace(request, sample_ids=_listed(self, request)[-1:]))
+        clear_samples(replace(request, sample_ids=_listed(self, request)[-1:], request_id=None))
     return reply
 
 def _note_refused(self, request, error):

@@ -63,6 +63,7 @@ def opens_once(self, start, **how):
     if self.config.name in _opened:
         raise AlreadyRunningError(f"'{self.config.name}' is open.")
     _opened.add(self.config.name)
+    start(**how)
 
 @noop.also("OpensOnce")
 def _closes(self, stop):

@@ -153,7 +153,10 @@ class RowStoreBackend(LedgerBackend):
         return False
 
     def owner_options(self) -> dict[str, Any]:
-        """The options with which the ledger's process makes an object of this class. They are passed on in a pipe."""
+        """The options with which the ledger's process makes an object of this class. They are passed on in a pipe.
+
+        Override it if an option is a `SecretStr`, of which pydantic gives only asterisks.
+        """
         options: dict[str, Any] = self.config.model_dump(mode="json")
         return options
 

@@ -133,12 +133,11 @@ class OwnerClient:
     """A client's way to the owner, wherever that is. Thread-safe.
 
     Args:
-        backend: The backend, whose engine is open.
+        backend: The backend, whose engine is open. The owner's options that hold for all clients replace its own.
         bootstrap, deadline: As for `Backend.start`.
 
     Attributes:
         num_sessions: How often it connected to an owner.
-        limits: The options of the owner that hold for all its clients.
 
     Raises:
         As `Backend.start`.
@@ -165,12 +164,15 @@ class OwnerClient:
             backend.config = backend.config.model_copy(update=newest.limits)
         try:
             self._session = self._connect(deadline)
-            self.limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
-            mine = {name: getattr(backend.config, name) for name in self.limits}
-            if bootstrap and mine != self.limits:
-                raise AlreadyRunningError(f"the store runs with the options {self.limits}, not {mine}.")
-            if owner and backend.exclusive and newest_record(backend, deadline)[1].owner != owner:  # type: ignore[union-attr]
-                raise AlreadyRunningError("another process has started the store.", retryable=True)
+            limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
+            mine = {name: getattr(backend.config, name) for name in limits}
+            if bootstrap and mine != limits:
+                raise AlreadyRunningError(f"the store runs with the options {limits}, not {mine}.")
+            backend.config = backend.config.model_copy(update=limits)
+            if owner and backend.exclusive:
+                _, now = newest_record(backend, deadline)
+                if now is None or now.owner != owner:
+                    raise AlreadyRunningError("another process has started the store.", retryable=True)
         except BaseException:
             self.close()
             raise
@@ -227,8 +229,7 @@ class OwnerClient:
                     self._session.close()
             return self._session
         finally:
-            # also if an interrupt came right after it was acquired; no call before, after which one may come
-            try:  # noqa: SIM105
+            try:  # noqa: SIM105  (also if an interrupt came right after `acquire`; one may come in a call of `suppress`)
                 self._lock.release()
             except RuntimeError:  # it was not acquired
                 pass

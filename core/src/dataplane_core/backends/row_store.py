@@ -177,7 +177,6 @@ class RowStoreBackend(LedgerBackend):
             self._service.start()
         else:
             self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)
-            self.config = self.config.model_copy(update=self._owner.limits)
 
     def stop(self) -> None:
         """Disconnects."""

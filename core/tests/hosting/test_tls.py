@@ -22,7 +22,7 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.ledger import LedgerService, commands
 
-pytest.importorskip("cryptography")
+pytest.importorskip("cryptography", reason="not run: cryptography is optional; only a host behind TLS needs it")
 
 
 class Address(TcpAddress):

@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import msgpack
+import msgspec
 import numpy as np
 import torch
 from mutations import JSON_VALUES, Form
@@ -35,7 +36,7 @@ from pyarrow import parquet
 from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
-from dataplane_core.backends import SharedMemory
+from dataplane_core.backends import ExtentClient
 from dataplane_core.codec.frames import unframe_ragged
 from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.connecting import connect_backend
@@ -49,9 +50,8 @@ from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat
 from dataplane_integrations._packed_weights import next_version, read_version
 from dataplane_redis import _protocol as redis_protocol
-from dataplane_shm import _messages as shm
 from dataplane_shm._backend import ShmBackend
-from dataplane_shm._messages import MESSAGES
+from dataplane_shm._messages import About
 from dataplane_shm._store import Store
 from dataplane_testkit import backend_of
 from dataplane_tools import export_partition, import_folder
@@ -556,117 +556,123 @@ def _ragged_layout(num_rows: int) -> hosting.Layout:
     return layout
 
 
-def _shm_requests() -> list[bytes]:
-    put = _begin("d", ["b", "c"], 1000, [{"n": 1}, {}])
-    apart = _begin_apart("d", ["e", "f"], "xy", [_X, _X], 2000)
+_STORE: Final = Store.messages
+
+
+def _store_requests() -> list[bytes]:
+    wanted = [hosting.Wanted(1000, _layout(2), 2), hosting.Wanted(1003, _ragged_layout(2), 2)]
     made: list[Any] = [
-        shm.PutWhole(put, _layout(2), bytes(16)),
-        shm.Begin(apart, [_layout(2), _layout(1)]),
-        shm.CommitSynced(commands.CommitPut(1000), [bytes(16)]),
-        shm.Find(commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]), 7),
+        hosting.CheckRoom(100),
+        hosting.Allocate(1000, wanted),
+        hosting.PutWhole(1000, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
+        hosting.Written(1000, [bytes(16)]),
+        hosting.Fill(1000),
+        hosting.Find([(400, [0]), (1000, [1, 0])], 7),
+        hosting.Fetch([(1000, [0], [1, 0])]),
+        hosting.Drop([(1000, 0), (9, 5)]),
+        hosting.Memory(),
         hosting.Release([7]),
         hosting.ClaimOrWait(_claim("u", "m")),
         hosting.StopWaiting("m"),
-        shm.Drop([(100, 0)]),
-        shm.Status(),
+        commands.CommitPut(1000),
         *(_BEFORE[1], _BEFORE[3]),
         *_THEN,
     ]
-    data = [MESSAGES.encode_request(each)[4:] for each in made]
-    return [*data, MESSAGES.encode_request(commands.CommitPut(1000))[4:]]
+    return [_STORE.encode_request(each)[4:] for each in made]
 
 
-def _read_shm_request(data: bytes) -> None:
-    """A forged request to the process of the ledger, and then those of another client."""
-    request = MESSAGES.decode_request(data)
+def _read_store_request(data: bytes) -> None:
+    """A forged request to the process of a ledger and its extents, in the middle of a put of the same client, and then
+    those of another client."""
+    request = _STORE.decode_request(data)
     store = Store(hosting.ExtentService(_arena()), LedgerService(capacity_bytes=_ARENA_BYTES))
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
-    store.answer(shm.PutWhole(_begin("d", ["a"], 400), _layout(1), b"12345678"), other)
-    for command in _BEFORE[:1]:
-        store.answer(command, other)
-    for command in (_BEFORE[1], _BEFORE[3]):
-        assert isinstance(command, commands.BeginPut)
-        store.answer(shm.Begin(command, [_layout(len(write.row_bytes)) for write in command.writes]), forger)
-        store.answer(commands.CommitPut(command.write_id or 0), forger)
+    store.answer(_begin("d", ["a"], 400), other)
+    store.answer(hosting.PutWhole(400, [hosting.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
+    store.answer(commands.CommitPut(400), other)
+    for command in _BEFORE[:5]:
+        if isinstance(command, commands.CommitPut):
+            store.answer(hosting.Written(command.write_id), forger)
+        store.answer(command, forger)
+        if isinstance(command, commands.BeginPut):
+            rows = ((key, len(each.row_bytes)) for key, each in command.by_id(command.write_id or 0).items())
+            wanted = [hosting.Wanted(key, _layout(count), count) for key, count in rows]
+            store.answer(hosting.Allocate(command.write_id or 0, wanted), forger)
+    store.answer(_begin("d", ["b", "c"], 1000), forger)
+    store.answer(hosting.Allocate(1000, [hosting.Wanted(1000, _layout(2), 2)]), forger)
     attempt(lambda: store.answer(request, forger))
-    attempt(lambda: store.answer(shm.Find(commands.Locate("p", ["q0_g0"], ["x"]), 8), other))
-    placed: Any = attempt(lambda: store.answer(shm.Find(commands.Locate("d", ["a"], ["x"]), 9), other))
-    if placed is not None and not placed.gone and placed.places.keys() == {400}:
-        offset = placed.places[400].offset
+    attempt(lambda: store.answer(hosting.Written(1000), forger))
+    found: Any = attempt(lambda: store.answer(hosting.Find([(400, [0])], 9), other))
+    if found is not None and not found.gone:
+        offset = found.places[400].offset
         assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
-    store.answer(shm.Status(), other)
     store.end_session(forger)
     attempt(lambda: store.answer(commands.ClearRequest("p", None), other))
-    store.answer(shm.Status(), other)
+    store.answer(hosting.Memory(), other)
 
 
-@functools.cache
-def _placed() -> shm.Placed:
-    part = commands.Part(100, ("x",), (0,), [0, 1], [0, 1])
-    ragged = commands.Part(200, ("y",), (0,), [0, 1], [1, 0])
-    located = commands.Located([part, ragged], {"x": _X, "y": _X})
+def _found() -> hosting.Found:
     places = {100: hosting.Place(0, _layout(2), 2), 200: hosting.Place(4096, _ragged_layout(2), 2)}
-    return shm.Placed(located, places, [])
+    return hosting.Found(places, [None, [1, 0]], [])
 
 
-def _shm_replies() -> list[bytes]:
+def _store_replies() -> list[bytes]:
     service = LedgerService(ledger=_filled(), clock=lambda: 0.0)
-    replies = [
-        (shm.Find, _placed()),
-        (shm.Status, shm.Statistics(1, 2, 3, 4, 5, 6)),
-        (shm.Begin, shm.Begun(7, [0, 64])),
-    ]
-    made = [(_KINDS.index(kind), MESSAGES.encode_reply(reply)[4:]) for kind, reply in replies]
+    replies = [(hosting.Find, _found()), (hosting.Memory, (1, 2, 3, 4, 5, 6)), (hosting.Allocate, [0, 64])]
+    made = [(_KINDS.index(kind), _STORE.encode_reply(reply)[4:]) for kind, reply in replies]
     for command in (*_BEFORE, *_THEN):
         try:
-            reply = MESSAGES.encode_reply(service.call(command))[4:]
+            reply = _STORE.encode_reply(service.call(command))[4:]
         except Exception as error:
-            reply = MESSAGES.encode_error(error)[4:]
+            reply = _STORE.encode_error(error)[4:]
         made.append((_KINDS.index(type(command)), reply))
     return [bytes([number]) + reply for number, reply in made]
 
 
-def _read_shm_reply(data: bytes) -> object:
-    request: Any = object.__new__(_KINDS[data[0] % len(_KINDS)]) if data else shm.Status()
-    attempt(lambda: MESSAGES.decode_reply(_FIND, data[1:]))
-    attempt(lambda: hosting.decode_about(hosting.decode_welcome(data[1:]), shm.About))
-    return MESSAGES.decode_reply(request, data[1:])
+def _read_store_reply(data: bytes) -> object:
+    request: Any = object.__new__(_KINDS[data[0] % len(_KINDS)]) if data else hosting.Memory()
+    attempt(lambda: hosting.decode_about(hosting.decode_welcome(data[1:]), About))
+    return _STORE.decode_reply(request, data[1:])
 
 
 _KINDS: Final = (
-    shm.Begin,
-    shm.CommitSynced,
-    shm.PutWhole,
-    shm.Find,
-    shm.Drop,
-    shm.Status,
+    hosting.Allocate,
+    hosting.Written,
+    hosting.Find,
+    hosting.Fetch,
+    hosting.Memory,
     hosting.ClaimOrWait,
     *commands.COMMANDS,
 )
-_FIND: Final = shm.Find(commands.Locate("p", ["a", "b"], ["x", "y"]), 1)
 
 
 class _ToldSession:
-    """A session with a ledger's process that gives the reply that it is told."""
+    """A session with a ledger's process that says where cells lie as it is told."""
+
+    welcome = hosting.messages.Welcome(0, 1, about=msgspec.Raw(msgspec.msgpack.encode(hosting.AboutExtents(0, False))))
 
     def __init__(self) -> None:
         self.reply = b""
         self.descriptors = [os.dup(_arena().fd)]
 
     def call(self, what: str, deadline: float, request: Any) -> Any:
-        return MESSAGES.decode_reply(request, self.reply)
+        if isinstance(request, commands.Locate):
+            part = commands.Part(100, ("x",), (0,), [0, 1], [0, 1])
+            ragged = commands.Part(200, ("y",), (0,), [0, 1], [1, 0])
+            return commands.Located([part, ragged], {"x": _X, "y": _X})
+        return _STORE.decode_reply(request, self.reply)
 
     def new_pin(self) -> Any:
-        return SimpleNamespace(number=1)
+        return SimpleNamespace(number=1, release=lambda: None)
 
 
 class _ToldShm(ShmBackend):
-    """The backend, with a ledger's process that gives the reply that it is told."""
+    """The backend, with a session that gives the reply that it is told."""
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         session: Any = _ToldSession()
-        self._memory = SharedMemory(session, views=False)
+        self._extents = ExtentClient(session)
 
     def stop(self) -> None:
         pass
@@ -677,11 +683,11 @@ def _shm_client() -> tuple[DataPlaneClient, _ToldSession]:
     client = resources.enter_context(
         connect_backend(_ToldShm, DataPlaneConfig(backend="shm_store", announce_s=None), bootstrap=True)
     )
-    session: Any = backend_of(client)._memory.session
+    session: Any = backend_of(client)._extents.session
     return client, session
 
 
-def _read_shm_payload(data: bytes) -> object:
+def _read_store_payload(data: bytes) -> object:
     """A forged reply that says where cells are, and the read that follows."""
     client, session = _shm_client()
     session.reply = data
@@ -689,14 +695,14 @@ def _read_shm_payload(data: bytes) -> object:
     return client.get_samples(["a", "b"], "p", ["x", "y"])
 
 
-SHM_REQUEST: Final = Form(
+STORE_REQUEST: Final = Form(
     lambda data: [data[0], _unpack(data[1:])], lambda tree: bytes([tree[0] % 256]) + _pack(tree[1])
 )
-SHM_REPLY: Final = Form(
+STORE_REPLY: Final = Form(
     lambda data: [data[0], data[1], _unpack(data[2:])],
     lambda tree: bytes([tree[0] % 256, tree[1] % 2]) + _pack(tree[2]),
 )
-SHM_PAYLOAD: Final = Form(lambda data: _unpack(data[1:]), lambda tree: b"\0" + _pack(tree))
+STORE_PAYLOAD: Final = Form(lambda data: _unpack(data[1:]), lambda tree: b"\0" + _pack(tree))
 
 # --- tq_simple --------------------------------------------------------------------------------------------------------
 
@@ -722,39 +728,6 @@ def _read_tq_request(data: bytes) -> None:
     attempt(lambda: host.answer(request, client))
     host.answer(tq.ViewUnits(-1), client)
     host.answer(commands.ListPartitionsRequest(), client)
-
-
-def _extent_requests() -> list[bytes]:
-    wanted = [hosting.Wanted(1, _layout(2), 2), hosting.Wanted(3, _ragged_layout(2), 2)]
-    made: list[Any] = [
-        hosting.Allocate(1, wanted),
-        hosting.PutWhole(1, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
-        hosting.Written(7),
-        hosting.Fill(7),
-        hosting.Find([(7, [1, 0]), (9, [0])], 1),
-        hosting.Fetch([(7, [0], [1, 0])]),
-        hosting.Drop([(7, 0), (9, 5)]),
-        hosting.Memory(),
-        hosting.Release([1]),
-    ]
-    return [hosting.ExtentHost.messages.encode_request(each)[4:] for each in made]
-
-
-def _read_extent_request(data: bytes) -> None:
-    """A forged request to a storage unit, in the middle of a put of the same client, and then that of another one."""
-    request = hosting.ExtentHost.messages.decode_request(data)
-    host = hosting.ExtentHost(hosting.ExtentService(_arena()))
-    other, forger = host.begin_session(), host.begin_session()
-    host.answer(hosting.PutWhole(400, [hosting.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
-    host.answer(hosting.Allocate(7, [hosting.Wanted(7, _layout(2), 2)]), forger)
-    attempt(lambda: host.answer(request, forger))
-    attempt(lambda: host.answer(hosting.Written(7), forger))
-    found: Any = attempt(lambda: host.answer(hosting.Find([(400, [0])], 9), other))
-    if found is not None and not found.gone:
-        offset = found.places[400].offset
-        assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
-    host.end_session(forger)
-    host.answer(hosting.Memory(), other)
 
 
 # --- redis_store ------------------------------------------------------------------------------------------------------
@@ -852,8 +825,8 @@ TARGETS: Final[dict[str, Target]] = {
         Target("row", _rows, _read_row),
         Target("object", _encoded_items, codec.decode_item, PACKED),
         Target("spec", _specs, _read_spec),
-        Target("command", _messages, _read_command, SHM_REQUEST),
-        Target("log", _messages, _read_log, SHM_REQUEST),
+        Target("command", _messages, _read_command, STORE_REQUEST),
+        Target("log", _messages, _read_log, STORE_REQUEST),
         Target("state", _states, _read_state, Form(_load_sections, lambda tree: b"".join(map(_pack, tree)))),
         Target("log of an engine", _log_records, lambda data: newest_record(_Engine(data), math.inf), PACKED),
         Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
@@ -866,11 +839,10 @@ TARGETS: Final[dict[str, Target]] = {
             "shard of an export", lambda: [parquet.read_schema(_shard()).metadata[b"dataplane"]], _read_shard_head, JSON
         ),
         Target("recording", _recorded_lines, _read_recording, JSON),
-        Target("shm request", _shm_requests, _read_shm_request, SHM_REQUEST),
-        Target("tq request", _tq_requests, _read_tq_request, SHM_REQUEST),
-        Target("extent request", _extent_requests, _read_extent_request, SHM_REQUEST),
-        Target("shm reply", _shm_replies, _read_shm_reply, SHM_REPLY),
-        Target("shm payload", lambda: [MESSAGES.encode_reply(_placed())[4:]], _read_shm_payload, SHM_PAYLOAD),
+        Target("store request", _store_requests, _read_store_request, STORE_REQUEST),
+        Target("tq request", _tq_requests, _read_tq_request, STORE_REQUEST),
+        Target("store reply", _store_replies, _read_store_reply, STORE_REPLY),
+        Target("store payload", lambda: [_STORE.encode_reply(_found())[4:]], _read_store_payload, STORE_PAYLOAD),
         Target("weights", _weights, _read_weights, PACKED),
         Target("redis rows", _arrays, _read_arrays),
     )

@@ -312,7 +312,7 @@ def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_
     client, others = unit.client("memory"), unit.client("memory")
     made = ExtentPlan([torch.ones(1, ARENA_BYTES * 5 // 8, dtype=torch.uint8)], 1)
 
-    def late(copies, threads):
+    def late(copies, threads, copied):
         others.drop([(1, 0)], soon())  # by another client, or another thread of this one
         client.drop([(1, 0)], soon())
         with pytest.raises(CapacityExceededError):
@@ -385,7 +385,7 @@ if sys.argv[3] == "reads":
     found = client.get([ExtentRead(1, SLOTS, [0], [0])], SPECS, soon())
 else:
     from dataplane_core.backends import extent_client
-    extent_client.copy_arrays = lambda *_: (print("ready", flush=True), time.sleep(1000))
+    extent_client.copy_arrays = lambda *_, **__: (print("ready", flush=True), time.sleep(1000))
     client.put({2: plan(columns_of([100_000]))}, soon())
 print("ready", flush=True)
 time.sleep(1000)
@@ -442,7 +442,7 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
     views = get(viewer, [ExtentRead(9, SLOTS, range(3), range(3))], 3)
     stops, goes_on = threading.Event(), threading.Event()
 
-    def copy_later(copies, threads):
+    def copy_later(copies, threads, copied):
         stops.set()
         assert goes_on.wait(WAIT_S)
         copy_arrays(copies, threads)

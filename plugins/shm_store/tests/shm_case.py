@@ -4,12 +4,11 @@ import time
 import uuid
 
 import pytest
-import torch
 
-from dataplane_core.hosting import offsets_at
+from dataplane_core.backends import reads_of
+from dataplane_core.codec import Ragged
 from dataplane_core.ledger import commands
 from dataplane_shm import ShmBackend
-from dataplane_shm._messages import Find
 from dataplane_testkit import AuthorsClass
 
 
@@ -34,28 +33,11 @@ class ShmCase(AuthorsClass):
         return backend.statistics(time.monotonic() + 30).held_bytes
 
     def raw_get(self, backend, partition_id, sample_id, field):
-        """The cell's bytes where the ledger's process says that they lie, with the dtype and shape of its spec."""
-        session = backend._memory.session
-        pin = session.new_pin()
-        locate = commands.Locate(partition_id, [sample_id], [field])
-        found = session.call("the kit's", time.monotonic() + 30, Find(locate, pin.number))
-        (part,), spec = found.located.parts, found.located.specs[field]
-        place, row = found.places[part.write_id], part.positions[0]
-        column = place.layout.columns[part.slots[0]]
-        extent = backend._memory.arena.bytes[place.offset :]
-        if column.table < 0:
-            first, count = row, 1
-            shape = (column.length, *spec.trailing) if spec.rank else ()
-        else:
-            first, end = offsets_at(extent, column, place.num_rows)[row : row + 2].tolist()
-            count = end - first
-            shape = (count, *spec.trailing)
-        data = extent[column.start + first * column.step : column.start + (first + count) * column.step].copy()
-        pin.release()
-        if spec.kind == "object":
-            return torch.from_numpy(data)
-        return (
-            torch.from_numpy(data).view(spec.torch_dtype).view(shape)
-            if data.size
-            else torch.empty(shape, dtype=spec.torch_dtype)
-        )
+        """The cell, straight from the shared memory."""
+        deadline = time.monotonic() + 30
+        located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+        (part,) = backend._extents.get(reads_of(located.parts), located.specs, deadline)
+        column, row = part.columns[field], part.rows[0]
+        if isinstance(column, Ragged):
+            return column.values[column.offsets[row] : column.offsets[row + 1]].clone()
+        return column[row].clone()

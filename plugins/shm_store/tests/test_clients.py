@@ -99,7 +99,7 @@ def test_a_view_is_the_shared_memory_until_its_last_tensor_is_gone_also_after_cl
         read = client.get_samples(IDS, "p", ["x", "y"])
         assert [row.tolist() for row in read["x"].unbind()] == ROWS
         some = client.get_samples(IDS[1:3], "p", ["y"])["y"]
-        arena = backend_of(client)._memory._seen
+        arena = backend_of(client)._extents._memory._seen
         places = [tensor.data_ptr() for tensor in (read["x"].values(), read["y"], some)]
         assert all(arena.address <= place < arena.address + arena.size_bytes for place in places)
         view = read["x"].values()[2:]
@@ -142,12 +142,12 @@ def test_a_killed_client_leaves_neither_pins_nor_rows_nor_bytes(owner, config, o
     """It has a view, and is in the middle of a put."""
     put(owner)
     code = """
-from dataplane_shm import _backend
+from dataplane_core.backends import extent_client
 view = client.get_samples(["a", "b"], "p", ["x"])
 def stop(*_, **__):
     print("ready", flush=True)
     time.sleep(1000)
-_backend.copy_arrays = stop
+extent_client.copy_arrays = stop
 client.put_samples(["w"], "p", {"x": torch.ones(1, 100_000, dtype=torch.int64)})
 """
     before = statistics(owner).held_bytes
@@ -232,7 +232,7 @@ def test_a_closed_client_has_no_session_though_its_errors_are_kept(owner, config
 
 def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it_later(owner, stopped):
     put(owner)
-    connection = backend_of(owner)._memory.session
+    connection = backend_of(owner)._extents.session
     other = connection._take("the test's", time.monotonic() + WAIT_S)
     request = GetRequest(partition_id="p", sample_ids=IDS, fields=["y"], deadline=time.monotonic() + 0.2)
     with stopped(backend_of(owner)._process.pid):
@@ -248,7 +248,7 @@ def test_a_read_that_gave_up_holds_nothing_though_the_ledgers_process_gets_to_it
 def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(owner, config, monkeypatch):
     put(owner)
     with viewing(config) as client:
-        connection = backend_of(client)._memory.session
+        connection = backend_of(client)._extents.session
         view = client.get_samples(IDS, "p", ["y"])
         connection._idle.pop().close()
         monkeypatch.setattr(connection, "_address", replace(connection._address, path=Path("/nowhere")))
@@ -281,7 +281,7 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
 
 def test_the_memory_is_not_inherited_and_the_ledgers_process_imports_no_torch(owner, config):
     """So it starts in a fraction of the time, and stays small. Who attaches has the owner's limits."""
-    assert not os.get_inheritable(backend_of(owner)._memory.arena.fd)
+    assert not os.get_inheritable(backend_of(owner)._extents._memory.arena.fd)
     maps = Path(f"/proc/{backend_of(owner)._process.pid}/maps").read_text()
     assert ("msgspec" in maps, "libtorch" in maps) == (True, False)
     with connect({**config, "options": {"namespace": config["options"]["namespace"]}}, bootstrap=False) as client:
@@ -310,7 +310,7 @@ def test_a_ledgers_process_without_file_descriptors_serves_on_rests_and_accepts_
 
 
 def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(owner):
-    connection = backend_of(owner)._memory.session
+    connection = backend_of(owner)._extents.session
     put(owner)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     idle = [connection._idle.pop() for _ in range(len(connection._idle))]

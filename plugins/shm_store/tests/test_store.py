@@ -8,10 +8,9 @@ from tiers import in_long
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import ExtentService, Layout, Release
+from dataplane_core.hosting import Allocate, Drop, ExtentService, Find, Layout, Memory, Release, Wanted, Written
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
-from dataplane_shm._messages import Begin, Drop, Find, Status
 from dataplane_shm._store import Store
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
@@ -41,9 +40,9 @@ class Clients:
         put = commands.BeginPut(
             "p", ids, SPECS, [commands.Write(list(SPECS), sizes)], write_id=write_id, ttl_s=ttl_s, ticket=ticket
         )
-        begun = self.call(Begin(put, [layout]), session)
-        (offset,) = begun.offsets
-        return begun.write_id, self.arena.bytes[offset : offset + layout.size_bytes]
+        self.call(put, session)
+        (offset,) = self.call(Allocate(write_id, [Wanted(write_id, layout, len(ids))]), session)
+        return write_id, self.arena.bytes[offset : offset + layout.size_bytes]
 
     def begin_parts(self, sample_id, *sizes):
         """Begins a put of a sample with an extent for each of its columns, of so many bytes."""
@@ -51,25 +50,28 @@ class Clients:
         specs = dict.fromkeys(names, SPECS["x"])
         writes = [commands.Write((name,), [size]) for name, size in zip(names, sizes, strict=True)]
         put = commands.BeginPut("p", [sample_id], specs, writes, write_id=next(self.writes), ttl_s=30.0)
-        layouts = [Layout([]) for _ in sizes]
-        for layout, size in zip(layouts, sizes, strict=True):
-            layout.add_dense(1, size, size)
-        return self.call(Begin(put, layouts)).offsets
+        self.call(put)
+        wanted = [Wanted(write_id, Layout([]), 1) for write_id in put.by_id(put.write_id)]
+        for each, size in zip(wanted, sizes, strict=True):
+            each.layout.add_dense(1, size, size)
+        return self.call(Allocate(put.write_id, wanted))
 
     def put(self, ids, length, number, ticket=None):
         write_id, data = self.begin(ids, length, ticket=ticket)
         data[:] = number
+        self.call(Written(write_id))
         self.call(commands.CommitPut(write_id))
 
     def find(self, ids, session=None):
         """The pin, and the bytes of each row where they lie."""
         pin = next(self.pins)
-        found = self.call(Find(commands.Locate("p", ids, ["x"]), pin), session)
+        parts = self.call(commands.Locate("p", ids, ["x"]), session).parts
+        found = self.call(Find([(part.write_id, part.positions) for part in parts], pin), session)
         rows = [None] * len(ids)
-        for part in found.located.parts:
+        for part, moved in zip(parts, found.rows, strict=True):
             place = found.places[part.write_id]
             (column,) = place.layout.columns
-            for row, position in zip(part.rows, part.positions, strict=True):
+            for row, position in zip(part.rows, part.positions if moved is None else moved, strict=True):
                 start = place.offset + column.start + position * column.step
                 rows[row] = self.arena.bytes[start : start + column.step]
         return pin, rows
@@ -79,7 +81,7 @@ class Clients:
 
     @property
     def status(self):
-        return self.call(Status())
+        return self.call(Memory())
 
 
 @pytest.fixture
@@ -109,6 +111,7 @@ def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(
     clients.put(["b"], 1000, 3)
     data[:] = 9  # it still writes
     assert (clients.find(["b"])[1][0] == 3).all()
+    clients.call(Written(write_id))
     with pytest.raises(StalePartitionError, match="abandoned"):
         clients.call(commands.CommitPut(write_id))
     assert clients.status.num_extents == 1
@@ -117,7 +120,7 @@ def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(
 def test_dropped_payload_is_said_to_be_gone_and_rows_that_do_not_exist_are_not_dropped(clients):
     clients.put(["a", "b"], 10, 1)
     clients.call(Drop([(1, 0), (1, -1), (1, 2), (9, 0)]))
-    assert clients.call(Find(commands.Locate("p", ["a", "b"], ["x"]), 1)).gone == [(1, 0)]
+    assert clients.call(Find([(1, [0, 1])], 1)).gone == [(1, 0)]
 
 
 def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch):

@@ -16,7 +16,6 @@ from dataplane_core.backends import extent_client
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.host_memory import copying
-from dataplane_shm import _backend
 
 #: Per partition, so that the checks stay short.
 NUM_ROUNDS = 25
@@ -39,7 +38,7 @@ def client(request, tmp_path, monkeypatch):
         options = {"noop": {}, "shm_store": {"capacity_bytes": 1 << 24}}.get(kind, {})
         if kind == "shm_store with copy threads":  # also of a few bytes
             kind, options = "shm_store", {"capacity_bytes": 1 << 24, "copy_threads": 3}
-            monkeypatch.setattr(_backend, "_FEW_BYTES", 0)
+            monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
             few_bytes_go_their_whole_way(monkeypatch)
         if kind.startswith("tq_simple"):
             address = request.getfixturevalue("ray_address")

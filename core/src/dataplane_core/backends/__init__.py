@@ -20,8 +20,8 @@ from dataplane_core.config import SizeBytes
 
 if TYPE_CHECKING:
     from dataplane_core.backends.extent_client import ExtentClient
-    from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, read_stored, stored_columns
-    from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
+    from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, plans_of, read_stored, stored_columns
+    from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory, reads_of
 
 __all__ = [
     "LEDGER_CAPABILITIES",
@@ -49,7 +49,9 @@ __all__ = [
     "ledger_of",
     "missing_library",
     "never_reachable",
+    "plans_of",
     "read_stored",
+    "reads_of",
     "required_operations",
     "spread_over",
     "stored_columns",
@@ -59,8 +61,8 @@ __all__ = [
 #: Name -> its module, which imports torch.
 _LAZY: Final = {
     "ExtentClient": "extent_client",
-    **dict.fromkeys(("ExtentPlan", "StoredRows", "read_stored", "stored_columns"), "extent_columns"),
-    **dict.fromkeys(("ExtentRead", "SharedMemory"), "shared_memory"),
+    **dict.fromkeys(("ExtentPlan", "StoredRows", "plans_of", "read_stored", "stored_columns"), "extent_columns"),
+    **dict.fromkeys(("ExtentRead", "SharedMemory", "reads_of"), "shared_memory"),
 }
 
 

@@ -5,7 +5,7 @@ wire.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from dataplane_core.backends.ledger_backend import RefsGoneError
 from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
 from dataplane_core.codec import StoredColumn
 from dataplane_core.errors import BackendError, CorruptDataError
-from dataplane_core.host_memory import copy_arrays, recycled_bytes
+from dataplane_core.host_memory import copy_arrays, extent_bytes, recycled_bytes
 from dataplane_core.hosting import (
+    AboutExtents,
     Allocate,
     Bytes,
+    CheckRoom,
     Column,
     Drop,
     Fetch,
@@ -30,8 +32,9 @@ from dataplane_core.hosting import (
     Wanted,
     Written,
     decode_about,
+    digest_of,
 )
-from dataplane_core.ledger import Ref
+from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import FieldSpec
 
 #: A put of at most this many bytes is one request: the copy into it costs less than further requests.
@@ -48,6 +51,7 @@ class ExtentClient:
 
     Attributes:
         session: The session.
+        syncs: Whether this client has the bytes of its puts on the host's disk before they are written.
 
     Raises:
         OSError: The memory cannot be mapped.
@@ -55,17 +59,27 @@ class ExtentClient:
 
     def __init__(self, session: Session, *, views: bool = False) -> None:
         self.session = session
+        self.syncs = False
         self._memory: SharedMemory | None = None
         if session.descriptors:
             self._memory = SharedMemory(session, views=views)
-            self._memory.touch_in_background(decode_about(session.welcome, int))
+            about = decode_about(session.welcome, AboutExtents)
+            self.syncs = about.syncs
+            self._memory.touch_in_background(about.touched_bytes)
 
     @property
     def path(self) -> Literal["memory", "wire"]:
         """How bytes get to the host and back: in memory that this process shares with it, or over the wire."""
         return "wire" if self._memory is None else "memory"
 
-    def put(self, plans: Mapping[int, ExtentPlan], deadline: float, threads: int | None = 1) -> None:
+    def put(
+        self,
+        plans: Mapping[int, ExtentPlan],
+        deadline: float,
+        threads: int | None = 1,
+        *,
+        begin: commands.BeginPut | None = None,
+    ) -> None:
         """Stores writes. Returns when every client can read them.
 
         If it raises, some may be stored: drop them.
@@ -74,6 +88,7 @@ class ExtentClient:
             plans: By their write ids.
             deadline: On `time.monotonic`'s clock, in seconds.
             threads: How many threads copy into shared memory; as for `copy_arrays`.
+            begin: The put, if the host has the ledger too. Then it is begun before, and committed after that.
 
         Raises:
             CapacityExceededError: The host has no room for them.
@@ -81,26 +96,33 @@ class ExtentClient:
         """
         what = "put_samples"
         writes = [Wanted(write_id, plan.layout, plan.num_rows) for write_id, plan in plans.items()]
-        put = writes[0].write_id
-        if sum(plan.layout.size_bytes for plan in plans.values()) <= _FEW_BYTES:
+        put, size_bytes = writes[0].write_id, sum(plan.layout.size_bytes for plan in plans.values())
+        first: list[Any] = [] if begin is None else [CheckRoom(size_bytes), begin]
+        last: list[Any] = [] if begin is None else [commands.CommitPut(put)]
+        if size_bytes <= _FEW_BYTES and not self.syncs:
             data = [b"".join(each.data for each in _whole(plan)) for plan in plans.values()]
-            self.session.call(what, deadline, PutWhole(put, writes, data))
+            self.session.call_all(what, deadline, [*first, PutWhole(put, writes, data), *last])
             return
         if self._memory is None:
-            self.session.call(what, deadline, Allocate(put, writes))
+            self.session.call_all(what, deadline, [*first, Allocate(put, writes)])
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
+            self.session.call_all(what, deadline, last)
             return
+        arena = self._memory.arena
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
-            offsets = self.session.call(what, deadline, Allocate(put, writes, held.number))
+            *_, offsets = self.session.call_all(what, deadline, [*first, Allocate(put, writes, held.number)])
             placed = list(zip(offsets, plans.values(), strict=True))
-            bounds = [(offset, offset + plan.layout.size_bytes) for offset, plan in placed]
+            bounds = [(offset, offset + extent_bytes(plan.layout.size_bytes)) for offset, plan in placed]
             with self._memory.writing(bounds):
-                memory = self._memory.arena.bytes
-                copies = [copy for offset, plan in placed for copy in plan.copies_into(memory[offset:])]
-                copy_arrays(copies, threads)
-                self.session.call(what, deadline, Written(put))
+                copies = [copy for offset, plan in placed for copy in plan.copies_into(arena.bytes[offset:])]
+                # the disk works while this process copies the rest and makes the digests
+                copy_arrays(copies, threads, copied=arena.begin_sync if self.syncs else None)
+                digests = [digest_of(arena.bytes[slice(*each)]) for each in bounds] if self.syncs else None
+                for each in bounds if self.syncs else ():
+                    arena.sync(*each)
+                self.session.call_all(what, deadline, [Written(put, digests), *last])
         finally:
             held.release()
 

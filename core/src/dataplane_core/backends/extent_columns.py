@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dataplane_core.backends.writes import columns_of
 from dataplane_core.codec import (
     DTYPE_CODES,
     DTYPE_OF_CODE,
@@ -28,7 +29,8 @@ from dataplane_core.codec import (
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.hosting import Bytes, Column, Layout, offsets_at
-from dataplane_core.spec import FieldSpec, WireColumn
+from dataplane_core.ledger import commands
+from dataplane_core.spec import FieldSpec, SharedRows, WireColumn
 
 
 class StoredRows(NamedTuple):
@@ -99,6 +101,21 @@ class ExtentPlan:
     def copies_into(self, extent: Bytes) -> list[Copy]:
         """The copies of all chunks into their extent, for `copy_arrays`. ``extent`` may be longer."""
         return [(extent[start : start + len(data)], data) for start, data in self.chunks()]
+
+
+def plans_of(
+    writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows]
+) -> dict[int, ExtentPlan]:
+    """The plans of the writes of a put, by their ids.
+
+    Args:
+        writes: The writes.
+        columns: The columns of the put.
+    """
+    return {
+        write_id: ExtentPlan(list(columns_of(write, columns).values()), len(write.row_bytes))
+        for write_id, write in writes.items()
+    }
 
 
 def stored_columns(

@@ -411,21 +411,14 @@ class LedgerBackend(Backend, ABC):
 
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed. An engine whose parts come and go may override it."""
-        drawn = self.new_write_id(sum(len(write.row_bytes) for write in writes))
-        begin = commands.BeginPut(
-            *(request.partition_id, request.sample_ids, request.specs, writes, request.tags, request.epoch),
-            write_id=drawn,
-            ticket=None if ticket is None else ticket.id,
-            ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
-            request_id=request.request_id,
-        )
+        begin = self.begin_of(request, writes, ticket)
         try:
             write_id = self.begin_put(begin, request.columns, request.deadline)
         except _REFUSALS:
             raise
         except BaseException:  # the reply may be lost while the bytes are reserved
-            if drawn is not None:
-                self._undo(drawn, request.deadline)
+            if begin.write_id is not None:
+                self.undo(begin.write_id, request.deadline)
             raise
         if ticket is not None:
             ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
@@ -435,10 +428,22 @@ class LedgerBackend(Backend, ABC):
                 ticket.refusal = None
             return self.call_ledger(request.deadline, commands.CommitPut(write_id))
         except BaseException:
-            self._undo(write_id, request.deadline)
+            self.undo(write_id, request.deadline)
             raise
 
-    def _undo(self, write_id: int, deadline: float) -> None:
+    def begin_of(
+        self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
+    ) -> commands.BeginPut:
+        """The command that begins a put, with a new write id."""
+        return commands.BeginPut(
+            *(request.partition_id, request.sample_ids, request.specs, writes, request.tags, request.epoch),
+            write_id=self.new_write_id(sum(len(write.row_bytes) for write in writes)),
+            ticket=None if ticket is None else ticket.id,
+            ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
+            request_id=request.request_id,
+        )
+
+    def undo(self, write_id: int, deadline: float) -> None:
         """Tries to undo a failed put in the time that is left. If that fails, the next call tries again.
 
         A put that was committed although the reply was lost stays: the ledger then frees nothing. If no client undoes a

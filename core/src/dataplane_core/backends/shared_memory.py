@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dataplane_core.backends.extent_columns import StoredRows, stored_columns
 from dataplane_core.host_memory import Arena, Uses
 from dataplane_core.hosting import Pin, Place, Session
+from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 
 
@@ -27,6 +28,14 @@ class ExtentRead(NamedTuple):
     slots: Mapping[str, int]
     positions: Sequence[int]
     rows: Sequence[int]
+
+
+def reads_of(parts: Sequence[commands.Part]) -> list[ExtentRead]:
+    """What a read asks for, of what the ledger located."""
+    return [
+        ExtentRead(part.write_id, dict(zip(part.fields, part.slots, strict=True)), part.positions, part.rows)
+        for part in parts
+    ]
 
 
 class SharedMemory:

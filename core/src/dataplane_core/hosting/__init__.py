@@ -18,7 +18,9 @@ from dataplane_core.hosting.durable import (
     owner_of,
 )
 from dataplane_core.hosting.extent_host import (
+    AboutExtents,
     Allocate,
+    CheckRoom,
     Drop,
     ExtentHost,
     Fetch,
@@ -52,9 +54,11 @@ from dataplane_core.hosting.tls import new_certificate, serve_tls
 __all__ = [
     "ADDRESSES",
     "VERSION",
+    "AboutExtents",
     "Address",
     "Allocate",
     "Bytes",
+    "CheckRoom",
     "ClaimOrWait",
     "Client",
     "Column",

@@ -1,18 +1,19 @@
 """`ExtentHost`: serves extents to the processes of its host, which share its memory, and to others over the wire.
 
 A write is put in three steps: `Allocate` an extent; get the bytes there, by a copy into shared memory (then `Written`)
-or over the wire (`Fill`); then the ledger, which is elsewhere, makes it visible. A client that is gone before the
-second step is done leaves nothing. A read pins extents and copies out of them (`Find`), or gets rows over the wire
-(`Fetch`).
+or over the wire (`Fill`); then the ledger makes it visible. A host that has the ledger too gets its commands together
+with these requests. A client that is gone before the second step is done leaves nothing. A read pins extents and copies
+out of them (`Find`), or gets rows over the wire (`Fetch`).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
+
+import msgspec
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
@@ -23,9 +24,30 @@ from dataplane_core.ledger import Ref
 
 #: The most rows of a write.
 _MOST_ROWS: Final = 1 << 24
+#: Seconds after which a put that found no room in the arena asks again.
+_ASK_AGAIN_S: Final = 0.02
 #: For how many seconds it is remembered that a write was dropped before it came, and for about how many at most.
 _LATE_S: Final = 60.0
 _MOST_LATE: Final = 100_000
+
+
+class AboutExtents(msgspec.Struct, array_like=True):
+    """What a host of extents says about itself to a client that connects. Another host may say more after it.
+
+    Attributes:
+        touched_bytes: How much of the arena is ready.
+        syncs: Whether bytes must be on the disk when a put is written. A client that shares the memory sees to it.
+    """
+
+    touched_bytes: int
+    syncs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRoom(Request[None]):
+    """Raises `CapacityExceededError` if it is known that so many bytes get no room now."""
+
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +95,15 @@ class PutWhole(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class Written(Request[None]):
-    """The bytes of a put are in shared memory."""
+    """The bytes of a put are in shared memory.
+
+    Attributes:
+        put: The put.
+        digests: `digest_of` the extent of each write, from a client that had them synced. None: they were not synced.
+    """
 
     put: int
+    digests: list[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +205,10 @@ class ExtentHost(Host):
         extents: The extents.
     """
 
-    messages = Messages(Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Retain, Memory)
-    _handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
+    messages = Messages(CheckRoom, Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Retain, Memory)
 
     def __init__(self, extents: ExtentService) -> None:
-        super().__init__()
+        Host.__init__(self)
         self._extents = extents
         self.descriptors = (extents.arena.fd,)
         self._writers: dict[int, tuple[_Client, int]] = {}  # write id -> whose put is not written yet
@@ -189,15 +216,9 @@ class ExtentHost(Host):
         self._late: tuple[set[int], set[int]] = (set(), set())  # write ids: the newer ones, and those before
         self._forget_at = time.monotonic() + _LATE_S
 
-    def about(self) -> int:
-        """How much of the arena is ready."""
-        return self._extents.touch_until
-
-    def answer(self, request: Any, client: Client) -> Any:
-        handler = self._handlers.get(type(request))
-        if handler is None:
-            raise InvalidRequestError(f"a host of extents knows no {type(request).__name__}.")
-        return handler(self, request, client)
+    def about(self) -> AboutExtents:
+        """See there."""
+        return AboutExtents(self._extents.touch_until, self._extents.syncs)
 
     def end_session(self, client: Client) -> None:
         """Also ends the client's pins, and drops what it has not written whole."""
@@ -212,6 +233,9 @@ class ExtentHost(Host):
 
     # --- puts ---------------------------------------------------------------------------------------------------------
 
+    def _check_room(self, request: CheckRoom, client: _Client) -> None:
+        self._extents.check_room(request.size_bytes)
+
     def _allocate(self, request: Allocate | PutWhole, client: _Client) -> list[int]:
         if any(each.write_id in late for late in self._late for each in request.writes):
             raise BackendError("a put was dropped before it came.")
@@ -225,6 +249,8 @@ class ExtentHost(Host):
                 f"{most_bytes} bytes {self._extents.used_bytes} are used, also by cleared samples that are still "
                 "read or viewed.",
                 retryable=size_bytes <= most_bytes,
+                ask_again_s=_ASK_AGAIN_S,
+                hint="Drop views that are not needed." if size_bytes <= most_bytes else "Write smaller batches.",
             )
         client.puts[request.put] = request.writes
         self._writers.update((each.write_id, (client, request.put)) for each in request.writes)
@@ -242,7 +268,7 @@ class ExtentHost(Host):
     def _written(self, request: Written, client: _Client) -> None:
         if request.put not in client.puts or request.put in client.fills:
             raise StalePartitionError("put_samples refused: the put was given up before it was written.")
-        self._seal(client, request.put)
+        self._seal(client, request.put, request.digests)
 
     def _fill(self, request: Fill, client: _Client) -> Receiving:
         put = request.put
@@ -261,9 +287,9 @@ class ExtentHost(Host):
         receiving = client.fills[put] = Receiving(targets, lambda: self._seal(client, put), lost)
         return receiving
 
-    def _seal(self, client: _Client, put: int) -> None:
+    def _seal(self, client: _Client, put: int, digests: list[bytes] | None = None) -> None:
         """A put is written whole."""
-        self._extents.keep(put)
+        self._extents.keep(put, digests)
         for each in client.puts.pop(put):
             del self._writers[each.write_id]
         client.fills.pop(put, None)
@@ -340,10 +366,11 @@ class ExtentHost(Host):
         self._extents.retain(request.live)
 
     def _memory(self, request: Memory, client: _Client) -> ExtentStatistics:
-        return self._extents.statistics()
+        return self._extents.statistics()._replace(num_sessions=len(self._clients))
 
 
-ExtentHost._handlers = {
+ExtentHost.handlers = {
+    CheckRoom: ExtentHost._check_room,
     Allocate: ExtentHost._allocate,
     PutWhole: ExtentHost._put_whole,
     Written: ExtentHost._written,

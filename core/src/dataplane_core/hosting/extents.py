@@ -60,6 +60,7 @@ class ExtentStatistics(NamedTuple):
         pinned_bytes: Bytes of those that are read, viewed or written now.
         touched_bytes: Memory of the system that the arena uses.
         num_extents: Number of extents.
+        num_sessions: Number of connected clients, as their host says.
     """
 
     size_bytes: int
@@ -67,6 +68,7 @@ class ExtentStatistics(NamedTuple):
     pinned_bytes: int
     touched_bytes: int
     num_extents: int
+    num_sessions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +134,12 @@ class ExtentService:
     Args:
         arena: The memory.
         touch_ahead_bytes: How much of it is made ready before it is used.
+
+    Attributes:
+        syncs: Whether the bytes of a put must be on a disk before it is kept.
     """
+
+    syncs = False
 
     def __init__(self, arena: Arena, touch_ahead_bytes: int = 0) -> None:
         self._arena = arena

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.hosting.layout import Bytes
 from dataplane_core.hosting.messages import ClaimOrWait, Messages, StopWaiting
 from dataplane_core.ledger import Command, Reply, commands
@@ -71,7 +71,7 @@ class Sending:
     finish: Callable[[], Any]
 
 
-class Host(ABC):
+class Host:
     """What a server serves. The server's thread calls it, one call after the other.
 
     Attributes:
@@ -81,6 +81,8 @@ class Host(ABC):
 
     messages: Messages
     descriptors: Sequence[int] = ()
+    #: Type of a request -> its handler.
+    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
 
     def __init__(self) -> None:
         self._clients: dict[str, Client] = {}  # by key
@@ -105,9 +107,8 @@ class Host(ABC):
         """What clients are told when they connect."""
         return None
 
-    @abstractmethod
     def answer(self, request: Any, client: Client) -> Any:
-        """Answers a request or a command. Must not block: it would delay every client.
+        """Answers a request or a command, by its handler. Must not block: it would delay every client.
 
         It may return `Receiving` or `Sending` in place of a reply.
 
@@ -118,8 +119,12 @@ class Host(ABC):
         Raises:
             DataPlaneError: As the request says. The client raises it.
         """
+        handler = self.handlers.get(type(request))
+        if handler is None:
+            raise InvalidRequestError(f"this host knows no {type(request).__name__}.")
+        return handler(self, request, client)
 
-    def settle(self) -> None:  # noqa: B027  (most have nothing to settle)
+    def settle(self) -> None:
         """Called before replies are sent, once for all requests that had arrived together. Must not raise."""
 
     def _new_client(self, number: int) -> Client:
@@ -141,15 +146,13 @@ class LedgerHost(Host):
     """
 
     messages = Messages()
-    #: Type of a request -> its handler. All other requests are commands, which go to the ledger as they are.
-    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
 
     def __init__(self, service: Service) -> None:
-        super().__init__()
+        Host.__init__(self)
         self._service = service
 
     def answer(self, request: Any, client: Client) -> Any:
-        """Answers a command of the ledger, or a request that has a handler."""
+        """As `Host.answer`. What has no handler is a command, which goes to the ledger as it is."""
         handler = self.handlers.get(type(request))
         return self._service.call(request) if handler is None else handler(self, request, client)
 

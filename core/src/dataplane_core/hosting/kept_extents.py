@@ -113,7 +113,7 @@ class KeptExtents(ExtentService):
         super().__init__(arena, touch_ahead_bytes if has_room else 0)
         self._most_bytes = most_bytes
         self._notes = notes
-        self._sync = sync
+        self.syncs = sync
         self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
         self._writes: dict[int, list[int]] = {}  # a put that is under way -> its writes
         self._to_hash: dict[int, None] = {}
@@ -195,9 +195,9 @@ class KeptExtents(ExtentService):
             return
         for write_id in writes:
             extent = self._payloads[write_id].extent
-            if self._sync:
+            if self.syncs:
                 self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
-            now = self._sync or extent.size_bytes <= _FEW_BYTES
+            now = self.syncs or extent.size_bytes <= _FEW_BYTES
             self._note_kept(write_id, now=now)
             if not now:
                 self._to_hash[write_id] = None
@@ -357,7 +357,7 @@ class KeptExtents(ExtentService):
             self._give_room(extent)
             self._settle_notes()
             self._bytes_of(extent)[:] = data[: extent.size_bytes]
-            if self._sync:
+            if self.syncs:
                 self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
         except OSError:
             self._free(extent)
@@ -384,7 +384,7 @@ class KeptExtents(ExtentService):
 
     def _settle_notes(self) -> None:
         """Has the disk know what is noted no longer, before its place is used again."""
-        if self._sync:
+        if self.syncs:
             self._notes.commit_or_end()
 
     def _free_spare(self) -> None:

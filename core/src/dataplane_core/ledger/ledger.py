@@ -216,7 +216,7 @@ class Ledger:
     @_apply.register
     def _register(self, command: commands.RegisterRequest, now: float) -> tuple[PartitionInfo, list[Ref]]:
         known, info = self._partitions.get(command.partition_id), PartitionInfo.requested(command)
-        request_id = f"{command.partition_id} {command.epoch}"
+        request_id = f"register {command.partition_id} {command.epoch}"
         if request_id in self._done:  # whatever became of the partition since
             was = self._done.reply(request_id)
             return replace(info, replaced=None if was is None else Replaced(**was)), []
@@ -553,7 +553,7 @@ class Ledger:
     @_apply.register
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
         partition = self._partition(command.partition_id)
-        request_id = f"{command.token} {partition.info.epoch}"
+        request_id = f"claim {command.token} {partition.info.epoch}"
         if request_id in self._done:
             return partition.claim_again(command, *self._done.reply(request_id))
         claim = partition.claim(command, now)

@@ -16,10 +16,9 @@ from typing import Final
 from dataplane_core.backends import Finding, Level, PrivateFolder
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import MemoryLimit, arena_bytes_for, memory_limit
-from dataplane_core.hosting import ADDRESSES, check_extents, is_open, owner_of
+from dataplane_core.hosting import ADDRESSES, Memory, check_extents, is_open, owner_of
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog, LoggedLedger
-from dataplane_shm._messages import Status
 from dataplane_shm._opening import open_session
 from dataplane_shm.config import ShmConfig, store_folder
 
@@ -178,7 +177,7 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
         return Finding.warning(f"{name} is being started or ended.", "Run the doctor again.")
     try:
         session, about = open_session(folder, deadline)
-        statistics = session.call("doctor", deadline, Status())
+        statistics = session.call("doctor", deadline, Memory())
     except DataPlaneError as error:
         hint = "Its owner still runs. Close the owner's client and bootstrap anew."
         return Finding.error(f"{name} does not answer: {error.message}", hint)
@@ -187,5 +186,5 @@ def _store(folder: PrivateFolder, deadline: float) -> Finding:
         f"{name} runs, with {clients} {'client' if clients == 1 else 'clients'}. Of its "
         f"{about.capacity_bytes // _MIB} MiB, {statistics.held_bytes // _MIB} MiB are held. "
         f"{statistics.pinned_bytes // _MIB} MiB are pinned by reads, views and puts. Its memory takes "
-        f"{statistics.touched_bytes // _MIB} of at most {statistics.arena_bytes // _MIB} MiB of the system."
+        f"{statistics.touched_bytes // _MIB} of at most {statistics.size_bytes // _MIB} MiB of the system."
     )

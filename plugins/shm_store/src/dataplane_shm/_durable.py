@@ -73,7 +73,6 @@ class DurableStore(Store):
                 retryable=False,
                 hint=disk_hint(error),
             ) from error
-        self.sync = "commit" if sync else "none"
         self.folder = os.path.realpath(folder)
         super().__init__(self.kept, logged, capacity_bytes, on_full)
         self._numbers = itertools.count(int(self._log.notes.get(_SESSIONS_NOTE, b"1")))

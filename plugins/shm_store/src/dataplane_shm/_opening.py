@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataplane_core.backends import PrivateFolder, SharedMemory
+from dataplane_core.backends import ExtentClient, PrivateFolder
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting import Session, UnixAddress, decode_about
-from dataplane_shm._messages import MESSAGES, About
+from dataplane_core.hosting import ExtentHost, Session, UnixAddress, decode_about
+from dataplane_shm._messages import About
 
 
 class _Address(UnixAddress):
@@ -33,17 +33,17 @@ class _Address(UnixAddress):
 
 def open_session(folder: PrivateFolder, deadline: float) -> tuple[Session, About]:
     """Connects to a store: the session, and what the store says about itself."""
-    session = Session(_Address(folder.socket), MESSAGES, deadline)
+    session = Session(_Address(folder.socket), ExtentHost.messages, deadline)
     if not session.descriptors:
         raise BackendUnavailableError(f"connect failed: what listens at {folder.socket} is no store.", retryable=False)
     return session, decode_about(session.welcome, About)
 
 
-def open_store(folder: PrivateFolder, deadline: float, *, views: bool) -> tuple[SharedMemory, About]:
+def open_store(folder: PrivateFolder, deadline: float, *, views: bool) -> tuple[ExtentClient, About]:
     """As `open_session`, and maps the memory."""
     session, about = open_session(folder, deadline)
     try:
-        return SharedMemory(session, views=views), about
+        return ExtentClient(session, views=views), about
     except BaseException:
         session.finish()
         raise

@@ -15,13 +15,24 @@ from power_loss import Disk
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
-from dataplane_core.hosting import KeptExtents, Layout, digest_of, durable, kept_extents
+from dataplane_core.hosting import (
+    Allocate,
+    CheckRoom,
+    Find,
+    KeptExtents,
+    Layout,
+    PutWhole,
+    Wanted,
+    Written,
+    digest_of,
+    durable,
+    kept_extents,
+)
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog
 from dataplane_core.spec import FieldSpec
 from dataplane_shm import _durable
 from dataplane_shm._durable import DurableStore
-from dataplane_shm._messages import Begin, CommitSynced, Find, PutWhole
 
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
 CAPACITY = 1 << 20
@@ -56,11 +67,12 @@ class Life:
     def close(self):
         self.store.close()
 
-    def call(self, request):
-        reply = self.store.answer(request, self.session)
+    def call(self, *requests):
+        """The reply to the last of requests that are sent together."""
+        replies = [self.store.answer(request, self.session) for request in requests]
         if not self.together:
             self.store.settle()
-        return reply
+        return replies[-1]
 
     @contextmanager
     def settled_together(self):
@@ -78,29 +90,30 @@ class Life:
         layout.add_dense(len(ids), length, length)
         write_id = self.session.number << 40 | next(self.ids)
         writes = [commands.Write(list(SPECS), [length] * len(ids))]
-        return commands.BeginPut("p", ids, SPECS, writes, write_id=write_id, ttl_s=30.0), layout
+        put = commands.BeginPut("p", ids, SPECS, writes, write_id=write_id, ttl_s=30.0)
+        return put, layout, [Wanted(write_id, layout, len(ids))]
 
     def begin(self, ids, length):
-        put, layout = self.put_of(ids, length)
-        (offset,) = self.call(Begin(put, [layout])).offsets
+        put, layout, wanted = self.put_of(ids, length)
+        (offset,) = self.call(CheckRoom(layout.size_bytes), put, Allocate(put.write_id, wanted))
         return put.write_id, self.store._extents.arena.bytes[offset : offset + layout.size_bytes]
 
     def put(self, ids, length, number):
         write_id, data = self.begin(ids, length)
         data[:] = number
-        commit = commands.CommitPut(write_id)
-        if self.store.sync == "commit":  # as a client does
+        digests = None
+        if self.store.about().syncs:  # as a client does
             arena = self.store._extents.arena
             start = data.ctypes.data - arena.address
             end = start + extent_bytes(len(data))
             arena.sync(start, end)
-            self.call(CommitSynced(commit, [digest_of(arena.bytes[start:end])]))
-        else:
-            self.call(commit)
+            digests = [digest_of(arena.bytes[start:end])]
+        self.call(Written(write_id, digests), commands.CommitPut(write_id))
 
     def put_whole(self, ids, length, number):
-        put, layout = self.put_of(ids, length)
-        self.call(PutWhole(put, layout, bytes([number]) * layout.size_bytes))
+        put, layout, wanted = self.put_of(ids, length)
+        data = bytes([number]) * layout.size_bytes
+        self.call(put, PutWhole(put.write_id, wanted, [data]), commands.CommitPut(put.write_id))
 
     def clear(self, ids):
         self.call(commands.ClearRequest("p", ids))
@@ -115,14 +128,15 @@ class Life:
         """The bytes of each row; None for one that is lost."""
         if not ids:
             return []
-        found = self.call(Find(commands.Locate("p", ids, ["x"]), 1))
+        parts = self.call(commands.Locate("p", ids, ["x"])).parts
+        found = self.call(Find([(part.write_id, part.positions) for part in parts], 1))
         if found.gone:
             return [None if len(ids) == 1 else self.read([each])[0] for each in ids]
         rows = [None] * len(ids)
-        for part in found.located.parts:
+        for part, moved in zip(parts, found.rows, strict=True):
             place = found.places[part.write_id]
             (column,) = place.layout.columns
-            for row, position in zip(part.rows, part.positions, strict=True):
+            for row, position in zip(part.rows, part.positions if moved is None else moved, strict=True):
                 start = place.offset + column.start + position * column.step
                 rows[row] = bytes(self.store._extents.arena.bytes[start : start + column.step])
         self.store._extents.release(self.session.holds, 1)

@@ -115,6 +115,6 @@ def test_connecting_does_not_wait_for_the_memory(fresh):
         def statistics():
             return backend_of(client).statistics(time.monotonic() + WAIT_S)
 
-        assert statistics().arena_bytes > capacity_bytes
+        assert statistics().size_bytes > capacity_bytes
         eventually(lambda: statistics().touched_bytes >= 1 << 20, WAIT_S)
         assert statistics().touched_bytes < 1 << 24

@@ -26,8 +26,9 @@ from dataplane_core.backends import (
     ExtentRead,
     RefsGoneError,
     StoredRows,
-    columns_of,
+    plans_of,
     read_stored,
+    reads_of,
 )
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -120,10 +121,7 @@ class Engine(QueueEngine):
             UnitsGoneError: The storage unit has ended. Put the rows under another id.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        plans = {
-            write_id: ExtentPlan(list(columns_of(write, columns).values()), len(write.row_bytes))
-            for write_id, write in writes.items()
-        }
+        plans = plans_of(writes, columns)
         number = next(iter(writes)) >> LIFE_BITS
         self._known.look_up([number], deadline)
 
@@ -210,13 +208,12 @@ class Engine(QueueEngine):
         reads: dict[int, list[ExtentRead]] = {}
         gone: list[Ref] = []
         self._known.look_up({part.write_id >> LIFE_BITS for part in located.parts}, deadline)
-        for part in located.parts:
-            number = part.write_id >> LIFE_BITS
+        for read in reads_of(located.parts):
+            number = read.write_id >> LIFE_BITS
             if self._known.life(number) is None:
-                gone += [(part.write_id, position) for position in part.positions]
-                continue
-            slots = dict(zip(part.fields, part.slots, strict=True))
-            reads.setdefault(number, []).append(ExtentRead(part.write_id, slots, part.positions, part.rows))
+                gone += [(read.write_id, position) for position in read.positions]
+            else:
+                reads.setdefault(number, []).append(read)
         if gone:
             raise RefsGoneError(f"the storage units of {len(gone)} rows ended.", refs=gone)
         return reads

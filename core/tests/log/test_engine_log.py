@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from ledgers import begin, claim, register
 
+from dataplane_core import log as room
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
 from dataplane_core.ledger import commands
 from dataplane_core.log import EngineLog, LoggedLedger, TakenError, engine as engine_log, newest_record
@@ -149,12 +150,13 @@ def test_an_owner_that_is_late_answers_nothing_and_ends(engine, owner, monkeypat
     owner.put("a")
     again = Owner(engine, "second")
     records = dict(engine.records)
+    owner.log._is_dirty = True
     with pytest.raises(TakenError):
-        owner.put("b") if says == "a put" else owner.log.commit(within_s=0.0)
+        owner.put("b") if says == "a put" else owner.log.commit()
     ended = []
-    monkeypatch.setattr(engine_log.os, "_exit", ended.append)
-    owner.log.commit_or_end(within_s=0.0)
-    assert ended == [engine_log.EXIT_STATUS]
+    monkeypatch.setattr(room.base.os, "_exit", ended.append)
+    owner.log.commit_or_end()
+    assert ended == [room.base.EXIT_STATUS]
     assert engine.records == records
     assert again.ids() == ["a"]
 
@@ -180,7 +182,8 @@ def test_an_engine_that_went_back_gets_the_state_anew(engine, owner, lost, then)
         second.log.end()
         assert newest_record(engine, 0.0)[1].address is None
     else:
-        second.log.commit(within_s=0.0)
+        second.log._is_dirty = True
+        second.log.commit()
         second.put("d")
     expected = {"nothing": ["d"], "more is pending": ["c", "d"], "the owner ends": []}[then]
     assert second.ids() == Owner(engine, "third").ids() == ["before", "a", "b", *expected]
@@ -291,7 +294,7 @@ def test_a_record_that_is_missing_or_damaged_is_named(engine, owner, damage, say
 
 @pytest.mark.parametrize("what", ["puts", "beats"])
 def test_a_log_stays_short(engine, owner, monkeypatch, what):
-    monkeypatch.setattr(engine_log, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(room.base, "TAIL_BYTES", 2000)
     monkeypatch.setattr(engine_log, "_BEAT_S", 0.0)
     owner.log.begin()
     owner.put("a")
@@ -307,7 +310,7 @@ def test_a_log_stays_short(engine, owner, monkeypatch, what):
 
 @pytest.mark.parametrize("fault", [full, unforeseen])
 def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch, fault):
-    monkeypatch.setattr(engine_log, "TAIL_BYTES", 0)
+    monkeypatch.setattr(room.base, "TAIL_BYTES", 0)
     owner.log.begin()
     right = engine._append
 

@@ -7,6 +7,7 @@ import pytest
 from histories import History, answer, contents, is_alike, state_of
 from ledgers import begin, claim, register
 
+from dataplane_core import log as room
 from dataplane_core.errors import (
     AlreadyDoneError,
     BackendUnavailableError,
@@ -16,7 +17,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
-from dataplane_core.log import FolderLog, LoggedLedger, TakenError, folder as folder_log, ledger as logged_ledger
+from dataplane_core.log import FolderLog, LoggedLedger, TakenError, ledger as logged_ledger
 from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
 
@@ -34,7 +35,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(folder_log, "time", made)
+    monkeypatch.setattr(room.folder, "time", made)
+    monkeypatch.setattr(room.base, "time", made)
     return made
 
 
@@ -88,7 +90,7 @@ def made(tmp_path):
 @pytest.mark.timeout(by_profile(600, 600, 3600))
 def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp_path, clock, monkeypatch):
     """Whether its process was killed or ended well, and however short its log is: also its times are the same."""
-    monkeypatch.setattr(folder_log, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(room.base, "TAIL_BYTES", 2000)
     shortened, shorten = [], FolderLog.shorten
     monkeypatch.setattr(FolderLog, "shorten", lambda *words: shortened.append(words) or shorten(*words))
     for seed in range(by_profile(4, 20, 1_000)):
@@ -153,10 +155,10 @@ def test_a_claim_that_finds_nothing_is_not_recorded_and_finds_nothing_when_it_ru
     times = iter(at + each / 10 for each in range(1000))
     monkeypatch.setattr(made.log, "now", lambda: next(times))
     made.claim("t1", lease_s=lease_s)
-    size = made.log._end
+    size = made.log._size
     while not made.claim("t2"):
-        assert made.log._end == size
-    assert made.log._end > size
+        assert made.log._size == size
+    assert made.log._size > size
     made.again()
     assert made.claim("t3") == []
 
@@ -282,7 +284,7 @@ def test_a_begin_may_be_lazy(tmp_path, monkeypatch):
     synced = []
     made = Logged(tmp_path, sync=True, lazy=(commands.BeginPut,))
     made.call(register())
-    monkeypatch.setattr(folder_log.os, "fdatasync", synced.append)
+    monkeypatch.setattr(room.folder.os, "fdatasync", synced.append)
     write_id = made.call(begin(["a"]))
     assert not synced
     made.call(commands.CommitPut(write_id))
@@ -346,7 +348,7 @@ def test_a_ledger_whose_log_was_taken_answers_nothing(made):
 
 
 def test_a_log_stays_short(made, monkeypatch, clock):
-    monkeypatch.setattr(folder_log, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(room.base, "TAIL_BYTES", 3000)
     made.again()
     for turn in range(100):
         clock.now += 30.0  # requests are known for a while

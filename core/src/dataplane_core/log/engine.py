@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
-from dataplane_core.log.folder import EXIT_STATUS, TAIL_BYTES, TAIL_SHARE, TakenError
+from dataplane_core.log.base import Log, TakenError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -121,7 +120,7 @@ class Lease:
         return now - self._since >= LEASE_S
 
 
-class EngineLog:
+class EngineLog(Log):
     """The log of an owner. Creating it waits until there is no other owner, and reads the log. Thread-safe.
 
     It is the owner only after `begin`. Then call `beat` at least twice a second.
@@ -132,9 +131,7 @@ class EngineLog:
         dead: The number of the newest record, if it is known that its owner is dead.
 
     Attributes:
-        state, state_at, records, is_long: As for `FolderLog`.
         generation: See `LogRecord`.
-        make_state: Gives the state as of a time.
         is_needed: Whether somebody waits for this owner while the engine does not answer. Default: for 30 s.
 
     Raises:
@@ -145,6 +142,7 @@ class EngineLog:
     def __init__(
         self, engine: LogEngine, owner: str, address: Place, limits: dict[str, Any] | None = None, *, dead: int = -1
     ) -> None:
+        super().__init__()
         self._engine = engine
         self._owner = owner
         self._address: Place | None = address
@@ -153,12 +151,8 @@ class EngineLog:
         self._pending: list[tuple[float, bytes]] = []
         self._is_dirty = False  # whether `commit` has to wait for the engine
         self._sure_at = -_SURE_S
-        self._long_at = self._size = 0
-        self.make_state: Callable[[float], bytes] = lambda at: b""
         give_up_at = time.monotonic() + _START_S
         self.is_needed: Callable[[], bool] = lambda: time.monotonic() < give_up_at  # until the owner has clients
-        self.state, self.state_at = b"", 0.0
-        self.records: list[tuple[float, bytes]] = []
         lease = Lease()
         first, newest = self._newest()
         number = first
@@ -216,16 +210,8 @@ class EngineLog:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """The time in seconds on the log's clock, which stands still while there is no owner."""
-        return time.monotonic() + self._ahead_s
-
     def begin(self) -> None:
-        """Appends the state, which stands for all that came before. The process is the owner then.
-
-        Raises:
-            TakenError: Another process is.
-        """
+        """As `Log.begin`. The process is the owner then."""
         with self._lock:
             self.state, self.records = b"", []
             at, number = self.now(), self._last[0] + 1
@@ -233,58 +219,33 @@ class EngineLog:
             if not self._append(at, state):
                 self._refuse_if_taken()
                 return  # a later state was appended
-            self._size, self._long_at = 0, max(TAIL_BYTES, int(TAIL_SHARE * len(state)))
+            self._began(0, len(state))
             self._append(self.now())  # a short one is the newest, which clients read
         try:
             self._engine.trim(number, time.monotonic() + _ENGINE_S)
         except (BackendUnavailableError, OperationTimeoutError) as error:
             _log.warning("the log could not be trimmed, and is with the next state: %s", error)
 
-    def shorten(self) -> None:
-        """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
-        try:
-            self.begin()
-        except Exception as error:  # also one that the engine's author did not foresee: the next append meets it, too
-            self._long_at = 2 * self._size
-            _log.warning("the log could not be shortened, and goes on growing until the next try: %s", error)
-
-    @property
-    def is_long(self) -> bool:
-        return self._size > self._long_at
-
     def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
-        """Adds a record of that time. The engine has it after `commit`; one that is lazy, within a second."""
+        """As `Log.append`. The engine has a record that is lazy within a second."""
         with self._lock:
             self._pending.append((at, record))
             self._is_dirty |= not is_lazy
 
-    def commit(self, *, within_s: float = _SURE_S) -> None:
-        """Returns when the engine has everything, and this process is still the owner. Call it before each answer.
-
-        Args:
-            within_s: Appends a record also if the newest one is older than this.
-
-        Raises:
-            TakenError: Another process is.
-        """
+    def commit(self) -> None:
+        """As `Log.commit`. This process is still the owner then."""
         with self._lock:
-            if (self._is_dirty or time.monotonic() - self._sure_at > within_s) and not self._append(self.now()):
+            if (self._is_dirty or time.monotonic() - self._sure_at > _SURE_S) and not self._append(self.now()):
                 self._refuse_if_taken()
-
-    def commit_or_end(self, *, within_s: float = _SURE_S) -> None:
-        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
-        try:
-            self.commit(within_s=within_s)
-        except Exception as error:  # also one that the engine's author did not foresee
-            _log.critical("this process may answer nobody any more, and ends: %s", error)
-            os._exit(EXIT_STATUS)
 
     def beat(self) -> None:
         """Appends a record if none was appended for a second. Ends the process as `commit_or_end`.
 
         Nothing may change the ledger meanwhile.
         """
-        self.commit_or_end(within_s=_BEAT_S)
+        with self._lock:
+            self._is_dirty |= time.monotonic() - self._sure_at > _BEAT_S
+        self.commit_or_end()
         if self.is_long:  # also of such records
             self.shorten()
 

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -29,6 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from dataplane_core.durable_files import disk_hint, sync_path, write_file
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
+from dataplane_core.log.base import Log, TakenError
 from dataplane_core.regular_files import read_regular
 
 _log = logging.getLogger(__name__)
@@ -41,11 +42,6 @@ _HEAD: Final = struct.Struct("<IIQ")
 _NAME: Final = "journal"
 #: How long the log was when its process ended well. A shorter one was cut.
 _ENDED: Final = "ended"
-#: The exit status of a process that may answer nobody any more.
-EXIT_STATUS: Final = 70
-#: A log is long when what follows the state exceeds both some bytes and this share of the state.
-TAIL_BYTES: Final = 1 << 20
-TAIL_SHARE: Final = 0.25
 #: So much room is set aside for what makes room on a full disk.
 _RESERVE_BYTES: Final = 64 << 10
 _DAMAGED_HINT: Final = "Restore a whole copy of it, or move it away to begin without what it holds."
@@ -77,14 +73,8 @@ _decode_beginning: Final = msgspec.msgpack.Decoder(_Beginning).decode
 _decode_frame: Final = msgspec.msgpack.Decoder(_Frame).decode
 
 
-class TakenError(BackendUnavailableError):
-    """Another process has taken the log since. Nothing may be answered any more."""
-
-
-class FolderLog:
+class FolderLog(Log):
     """The log of a folder. Opening it takes it from the process that had it. Thread-safe.
-
-    Call `begin` once what it holds is read, and before all else.
 
     Args:
         folder: The folder. It is made.
@@ -93,12 +83,7 @@ class FolderLog:
         must_exist: Whether there must be a log.
 
     Attributes:
-        state: What the log of before began with. Empty if there was none.
-        state_at: The time of the state.
-        records: The records since then, each with its time. Empty once `begin` was called.
         notes: Name -> the newest value.
-        make_state: Gives the state that the log begins with, as of a time.
-        is_long: Whether it is time for `shorten`.
 
     Raises:
         BackendUnavailableError: There is no log, or the folder cannot be used.
@@ -106,17 +91,14 @@ class FolderLog:
     """
 
     def __init__(self, folder: Path, *, sync: bool = True, must_exist: bool = False) -> None:
+        super().__init__()
         self._root = folder
         self._sync = sync
         self._lock = threading.Lock()
         self._fd: int | None = None
-        self._end = self._synced = 0  # the size of the file, and how much of it the disk has
+        self._synced = 0  # how much of the file the disk has
         self._is_dirty = False  # whether `commit` has to wait for the disk
         self._is_torn = False  # whether a part of a frame may follow the last whole one
-        self._long_at = 0  # the size at which the log is long
-        self.make_state: Callable[[float], bytes] = lambda at: b""
-        self.state, self.state_at = b"", 0.0
-        self.records: list[tuple[float, bytes]] = []
         self.notes: dict[str, bytes] = {}
         try:
             self._earlier = self._newest()
@@ -219,17 +201,7 @@ class FolderLog:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """The time in seconds on the log's clock."""
-        return time.monotonic() + self._ahead_s
-
     def begin(self) -> None:
-        """Begins the log of this process with the state, which stands for all that came before; or begins it again.
-
-        Raises:
-            BackendUnavailableError: The folder cannot be used.
-            TakenError: Another process has the log.
-        """
         new = self._folder / f"{_NAME}.new"
         try:
             with self._lock:
@@ -241,9 +213,9 @@ class FolderLog:
                 new.rename(self._folder / _NAME)
                 if self._fd is not None:
                     os.close(self._fd)
-                self._fd, self._end, self._synced = fd, len(data), len(data)
+                self._fd, self._synced = fd, len(data)
                 self._is_torn = self._is_dirty = False
-                self._long_at = len(data) + max(TAIL_BYTES, int(TAIL_SHARE * len(data)))
+                self._began(len(data), len(data))
                 if self._sync:
                     sync_path(self._folder)  # before a frame is added to the new file
                     sync_path(self._root)
@@ -260,32 +232,7 @@ class FolderLog:
                             os.unlink(entry.path)
             self._earlier = None
 
-    def shorten(self) -> None:
-        """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
-        try:
-            self.begin()
-        except TakenError:
-            pass  # as `commit` will say
-        except BackendUnavailableError as error:
-            self._long_at = 2 * self._end
-            _log.warning("the log could not be shortened, and goes on growing until the next try: %s", error)
-
-    @property
-    def is_long(self) -> bool:
-        return self._end > self._long_at
-
     def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
-        """Adds a record.
-
-        Args:
-            record: The record.
-            at: Its time, not before that of the one before.
-            is_lazy: Whether `commit` need not wait until the disk has it.
-            frees: Whether it makes room, as that of a clear. It may take what is set aside for it on a full disk.
-
-        Raises:
-            BackendUnavailableError: It cannot be written. It was not done.
-        """
         with self._lock:
             was_dirty = self._is_dirty
             self._write(_Frame(at, None, record), frees)
@@ -304,27 +251,13 @@ class FolderLog:
             self.notes[name] = value
 
     def commit(self) -> None:
-        """Returns when everything written so far is kept, but for lazy records. Call it before anything is answered.
-
-        Raises:
-            TakenError: Another process has opened the log since.
-            OSError: The disk failed: what it has is not known.
-        """
         with self._lock:
             if self._is_dirty and self._sync:
                 assert self._fd is not None
                 os.fdatasync(self._fd)
-                self._synced = self._end
+                self._synced = self._size
             self._is_dirty = False
             self._refuse_if_taken()
-
-    def commit_or_end(self) -> None:
-        """As `commit`. If what was done cannot be kept, ends the process: nobody gets an answer."""
-        try:
-            self.commit()
-        except (OSError, BackendUnavailableError) as error:
-            _log.critical("this process may answer nobody any more, and ends: %s", error)
-            os._exit(EXIT_STATUS)
 
     def finish(self) -> None:
         """Says that nothing follows. What is damaged or missing later was written whole, so it is no torn record."""
@@ -334,7 +267,7 @@ class FolderLog:
                 self._write(_Frame(self.now(), None), False)
                 self._is_dirty = True
             self.commit()  # the disk has the end before it has the note
-            write_file(self._folder / _ENDED, [b"%d" % self._end])
+            write_file(self._folder / _ENDED, [b"%d" % self._size])
             sync_path(self._folder)
 
     def close(self) -> None:
@@ -377,12 +310,12 @@ class FolderLog:
     def _write_whole(self, data: bytes) -> None:
         assert self._fd is not None
         if self._is_torn:
-            os.ftruncate(self._fd, self._end)
+            os.ftruncate(self._fd, self._size)
         self._is_dirty = self._is_torn = True
-        if os.pwrite(self._fd, data, self._end) != len(data):
+        if os.pwrite(self._fd, data, self._size) != len(data):
             raise OSError("only a part was written, as on a full disk")
         self._is_torn = False
-        self._end += len(data)
+        self._size += len(data)
 
     def _refuse_if_taken(self) -> None:
         if self._next.exists():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgpack
 
 from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import VERSION, Messages
 from dataplane_core.ledger import Command, LedgerService, Ref, Reply, StateReader, commands, to_state
+from dataplane_core.log.base import Log
 from dataplane_core.packed import unpack_msgpack_stream
 
 _MESSAGES: Final = Messages()
@@ -18,22 +19,6 @@ _MESSAGES: Final = Messages()
 _VERSIONS: Final = [1, VERSION]
 #: Commands that make room, which a full disk must not keep from it.
 _FREES: Final = (commands.ClearRequest, commands.Collected)
-
-
-class Log(Protocol):
-    """What a `LoggedLedger` is kept in; see `FolderLog`."""
-
-    state: bytes
-    state_at: float
-    records: list[tuple[float, bytes]]
-    make_state: Callable[[float], bytes]
-
-    @property
-    def is_long(self) -> bool: ...
-    def now(self) -> float: ...
-    def begin(self) -> None: ...
-    def shorten(self) -> None: ...
-    def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None: ...
 
 
 class LoggedLedger:

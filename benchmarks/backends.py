@@ -4,8 +4,9 @@ Run:  OMP_NUM_THREADS=1 python benchmarks/backends.py [--rounds 7] [--batches A 
 
 The batches are those of `batches.py`. Everything that a user gets is in the client's figures: checks, codec, ledger,
 confirmed commits. ``views`` reads with that option; ``wire`` is a client of the same store that shares no memory with
-its storage unit. Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage unit,
-which do none of that; Ray's ``put`` and ``get`` of the packed bytes as one array; the same bytes over one TCP
+its storage unit; ``in TQ``, only if it is named, has its rows in the storage unit of the first peer (``storage:
+transfer_queue``). Peers: ``transfer_queue.kv_batch_put`` and ``kv_batch_get`` of the same columns with one storage
+unit, which do none of that; Ray's ``put`` and ``get`` of the packed bytes as one array; the same bytes over one TCP
 connection and one Unix socket of the loopback, as in `wire.py`; what torch and tensordict take to make the objects that
 a read returns, on memory that is there; and one copy into memory that is kept. Rounds are interleaved, so a busy
 machine slows all alike; medians are printed. Last come the costs of one small put, and of the metrics middleware.

@@ -15,6 +15,7 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "tq_simple": {"backend": "tq_simple", "options": _TQ},
     "tq_simple views": {"backend": "tq_simple", "options": {**_TQ, "views": True}},
     "tq_simple wire": {"backend": "tq_simple", "options": {**_TQ, "share_memory": False}},
+    "tq_simple in TQ": {"backend": "tq_simple", "options": {"instance": "rows", "storage": "transfer_queue"}},
 }
 
 

@@ -16,7 +16,8 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OperationTimeoutError,
 )
-from dataplane_core.spec import Scope
+from dataplane_core.spec import Capability, Scope, WireFormat
+from dataplane_testkit import backend_of
 
 
 class Door(RowStoreBackend):
@@ -56,6 +57,29 @@ def door(monkeypatch):
             return client.bootstrapped
 
     return opened
+
+
+@pytest.mark.parametrize("num_ledgers", [1, 2])
+def test_options_choose_the_class_of_the_store(num_ledgers):
+    class Small(Door):
+        wire = WireFormat(bytes=True)
+        capabilities = Door.capabilities - {Capability.WAKES}
+
+        @classmethod
+        def isolated_options(cls, options, tag):
+            return {**options, "capacity_bytes": options["capacity_bytes"] + int(tag[0])}
+
+    class Large(Door):
+        @classmethod
+        def class_for(cls, config):
+            return Small if config.capacity_bytes else cls
+
+    small = DataPlaneConfig(backend="door", options={"capacity_bytes": 9}, num_ledgers=num_ledgers)
+    with connect_backend(Large, small) as client:
+        assert client.capabilities == Small.capabilities
+        assert type(backend_of(client)).wire == Small.wire
+    with connect_backend(Large, DataPlaneConfig(backend="door")) as client:
+        assert client.capabilities == Large.capabilities
 
 
 @pytest.mark.parametrize("value", [None, 1, 0, "yes", "AUTO", "", "true", [True]])

@@ -8,6 +8,7 @@ import random
 import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from dataplane_core.backends import Backend
 from dataplane_core.config import validate_model, yaml_problem
 from dataplane_core.connecting import load_backend
 from dataplane_core.errors import ConfigError, printable
@@ -25,14 +27,18 @@ import json
 import pytest
 
 from dataplane_testkit import BackendConformance
+from dataplane_testkit._conformance_command import class_of
+
+OPTIONS = json.loads({options!r})
 
 
 class TestConformance(BackendConformance):
     backend = {name!r}
+    backend_class = class_of({name!r}, OPTIONS)
 
     @pytest.fixture
     def options(self):
-        return json.loads({options!r})
+        return OPTIONS
 """
 
 
@@ -121,7 +127,8 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     for option, names in (("--faults", chosen.faults), ("--steps", chosen.steps)):
         words += [] if names is None else [option, ",".join(sorted(names)) or "none"]
     print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
-    case = type("Case", (AuthorsClass,), {"backend": name})()
+    backend_class = None if shim else class_of(name, values)
+    case = type("Case", (AuthorsClass,), {"backend": name, "backend_class": backend_class})()
     run_it = partial(run_shim, name) if shim else partial(run_schedule, case)
     given = {"faults": chosen.faults, "steps": chosen.steps} | (_SHIM_TIMES if shim else {})
     try:
@@ -155,9 +162,14 @@ def _show(text: str) -> None:
 def _ready(name: str, options: str) -> dict[str, Any]:
     """The options, once it is certain that the backend takes them."""
     values = _options_of(options)
-    cls = load_backend(name)
-    validate_model(cls.Config, values, f"options of backend '{name}'")
+    class_of(name, values)
     return values
+
+
+def class_of(name: str, options: Mapping[str, Any]) -> type[Backend]:
+    """The class of a backend with these options. Raises `ConfigError` if it does not take them."""
+    cls = load_backend(name)
+    return cls.class_for(validate_model(cls.Config, options, f"options of backend '{name}'"))
 
 
 def _check_report(path: str | None) -> None:

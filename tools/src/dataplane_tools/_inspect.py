@@ -98,6 +98,7 @@ def attach(config_path: str, *, announced: bool = False) -> DataPlaneClient:
     except BackendUnavailableError as error:
         cls = load_backend(config.backend)
         checked = cls.Config(**config.options)
+        cls = cls.class_for(checked)
         if config.num_ledgers > 1:
             checked = spread_over(cls, config.num_ledgers).first_of(checked)
         if not cls.outlives_owner(checked):

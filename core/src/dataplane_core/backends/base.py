@@ -101,6 +101,18 @@ class Backend:
         """Disconnects, and ends what this client started. Called once, also after a failed start."""
 
     @classmethod
+    def class_for(cls, config: Any) -> type[Backend]:
+        """The class of the stores with these options. Default: this one.
+
+        For a backend whose options choose between engines with other capabilities or another wire format. All these
+        classes have the same ``Config``.
+
+        Args:
+            config: An instance of this class's ``Config``.
+        """
+        return cls
+
+    @classmethod
     def outlives_owner(cls, config: Any) -> bool:
         """Whether a store with these options can be bootstrapped with the data of an earlier one. Default: no.
 

@@ -65,5 +65,5 @@ def diagnose(name: str, options: Mapping[str, Any] | None) -> list[dict[str, Any
         else:
             findings.append(Finding.error(error.message, error.hint))
     else:
-        findings += cls.diagnose(config, deadline=time.monotonic() + _DEADLINE_S)
+        findings += cls.class_for(config).diagnose(config, deadline=time.monotonic() + _DEADLINE_S)
     return [asdict(finding) for finding in findings]

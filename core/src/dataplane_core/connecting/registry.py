@@ -132,6 +132,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
     if not (bootstrap is True or bootstrap is False or bootstrap == "auto"):
         raise InvalidRequestError(f"connect refused: bootstrap must be True, False or 'auto', got {bootstrap!r}.")
     options = _validated(cls.Config, config.options, f"options of backend '{config.backend}'")
+    cls = cls.class_for(options)
     if config.num_ledgers > 1:
         cls = spread_over(cls, config.num_ledgers)
     if cls.scope is Scope.PROCESS and not bootstrap and not cls.opens_anywhere:

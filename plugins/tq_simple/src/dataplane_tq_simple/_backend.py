@@ -1,4 +1,7 @@
-"""`QueueBackend`: the ledger in a controller on Ray. `TQSimpleBackend`: also the rows in its storage units."""
+"""`QueueBackend`: the ledger in a controller on Ray. `TQSimpleBackend`: also the rows in its storage units.
+
+`TransferQueueBackend`: the rows in those of TransferQueue, for ``storage: transfer_queue``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend, Level, PrivateFolder
+from dataplane_core.backends import (
+    LEDGER_CAPABILITIES,
+    Backend,
+    Finding,
+    LedgerBackend,
+    Level,
+    PrivateFolder,
+    RowStoreBackend,
+)
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.spec import (
@@ -28,6 +39,7 @@ from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 if TYPE_CHECKING:
     from dataplane_tq_simple._engine import Engine
     from dataplane_tq_simple._queue import QueueEngine
+    from dataplane_tq_simple._transfer_queue import TransferQueueEngine
 
 _Engine = TypeVar("_Engine", bound="QueueEngine")
 
@@ -151,6 +163,11 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
     }
 
+    @classmethod
+    def class_for(cls, config: TQSimpleConfig) -> type[Backend]:
+        """That of the option ``storage``."""
+        return TransferQueueBackend if config.storage == "transfer_queue" else cls
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
@@ -213,3 +230,50 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     def list_units(self, request: ListUnitsRequest) -> UnitList:
         """Asks the controller."""
         return UnitList(units=self._connected().units(request.deadline))
+
+
+class TransferQueueBackend(QueueBackend["TransferQueueEngine"], RowStoreBackend):
+    """As `TQSimpleBackend`, with the rows in the storage units of the TransferQueue that runs on the Ray cluster."""
+
+    Config = TQSimpleConfig
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        **QueueBackend.why_not_declared,
+        Capability.UNITS: "TransferQueue places the rows, and does not say how many a storage unit holds",
+    }
+
+    @classmethod
+    def _engine_class(cls) -> type[TransferQueueEngine]:
+        from dataplane_tq_simple._transfer_queue import TransferQueueEngine
+
+        return TransferQueueEngine
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """As that of `QueueBackend`, and the TransferQueue of the cluster, if the cluster is named."""
+        found = list(super().diagnose(config, deadline=deadline))
+        yield from found
+        if any(each.level is Level.ERROR for each in found):
+            return
+        from dataplane_tq_simple import _owners, _transfer_queue
+
+        yield from _transfer_queue.diagnose(config, deadline, connect=_owners.cluster_is_known(config))
+
+    def attach_options(self) -> dict[str, Any]:
+        """As that of `QueueBackend`, and the storage."""
+        return {**super().attach_options(), "storage": self.config.storage}
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """As that of `QueueBackend`. Raises `ConfigError` if TransferQueue is not installed."""
+        from dataplane_tq_simple._transfer_queue import load_library
+
+        load_library()
+        super().start(bootstrap=bootstrap, deadline=deadline)
+
+    def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
+        self._connected().put_rows(handles, buffer, offsets, deadline)
+
+    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
+        return self._connected().get_rows(handles, deadline)
+
+    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
+        self._connected().delete_rows(handles, deadline)

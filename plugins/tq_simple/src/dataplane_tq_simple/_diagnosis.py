@@ -30,6 +30,8 @@ def diagnose(config: QueueConfig, deadline: float, find_class: Callable[[], type
         yield Finding.error(f"ray cannot be imported: {type(error).__name__}: {error}", hint)
         return
     yield Finding.ok(f"Ray {metadata.version('ray')}.")
+    if getattr(config, "storage", None) == "memory":
+        yield Finding.ok("Rows are kept in the memory of storage units, one on each node (storage: memory).")
     durable = getattr(config, "durable", None)
     if durable is not None:
         yield _durable(durable, config)

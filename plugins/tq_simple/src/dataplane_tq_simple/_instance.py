@@ -1,4 +1,4 @@
-"""Instances of ``tq_simple``: the controller keeps a storage unit on each node.
+"""Instances of ``tq_simple``. In `SimpleInstance`, the controller keeps a storage unit on each node.
 
 Importing this module imports Ray.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+from dataplane_core.errors import ConfigError
 from dataplane_core.host_memory import arena_bytes_for
 from dataplane_tq_simple._actors import get_within, nodes_for_units
 from dataplane_tq_simple._cluster import Instance, check_addresses, env_vars
@@ -17,12 +18,28 @@ from dataplane_tq_simple._units import UnitOptions
 from dataplane_tq_simple.config import TQSimpleConfig
 
 
-class SimpleInstance(Instance):
-    """See above."""
+class InstanceOfStorage(Instance):
+    """What instances of all values of the option ``storage`` have in common: names that do not repeat."""
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
     protocol = 12
+
+    @classmethod
+    def find(cls, config: TQSimpleConfig, *, deadline: float, wait_s: float = 0.0) -> Self:
+        """As `Instance.find`. Raises `ConfigError` if its storage is not that of ``config``."""
+        found = super().find(config, deadline=deadline, wait_s=wait_s)
+        if found.config.storage != config.storage:
+            raise ConfigError(
+                f"instance {config.instance!r} runs with storage: {found.config.storage}, and this client has storage: "
+                f"{config.storage}.",
+                hint=f"Set storage: {found.config.storage}.",
+            )
+        return found
+
+
+class SimpleInstance(InstanceOfStorage):
+    """See above."""
 
     @classmethod
     def num_units(cls, config: TQSimpleConfig) -> int:

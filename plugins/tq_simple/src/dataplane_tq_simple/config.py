@@ -68,6 +68,10 @@ class QueueConfig(CapacityOptions):
 class TQSimpleConfig(QueueConfig):
     """The options of ``tq_simple``."""
 
+    storage: Literal["memory", "transfer_queue"] = "memory"
+    """Where the rows are: in the memory of storage units, one on each node; or in those of the TransferQueue that runs
+    on the Ray cluster. An attaching client sets it too. The other options below are of ``memory`` alone."""
+
     unit_bytes: SizeBytes | None = Field(default=None, gt=0)
     """The memory that a storage unit may use. It is taken as it is needed. Default: enough for ``capacity_bytes``; if
     that is not set, half of what its node has available when it starts."""
@@ -128,4 +132,7 @@ class TQSimpleConfig(QueueConfig):
     def _check(self) -> Self:
         if self.sync != "none" and self.durable is None:
             raise ValueError("'sync' needs 'durable', a folder")
+        for name in TQSimpleConfig.__annotations__.keys() - {"storage"} if self.storage == "transfer_queue" else ():
+            if getattr(self, name) != TQSimpleConfig.model_fields[name].default:
+                raise ValueError(f"{name!r} needs storage: memory")
         return self

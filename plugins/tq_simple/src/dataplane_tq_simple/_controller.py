@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._actors import NAMESPACE, own_address, remote, was_started_before
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
-from dataplane_tq_simple._units import StorageUnit, UnitOptions
+from dataplane_tq_simple._ray import NAMESPACE, own_address, remote, was_started_before
+from dataplane_tq_simple._storage_unit import StorageUnit, UnitOptions
 
 #: Where a controller answers calls: address, port, and the token that clients must know.
 Line: TypeAlias = tuple[str, int, bytes]
@@ -44,7 +44,6 @@ class Controller:
         units: The options of the units that it keeps, one on each node. None: it keeps none.
     """
 
-    _description: Any = None  # what attaching clients are told
     _host: ControllerHost
 
     def __init__(
@@ -60,9 +59,6 @@ class Controller:
         self._units = units
         if journal is not None and was_started_before():
             self.open(must_exist=True)
-            description = self._host.noted(_DESCRIPTION_NOTE)
-            if description is not None:
-                self._description = msgspec.msgpack.decode(description)
             if units is not None:
                 self._keeper(units).come_back()
 
@@ -87,11 +83,11 @@ class Controller:
     def store_config(self, conf: Any) -> None:
         """Keeps what attaching clients are told. A controller that is started again has it too."""
         self._host.note(_DESCRIPTION_NOTE, msgspec.msgpack.encode(conf))
-        self._description = conf
 
     def get_config(self) -> Any:
         """What `store_config` was given, or None."""
-        return self._description
+        conf = self._host.noted(_DESCRIPTION_NOTE)
+        return None if conf is None else msgspec.msgpack.decode(conf)
 
     def keep_units(self, within_s: float) -> list[Started]:
         """Starts a storage unit on each node, and keeps one there from now on. Returns and raises as `Keeper.begin`."""

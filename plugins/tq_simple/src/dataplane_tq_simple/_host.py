@@ -91,23 +91,25 @@ class ControllerHost(LedgerHost):
         self._ledger = ledger
         self._has_units = has_units
         self._log = log
-        if log is not None and UNITS_NOTE in log.notes:
-            self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload(), ledger.ledger.next_number)
+        self._notes: dict[str, bytes | None] = {} if log is None else dict(log.notes)
+        if UNITS_NOTE in self._notes:
+            self.book.restore(self._notes[UNITS_NOTE] or b"", ledger.ledger.payload())
 
     def note(self, name: str, value: bytes | None) -> None:
-        """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
+        """Keeps a value. With a log, also for a controller that is started again, as it does the book of now.
 
-        Nothing happens without a log.
+        None: no value any more.
         """
-        if self._log is not None:
-            with self.book.lock:
-                self._save_book()
+        with self.book.lock:
+            self._save_book()
+            if self._log is not None:
                 self._log.note(name, value)
-                self.settle()
+            self._notes[name] = value
+            self.settle()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
-        return None if self._log is None else self._log.notes.get(name)
+        return self._notes.get(name)
 
     def garbage(self) -> list[Ref]:
         """The rows that nobody reads, and whose payload may not be deleted yet. It may be, from now on."""
@@ -163,7 +165,7 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        write_id = self.book.choose(put.num_ids, put.size_bytes, request.node, request.full)
+        write_id = self.book.choose(self._ledger.ledger.next_number, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))
         self.book.add(put.by_id(write_id))

@@ -59,10 +59,10 @@ def client(config: dict[str, Any]) -> Iterator[DataPlaneClient]:
 
 @pytest.fixture
 def kill(pid_of: Callable[[str], int]) -> Callable[..., None]:
-    """Kills processes of the instance at once: the controller, or units by their names."""
+    """Kills processes of the instance at once: the controller, or with ``/`` its unit."""
 
     def kill(*names: str) -> None:
-        pids = [pid_of(f"tq-{NAME}/{name}" if name else f"tq-{NAME}") for name in names]
+        pids = [pid_of(f"tq-{NAME}{name}") for name in names]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def test_a_unit_that_is_killed_under_load_brings_its_rows_back(
     client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
 ) -> None:
     with Load(client, config) as load:
-        kill("unit-0")
+        kill("/")
         load.goes_on()
         eventually(lambda: states(client) == [("serving", 2)], "the unit is not started again")
         load.goes_on()
@@ -103,9 +103,9 @@ def test_the_unit_and_the_controller_are_killed_at_once_under_load(
     client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
 ) -> None:
     with Load(client, config) as load:
-        kill("unit-0", "")
+        kill("/", "")
         load.goes_on()
-        kill("", "unit-0")
+        kill("", "/")
         load.goes_on()
         eventually(lambda: states(client) == [("serving", 3)], "the unit is not started again")
     check(client, load)
@@ -115,7 +115,7 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
     client: DataPlaneClient, tmp_path: Path, pid_of: Callable[[str], int]
 ) -> None:
     put(client, IDS)
-    pid = pid_of(f"tq-{NAME}/unit-0")
+    pid = pid_of(f"tq-{NAME}/")
     (own,) = folders(tmp_path)
     assert owner_of(own).pid == pid
     aside = own.rename(tmp_path / "aside")
@@ -161,13 +161,13 @@ def test_a_unit_whose_folder_does_not_come_begins_without_it(
         put(client, IDS)
         (first,) = folders(tmp_path)
         aside = first.rename(tmp_path / first.name)
-        kill("unit-0")
+        kill("/")
         eventually(lambda: lost(client, IDS) == IDS, "it is waited for")
         put(client, IDS)
         assert right(client, IDS)
         aside.rename(first)
-        kill("unit-0")
-        eventually(lambda: states(client) == [("serving", 3)], "it is not started again")
+        kill("/")
+        eventually(lambda: states(client)[-1:] == [("serving", 2)], "it is not started again")
         assert right(client, IDS), "it goes on with what it began"
 
 

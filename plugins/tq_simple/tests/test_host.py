@@ -262,19 +262,6 @@ def durable(either):
     return either
 
 
-def test_rows_that_are_kept_are_waited_for_and_found_by_another_unit(durable):
-    book = durable.host.book
-    write_id = durable.put()
-    (number,) = {write_id >> LIFE_BITS}
-    book.left("n0")
-    assert book.awaited() == {number: False}
-    assert book.nodes() == ["n1", "n2"]
-    assert next((each.state, each.num_rows, each.num_lost) for each in durable.units()) == ("starting", 6, 0)
-    book.started(kept(0)._replace(node="n9"))
-    assert book.awaited() == {}
-    assert next((each.node, each.num_rows, each.num_lost) for each in durable.units()) == ("n9", 6, 0)
-
-
 def test_who_bootstraps_again_finds_what_it_finds(durable):
     """The units of the nodes may get other names than before. What no node has is lost when its wait is over."""
     first, second = durable.put("n0"), durable.put("n1")

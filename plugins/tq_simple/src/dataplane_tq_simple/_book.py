@@ -272,11 +272,12 @@ class UnitBook:
         """The payload of these rows is deleted. Two clients that clear at the same time may both report a row."""
         with self.lock:
             for write_id, position in refs:
-                held = self._rows.get(write_id >> LIFE_BITS, _Rows())
-                rows = held.writes.get(write_id, {})
-                held.size_bytes -= rows.pop(position, 0)
-                if not rows:
-                    held.writes.pop(write_id, None)
+                held = self._rows.get(write_id >> LIFE_BITS)
+                if held is not None and write_id in held.writes:
+                    rows = held.writes[write_id]
+                    held.size_bytes -= rows.pop(position, 0)
+                    if not rows:
+                        del held.writes[write_id]
             self._forget()
 
     # --- clients ------------------------------------------------------------------------------------------------------

@@ -301,8 +301,8 @@ class QueueEngine(ABC):
                 raise
 
     def _find_line(self, deadline: float) -> Line:
-        """Asks the controller, over Ray, where it answers. Waits while Ray cannot reach it, as when it is started again.
-        Raises as `call`."""
+        """Asks the controller, over Ray, where it answers. Waits while Ray cannot reach it, or starts it again. Raises
+        as `call`."""
         watch, what = _ControllerWatch(self._instance), "ask the controller where it answers calls"
         while not self._closed:
             if not ray.is_initialized():

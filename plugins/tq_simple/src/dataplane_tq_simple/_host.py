@@ -91,25 +91,23 @@ class ControllerHost(LedgerHost):
         self._ledger = ledger
         self._has_units = has_units
         self._log = log
-        self._notes: dict[str, bytes | None] = {} if log is None else dict(log.notes)
-        if UNITS_NOTE in self._notes:
-            self.book.restore(self._notes[UNITS_NOTE] or b"", ledger.ledger.payload())
+        if log is not None and UNITS_NOTE in log.notes:
+            self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload())
 
     def note(self, name: str, value: bytes | None) -> None:
-        """Keeps a value. With a log, also for a controller that is started again, as it does the book of now.
+        """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
 
-        None: no value any more.
+        Nothing happens without a log.
         """
-        with self.book.lock:
-            self._save_book()
-            if self._log is not None:
+        if self._log is not None:
+            with self.book.lock:
+                self._save_book()
                 self._log.note(name, value)
-            self._notes[name] = value
-            self.settle()
+                self.settle()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
-        return self._notes.get(name)
+        return None if self._log is None else self._log.notes.get(name)
 
     def garbage(self) -> list[Ref]:
         """The rows that nobody reads, and whose payload may not be deleted yet. It may be, from now on."""

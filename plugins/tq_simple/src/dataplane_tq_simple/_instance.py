@@ -49,8 +49,8 @@ from dataplane_tq_simple._storage_unit import UnitOptions
 from dataplane_tq_simple.addresses import check_address
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
-# Environment variables of the processes that an instance starts. A value in the bootstrapping client's environment
-# wins.
+# Environment variables of the processes that an instance starts, and of those that they start. A value in the
+# bootstrapping client's environment wins.
 # Ray runs its workers at low priority: calls would wait for any other work on the node.
 _ACTOR_ENV: Final = {"RAY_worker_niceness": "0"}
 
@@ -133,43 +133,46 @@ class Instance:
         journal = _journal_of(config, durable)
         try:
             name = cls.controller_name(config)
-            handles[name] = _create_actor(
-                *(config, name, Controller, deadline),
-                dict(
-                    journal=journal,
-                    capacity_bytes=config.capacity_bytes,
-                    sync=config.journal_sync if durable is None else config.sync == "commit",
-                    durable=durable is not None,
-                    **cls._controller_arguments(config),
-                ),
-                num_cpus=config.controller_num_cpus,
-                max_restarts=-1 if journal else 0,
+            arguments = {
+                "journal": journal,
+                "capacity_bytes": config.capacity_bytes,
+                "sync": config.journal_sync if durable is None else config.sync == "commit",
+                "durable": durable is not None,
+                **cls._controller_arguments(config),
+            }
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options = {
+                "num_cpus": config.controller_num_cpus,
+                "max_restarts": -1 if journal else 0,
                 # where its journal is
-                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-                if durable is not None and config.journal == durable
-                else None,
-            )
-            refs = {name: handles[name].open.remote()}
+                "scheduling_strategy": here if durable is not None and config.journal == durable else None,
+            }
+            handles[name] = _create_actor(config, name, Controller, arguments, options, deadline)
+            refs = {name: handles[name].start.remote(max(0.0, deadline - time.monotonic()))}
             nodes = nodes_for_units()
             for index in range(cls.num_units(config) if cls.unit_class else 0):
-                unit = f"{name}/unit-{index}"
-                handles[unit] = _create_actor(
-                    *(config, unit, cls.unit_class, deadline, cls._unit_arguments(config)),
-                    num_cpus=config.unit_num_cpus,
+                unit, node = f"{name}/unit-{index}", nodes[index % len(nodes)]
+                options = {
+                    "num_cpus": config.unit_num_cpus,
                     # Ray starts an actor that reserves nothing on any node, unless the strategy is strict
-                    memory=1,
-                    max_restarts=-1,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True),
-                )
+                    "memory": 1,
+                    "max_restarts": -1,
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+                }
+                arguments = dict(cls._unit_arguments(config))
+                handles[unit] = _create_actor(config, unit, cls.unit_class, arguments, options, deadline)
                 refs[unit] = handles[unit].describe.remote()
-            line, *answers = get_within(
+            (line, kept), *answers = get_within(
                 list(refs.values()),
                 f"start {preview(list(refs))}",
                 deadline,
                 hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster. Free "
                 f"there: {ray.available_resources()}.",
             )
-            check_addresses({"controller": line[0]})
+            num_nodes = len(alive_nodes())
+            check_address(line[0], num_nodes=num_nodes, of="the address of the controller")
+            for each in kept:
+                check_address(each.ip, num_nodes=num_nodes, of=f"the address of the storage unit of node {each.node}")
             instance = cls(config, list(handles)[1:], handles)
             instance._journal = journal if durable is None else None
             instance._prepare(answers, deadline)
@@ -294,14 +297,8 @@ class SimpleInstance(Instance):
             num_cpus=config.unit_num_cpus,
             detached=config.journal is not None,
             node_wait_s=config.node_wait_s,
-            env_vars=_env_vars(),
         )
         return {"units": units}
-
-    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
-        keeping = self.controller.keep_units.remote(max(0.0, deadline - time.monotonic()))
-        units = get_within(keeping, "start the storage units", deadline)
-        check_addresses({f"storage unit of node {each.node}": each.ip for each in units})
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -322,23 +319,16 @@ def _delete(journal: Path | None) -> None:
         shutil.rmtree(journal, ignore_errors=True)
 
 
-def _env_vars() -> dict[str, str]:
-    """The environment variables that actors are given."""
-    return {name: os.environ.get(name, value) for name, value in _ACTOR_ENV.items()}
-
-
-def check_addresses(addresses: Mapping[str, str]) -> None:
-    """Refuses addresses that other nodes cannot reach, by what has them. Raises as `check_address`."""
-    num_nodes = len(alive_nodes())
-    for what, ip in addresses.items():
-        check_address(ip, num_nodes=num_nodes, of=f"the address of the {what}")
-
-
 def _create_actor(
-    config: QueueConfig, name: str, actor_class: Any, deadline: float, arguments: Mapping[str, Any], **options: Any
+    config: QueueConfig,
+    name: str,
+    actor_class: Any,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    deadline: float,
 ) -> Any:
     """Creates a named actor. Waits a little while an actor that has just died still holds the name."""
-    env = {"env_vars": _env_vars()}
+    env = {"env_vars": {each: os.environ.get(each, value) for each, value in _ACTOR_ENV.items()}}
     actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
     wait_until = min(deadline, time.monotonic() + _SETTLE_S)
     while True:

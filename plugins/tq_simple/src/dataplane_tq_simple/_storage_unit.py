@@ -51,7 +51,6 @@ class UnitOptions(NamedTuple):
         detached: Whether no process owns them: they outlive the process of the controller, and end when that has ended
             for good.
         node_wait_s: For so many seconds, rows whose folder no unit has are waited for.
-        env_vars: Environment variables of their processes.
     """
 
     size_bytes: int | None
@@ -61,7 +60,6 @@ class UnitOptions(NamedTuple):
     num_cpus: float
     detached: bool
     node_wait_s: float
-    env_vars: dict[str, str]
 
 
 class StorageUnit:

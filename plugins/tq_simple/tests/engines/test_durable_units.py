@@ -22,7 +22,7 @@ from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, LostSamplesError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, LostSamplesError
 from dataplane_core.hosting import lock_folder, owner_of
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -88,26 +88,15 @@ def check(client: DataPlaneClient, load: Load) -> None:
         assert sorted([*claimed, *rest]) == sorted(written), f"{task}: each is given once"
 
 
-def test_a_unit_that_is_killed_under_load_brings_its_rows_back(
+def test_the_unit_and_the_controller_are_killed_under_load_one_and_both(
     client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
 ) -> None:
     with Load(client, config) as load:
-        kill("/")
-        load.goes_on()
-        eventually(lambda: states(client) == [("serving", 2)], "the unit is not started again")
-        load.goes_on()
-    check(client, load)
-
-
-def test_the_unit_and_the_controller_are_killed_at_once_under_load(
-    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
-) -> None:
-    with Load(client, config) as load:
-        kill("/", "")
-        load.goes_on()
-        kill("", "/")
-        load.goes_on()
-        eventually(lambda: states(client) == [("serving", 3)], "the unit is not started again")
+        for number, names in enumerate([("/",), ("/", ""), ("", "/")], 2):
+            kill(*names)
+            load.goes_on()
+            eventually(lambda number=number: states(client) == [("serving", number)], "the unit is not started again")
+            load.goes_on()
     check(client, load)
 
 
@@ -275,16 +264,6 @@ def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_p
         for folder, holds in [(tmp_path / NAME, "journal"), *((own, "notes") for own in folders(tmp_path))]:
             with pytest.raises(AlreadyRunningError, match="in use by process"):
                 lock_folder(folder, holds, 0.0)
-
-
-def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    for options, said in [
-        ({"sync": "commit"}, "'sync' needs 'durable'"),
-        ({"durable": "here"}, "not an absolute path"),
-        ({"durable": str(tmp_path), "num_storage_units": 2}, "'num_storage_units' is no longer an option"),
-    ]:
-        with pytest.raises(ConfigError, match=said):
-            connect({"backend": "tq_simple", "options": options}, bootstrap=True)
 
 
 MARK = "DATAPLANE_TEST_KILLED"

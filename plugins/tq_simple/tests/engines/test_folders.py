@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_
         assert len(said) == 1, "clients would be told something new again and again"
 
     unit = _storage_unit.StorageUnit(
-        _storage_unit.UnitOptions(SIZE, 0, str(tmp_path), False, 0, False, 0.0, {}), "identity"
+        _storage_unit.UnitOptions(SIZE, 0, str(tmp_path), False, 0, False, 0.0), "identity"
     )
     node = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(_storage_unit, "ray", SimpleNamespace(get_runtime_context=lambda: node))

@@ -70,16 +70,22 @@ def soon(seconds=240.0):
     return time.monotonic() + seconds
 
 
-def test_options_are_checked():
-    with pytest.raises(ValidationError, match="no_such_option"):
-        TQSimpleConfig(no_such_option=1)
-    with pytest.raises(ValidationError, match="instance"):
-        TQSimpleConfig(instance="a/b")
-    with pytest.raises(ValidationError, match="Ray Client"):
-        TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
-    for retired in ({"num_storage_units": 2}, {"near_writer": False}):
-        with pytest.raises(ValidationError, match="no longer an option: each node of the Ray cluster has one"):
-            TQSimpleConfig(**retired)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"no_such_option": 1}, "no_such_option"),
+        ({"instance": "a/b"}, "instance"),
+        ({"ray_address": "ray://127.0.0.1:10001"}, "Ray Client"),
+        ({"num_storage_units": 2}, "no longer an option: each node of the Ray cluster has one"),
+        ({"near_writer": False}, "no longer an option"),
+        ({"journal": "here"}, "not an absolute path"),
+        ({"durable": "here"}, "not an absolute path"),
+        ({"sync": "commit"}, "'sync' needs 'durable'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValidationError, match=said):
+        TQSimpleConfig(**options)
 
 
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note):

@@ -19,7 +19,7 @@ def test_a_random_history_keeps_the_contract_though_units_and_the_controller_are
     faults = [f"kill {what}" for what in ("the controller", "the unit", "both")]
 
     def pid_if_it_runs(actor):
-        with suppress(ray.exceptions.ActorUnavailableError, ValueError):  # it is being started again
+        with suppress(ray.exceptions.RayActorError, ValueError):  # it is being started again
             return pid_of(actor)
 
     class Durable(AuthorsClass):

@@ -98,12 +98,14 @@ def actors() -> Callable[[str], set[str]]:
 
 
 @pytest.fixture(scope="session")
-def pid_of() -> Callable[[str], int]:
-    """The process id of a Ray actor of ours, by its name: ``pid_of("tq-default/unit-0")``."""
+def pid_of(actors: Callable[[str], set[str]]) -> Callable[[str], int]:
+    """The process id of a Ray actor of ours, by its name, or by what one name alone begins with: ``tq-default/``."""
 
     def ask(name: str) -> int:
         import ray
 
+        if name.endswith("/"):
+            (name,) = actors(name)
         actor = ray.get_actor(name, namespace="dataplane")
         return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
 

@@ -722,7 +722,7 @@ def _read_tq_request(data: bytes) -> None:
     request = tq.MESSAGES.decode_request(data)
     host = ControllerHost(LedgerService())
     for each in ("n0", "n1"):
-        host.book.started(host.book.unit_on(each), Started("a", "ip", 1, each))
+        host.book.started(Started(each, "ip", 1, each))
     client = hosting.Client(1)
     host.answer(_BEFORE[0], client)
     attempt(lambda: host.answer(request, client))

@@ -30,7 +30,7 @@ class Controller:
         self.host = ControllerHost(*make_ledger(folder, None, False), has_units=num_units > 0)
         self.host.book.begin()
         for each in range(num_units):
-            self.host.book.started(self.host.book.unit_on(f"n{each}"), started(each))
+            self.host.book.started(started(each))
         self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "epoch"))
 
     def again(self):
@@ -73,9 +73,9 @@ def controller(tmp_path):
 
 def test_the_book_is_where_it_was(controller):
     first = controller.put()
-    controller.host.book.ended("unit-0")
+    controller.host.book.ended("n0")
     controller.put("n1")
-    controller.host.book.started("unit-0", started(0, "b"))
+    controller.host.book.started(started(0, "b"))
     third = controller.begin("n2")
     before, view = controller.units(), controller.call(ViewUnits(-1))
     assert [(unit.num_rows, unit.num_lost, unit.num_starts) for unit in before] == [(0, 6, 2), (6, 0, 1), (6, 0, 1)]
@@ -95,18 +95,18 @@ def test_the_book_is_where_it_was(controller):
 
 def test_a_book_of_another_version_is_refused():
     with pytest.raises(CorruptDataError, match="of another version"):
-        UnitBook().restore(pickle.dumps({"units": []}), {}, 1)
+        UnitBook().restore(pickle.dumps({"units": []}), {})
 
 
 def test_the_number_of_a_life_is_never_used_again(controller):
     """A client may still know what it was."""
     write_id = controller.put("n2")
-    controller.host.book.ended("unit-2")
+    controller.host.book.ended("n2")
     controller.call(commands.ClearRequest("p", None))
     controller.call(commands.Collected([(write_id, row) for row in range(6)]))
     assert write_id >> LIFE_BITS not in controller.call(ViewUnits(-1)).lives
     controller.again()
-    controller.host.book.started("unit-2", started(2, "b"))
+    controller.host.book.started(started(2, "b"))
     controller.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "next"))
     assert controller.begin("n2") >> LIFE_BITS > write_id >> LIFE_BITS
 
@@ -131,7 +131,7 @@ def test_a_call_that_is_repeated_is_done_once(controller, killed):
 def test_a_put_that_was_refused_is_refused_again(controller, killed):
     """The refusal aborts the put. A repeated call does not take what the abort freed for a commit."""
     begun = controller.begin()
-    controller.host.book.ended("unit-0")
+    controller.host.book.ended("n0")
     commit = commands.CommitPut(begun)
     with pytest.raises(UnitsGoneError):
         controller.call(commit)
@@ -237,7 +237,7 @@ def test_a_put_goes_to_its_own_node_while_that_has_room(either):
 def test_the_ledger_refuses_to_commit_a_put_that_lost_its_unit(either):
     kept, lost, elsewhere = either.begin(), either.begin(), either.begin("n2")
     either.call(commands.CommitPut(kept))
-    either.host.book.ended("unit-0")
+    either.host.book.ended("n0")
     with pytest.raises(UnitsGoneError, match="Nothing was written"):
         either.call(commands.CommitPut(lost))
     assert set(either.call(commands.ListRequest("p")).sample_ids) == {f"1{each}" for each in IDS}
@@ -258,22 +258,8 @@ def kept(unit, life="a"):
 def durable(either):
     """Of an instance whose units keep their rows."""
     for unit in range(3):
-        either.host.book.started(f"unit-{unit}", kept(unit))
+        either.host.book.started(kept(unit))
     return either
-
-
-def test_rows_that_are_kept_are_waited_for_and_found_by_another_unit(durable):
-    book = durable.host.book
-    write_id = durable.put()
-    (number,) = {write_id >> LIFE_BITS}
-    book.left("unit-0")
-    assert book.awaited() == {number: False}
-    assert book.nodes() == {"unit-1": "n1", "unit-2": "n2"}
-    assert next((each.state, each.num_rows, each.num_lost) for each in durable.units()) == ("starting", 6, 0)
-    assert book.unit_on("n9") == "unit-0", "the name of a node that is gone"
-    book.started("unit-0", kept(0)._replace(node="n9"))
-    assert book.awaited() == {}
-    assert next((each.node, each.num_rows, each.num_lost) for each in durable.units()) == ("n9", 6, 0)
 
 
 def test_who_bootstraps_again_finds_what_it_finds(durable):
@@ -283,20 +269,21 @@ def test_who_bootstraps_again_finds_what_it_finds(durable):
     book.begin()
     assert len(book.awaited()) == 3
     for node, folder in (("m1", 1), ("m0", 2)):
-        book.started(book.unit_on(node), kept(folder)._replace(node=node))
+        book.started(kept(folder)._replace(node=node))
     assert book.awaited() == {first >> LIFE_BITS: False}
     book.give_up(first >> LIFE_BITS)
     assert sum(each.num_lost for each in durable.units()) == 6
     assert sum(each.num_rows for each in durable.units()) == 6
     lives = durable.call(ViewUnits(-1)).lives
-    assert (lives[first >> LIFE_BITS].alive, lives[second >> LIFE_BITS].started.node) == (False, "m1")
+    assert first >> LIFE_BITS not in lives
+    assert lives[second >> LIFE_BITS].node == "m1"
 
 
 def test_a_unit_that_begins_another_folder_has_lost_its_own(durable):
     write_id = durable.put()
-    durable.host.book.ended("unit-0")
-    durable.host.book.started("unit-0", kept(0, "b"))
-    assert not durable.call(ViewUnits(-1)).lives[write_id >> LIFE_BITS].alive
+    durable.host.book.ended("n0")
+    durable.host.book.started(kept(0, "b"))
+    assert write_id >> LIFE_BITS not in durable.call(ViewUnits(-1)).lives
     assert held(durable)[0] == (0, 6)
 
 
@@ -304,11 +291,11 @@ def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
     durable = Controller(None)
     book = durable.host.book
     for unit in range(3):
-        book.started(f"unit-{unit}", kept(unit))
+        book.started(kept(unit))
     for unit in range(3):
-        book.ended(f"unit-{unit}")
+        book.ended(f"n{unit}")
     for unit, why in enumerate(["Permission denied", "No space left"]):
-        book.waits(f"unit-{unit}", why)
+        book.waits(f"n{unit}", why)
         with pytest.raises(UnitsGoneError, match="are starting"):
             book.choose(1, 10, "n0")
     assert [life.why for life in durable.call(ViewUnits(-1)).lives.values()] == [
@@ -316,13 +303,13 @@ def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
         "No space left",
         "",
     ]
-    book.waits("unit-2", "gone")
+    book.waits("n2", "gone")
     assert set(book.awaited().values()) == {True}
     with pytest.raises(BackendUnavailableError) as refused:
         book.choose(1, 10, "n0")
     assert not refused.value.retryable
     assert "unit-0: Permission denied; unit-1: No space left; unit-2: gone" in str(refused.value)
-    book.started("unit-2", kept(2))
+    book.started(kept(2))
     assert durable.call(ViewUnits(-1)).lives[book.choose(1, 10, "n0") >> LIFE_BITS].unit == "unit-2"
 
 

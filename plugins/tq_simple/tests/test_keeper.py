@@ -101,7 +101,7 @@ class Cluster:
         monkeypatch.setattr(_keeper, "ray", fake)
         monkeypatch.setattr(_keeper, "alive_nodes", lambda: set(self.nodes))
         monkeypatch.setattr(_keeper, "nodes_for_units", lambda: list(self.nodes))
-        monkeypatch.setattr(_keeper, "named_actors", lambda prefix: [f"a/{name}" for name in self.book.nodes()])
+        monkeypatch.setattr(_keeper, "named_actors", lambda prefix: [f"a/{node}" for node in self.book.nodes()])
         monkeypatch.setattr(_keeper, "lookup", self._lookup)
         monkeypatch.setattr(_keeper, "Session", self._session)
         for name in ("_NODES_S", "_ASK_S", "_CREATE_AGAIN_S", "_RETAIN_AGAIN_S"):
@@ -117,7 +117,7 @@ class Cluster:
         return ref.value
 
     def _lookup(self, actor: str) -> Unit | None:
-        unit = self.units.get(self.book.nodes()[actor.removeprefix("a/")])
+        unit = self.units.get(actor.removeprefix("a/"))
         return unit if unit is not None and unit.alive else None
 
     def _session(self, address: Any, messages: Any, deadline: float) -> Any:
@@ -178,6 +178,11 @@ def test_each_node_has_a_unit_also_one_that_comes_later(make: Callable[..., Clus
     cluster.turn()
     assert set(cluster.served()) == {"node0", "node1", "node2"}
     assert [each.name for each in cluster.book.records()] == ["unit-0", "unit-1", "unit-2"]
+    cluster.dies("node0")
+    cluster.turn()
+    cluster.nodes["node3"] = []
+    cluster.turn()
+    assert set(cluster.served()) == {"node1", "node2", "node3"}, "no name is given twice"
 
 
 @pytest.mark.parametrize("what", ["unit", "node"])
@@ -212,10 +217,10 @@ def test_a_unit_that_dies_brings_its_folder_back(make: Callable[..., Cluster]) -
 def test_a_connection_that_breaks_is_no_death(make: Callable[..., Cluster]) -> None:
     cluster = make(kept=False)
     cluster.put("p", ids("before"))
-    for each in cluster.keeper._units.values():
+    for each in cluster.keeper._processes.values():
         each.session = None
     cluster.turn()
-    assert all(each.session for each in cluster.keeper._units.values())
+    assert all(each.session for each in cluster.keeper._processes.values())
     assert (cluster.lost(), cluster.num_created) == (0, 2)
 
 
@@ -293,7 +298,7 @@ def test_a_bootstrap_says_which_unit_cannot_start(make: Callable[..., Cluster], 
     cluster = make()
     assert {each.node for each in cluster.keeper.begin(time.monotonic() + 60.0)} == {"node0", "node1"}
     cluster.nodes["node2"] = []
-    with pytest.raises(OperationTimeoutError, match="'unit-2' of 3 storage units did not start in time"):
+    with pytest.raises(OperationTimeoutError, match="storage units of nodes 'node2' did not start in time"):
         cluster.keeper.begin(time.monotonic() + 0.1)
     cluster.refuses["node2"] = BackendUnavailableError("its disk is full", retryable=False)
     cluster.turn()
@@ -308,7 +313,7 @@ def test_a_bootstrap_says_on_which_node_no_unit_starts(make: Callable[..., Clust
     cluster.keeper._turn()
     cluster.units["node2"].alive = False
     cluster.turn()
-    with pytest.raises(BackendUnavailableError, match="unit-2 did not start on node node2") as caught:
+    with pytest.raises(BackendUnavailableError, match="of node node2 did not start") as caught:
         cluster.keeper.begin(time.monotonic() + 60.0)
     assert "must be installed" in str(caught.value.hint)
 
@@ -322,12 +327,12 @@ def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_i
     cluster.put("p", ids("before"))
     first = cluster.put("q", ids("before"))
     cluster.units["node1"].alive = False
-    cluster.keeper._create_unit = lambda *_: None  # it does not come yet
+    cluster.keeper._create_actor = lambda *_: None  # it does not come yet
     cluster.turn()
     cluster.put("q", ids("before"))
     assert client.clear("p", ids("before")[:2]) == 2
     assert len(host.garbage()) == 6, "two rows that were cleared, four that were overwritten"
-    cluster.keeper._create_unit = cluster._create
+    cluster.keeper._create_actor = cluster._create
     cluster.turn(12)
     told = cluster.units["node1"].told
     assert len(told) == 3, "it is told again until it can"
@@ -403,12 +408,12 @@ def test_a_clear_deletes_what_is_served_and_leaves_the_rest_to_a_later_one(
     if not knows:
         client.engine._known.refresh(0.0)
     started = book.view().lives[away].started
-    book.ended("unit-1")
-    book.waits("unit-1", why)
+    book.ended("node1")
+    book.waits("node1", why)
     assert client.clear("p", [*ids("node0"), *ids("node1")]) == 8
     assert {number: len(refs) for number, refs in client.dropped.items()} == {kept: 4}
     assert [each.num_rows for each in book.records()] == [0, 4]
-    book.started("unit-1", started._replace(port=99))
+    book.started(started._replace(port=99))
     assert client.clear("p", ids("node1")) == 0
     assert {number: len(refs) for number, refs in client.dropped.items()} == {kept: 4, away: 4}
     assert [each.num_rows for each in book.records()] == [0, 0]

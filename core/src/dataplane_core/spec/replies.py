@@ -351,8 +351,8 @@ class UnitInfo:
 
     Attributes:
         name: Its name.
-        state: ``serving``; ``starting``, for the first time or again; ``removed``: its node is gone, and
-            samples that it held are not cleared yet.
+        state: ``serving``; ``starting``: its process is started again, or its folder is waited for; ``removed``: no
+            node has it any more, and samples that it held are not cleared yet.
         node: The node that it runs on, or empty.
         address: ``host:port`` where it is reached, or empty.
         num_rows: Rows that it holds. One put writes one row of a sample, or a few.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import ray
 import ray.exceptions
@@ -129,7 +130,7 @@ class MooncakeInstance(Instance):
 
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
-    protocol = 10
+    protocol = 11
     unit_class = SegmentHost
 
     def __init__(self, *args: Any) -> None:
@@ -148,7 +149,7 @@ class MooncakeInstance(Instance):
     @property
     def segments(self) -> list[Segment]:
         """The segments that are mounted, as far as this process knows. See `refresh`."""
-        return [Segment(*each) for each in self.details["segments"]]
+        return msgspec.convert(self.details["segments"], list[Segment])
 
     @classmethod
     def _unit_arguments(cls, config: TQMooncakeConfig) -> Mapping[str, Any]:
@@ -162,11 +163,11 @@ class MooncakeInstance(Instance):
         try:
             self._master.start(min(deadline, time.monotonic() + config.master_start_s))
             self.details = {"master": self._master.address, "prefix": f"{config.instance}/{new_id()}/"}
-            self._mount([unit.actor for unit in self.units], deadline)
+            self._mount(self.units, deadline)
         except BaseException:
             self._master.stop()
             raise
-        self._lives = {unit.actor: answer.life for unit, answer in zip(self.units, answers, strict=True)}
+        self._lives = {unit: answer.life for unit, answer in zip(self.units, answers, strict=True)}
 
     def _check_memory(self, answers: Sequence[Described]) -> None:
         num_units = collections.Counter(answer.node for answer in answers)
@@ -183,8 +184,7 @@ class MooncakeInstance(Instance):
         self._list_segments()
 
     def _list_segments(self) -> None:
-        mounted = [tuple(each) for each in self._mounted.values()]
-        self.details = {**self.details, "segments": mounted, "dead": sorted(self._dead)}
+        self.details = self.details | {"segments": [*map(tuple, self._mounted.values())], "dead": sorted(self._dead)}
 
     def publish(self, *, deadline: float) -> None:
         """Also watches the units from now on."""
@@ -199,12 +199,12 @@ class MooncakeInstance(Instance):
         """
         if self._watch is not None:
             return
-        description = get_within(self._controller.get_config.remote(), "ask for details", deadline)
+        description = get_within(self.controller.get_config.remote(), "ask for details", deadline)
         self.details = description["details"]
 
     def ask_units(self) -> dict[str, Any]:
         """Asks all units whether they live. Returns Ray references to the answers, by the units' names in messages."""
-        return {unit.name: self._handles[unit.actor].__ray_ready__.remote() for unit in self.units}
+        return {f"storage {unit.rpartition('/')[2]}": self._handles[unit].__ray_ready__.remote() for unit in self.units}
 
     # --- called by the watch -----------------------------------------------------------------------------------------
 

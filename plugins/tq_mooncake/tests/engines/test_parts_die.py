@@ -74,7 +74,7 @@ def test_the_controller_finds_its_ledger(two, pid_of):
 
 @pytest.fixture
 def kill_unit(pid_of):
-    return lambda client, number: os.kill(pid_of(instance(client).units[number].actor), signal.SIGKILL)
+    return lambda client, number: os.kill(pid_of(instance(client).units[number]), signal.SIGKILL)
 
 
 def test_a_dead_unit_loses_its_rows_and_others_are_served_on(two, kill_unit):

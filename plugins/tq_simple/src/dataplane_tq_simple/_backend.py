@@ -37,8 +37,8 @@ from dataplane_tq_simple._messages import BeginNear
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:
+    from dataplane_tq_simple._client import QueueEngine
     from dataplane_tq_simple._engine import Engine
-    from dataplane_tq_simple._queue import QueueEngine
     from dataplane_tq_simple._transfer_queue import TransferQueueEngine
 
 _Engine = TypeVar("_Engine", bound="QueueEngine")

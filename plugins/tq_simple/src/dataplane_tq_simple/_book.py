@@ -1,16 +1,18 @@
 """The book of the storage units, in the controller's process: which unit has which rows, and which one takes new ones.
 
-A unit that is started again has lost its rows, so rows belong to a *life*: from one start of a unit to its end. If the
-unit keeps its rows in a folder, the life is that of the folder, and goes on in the next process that finds it: after a
-while in which nobody serves it, at another address, perhaps under the name of another unit. All rows of a put go to one
-life, whose number is part of the ids of the put's writes. So an id says where its rows are.
+A unit is a folder, or the memory of a node. A folder is served by one process after the other: after a while in which
+nobody has it, at another address, on another node. Memory ends with its process, and the node's next process begins
+anew. So rows belong to a *life*: of a folder, or of a process. All rows of a put go to one life, whose number is part
+of the ids of the put's writes. So an id says where its rows are.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Final, NamedTuple
 
 import msgspec
@@ -23,7 +25,7 @@ from dataplane_tq_simple._errors import UnitsGoneError
 #: The id of a write is ``life << LIFE_BITS | number``.
 LIFE_BITS: Final = 40
 
-#: The note of a journal that holds the units and their lives.
+#: The note of a journal that holds the units.
 UNITS_NOTE: Final = "units"
 
 #: How much of its memory a unit is given as payload. The rest is for tables, and for cleared rows that are still read.
@@ -31,17 +33,17 @@ _FILLED: Final = 3 / 4
 
 
 class Started(NamedTuple):
-    """What a storage unit says about itself when it runs.
+    """What the process of a unit says about itself when it runs.
 
     Attributes:
-        token: Identifies this life. If its rows outlive its process, it is the name of their folder.
+        token: Identifies the life. If the rows outlive the process, it is the name of their folder.
         ip: Its address.
         port: The port where it serves rows.
         node: The id of its node.
         socket: The name of the Unix socket where it serves them.
         secret: What clients show there.
         size_bytes: The size of its memory.
-        kept: Whether its rows outlive its process.
+        kept: Whether its rows outlive it.
     """
 
     token: str
@@ -54,86 +56,61 @@ class Started(NamedTuple):
     kept: bool = False
 
 
-class Life(NamedTuple):
-    """A life of a storage unit, as clients know it.
+@dataclass(slots=True)
+class Life:
+    """A unit, and its life of now, or its last one.
 
     Attributes:
-        unit: The unit.
-        alive: Whether its rows exist.
-        served: Whether a process serves them. If not, they are waited for.
-        why: Why the unit cannot serve them, if that will not change by itself.
+        unit: The name of the unit.
+        number: The number of the life.
         started: What its process says, or the last one said.
+        node: The node that has the unit; ``""``: none.
+        alive: Whether its rows are not lost.
+        served: Whether a process serves them. If not, they are waited for.
+        num_starts: How many processes the unit had.
+        why: Why its node does not serve it, if that will not change by itself.
     """
 
     unit: str
-    alive: bool
-    served: bool
-    why: str
+    number: int
     started: Started
+    node: str = ""
+    alive: bool = True
+    served: bool = False
+    num_starts: int = 0
+    why: str = ""
 
 
 class View(NamedTuple):
-    """What clients need to find rows: the lives by their numbers. The version grows with every change."""
+    """What clients need to find rows: the lives that have not ended, by their numbers. The version grows with every
+    change."""
 
     version: int
     lives: dict[int, Life]
 
 
 @dataclass(slots=True)
-class _Unit:
-    """A unit. It belongs to a node; without one, the node is gone."""
+class _Rows:
+    """The rows of a life that are not collected: write id -> position -> bytes."""
 
-    name: str
-    node: str
-    life: int | None = None
-    num_starts: int = 0
-    why: str = ""  # it cannot open what it keeps
-
-
-@dataclass(slots=True)
-class _Stored:
-    """A write whose rows are not all collected.
-
-    Attributes:
-        row_bytes: The size of each row.
-        left: For each row 1, or 0 if it is collected: two clients that clear at the same time may both report a row.
-        num_left: How many are 1.
-    """
-
-    row_bytes: Sequence[int]
-    left: bytearray
-    num_left: int
-
-
-@dataclass(slots=True)
-class _Held:
-    """A life, and the rows that were given to it and not yet collected: its writes by their ids."""
-
-    unit: str
-    started: Started
-    alive: bool = True
-    served: bool = True
-    writes: dict[int, _Stored] = field(default_factory=dict)
-    num_rows: int = 0
+    writes: dict[int, dict[int, int]] = field(default_factory=dict)
     size_bytes: int = 0
 
-    @property
-    def room_bytes(self) -> float:
-        return self.started.size_bytes * _FILLED - self.size_bytes
+    def __len__(self) -> int:
+        return sum(map(len, self.writes.values()))
 
 
-class _Packed(NamedTuple):
-    """What is noted: the first fields of each unit; the number and the first fields of each life."""
+class _Noted(NamedTuple):
+    """What a controller that is started again must know. See the attributes of the book."""
 
-    units: list[tuple[str, str, int | None, int]]
-    lives: list[tuple[int, str, Started, bool, bool]]
+    units: list[Life]
+    lost: dict[int, str]
     next_life: int
     version: int
 
 
-@dataclass(slots=True)
 class UnitBook:
-    """The units, their lives, and what each life holds. Thread-safe.
+    """The units, and what each holds. Thread-safe.
 
     The server's thread in the controller and the keeper's thread use it. No method blocks.
 
@@ -141,134 +118,111 @@ class UnitBook:
         lock: Held by each method.
     """
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    _version: int = 0
-    _units: dict[str, _Unit] = field(default_factory=dict)
-    _lives: dict[int, _Held] = field(default_factory=dict)
-    _next_life: int = 0
-    _next_number: int = 1
-    _saved_version: int = 0
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._lives: list[Life] = []
+        self._lost: dict[int, str] = {}  # lives that have ended and have rows that are not collected -> their units
+        self._rows: dict[int, _Rows] = defaultdict(_Rows)  # by life
+        self._next_life = 0
+        self._version = self._saved_version = 0
 
     # --- the keeper ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Nothing runs yet: the lives of processes before these are waited for, and are of no unit."""
+        """Nothing runs yet: the folders of before are waited for, and no node has them."""
         with self.lock:
-            for unit in self._units.values():
-                unit.node, unit.life = "", None
-            for held in self._lives.values():
-                held.served = False
-            self._changes()
+            for life in self._lives:
+                life.node, life.served, life.why = "", False, ""
+            self._version += 1
 
-    def unit_on(self, node: str) -> str:
-        """The name of the unit of a node. If the node had none, it takes the place of one whose node is gone."""
+    def started(self, started: Started) -> None:
+        """The process of a node serves a folder, or memory. Ignores what is known."""
         with self.lock:
-            for unit in self._units.values():
-                if unit.node == node:
-                    return unit.name
-            gone = next((each for each in self._units.values() if not each.node), None)
-            name = f"unit-{len(self._units)}" if gone is None else gone.name
-            unit = self._units.setdefault(name, _Unit(name, node))
-            unit.node = node
-            self._changes()
-            return name
-
-    def nodes(self) -> dict[str, str]:
-        """The units whose nodes are not gone: name -> node."""
-        with self.lock:
-            return {each.name: each.node for each in self._units.values() if each.node}
-
-    def started(self, name: str, started: Started) -> None:
-        """A unit runs. An earlier life of it has ended, if this is another one. Ignores what is known."""
-        with self.lock:
-            unit = self._units[name]
-            if unit.life is not None:
-                held = self._lives[unit.life]
-                if held.started == started and held.served:
-                    return
-                if held.started.token != started.token:
-                    self._end(unit.life)
-            known = (number for number, held in self._lives.items() if held.started.token == started.token)
-            number = next(known, None) if started.kept else None
-            if number is None:
-                number, self._next_life = self._next_life, self._next_life + 1
-                self._lives[number] = _Held(name, started)
-            held = self._lives[number]
-            held.unit, held.started, held.alive, held.served = name, started, True, True
-            unit.life, unit.why, unit.num_starts = number, "", unit.num_starts + 1
-            self._changes()
-            self._forget()
-
-    def ended(self, name: str) -> None:
-        """The process of a unit has ended, and with it its life, unless its rows are kept."""
-        with self.lock:
-            unit = self._units[name]
-            if unit.life is None or not self._lives[unit.life].served:
+            life = self._unit_of(started)
+            if life.served and life.started == started:
                 return
-            if self._lives[unit.life].started.kept:
-                self._lives[unit.life].served = False
-                self._changes()
-            else:
-                self._end(unit.life)
-
-    def left(self, name: str) -> None:
-        """The node of a unit is gone. A life that is kept waits for the unit of another node."""
-        with self.lock:
-            self.ended(name)
-            unit = self._units[name]
-            unit.node, unit.life = "", None
-            self._changes()
+            if life.started.token != started.token:
+                self._end(life)
+                life.number, life.alive = self._new_life(), True
+            elif not life.alive:  # who comes late is welcome
+                self._lost.pop(life.number, None)
+            before = self._on(started.node)
+            if before is not None and before is not life:  # it was damaged, or given up
+                before.node = ""
+                self._end(before)
+            life.node, life.started, life.alive, life.served, life.why = started.node, started, True, True, ""
+            life.num_starts += 1
+            self._version += 1
             self._forget()
 
-    def waits(self, name: str, why: str) -> None:
-        """A unit cannot open what it keeps, or not yet. Whoever waits is told why, if that is not ``""``."""
+    def ended(self, node: str) -> None:
+        """The process of a node has ended, and with it the life of its unit, unless its rows are kept."""
         with self.lock:
-            unit = self._units[name]
-            if unit.why != why:
-                unit.why = why
-                self._changes()
+            life = self._on(node)
+            if life is not None and life.served:
+                life.served = False
+                self._version += 1
+                if not life.started.kept:
+                    self._end(life)
+
+    def left(self, node: str) -> None:
+        """A node is gone. If its unit is a folder, another node may have that."""
+        with self.lock:
+            self.ended(node)
+            life = self._on(node)
+            if life is not None:
+                life.node = life.why = ""
+                self._version += 1
+                self._forget()
+
+    def waits(self, node: str, why: str) -> None:
+        """A node cannot open what its unit keeps, or not yet. Whoever waits is told why, if that is not ``""``."""
+        with self.lock:
+            life = self._on(node)
+            if life is not None and not life.served and life.why != why:
+                life.why = why
+                self._version += 1
 
     def give_up(self, number: int) -> None:
         """Nobody waits any more for a life: its rows are lost."""
         with self.lock:
-            self._end(number)
+            for life in [each for each in self._lives if each.number == number]:
+                self._end(life)
 
     def awaited(self) -> dict[int, bool]:
-        """The lives that nobody serves: number -> whether the unit that had it last says why."""
+        """The lives that nobody serves: number -> whether their node says why."""
         with self.lock:
-            return {
-                number: bool(self._units[held.unit].why) if held.unit in self._units else False
-                for number, held in self._lives.items()
-                if held.alive and not held.served
-            }
+            return {life.number: bool(life.why) for life in self._lives if life.alive and not life.served}
 
-    def token_of(self, name: str) -> str:
-        """The token of a unit's life, or ``""`` if it has none."""
+    def nodes(self) -> list[str]:
+        """The nodes that have a unit."""
         with self.lock:
-            life = self._units[name].life
-            return "" if life is None else self._lives[life].started.token
+            return [life.node for life in self._lives if life.node]
 
-    def rows_of(self, name: str) -> dict[int, list[int]]:
-        """Of the life of a unit, the rows that are not collected: write id -> positions."""
+    def token_on(self, node: str) -> str:
+        """The token of the life of a node's unit, or ``""`` if it has none."""
         with self.lock:
-            life = self._units[name].life
-            writes = {} if life is None else self._lives[life].writes
-            left = [(write_id, bytes(stored.left)) for write_id, stored in writes.items()]
-        return {write_id: [at for at, is_left in enumerate(each) if is_left] for write_id, each in left}
+            life = self._on(node)
+            return "" if life is None or not life.alive else life.started.token
 
-    def is_here(self, name: str, ref: Ref) -> bool:
-        """Whether the life of a unit has a row."""
-        return self._units[name].life == ref[0] >> LIFE_BITS
+    def rows_on(self, node: str, garbage: Iterable[Ref]) -> tuple[dict[int, list[int]], list[Ref]]:
+        """Of a node's unit, the rows that are not collected: write id -> positions. And which of the refs it has."""
+        with self.lock:
+            life = self._on(node)
+            if life is None:
+                return {}, []
+            rows = {write_id: sorted(each) for write_id, each in self._rows[life.number].writes.items()}
+            return rows, [ref for ref in garbage if ref[0] >> LIFE_BITS == life.number]
 
     # --- the ledger's service -----------------------------------------------------------------------------------------
 
-    def choose(self, num_ids: int, size_bytes: int, node: str, full: Sequence[int] = ()) -> int:
-        """A new write id, and as many unused ones after it as a put needs. It says which unit gets the rows.
+    def choose(self, number: int, size_bytes: int, node: str, full: Sequence[int] = ()) -> int:
+        """A write id with this number. It says which unit gets the rows.
 
         It is that of the node, if it has room; else the one with the most room.
 
         Args:
-            num_ids: How many.
+            number: From which on no number of ``LIFE_BITS`` bits was used.
             size_bytes: The size of the put.
             node: The node.
             full: Lives that get no rows, unless there are no others.
@@ -278,60 +232,52 @@ class UnitBook:
             BackendUnavailableError: Nor will one, until somebody mends what they keep.
         """
         with self.lock:
-            serving = {number: held for number, held in self._lives.items() if held.alive and held.served}
-            serving = {number: held for number, held in serving.items() if number not in full} or serving
+            serving = [life for life in self._lives if life.served]
             if not serving:
                 self._refuse()
-            chosen = max(serving, key=lambda number: serving[number].room_bytes)
-            near = (number for number, held in serving.items() if held.started.node == node)
-            chosen = next((number for number in near if serving[number].room_bytes >= size_bytes), chosen)
-            write_id = chosen << LIFE_BITS | self._next_number
-            self._next_number += num_ids
-            return write_id
+            serving = [life for life in serving if life.number not in full] or serving
+            near = (each for each in serving if each.node == node and self._room_bytes(each) >= size_bytes)
+            return next(near, max(serving, key=self._room_bytes)).number << LIFE_BITS | number
+
+    def _room_bytes(self, life: Life) -> float:
+        return life.started.size_bytes * _FILLED - self._rows[life.number].size_bytes
 
     def _refuse(self) -> None:
-        units = [each for each in self._units.values() if each.node]
+        units = [each for each in self._lives if each.node]
         if units and all(each.why for each in units):
-            why = "; ".join(f"{each.name}: {each.why}" for each in units)
+            why = "; ".join(f"{each.unit}: {each.why}" for each in units)
             raise BackendUnavailableError(f"no storage unit takes rows. {why}", retryable=False)
-        names = [each.name for each in units]
+        names = [each.unit for each in units]
         raise UnitsGoneError(f"no storage unit takes rows: {preview(names) or 'none'} of {len(units)} are starting.")
 
     def add(self, writes: Mapping[int, commands.Write]) -> None:
         """The rows of a put that was begun: its writes by their ids."""
         with self.lock:
             for write_id, write in writes.items():
-                self._hold(write_id, write.row_bytes, range(len(write.row_bytes)))
+                self._hold(write_id, dict(enumerate(write.row_bytes)))
 
-    def _hold(self, write_id: int, row_bytes: Sequence[int], positions: Sequence[int]) -> None:
-        held, left = self._lives[write_id >> LIFE_BITS], bytearray(len(row_bytes))
-        for position in positions:
-            left[position] = 1
-        held.writes[write_id] = _Stored(row_bytes, left, len(positions))
-        held.num_rows += len(positions)
-        held.size_bytes += sum(row_bytes[position] for position in positions)
+    def _hold(self, write_id: int, rows: dict[int, int]) -> None:
+        held = self._rows[write_id >> LIFE_BITS]
+        held.writes[write_id] = rows
+        held.size_bytes += sum(rows.values())
 
     def check(self, write_id: int) -> None:
         """Raises `UnitsGoneError` if the unit of a put has ended since it was begun."""
         with self.lock:
-            held = self._lives.get(write_id >> LIFE_BITS)
-            if held is not None and not held.alive:
-                raise UnitsGoneError(f"{held.unit} ended while the put ran. Nothing was written.")
+            name = self._lost.get(write_id >> LIFE_BITS)
+            if name is not None:
+                raise UnitsGoneError(f"{name} ended while the put ran. Nothing was written.")
 
     def collected(self, refs: Iterable[Ref]) -> None:
-        """The payload of these rows is deleted."""
+        """The payload of these rows is deleted. Two clients that clear at the same time may both report a row."""
         with self.lock:
             for write_id, position in refs:
-                held = self._lives.get(write_id >> LIFE_BITS)
-                stored = None if held is None else held.writes.get(write_id)
-                if held is None or stored is None or not stored.left[position]:
-                    continue
-                stored.left[position] = 0
-                stored.num_left -= 1
-                held.num_rows -= 1
-                held.size_bytes -= stored.row_bytes[position]
-                if not stored.num_left:
-                    del held.writes[write_id]
+                held = self._rows.get(write_id >> LIFE_BITS)
+                if held is not None and write_id in held.writes:
+                    rows = held.writes[write_id]
+                    held.size_bytes -= rows.pop(position, 0)
+                    if not rows:
+                        del held.writes[write_id]
             self._forget()
 
     # --- clients ------------------------------------------------------------------------------------------------------
@@ -341,98 +287,98 @@ class UnitBook:
         with self.lock:
             if known == self._version:
                 return None
-            lives = {}
-            for number, held in self._lives.items():
-                why = "" if held.served or held.unit not in self._units else self._units[held.unit].why
-                lives[number] = Life(held.unit, held.alive, held.served, why, held.started)
-            return View(self._version, lives)
+            return View(self._version, {life.number: replace(life) for life in self._lives if life.alive})
 
     def records(self) -> list[UnitInfo]:
         """All units."""
         with self.lock:
-            lost: dict[str, int] = {}
-            for held in self._lives.values():
-                if not held.alive:
-                    lost[held.unit] = lost.get(held.unit, 0) + held.num_rows
-            return [self._record(unit, lost.get(unit.name, 0)) for unit in self._units.values()]
+            lost: Counter[str] = Counter()
+            for number, name in self._lost.items():
+                lost[name] += len(self._rows[number])
+            return [self._record(life, lost[life.unit]) for life in self._lives]
 
-    def _record(self, unit: _Unit, num_lost: int) -> UnitInfo:
-        held = None if unit.life is None else self._lives[unit.life]
-        if held is None:  # it waits for rows, or for the unit of another node that has them
-            held = next((each for each in self._lives.values() if each.unit == unit.name and each.alive), None)
-        served = held is not None and held.served
+    def _record(self, life: Life, num_lost: int) -> UnitInfo:
+        rows = self._rows[life.number] if life.alive else _Rows()
         return UnitInfo(
-            name=unit.name,
-            state="serving" if served else "starting" if unit.node or held is not None else "removed",
-            node=unit.node,
-            address="" if held is None else f"{held.started.ip}:{held.started.port}",
-            num_rows=0 if held is None else held.num_rows,
-            size_bytes=0 if held is None else held.size_bytes,
+            name=life.unit,
+            state="serving" if life.served else "starting" if life.node or life.alive else "removed",
+            node=life.node,
+            address=f"{life.started.ip}:{life.started.port}" if life.alive else "",
+            num_rows=len(rows),
+            size_bytes=rows.size_bytes,
             num_lost=num_lost,
-            num_starts=unit.num_starts,
+            num_starts=life.num_starts,
         )
 
     # --- a journal ----------------------------------------------------------------------------------------------------
 
     def save(self, note: Callable[[str, bytes | None], None]) -> None:
-        """Has the units and lives noted, if they changed since."""
+        """Has the units noted, if they changed since."""
         with self.lock:
-            if self._version == self._saved_version:
-                return
-            units = [(each.name, each.node, each.life, each.num_starts) for each in self._units.values()]
-            lives = [(number, each.unit, each.started, each.alive, each.served) for number, each in self._lives.items()]
-            packed = _Packed(units, lives, self._next_life, self._version)
-            note(UNITS_NOTE, msgspec.msgpack.encode(packed))
-            self._saved_version = self._version
+            if self._version != self._saved_version:
+                noted = _Noted(self._lives, self._lost, self._next_life, self._version)
+                note(UNITS_NOTE, msgspec.msgpack.encode(noted))
+                self._saved_version = self._version
 
-    def restore(
-        self, packed: bytes, payload: Mapping[int, tuple[Sequence[int] | None, Sequence[int]]], next_number: int
-    ) -> None:
+    def restore(self, noted: bytes, payload: Mapping[int, tuple[Sequence[int] | None, Sequence[int]]]) -> None:
         """Is where another book was.
 
         Args:
-            packed: What that one noted.
+            noted: What that one noted.
             payload: Write id -> the bytes of all its rows, if known, and the rows that the units may still hold.
-            next_number: The first number for handles that was never used.
 
         Raises:
             CorruptDataError: That one was of another version.
         """
         with self.lock:
             try:
-                noted = msgspec.msgpack.decode(packed, type=_Packed)
+                found = msgspec.msgpack.decode(noted, type=_Noted)
             except msgspec.MsgspecError as error:
                 raise CorruptDataError(f"the journal's book of storage units is of another version: {error}") from error
-            self._units = {each[0]: _Unit(*each) for each in noted.units}
-            self._lives = {each[0]: _Held(*each[1:]) for each in noted.lives}
-            self._next_life, self._next_number = noted.next_life, next_number
-            self._version = noted.version + 1
+            self._lives, self._lost, self._next_life, self._version = found
+            self._version += 1
+            known = {life.number for life in self._lives} | self._lost.keys()
             for write_id, (row_bytes, positions) in payload.items():
-                if write_id >> LIFE_BITS in self._lives and positions:
-                    # of what was freed, the ledger does not know the size
-                    self._hold(write_id, row_bytes or [0] * (max(positions) + 1), positions)
+                if write_id >> LIFE_BITS not in known:
+                    continue
+                # of what was freed, the ledger does not know the size
+                self._hold(write_id, {each: row_bytes[each] if row_bytes else 0 for each in positions})
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _changes(self) -> None:
-        self._version += 1
+    def _on(self, node: str) -> Life | None:
+        return next((life for life in self._lives if life.node == node), None)
 
-    def _end(self, number: int) -> None:
+    def _unit_of(self, started: Started) -> Life:
+        """The unit that a process serves: its folder's, or its node's. A new one, if there is none."""
+        for life in self._lives:
+            if life.started.token == started.token or (life.node == started.node and not started.kept):
+                return life
+        taken = {life.unit for life in self._lives}
+        name = next(each for each in map("unit-{}".format, count()) if each not in taken)
+        life = Life(name, self._new_life(), started)
+        self._lives.append(life)
+        return life
+
+    def _new_life(self) -> int:
+        self._next_life += 1
+        return self._next_life - 1
+
+    def _end(self, life: Life) -> None:
         """Ends a life: its rows are lost."""
-        held = self._lives[number]
-        held.alive = held.served = False
-        for unit in self._units.values():
-            if unit.life == number:
-                unit.life = None
-        self._changes()
-        self._forget()
+        if life.alive:
+            life.alive = life.served = False
+            self._lost[life.number] = life.unit
+            self._version += 1
+            self._forget()
 
     def _forget(self) -> None:
-        """Forgets the ended lives that have no rows, and the units without a node that have none."""
-        for number in [each for each, held in self._lives.items() if not held.alive and not held.writes]:
-            del self._lives[number]
-            self._changes()
-        named = {held.unit for held in self._lives.values()}
-        for name in [each.name for each in self._units.values() if not each.node and each.name not in named]:
-            del self._units[name]
-            self._changes()
+        """Forgets the ended lives that have no rows, and the units that no node has and that have none."""
+        for number in [each for each in self._lost if not self._rows[each].writes]:
+            del self._lost[number], self._rows[number]
+            self._version += 1
+        named = set(self._lost.values())
+        gone = [each for each in self._lives if not (each.node or each.alive or each.unit in named)]
+        if gone:
+            self._lives = [each for each in self._lives if each not in gone]
+            self._version += 1

@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._actors import NAMESPACE, own_address, remote, was_started_before
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
-from dataplane_tq_simple._units import StorageUnit, UnitOptions
+from dataplane_tq_simple._ray import NAMESPACE, own_address, remote, was_started_before
+from dataplane_tq_simple._storage_unit import StorageUnit, UnitOptions
 
 #: Where a controller answers calls: address, port, and the token that clients must know.
 Line: TypeAlias = tuple[str, int, bytes]
@@ -59,15 +59,21 @@ class Controller:
         self._make_ledger = functools.partial(make_ledger, journal, capacity_bytes, sync, durable=durable)
         self._units = units
         if journal is not None and was_started_before():
-            self.open(must_exist=True)
+            self._open(must_exist=True)
             description = self._host.noted(_DESCRIPTION_NOTE)
             if description is not None:
                 self._description = msgspec.msgpack.decode(description)
             if units is not None:
                 self._keeper(units).come_back()
 
-    def open(self, *, must_exist: bool = False) -> Line:
-        """Makes the ledger, and begins to answer. Returns `line`. Raises as `make_ledger`."""
+    def start(self, within_s: float) -> tuple[Line, list[Started]]:
+        """Makes the ledger and begins to answer. Then starts a storage unit on each node, and keeps one there from now
+        on, if it keeps any. Returns `line`, and what the units say. Raises as `make_ledger` and `Keeper.begin`."""
+        deadline = time.monotonic() + within_s
+        self._open(must_exist=False)
+        return self._line, [] if self._units is None else self._keeper(self._units).begin(deadline)
+
+    def _open(self, *, must_exist: bool) -> None:
         self._host = ControllerHost(*self._make_ledger(must_exist=must_exist), has_units=self._units is not None)
         if not must_exist:  # a controller that dies before it is told of its clients must not look for those of before
             self._host.book.begin()
@@ -78,7 +84,6 @@ class Controller:
         self._line: Line = ip, listener.getsockname()[1], token
         server = Server(self._host, listener, token=token)
         threading.Thread(target=server.run, name="dataplane-ledger", daemon=True).start()
-        return self._line
 
     def line(self) -> Line:
         """Where this process answers calls."""
@@ -93,11 +98,6 @@ class Controller:
         """What `store_config` was given, or None."""
         return self._description
 
-    def keep_units(self, within_s: float) -> list[Started]:
-        """Starts a storage unit on each node, and keeps one there from now on. Returns and raises as `Keeper.begin`."""
-        assert self._units is not None
-        return self._keeper(self._units).begin(time.monotonic() + within_s)
-
     def _keeper(self, options: UnitOptions) -> Keeper:
         own = ray.get_runtime_context()
         name, instance = own.get_actor_name(), self._identity()
@@ -110,7 +110,6 @@ class Controller:
                 num_cpus=options.num_cpus,
                 memory=1,  # as little as can be: Ray is not to take a node with rows for idle
                 lifetime="detached" if options.detached else None,
-                runtime_env={"env_vars": options.env_vars},
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
             return unit.remote(options, instance, follows)

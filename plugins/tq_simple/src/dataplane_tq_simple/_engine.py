@@ -41,11 +41,10 @@ from dataplane_core.hosting import Address, ExtentHost, Session, TcpAddress, Uni
 from dataplane_core.ledger import Located, Ref, commands
 from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
 from dataplane_tq_simple._book import LIFE_BITS, Life, View
-from dataplane_tq_simple._cluster import ControllerWatch
+from dataplane_tq_simple._client import QueueEngine
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._instance import SimpleInstance
 from dataplane_tq_simple._messages import UnitRecords, ViewUnits
-from dataplane_tq_simple._queue import QueueEngine
 from dataplane_tq_simple._view import PATIENCE_S, KnownUnits, UnitWatch
 
 #: Seconds for which puts avoid a unit that had no room.
@@ -294,7 +293,7 @@ class Engine(QueueEngine):
     def _connect(self, number: int, life: Life, deadline: float) -> ExtentClient:
         def watch() -> UnitWatch:
             ends = getattr(self._current, "ends", threading.Event())
-            return UnitWatch(self._known, number, life, lambda: ControllerWatch(self._instance), ends.is_set)
+            return UnitWatch(self._known, number, life, ends.is_set)
 
         started = life.started
         if self.own.share_memory:

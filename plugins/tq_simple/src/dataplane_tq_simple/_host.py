@@ -92,7 +92,7 @@ class ControllerHost(LedgerHost):
         self._has_units = has_units
         self._log = log
         if log is not None and UNITS_NOTE in log.notes:
-            self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload(), ledger.ledger.next_number)
+            self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload())
 
     def note(self, name: str, value: bytes | None) -> None:
         """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
@@ -163,7 +163,7 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        write_id = self.book.choose(put.num_ids, put.size_bytes, request.node, request.full)
+        write_id = self.book.choose(self._ledger.ledger.next_number, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))
         self.book.add(put.by_id(write_id))

@@ -1,21 +1,276 @@
-"""Instances of ``tq_simple``. In `SimpleInstance`, the controller keeps a storage unit on each node.
+"""Instances: starts, finds and ends the actors of one.
+
+An instance is one controller and its storage units: named Ray actors in the namespace ``dataplane``. The process that
+bootstrapped owns the controller: Ray ends it when that process closes its client, exits or crashes, and the units end
+with it. Other jobs reach the actors by name. In a `SimpleInstance`, the controller keeps a unit on each node. A package
+with another storage derives from `Instance`, and says what the units are that its bootstrapping process starts.
 
 Importing this module imports Ray.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
 
-from dataplane_core.errors import ConfigError
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dataplane_core.errors import (
+    AlreadyRunningError,
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    DataPlaneError,
+    OperationTimeoutError,
+    preview,
+)
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_tq_simple._actors import get_within, nodes_for_units
-from dataplane_tq_simple._cluster import Instance, check_addresses, env_vars
-from dataplane_tq_simple._folders import units_of
-from dataplane_tq_simple._units import UnitOptions
-from dataplane_tq_simple.config import TQSimpleConfig
+from dataplane_core.spec import new_id
+from dataplane_tq_simple._controller import Controller
+from dataplane_tq_simple._folders import JOURNAL, folder_of, units_of
+from dataplane_tq_simple._ray import (
+    NAMESPACE,
+    alive_nodes,
+    end_within,
+    get_within,
+    lookup,
+    named_actors,
+    nodes_for_units,
+    remote,
+)
+from dataplane_tq_simple._storage_unit import UnitOptions
+from dataplane_tq_simple.addresses import check_address
+from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
+
+# Environment variables of the processes that an instance starts, and of those that they start. A value in the
+# bootstrapping client's environment wins.
+# Ray runs its workers at low priority: calls would wait for any other work on the node.
+_ACTOR_ENV: Final = {"RAY_worker_niceness": "0"}
+
+# Seconds after the end of a process in which Ray may still count its CPUs or its name as used.
+_SETTLE_S = 5.0
+
+# Seconds that Ray may take to end actors. After that, this process goes on without an answer: the calls would wait for
+# a dead head node.
+_END_ACTORS_S = 2 * _SETTLE_S
+
+
+class Instance:
+    """The actors of one instance, as seen from this process.
+
+    Attributes:
+        config: The options that it was bootstrapped with.
+        units: The actor names of the storage units that the bootstrapping process started.
+        details: Further values for attaching clients; of what msgpack has.
+        controller: The actor of the controller.
+    """
+
+    #: What the names of the actors start with, so that instances of different backends may have equal names.
+    prefix: ClassVar[str]
+    #: The distribution that must be installed on every node.
+    distribution: ClassVar[str]
+    #: A number that changes when clients of different versions of the distribution cannot share an instance.
+    protocol: ClassVar[int]
+    #: The class of the units' actors, if the bootstrapping process starts them. It must be importable, so that a worker
+    #: reads its own environment. Its method ``describe`` answers when a unit runs.
+    unit_class: ClassVar[type | None] = None
+
+    def __init__(self, config: Any, units: Sequence[str], handles: dict[str, Any]):
+        self.config = config
+        self.units = tuple(units)
+        self.details: dict[str, Any] = {}
+        self.controller = handles[self.controller_name(config)]
+        self._handles = handles  # by name: the controller, and the units
+        self._journal: Path | None = None  # that this process ends with the instance
+
+    # --- what a subclass supplies -----------------------------------------------------------------------------------
+
+    @classmethod
+    def num_units(cls, config: Any) -> int:
+        """How many storage units an instance on the cluster that this process is connected to starts with."""
+        return int(config.num_storage_units)
+
+    @classmethod
+    def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
+        """Keyword arguments of a unit."""
+        return {}
+
+    @classmethod
+    def _controller_arguments(cls, config: Any) -> Mapping[str, Any]:
+        """Further keyword arguments of the controller."""
+        return {}
+
+    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
+        """Called by the bootstrapping process when the actors run, with the units' answers."""
+
+    # --- bootstrapping -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(cls, config: Any, *, deadline: float) -> Self:
+        """Starts the actors and waits until they run. Clients can attach only after `publish`.
+
+        Args:
+            config: The options.
+            deadline: On `time.monotonic`'s clock, in seconds.
+
+        Raises:
+            AlreadyRunningError: An instance of that name runs.
+            BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
+            OperationTimeoutError: The actors did not start in time.
+            ConfigError: A process announces an address that other nodes cannot reach.
+            DataPlaneError: What `_prepare` raises.
+        """
+        check_cpus(config, cls.num_units(config), deadline)
+        handles: dict[str, Any] = {}
+        durable = getattr(config, "durable", None)
+        journal = _journal_of(config, durable)
+        try:
+            name = cls.controller_name(config)
+            arguments = {
+                "journal": journal,
+                "capacity_bytes": config.capacity_bytes,
+                "sync": config.journal_sync if durable is None else config.sync == "commit",
+                "durable": durable is not None,
+                **cls._controller_arguments(config),
+            }
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options = {
+                "num_cpus": config.controller_num_cpus,
+                "max_restarts": -1 if journal else 0,
+                # where its journal is
+                "scheduling_strategy": here if durable is not None and config.journal == durable else None,
+            }
+            handles[name] = _create_actor(config, name, Controller, arguments, options, deadline)
+            refs = {name: handles[name].start.remote(max(0.0, deadline - time.monotonic()))}
+            nodes = nodes_for_units()
+            for index in range(cls.num_units(config) if cls.unit_class else 0):
+                unit, node = f"{name}/unit-{index}", nodes[index % len(nodes)]
+                options = {
+                    "num_cpus": config.unit_num_cpus,
+                    # Ray starts an actor that reserves nothing on any node, unless the strategy is strict
+                    "memory": 1,
+                    "max_restarts": -1,
+                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+                }
+                arguments = dict(cls._unit_arguments(config))
+                handles[unit] = _create_actor(config, unit, cls.unit_class, arguments, options, deadline)
+                refs[unit] = handles[unit].describe.remote()
+            (line, kept), *answers = get_within(
+                list(refs.values()),
+                f"start {preview(list(refs))}",
+                deadline,
+                hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster. Free "
+                f"there: {ray.available_resources()}.",
+            )
+            num_nodes = len(alive_nodes())
+            check_address(line[0], num_nodes=num_nodes, of="the address of the controller")
+            for each in kept:
+                check_address(each.ip, num_nodes=num_nodes, of=f"the address of the storage unit of node {each.node}")
+            instance = cls(config, list(handles)[1:], handles)
+            instance._journal = journal if durable is None else None
+            instance._prepare(answers, deadline)
+        except BaseException as error:
+            _kill(handles)
+            _delete(journal if durable is None else None)
+            if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
+                raise
+            message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
+            raise BackendError(message) from error
+        return instance
+
+    def publish(self, *, deadline: float) -> None:
+        """Makes the instance visible to attaching clients."""
+        description = {
+            "protocol": self.protocol,
+            "config": self.config.model_dump(),
+            "units": self.units,
+            "details": self.details,
+        }
+        get_within(self.controller.store_config.remote(description), "publish the instance", deadline)
+
+    def stop(self) -> None:
+        """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
+        try:
+            if ray.is_initialized():
+                _kill(self._handles)
+        finally:
+            _delete(self._journal)
+
+    # --- attaching ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:
+        """Finds a running instance by name.
+
+        Args:
+            config: Names it.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            wait_s: How long to wait for an instance that does not exist yet, in seconds.
+
+        Raises:
+            BackendUnavailableError: There is no such instance, or its storage units are gone for good.
+            OperationTimeoutError: Its controller does not answer, or never became ready.
+        """
+        name = cls.controller_name(config)
+        what = f"attach to instance {config.instance!r}: ask its controller for the configuration"
+        give_up = min(deadline, time.monotonic() + wait_s)
+        while True:
+            controller, exists = lookup(name), False
+            if controller is not None:
+                try:
+                    description = get_within(controller.get_config.remote(), what, deadline)
+                    if description is not None:
+                        break
+                    exists = True  # the bootstrapping client has not published it yet
+                except BackendUnavailableError as error:  # Ray may start it again, or keeps its name a little longer
+                    exists = isinstance(error.__cause__, ray.exceptions.ActorUnavailableError)
+            if time.monotonic() >= (deadline if exists else give_up):
+                raise cls._not_found(config, starting=exists)
+            time.sleep(0.1)
+        if description["protocol"] != cls.protocol:
+            raise BackendUnavailableError(
+                f"instance {config.instance!r} speaks version {description['protocol']} of the engine's protocol. "
+                f"Expected {cls.protocol}.",
+                retryable=False,
+                hint=f"Install the same version of {cls.distribution} everywhere.",
+            )
+        units = description["units"]
+        handles = {name: controller, **{unit: lookup(unit) for unit in units}}
+        gone = [unit for unit in units if handles[unit] is None]
+        if gone:
+            raise BackendUnavailableError(
+                f"instance {config.instance!r} is broken: {preview(gone)} of {len(units)} died.",
+                retryable=False,
+                hint="Close the client that bootstrapped it and bootstrap it again.",
+            )
+        found = cls(type(config)(**description["config"]), units, handles)
+        found.details = description["details"]
+        return found
+
+    @classmethod
+    def _not_found(cls, config: QueueConfig, *, starting: bool) -> DataPlaneError:
+        where = f"the Ray cluster at {ray.get_runtime_context().gcs_address!r}"
+        if starting:
+            return OperationTimeoutError(f"instance {config.instance!r} on {where} was still starting at the deadline.")
+        running = sorted(name.removeprefix(cls.prefix) for name in named_actors(cls.prefix) if "/" not in name)
+        return BackendUnavailableError(
+            f"no instance {config.instance!r} runs on {where}; there: {preview(running) or 'none'}.",
+            hint="Bootstrap it first (bootstrap=True, in a process that stays), with the same `instance` and cluster.",
+        )
+
+    @classmethod
+    def controller_name(cls, config: QueueConfig) -> str:
+        """The name of the controller's actor, which no other instance of the cluster has. Those of its units begin
+        with it and ``/``."""
+        return f"{cls.prefix}{config.instance}"
 
 
 class InstanceOfStorage(Instance):
@@ -23,7 +278,7 @@ class InstanceOfStorage(Instance):
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 12
+    protocol = 13
 
     @classmethod
     def find(cls, config: TQSimpleConfig, *, deadline: float, wait_s: float = 0.0) -> Self:
@@ -39,7 +294,7 @@ class InstanceOfStorage(Instance):
 
 
 class SimpleInstance(InstanceOfStorage):
-    """See above."""
+    """An instance of ``storage: memory``: the controller keeps a storage unit on each node."""
 
     @classmethod
     def num_units(cls, config: TQSimpleConfig) -> int:
@@ -59,15 +314,125 @@ class SimpleInstance(InstanceOfStorage):
             num_cpus=config.unit_num_cpus,
             detached=config.journal is not None,
             node_wait_s=config.node_wait_s,
-            env_vars=env_vars(),
         )
         return {"units": units}
 
-    @classmethod
-    def _create_units(cls, config: TQSimpleConfig, deadline: float) -> dict[str, Any]:
-        return {}
 
-    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
-        keeping = self._controller.keep_units.remote(max(0.0, deadline - time.monotonic()))
-        units = get_within(keeping, "start the storage units", deadline)
-        check_addresses({f"storage unit of node {each.node}": each.ip for each in units})
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _journal_of(config: QueueConfig, durable: str | None) -> Path | None:
+    """The folder of the journal of an instance that is bootstrapped."""
+    if config.journal is None:
+        return None
+    if durable is not None:
+        return folder_of(config.journal, config.instance) / JOURNAL
+    # of this instance alone: its units hold nothing of an earlier one
+    return Path(config.journal, f"{config.instance}-{new_id()}")
+
+
+def _delete(journal: Path | None) -> None:
+    if journal is not None:
+        shutil.rmtree(journal, ignore_errors=True)
+
+
+def _create_actor(
+    config: QueueConfig,
+    name: str,
+    actor_class: Any,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    deadline: float,
+) -> Any:
+    """Creates a named actor. Waits a little while an actor that has just died still holds the name."""
+    env = {"env_vars": {each: os.environ.get(each, value) for each, value in _ACTOR_ENV.items()}}
+    actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
+    wait_until = min(deadline, time.monotonic() + _SETTLE_S)
+    while True:
+        try:
+            return actor.remote(**arguments)
+        except ValueError as error:
+            holder = lookup(name)
+            if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
+                raise
+            if holder is not None and not _is_dead(holder, deadline):
+                raise AlreadyRunningError(
+                    f"instance {config.instance!r} is already running on the Ray cluster at "
+                    f"{ray.get_runtime_context().gcs_address!r}.",
+                    retryable=True,
+                    hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another "
+                    "name for `instance`.",
+                ) from error
+            if time.monotonic() >= wait_until:
+                raise AlreadyRunningError(
+                    f"instance {config.instance!r} is broken: its controller is dead, but its storage units or the "
+                    "process that bootstrapped it still run.",
+                    hint="Close the client that bootstrapped it, or end its process; then bootstrap again.",
+                ) from error
+            time.sleep(0.1)
+
+
+def _is_dead(actor: Any, deadline: float) -> bool:
+    timeout_s = max(0.0, min(_SETTLE_S, deadline - time.monotonic()))
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=timeout_s)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def check_cpus(config: QueueConfig, num_units: int, deadline: float) -> None:
+    """Raises at once, with numbers, if the CPUs are missing. Ray itself would wait for them silently.
+
+    Raises:
+        BackendUnavailableError: The cluster that this process is connected to lacks them.
+    """
+    wait_until = min(deadline, time.monotonic() + _SETTLE_S)
+    while True:
+        total = ray.cluster_resources().get("CPU", 0.0)
+        refused = cpu_error(config, num_units, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
+        if refused is None:
+            return
+        if not refused.retryable or time.monotonic() >= wait_until:
+            raise refused
+        time.sleep(0.2)
+
+
+def cpu_error(
+    config: QueueConfig, num_units: int, free: float, total: float, whose: str
+) -> BackendUnavailableError | None:
+    """The error if an instance of so many storage units needs more logical CPUs than are free, else None."""
+    needed = config.controller_num_cpus + num_units * config.unit_num_cpus
+    if free >= needed:
+        return None
+    return BackendUnavailableError(
+        f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
+        f"{num_units} storage units of {config.unit_num_cpus:g}), but {whose} {free:g} free "
+        f"of {total:g}. Its processes would never be scheduled.",
+        retryable=total >= needed,
+        hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",
+    )
+
+
+def _kill(handles: dict[str, Any]) -> None:
+    """Ends the actors of an instance, the controller first, and the units that this has started."""
+    if handles:
+        what = f"end the actors {preview(list(handles))}"
+        end_within(_END_ACTORS_S, what, functools.partial(_kill_all, handles))
+
+
+def _kill_all(handles: dict[str, Any]) -> None:
+    names, (controller, *_) = list(handles), handles
+    for handle in handles.values():
+        with contextlib.suppress(Exception):  # dead already
+            ray.kill(handle, no_restart=True)
+    for name in named_actors(f"{controller}/"):
+        with contextlib.suppress(Exception):
+            ray.kill(lookup(name), no_restart=True)
+        names.append(name)
+    give_up = time.monotonic() + _SETTLE_S
+    for name in names:
+        while lookup(name) is not None and time.monotonic() < give_up:
+            time.sleep(0.02)

@@ -20,6 +20,7 @@ from dataplane_tq_simple.config import QueueConfig
 
 _logger = logging.getLogger(__name__)
 _MARK: Final = "@"  # no instance's name holds it
+_SECURED: Final = f"{_MARK}token"  # at the end, if that Ray asks for a token
 
 
 def cluster_is_known(config: QueueConfig) -> bool:
@@ -29,15 +30,15 @@ def cluster_is_known(config: QueueConfig) -> bool:
 
 def claim_name(name: str, deadline: float) -> PrivateFolder:
     """Held by the one process that may start a Ray for this name. Raises `AlreadyRunningError` if it is another one."""
-    folder = _folder(name)
+    folder = PrivateFolder("ray", name)
     folder.claim(deadline)
     return folder
 
 
 def leave(name: str, address: str, deadline: float) -> PrivateFolder | None:
     """Says where an instance runs, until the folder is released. None: this host has no place to say it."""
-    secured = f"{_MARK}token" if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" else ""  # Ray itself sets it
-    folder = _folder(f"{name}{_MARK}{address}{secured}")
+    secured = _SECURED if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" else ""  # Ray itself sets it
+    folder = PrivateFolder("ray", f"{name}{_MARK}{address}{secured}")
     try:
         folder.claim(deadline)
     except (DataPlaneError, OSError) as error:
@@ -52,13 +53,11 @@ class Owner(NamedTuple):
     Attributes:
         folder: What it left.
         address: Of its Ray.
-        secured: Whether that asks for a token.
         runs: Whether it runs. If not, it was killed.
     """
 
     folder: PrivateFolder
     address: str
-    secured: bool
     runs: bool
 
 
@@ -68,16 +67,13 @@ def look(name: str) -> list[Owner]:
     Raises:
         BackendUnavailableError: Other users can access the folder; not retryable.
     """
-    home = _folder(name)
+    home = PrivateFolder("ray", name)
     if not home.path.parent.exists():
         return []
     home.check_home()
-    found = []
-    for each in sorted(home.path.parent.glob(f"{name}{_MARK}*")):
-        folder = _folder(each.name)
-        _, address, *token = each.name.split(_MARK)
-        found.append(Owner(folder, address, bool(token), folder.is_owned))
-    return found
+    left = [each.name for each in sorted(home.path.parent.glob(f"{name}{_MARK}*"))]
+    folders = [PrivateFolder("ray", each) for each in left]
+    return [Owner(each, each.path.name.split(_MARK)[1], each.is_owned) for each in folders]
 
 
 def find(config: QueueConfig, name: str) -> str:
@@ -107,7 +103,7 @@ def find(config: QueueConfig, name: str) -> str:
             f"at {', '.join(owner.address for owner in found)}.",
             hint="Set ray_address to one of them, or give each an `instance` of its own.",
         )
-    if found[0].secured:
+    if found[0].folder.path.name.endswith(_SECURED):
         # else Ray, which is given an address, would not use the user's token, though the owner's Ray asks for it
         with contextlib.suppress(ImportError):  # an older Ray uses a token only where RAY_AUTH_MODE says so
             from ray._private.authentication.authentication_token_setup import (
@@ -116,7 +112,3 @@ def find(config: QueueConfig, name: str) -> str:
 
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     return found[0].address
-
-
-def _folder(name: str) -> PrivateFolder:
-    return PrivateFolder("ray", name)

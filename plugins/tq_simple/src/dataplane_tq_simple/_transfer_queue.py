@@ -35,10 +35,9 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._actors import get_within
-from dataplane_tq_simple._connection import RayConnection
+from dataplane_tq_simple._client import QueueEngine
 from dataplane_tq_simple._instance import InstanceOfStorage
-from dataplane_tq_simple._queue import QueueEngine
+from dataplane_tq_simple._ray import RayConnection, get_within
 from dataplane_tq_simple.addresses import refuses, with_port
 from dataplane_tq_simple.config import TQSimpleConfig
 
@@ -152,10 +151,6 @@ class TransferQueueInstance(InstanceOfStorage):
     def num_units(cls, config: TQSimpleConfig) -> int:
         """TransferQueue has the units."""
         return 0
-
-    @classmethod
-    def _create_units(cls, config: TQSimpleConfig, deadline: float) -> dict[str, Any]:
-        return {}
 
     def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
         system = System(deadline)

@@ -1,4 +1,4 @@
-"""What a client knows about the storage units: which lives there are, and which have ended."""
+"""What a client knows about the storage units: which lives there are."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.hosting import Watch
 from dataplane_tq_simple._book import Life, View
 from dataplane_tq_simple._errors import UnitsGoneError
 
 #: Seconds between two questions to the controller about a unit that does not answer.
 PATIENCE_S: Final = 0.2
 #: Seconds that the controller may take to answer that question, while a reply of the unit may come.
-_QUESTION_S: Final = 0.1
-#: Seconds without an answer of the controller after which it is watched.
-_CONTROLLER_PATIENCE_S: Final = 1.0
+_QUESTION_S: Final = 0.5
 
 
 class KnownUnits:
@@ -25,7 +22,7 @@ class KnownUnits:
 
     Args:
         ask: Asks the controller for a newer view than that of a version, by a deadline.
-        forget: Called with the numbers of lives whose processes have ended.
+        forget: Called with the numbers of lives that have ended, or are elsewhere now.
     """
 
     def __init__(self, ask: Callable[[int, float], View | None], forget: Callable[[list[int]], None]) -> None:
@@ -37,29 +34,25 @@ class KnownUnits:
     def refresh(self, deadline: float) -> None:
         """Gets the newest view. Raises as `QueueEngine.call`."""
         view = self._ask(self._view.version, deadline)
-        if view is None:
-            return
         with self._lock:
-            if view.version <= self._view.version:
+            if view is None or view.version <= self._view.version:
                 return
-            # also those that are elsewhere now, or nowhere yet
             ended = [number for number, life in self._view.lives.items() if life != view.lives.get(number)]
             self._view = view
         self._forget(ended)
 
     def look_up(self, numbers: Iterable[int], deadline: float) -> None:
-        """Asks the book if it does not know one of these lives. One that it still does not know then has no rows."""
+        """Asks the book if it does not know one of these lives. One that it still does not know then has ended."""
         if any(number not in self._view.lives for number in numbers):
             self.refresh(deadline)
 
     def life(self, number: int) -> Life | None:
         """A life that has not ended, as far as this client knows; else None."""
-        life = self._view.lives.get(number)
-        return life if life is not None and life.alive else None
+        return self._view.lives.get(number)
 
     def living(self) -> dict[str, int]:
         """The units that run, as far as this client knows: name -> number of the life."""
-        return {life.unit: number for number, life in self._view.lives.items() if life.alive and life.served}
+        return {life.unit: number for number, life in self._view.lives.items() if life.served}
 
 
 class UnitWatch:
@@ -68,53 +61,31 @@ class UnitWatch:
     Args:
         known: Gets the answers.
         number, life: The life of the unit, as it was when the call began.
-        watch_controller: Makes a watch of the controller, which is used if that does not answer.
         is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
     """
 
-    def __init__(
-        self,
-        known: KnownUnits,
-        number: int,
-        life: Life,
-        watch_controller: Callable[[], Watch],
-        is_cancelled: Callable[[], bool],
-    ) -> None:
+    def __init__(self, known: KnownUnits, number: int, life: Life, is_cancelled: Callable[[], bool]) -> None:
         self._known = known
         self._number = number
         self._life = life
-        self._watch_controller = watch_controller
         self._is_cancelled = is_cancelled
-        self._watch: Watch | None = None
-        self._ask_at = self._answered_at = time.monotonic()
+        self._ask_at = 0.0
 
     def check(self) -> None:
         """Raises `UnitsGoneError` if it has ended; `BackendUnavailableError` if the controller has, or if cancelled."""
         if self._is_cancelled():
             raise BackendUnavailableError("the call was given up with another one of its operation.")
-        self._refuse_ended()
         now = time.monotonic()
-        if now < self._ask_at:
-            return
-        try:
-            self._known.refresh(now + _QUESTION_S)
-        except (OperationTimeoutError, BackendUnavailableError) as error:
-            if isinstance(error, BackendUnavailableError) and not error.retryable:
-                raise
-            if now - self._answered_at >= _CONTROLLER_PATIENCE_S:
-                self._watch = self._watch or self._watch_controller()
-                self._watch.check()
-            return
-        self._watch = None
-        self._answered_at, self._ask_at = now, now + PATIENCE_S
-        self._refuse_ended()
-
-    def _refuse_ended(self) -> None:
+        if now >= self._ask_at and self._known.life(self._number) == self._life:
+            try:
+                self._known.refresh(now + _QUESTION_S)
+            except (OperationTimeoutError, BackendUnavailableError) as error:
+                if isinstance(error, BackendUnavailableError) and not error.retryable:
+                    raise  # else it is busy, or is started again
+            self._ask_at = time.monotonic() + PATIENCE_S
         if self._known.life(self._number) != self._life:
             raise UnitsGoneError("a storage unit ended.")
 
     def describe(self) -> str:
         """What is known, as a sentence."""
-        if self._watch is not None:
-            return self._watch.describe()
         return "It has not ended: it is stopped, overloaded, or not reachable from this process."

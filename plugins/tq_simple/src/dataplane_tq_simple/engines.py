@@ -8,9 +8,9 @@ starts, finds and ends the actors: a subclass says what a storage unit is. The b
 Importing this module imports Ray.
 """
 
-from dataplane_tq_simple._actors import cause, check_head, get_within
-from dataplane_tq_simple._cluster import Instance
+from dataplane_tq_simple._client import QueueEngine
 from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._queue import QueueEngine
+from dataplane_tq_simple._instance import Instance
+from dataplane_tq_simple._ray import get_within
 
-__all__ = ["Instance", "QueueEngine", "UnitsGoneError", "cause", "check_head", "get_within"]
+__all__ = ["Instance", "QueueEngine", "UnitsGoneError", "get_within"]

@@ -55,8 +55,8 @@ def client(owner):
 
 @pytest.fixture
 def kill(pid_of):
-    """Kills the controller, or a unit by its name."""
-    return lambda unit="": os.kill(pid_of(f"tq-{NAME}/{unit}" if unit else f"tq-{NAME}"), signal.SIGKILL)
+    """Kills the controller, or with ``/`` its unit."""
+    return lambda name="": os.kill(pid_of(f"tq-{NAME}{name}"), signal.SIGKILL)
 
 
 def is_lost(client, sample_id):
@@ -89,7 +89,7 @@ def held(client):
 def test_a_unit_dies_under_load(client, config, kill):
     """Its rows are lost and named, claims go on, and new rows use it once it runs again."""
     with Load(client, config) as load:
-        kill("unit-0")
+        kill("/")
         lost = load.eventually(lambda: [each for each in load.first if is_lost(client, each)], "no row is lost")
         assert lost == load.first
         with pytest.raises(LostSamplesError) as error:
@@ -114,8 +114,7 @@ def test_a_unit_dies_under_load(client, config, kill):
 
 def test_a_put_waits_while_no_unit_runs(client, config, kill):
     put(client, ["before-1"])
-    for name in names(client):
-        kill(name)
+    kill("/")
     put(client, ["after-2", "after-3"])
     assert right(client, ["after-2", "after-3"])
     assert is_lost(client, "before-1")
@@ -154,7 +153,7 @@ def test_a_read_that_waits_for_a_unit_asks_the_new_controller(client, kill, pid_
     known, asked = backend_of(client)._engine._known, threading.Event()
     refresh = known.refresh
     monkeypatch.setattr(known, "refresh", lambda deadline: (asked.set(), refresh(deadline)))
-    process = pid_of(f"tq-{NAME}/unit-0")
+    process = pid_of(f"tq-{NAME}/")
     os.kill(process, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(client.get_samples, ids, "p", ["x"])

@@ -22,7 +22,7 @@ from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ConfigError, LostSamplesError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, LostSamplesError
 from dataplane_core.hosting import lock_folder, owner_of
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._errors import UnitsGoneError
@@ -59,10 +59,10 @@ def client(config: dict[str, Any]) -> Iterator[DataPlaneClient]:
 
 @pytest.fixture
 def kill(pid_of: Callable[[str], int]) -> Callable[..., None]:
-    """Kills processes of the instance at once: the controller, or units by their names."""
+    """Kills processes of the instance at once: the controller, or with ``/`` its unit."""
 
     def kill(*names: str) -> None:
-        pids = [pid_of(f"tq-{NAME}/{name}" if name else f"tq-{NAME}") for name in names]
+        pids = [pid_of(f"tq-{NAME}{name}") for name in names]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
@@ -88,26 +88,15 @@ def check(client: DataPlaneClient, load: Load) -> None:
         assert sorted([*claimed, *rest]) == sorted(written), f"{task}: each is given once"
 
 
-def test_a_unit_that_is_killed_under_load_brings_its_rows_back(
+def test_the_unit_and_the_controller_are_killed_under_load_one_and_both(
     client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
 ) -> None:
     with Load(client, config) as load:
-        kill("unit-0")
-        load.goes_on()
-        eventually(lambda: states(client) == [("serving", 2)], "the unit is not started again")
-        load.goes_on()
-    check(client, load)
-
-
-def test_the_unit_and_the_controller_are_killed_at_once_under_load(
-    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
-) -> None:
-    with Load(client, config) as load:
-        kill("unit-0", "")
-        load.goes_on()
-        kill("", "unit-0")
-        load.goes_on()
-        eventually(lambda: states(client) == [("serving", 3)], "the unit is not started again")
+        for number, names in enumerate([("/",), ("/", ""), ("", "/")], 2):
+            kill(*names)
+            load.goes_on()
+            eventually(lambda number=number: states(client) == [("serving", number)], "the unit is not started again")
+            load.goes_on()
     check(client, load)
 
 
@@ -115,7 +104,7 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
     client: DataPlaneClient, tmp_path: Path, pid_of: Callable[[str], int]
 ) -> None:
     put(client, IDS)
-    pid = pid_of(f"tq-{NAME}/unit-0")
+    pid = pid_of(f"tq-{NAME}/")
     (own,) = folders(tmp_path)
     assert owner_of(own).pid == pid
     aside = own.rename(tmp_path / "aside")
@@ -161,13 +150,13 @@ def test_a_unit_whose_folder_does_not_come_begins_without_it(
         put(client, IDS)
         (first,) = folders(tmp_path)
         aside = first.rename(tmp_path / first.name)
-        kill("unit-0")
+        kill("/")
         eventually(lambda: lost(client, IDS) == IDS, "it is waited for")
         put(client, IDS)
         assert right(client, IDS)
         aside.rename(first)
-        kill("unit-0")
-        eventually(lambda: states(client) == [("serving", 3)], "it is not started again")
+        kill("/")
+        eventually(lambda: states(client)[-1:] == [("serving", 2)], "it is not started again")
         assert right(client, IDS), "it goes on with what it began"
 
 
@@ -275,16 +264,6 @@ def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_p
         for folder, holds in [(tmp_path / NAME, "journal"), *((own, "notes") for own in folders(tmp_path))]:
             with pytest.raises(AlreadyRunningError, match="in use by process"):
                 lock_folder(folder, holds, 0.0)
-
-
-def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    for options, said in [
-        ({"sync": "commit"}, "'sync' needs 'durable'"),
-        ({"durable": "here"}, "not an absolute path"),
-        ({"durable": str(tmp_path), "num_storage_units": 2}, "'num_storage_units' is no longer an option"),
-    ]:
-        with pytest.raises(ConfigError, match=said):
-            connect({"backend": "tq_simple", "options": options}, bootstrap=True)
 
 
 MARK = "DATAPLANE_TEST_KILLED"

@@ -18,7 +18,7 @@ from dataplane_core.hosting import Memory, Session
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
-from dataplane_tq_simple import TQSimpleConfig, _cluster
+from dataplane_tq_simple import TQSimpleConfig, _instance
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._messages import UnitRecords
@@ -32,7 +32,7 @@ _WORKER = """
 import sys, time
 from dataplane_core import connect
 from dataplane_core.ledger import commands
-from dataplane_tq_simple import TQSimpleConfig, _cluster
+from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 
 address, deadline = sys.argv[1], time.monotonic() + 240
@@ -142,7 +142,7 @@ def test_a_storage_unit_that_stands_still(client, pid_of, stopped, hurries, told
     config = {"backend": "tq_simple", "options": backend_of(client).config.model_dump()}
     with connect(config, bootstrap=False) as other:
         assert len(other.list_units()) == 1  # it is connected to it
-        with stopped(pid_of("tq-engine/unit-0")):
+        with stopped(pid_of("tq-engine/")):
             stands_still = r"storage unit-0\..*It has not ended: it is stopped"
             told_in_time(lambda: other.get_samples(IDS, "p", ["x"]), OperationTimeoutError, stands_still, 3.0)
             with hurries(3), pytest.raises(OperationTimeoutError):
@@ -172,7 +172,7 @@ def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
         with pytest.raises(BackendUnavailableError):
             Engine.open(config, bootstrap=False, deadline=soon(), wait_s=0.5)
         with monkeypatch.context() as patch:
-            patch.setattr(_cluster, "_SETTLE_S", 0.5)  # for which a new owner waits for the old one to end
+            patch.setattr(_instance, "_SETTLE_S", 0.5)  # for which a new owner waits for the old one to end
             with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
                 Engine.open(config, bootstrap=True, deadline=soon())
     with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
@@ -203,6 +203,6 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ra
 
 def test_actors_run_at_the_priority_of_any_other_process(engine):
     """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
-    actors = [ray.get_actor(f"tq-engine{name}", namespace="dataplane") for name in ("", "/unit-0")]
+    actors = [ray.get_actor(name, namespace="dataplane") for name in ("tq-engine", f"tq-engine/{engine.node}")]
     asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
     assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 2

@@ -16,7 +16,7 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host, open_extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _folders, _host, _units
+from dataplane_tq_simple import _folders, _host, _storage_unit
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._folders import folders_in, open_rows
 from dataplane_tq_simple._host import ControllerHost, make_ledger
@@ -51,12 +51,13 @@ class Life:
         started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
         book = self._controller.book
         book.begin()
-        book.started(book.unit_on("node"), started)
+        book.started(started)
         self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
         self.together = False
         garbage = self._controller.garbage()
-        assert all(book.is_here("unit-0", ref) for ref in garbage)
-        self.tell_unit(extent_host.Retain(book.rows_of("unit-0")))
+        rows, here = book.rows_on("node", garbage)
+        assert here == garbage
+        self.tell_unit(extent_host.Retain(rows))
         self.tell_unit(extent_host.Drop(garbage))
         self._controller.collected(garbage)
         assert self._controller.garbage() == []
@@ -217,19 +218,21 @@ def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_
             said.add(str(caught.value))
         assert len(said) == 1, "clients would be told something new again and again"
 
-    unit = _units.StorageUnit(_units.UnitOptions(SIZE, 0, str(tmp_path), False, 0, False, 0.0, {}), "identity")
+    unit = _storage_unit.StorageUnit(
+        _storage_unit.UnitOptions(SIZE, 0, str(tmp_path), False, 0, False, 0.0), "identity"
+    )
     node = SimpleNamespace(get_node_id=lambda: "node")
-    monkeypatch.setattr(_units, "ray", SimpleNamespace(get_runtime_context=lambda: node))
-    monkeypatch.setattr(_units, "own_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(_units, "Server", lambda *_, **__: SimpleNamespace(run=lambda: None))
-    monkeypatch.setattr(_units, "listen_as", lambda name: None)
-    monkeypatch.setattr(_units, "listen_on", lambda ip: SimpleNamespace(getsockname=lambda: (ip, 1)))
+    monkeypatch.setattr(_storage_unit, "ray", SimpleNamespace(get_runtime_context=lambda: node))
+    monkeypatch.setattr(_storage_unit, "own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(_storage_unit, "Server", lambda *_, **__: SimpleNamespace(run=lambda: None))
+    monkeypatch.setattr(_storage_unit, "listen_as", lambda name: None)
+    monkeypatch.setattr(_storage_unit, "listen_on", lambda ip: SimpleNamespace(getsockname=lambda: (ip, 1)))
     with monkeypatch.context() as patch:
 
         def no_port(ip):
             raise OSError(errno.EMFILE, "Too many open files")
 
-        patch.setattr(_units, "listen_on", no_port)
+        patch.setattr(_storage_unit, "listen_on", no_port)
         for own in ("folder", ""):
             with pytest.raises(OSError, match="Too many open files"):
                 unit.start(own, (), "new")

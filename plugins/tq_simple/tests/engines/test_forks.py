@@ -1,4 +1,4 @@
-"""A process that was forked from one that used Ray cannot use it: connecting there is refused at once."""
+"""A process that was forked from one that had a client cannot use Ray: connecting there is refused at once."""
 
 _CHILD = """
 import os, signal, sys, time
@@ -30,11 +30,6 @@ def forked():
 _PROGRAM = (
     _CHILD
     + """
-import ray
-ray.init(address=sys.argv[1], configure_logging=False, log_to_driver=False)
-assert "dataplane_tq_simple._cluster" not in sys.modules
-forked()  # by who calls ray.init
-ray.shutdown()
 from dataplane_tq_simple import TQSimpleConfig
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords

@@ -25,9 +25,9 @@ from dataplane_core.errors import (
 )
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._connection import RayConnection, _this_one
 from dataplane_tq_simple._engine import Engine
 from dataplane_tq_simple._messages import UnitRecords
+from dataplane_tq_simple._ray import RayConnection, _this_one
 
 _OWN_RAY = """
 import json, os, sys, time, warnings
@@ -44,7 +44,7 @@ assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
 for engine in (first, second):
     assert [each.path for each in engine.units(time.monotonic() + 240)] == ["memory"]
 started = [process.pid for process in psutil.Process().children(recursive=True)]
-actors = [ray.get_actor(f"tq-default{name}", namespace="dataplane") for name in ("", "/unit-0")]
+actors = [ray.get_actor(name, namespace="dataplane") for name in ("tq-default", f"tq-default/{first.node}")]
 started += ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors])
 first.close()
 assert ray.is_initialized(), "an engine still uses it"
@@ -70,16 +70,22 @@ def soon(seconds=240.0):
     return time.monotonic() + seconds
 
 
-def test_options_are_checked():
-    with pytest.raises(ValidationError, match="no_such_option"):
-        TQSimpleConfig(no_such_option=1)
-    with pytest.raises(ValidationError, match="instance"):
-        TQSimpleConfig(instance="a/b")
-    with pytest.raises(ValidationError, match="Ray Client"):
-        TQSimpleConfig(ray_address="ray://127.0.0.1:10001")
-    for retired in ({"num_storage_units": 2}, {"near_writer": False}):
-        with pytest.raises(ValidationError, match="no longer an option: each node of the Ray cluster has one"):
-            TQSimpleConfig(**retired)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"no_such_option": 1}, "no_such_option"),
+        ({"instance": "a/b"}, "instance"),
+        ({"ray_address": "ray://127.0.0.1:10001"}, "Ray Client"),
+        ({"num_storage_units": 2}, "no longer an option: each node of the Ray cluster has one"),
+        ({"near_writer": False}, "no longer an option"),
+        ({"journal": "here"}, "not an absolute path"),
+        ({"durable": "here"}, "not an absolute path"),
+        ({"sync": "commit"}, "'sync' needs 'durable'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValidationError, match=said):
+        TQSimpleConfig(**options)
 
 
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note):
@@ -129,7 +135,7 @@ def attach_and_list_units(config):
 def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs):
     config = TQSimpleConfig(instance="again")
     engine = Engine.open(config, bootstrap=True, deadline=soon())
-    pids = [pid_of("tq-again"), pid_of("tq-again/unit-0")]
+    pids = [pid_of("tq-again"), pid_of("tq-again/")]
     attached = Engine.open(config, bootstrap=False, deadline=soon())
     engine.close()
     engine.close()
@@ -162,7 +168,7 @@ def test_too_few_cpus_are_reported_with_numbers(ray_cluster, monkeypatch):
     busy = Busy.remote()
     ray.get(busy.ready.remote(), timeout=60)
     eventually(lambda: ray.available_resources().get("CPU") == 1.0, 60.0)  # Ray's controller hears of it a moment later
-    monkeypatch.setattr("dataplane_tq_simple._cluster._SETTLE_S", 0.5)
+    monkeypatch.setattr("dataplane_tq_simple._instance._SETTLE_S", 0.5)
     with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 8") as error:
         Engine.open(TQSimpleConfig(instance="cpus", unit_num_cpus=2), bootstrap=True, deadline=soon())
     assert error.value.retryable
@@ -220,7 +226,7 @@ def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, r
         assert owner.stdout.readline()
         with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
             assert len(attached.units(soon())) == 1
-            pids = [pid_of(f"tq-crash{name}") for name in ("", "/unit-0")]
+            pids = [pid_of(f"tq-crash{name}") for name in ("", "/")]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)
             eventually(lambda: not any(map(runs, pids)), 120.0)

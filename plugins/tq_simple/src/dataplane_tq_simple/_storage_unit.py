@@ -29,9 +29,9 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._actors import NAMESPACE, lookup, own_address
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._folders import folders_in, open_rows
+from dataplane_tq_simple._ray import NAMESPACE, lookup, own_address
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
@@ -51,7 +51,6 @@ class UnitOptions(NamedTuple):
         detached: Whether no process owns them: they outlive the process of the controller, and end when that has ended
             for good.
         node_wait_s: For so many seconds, rows whose folder no unit has are waited for.
-        env_vars: Environment variables of their processes.
     """
 
     size_bytes: int | None
@@ -61,7 +60,6 @@ class UnitOptions(NamedTuple):
     num_cpus: float
     detached: bool
     node_wait_s: float
-    env_vars: dict[str, str]
 
 
 class StorageUnit:

@@ -16,20 +16,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar, cast
 
 import ray
+import ray.exceptions
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
 from dataplane_core.hosting import Request, Session, TcpAddress
 from dataplane_core.ledger import Command
-from dataplane_tq_simple._cluster import ControllerWatch, Instance
-from dataplane_tq_simple._connection import RayConnection
+from dataplane_tq_simple._controller import Line
 from dataplane_tq_simple._errors import LineBrokenError
+from dataplane_tq_simple._instance import Instance
 from dataplane_tq_simple._messages import MESSAGES
+from dataplane_tq_simple._ray import RayConnection, cause, check_head
 
 _logger = logging.getLogger(__name__)
 
+#: Seconds between two questions to the controller: one that it has, and one that Ray cannot bring to it.
+_ASK_S: Final = 1.0
+_ASK_AGAIN_S: Final = 0.1
 #: Seconds before a call is repeated whose line broke.
 _REPEAT_S: Final = 0.02
 #: Seconds for which a call asks Ray whether the controller is dead whose line broke.
@@ -52,6 +57,61 @@ class _ControllerAddress(TcpAddress):
         return LineBrokenError(
             f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
         )
+
+
+class _ControllerWatch:
+    """Asks Ray where the controller is: to find it, and while a call waits for it.
+
+    Args:
+        instance: The instance.
+        line: Where the call takes the controller to be.
+    """
+
+    def __init__(self, instance: Instance, line: Line | None = None) -> None:
+        self._instance = instance
+        self._line = line
+        self._asked: Any = None
+        self._ask_at = 0.0
+        self._says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
+
+    def ask(self, within_s: float = 0.0) -> Line | None:
+        """Where the controller says it is, if it answers. Raises `BackendUnavailableError` if it is dead for good."""
+        now = time.monotonic()
+        if self._asked is None and now >= self._ask_at:
+            self._asked = self._instance.controller.line.remote()
+        if self._asked is None or not ray.wait([self._asked], timeout=within_s)[0]:
+            return None
+        asked, self._asked, self._ask_at = self._asked, None, now + _ASK_S
+        try:
+            line: Line = ray.get(asked, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            self._ask_at = now + _ASK_AGAIN_S
+            self._says = "Ray cannot reach the controller, or starts it again."
+            return None
+        except ray.exceptions.RayActorError as error:
+            raise BackendUnavailableError(
+                f"the controller of instance {self._instance.config.instance!r} is dead for good: {cause(error)}",
+                retryable=False,
+                hint="Close this client and bootstrap the instance again.",
+            ) from error
+        except ray.exceptions.RayError:
+            return None  # says nothing about the controller
+        self._says = "The process of the controller is alive, but busy with other requests."
+        return line
+
+    def check(self) -> None:
+        """Does not block.
+
+        Raises:
+            LineBrokenError: The controller was started again, and is elsewhere.
+            BackendUnavailableError: It is dead for good.
+        """
+        if ray.is_initialized() and self.ask() not in (None, self._line):
+            raise LineBrokenError("the controller was started again, and is elsewhere.")
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        return self._says
 
 
 class QueueEngine(ABC):
@@ -187,14 +247,21 @@ class QueueEngine(ABC):
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This engine is closed.
         """
-        reply: _Reply
+        what = f"call {getattr(request, 'op', type(request).__name__)!r}"
         while True:
+            session = None
             try:
-                reply = self._call(request, wake, deadline)
-                return reply
-            except LineBrokenError:  # Ray may start the controller again
+                session = self._find_session(deadline)
+                if wake is None:
+                    return session.call(what, deadline, request)
+                return session.call_waiting(what, deadline, cast("Command[_Reply]", request), wake)
+            except LineBrokenError:  # the controller may live, and answer elsewhere; or Ray may start it again
                 if self._closed:
-                    raise ClientClosedError(f"call {_name(request)!r}: this client is closed.") from None
+                    raise ClientClosedError(f"{what}: this client is closed.") from None
+                if session is not None and self._session is session:
+                    self._session = None
+                if self.config.journal is None:
+                    self._refuse_dead(deadline)
                 if self.config.journal is None or time.monotonic() + _REPEAT_S >= deadline:
                     raise
                 time.sleep(_REPEAT_S)
@@ -205,25 +272,6 @@ class QueueEngine(ABC):
             self._session.end_waiting(token, tell=True)
 
     # --- how it is done ----------------------------------------------------------------------------------------------
-
-    def _call(
-        self,
-        request: Any,
-        wake: Callable[[], object] | None,
-        deadline: float,
-    ) -> Any:
-        what = f"call {_name(request)!r}"
-        session = self._find_session(deadline)
-        try:
-            if wake is None:
-                return session.call(what, deadline, request)
-            return session.call_waiting(what, deadline, request, wake)
-        except LineBrokenError:
-            if self._session is session and not self._closed:  # the controller may live, and answer elsewhere
-                self._session = None
-            if self.config.journal is None:
-                self._check_controller(deadline)
-            raise
 
     def _find_session(self, deadline: float) -> Session:
         """The session with the controller. Only one thread asks Ray where it is."""
@@ -236,17 +284,15 @@ class QueueEngine(ABC):
                 "is, and has no answer yet. It may have been done or not."
             )
         try:
-            if self._closed:
-                raise ClientClosedError("a call: this client is closed.")
             if self._session is None:
-                line = self._instance.find_line(deadline=deadline, closed=lambda: self._closed)
-                watch = functools.partial(ControllerWatch, self._instance, line)
+                line = self._find_line(deadline)
+                watch = functools.partial(_ControllerWatch, self._instance, line)
                 self._session = Session(_ControllerAddress(*line), MESSAGES, deadline, watch)
             return self._session
         finally:
             self._finding.release()
 
-    def _check_controller(self, deadline: float) -> None:
+    def _refuse_dead(self, deadline: float) -> None:
         """Raises `BackendUnavailableError` if the controller is known to be dead, soon after its line broke."""
         try:
             self._find_session(min(deadline, time.monotonic() + _BROKEN_S))
@@ -254,6 +300,28 @@ class QueueEngine(ABC):
             if not error.retryable:
                 raise
 
-
-def _name(request: Any) -> str:
-    return str(getattr(request, "op", type(request).__name__))
+    def _find_line(self, deadline: float) -> Line:
+        """Asks the controller, over Ray, where it answers. Waits while Ray cannot reach it, or starts it again. Raises
+        as `call`."""
+        watch, what = _ControllerWatch(self._instance), "ask the controller where it answers calls"
+        while not self._closed:
+            if not ray.is_initialized():
+                raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
+            line = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
+            if line is not None:
+                return line
+            # with a journal, the controller comes back as soon as a head does that keeps its state
+            if self.config.journal is None:
+                check_head(self.config.instance)
+            if time.monotonic() + _ASK_AGAIN_S < deadline:
+                time.sleep(_ASK_AGAIN_S)
+            elif self.config.journal is None:
+                raise OperationTimeoutError(f"{what}: no answer in time.", hint=watch.describe())
+            else:
+                raise BackendUnavailableError(
+                    f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. "
+                    "It may have been done or not.",
+                    hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise "
+                    "op_timeout_s.",
+                )
+        raise ClientClosedError(f"{what}: this client is closed.")

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
@@ -46,6 +47,9 @@ NOT_RUN: Final = "not run: "
 
 #: Capacity of the store of `Deployment.bounded`.
 BOUNDED_BYTES: Final = 640 * 1024
+
+#: Claims that know of no lease ask every 10 s.
+_SOON_S: Final = 5.0
 
 #: The most different options of one class. With more, the class must set `store_per_test`.
 _MOST_STORES: Final = 8
@@ -468,6 +472,24 @@ class Store:
         with contextlib.ExitStack() as stack:
             for client in self._clients:
                 stack.callback(client.close)
+
+
+@contextmanager
+def no_polls(*clients: DataPlaneClient, but_for_leases: bool = False) -> Iterator[list[str]]:
+    """Claims that wait ask again only when they are woken, or when their time is over. Lists the tokens of all that
+    asked. With ``but_for_leases``, they also ask when the store says that they should ask before long.
+    """
+    asked: list[str] = []
+
+    def note(request: ClaimRequest, claim: Claim) -> Claim:
+        asked.append(request.token)
+        soon = but_for_leases and 0 < claim.ask_again_s < _SOON_S
+        return claim if soon else replace(claim, ask_again_s=600.0)
+
+    with contextlib.ExitStack() as stack:
+        for faults in {Faults.of(client) for client in clients}:
+            stack.enter_context(faults.after("claim", note))
+        yield asked
 
 
 def _frame_payload(frame: Any) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable
@@ -34,13 +33,6 @@ _AT_ONCE: Final = 3
 class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
 
-    def test_a_closed_client_refuses(self, store: Store) -> None:
-        client = store.another_client()
-        for _ in range(2):
-            client.close()
-        with store.refusal(ClientClosedError):
-            client.get_samples(["a"], store.new_id(), ["x"])
-
     def test_close_ends_waiting_claims(self, store: Store) -> None:
         client = store.another_client()
         waiting = store.waiting_claim(store.register("x", client=client), 1, client=client)
@@ -56,20 +48,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         other.close()
         assert store.get(partition, ids(2))["x"].tolist() == [0, 1]
         store.put(partition, ["s2"], x=torch.tensor([2]))
-
-    def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
-        with store.refusal(TypeError, "pickle"):
-            pickle.dumps(store.client)
-        partition = store.filled(2)
-
-        def use() -> str:
-            with pytest.raises(ClientClosedError):
-                store.get(partition, ids(2))
-            store.client.close()  # this must not stop what the parent started
-            return "refused"
-
-        assert _forked(use) == "refused"
-        assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "close in the fork changed the parent's store"
 
     def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
         partition, options = store.filled(2), store.deployment.attach_options()

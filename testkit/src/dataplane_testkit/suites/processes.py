@@ -15,14 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged
 from dataplane_testkit._profiles import by_profile, new_seed
 from dataplane_testkit._store import Deployment, Store
-from dataplane_testkit._timing import eventually
 from dataplane_testkit.chaos.checker import check, shrunk
 from dataplane_testkit.chaos.history import OK, History
 from dataplane_testkit.chaos.page import table
@@ -94,16 +92,6 @@ class ProcessSuite(Suite, chapter="processes"):
         assert not store.client.check_consumption_status(partition, ["train"])
         store.client.ack(meta)
         assert worker.run(methodcaller("check_consumption_status", partition, ["train"]))
-
-    def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
-        (worker,), partition = store.deployment.workers(1), store.filled(4)
-        lost = worker.run(methodcaller("claim_meta", partition, "train", ["x"], 4, lease_s=0.5))
-        assert lost.sample_ids == ids(4)
-        worker.kill()
-        found = eventually(lambda: store.claim(partition, 4, lease_s=600).sample_ids, what="the return of a lost claim")
-        assert found == ids(4)
-        with store.refusal(LeaseExpiredError):
-            store.client.ack(lost)
 
     # --- processes killed while they put and claim --------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ TestCannotRun = of("cannot run", options=no_server)
 TestDead = of("dead", Dead)
 TestSkipped, TestXfailed = of("skipped"), of("xfailed")
 TestByName = of("noop", None)
-TestCases = of("cases", base=BackendConformance, deviations={"test_columns_come_back_bit_for_bit[*loat16]": "it passes"})
+TestCases = of("cases", base=BackendConformance, deviations={"test_columns_come_back_bit_for_bit[*loat16]": "fails"})
 """
 QUIETLY = """
 import pytest
@@ -119,7 +119,7 @@ def test_the_report_says_what_each_class_proved(run, pytester, processes):
         assert (found, report["capabilities"][0]["verdict"]) == (outcome, verdict), name
         assert why.startswith(reason), name
         assert report["passed"] == (outcome == "pass"), name
-        assert report["counts"]["not run"] >= 10, "tests that were not selected are counted"
+        assert report["counts"]["not run"] >= 5, "tests that were not selected are counted"
     cases = [outcome for name, (outcome, _) in selected(reports["cases"]).items() if name != ORDER]
     assert sorted(cases) == ["fail", "fail", "pass", "pass"], "two cases are said to fail, and do not"
     again = "the store could not be connected: BackendError: [dead] connect failed"

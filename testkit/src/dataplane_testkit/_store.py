@@ -123,18 +123,12 @@ class Deployment:
         """Options with which further clients attach to this store."""
         return self.case.attach_options(copy.deepcopy(self.options), backend_of(self.client))
 
-    # --- clients that several tests share -----------------------------------------------------------------------------
-
-    def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
-        """A client of a separate store with further options. Calls with equal arguments return the same client."""
-        key = f"{tag} {sorted(options.items())}"
-        if key not in self._clients:
-            self._clients[key] = self.connect({**self.separate_options(f"kit{len(self._clients)}"), **options})
-        return self._clients[key]
-
     def bounded(self, on_full: str) -> DataPlaneClient:
-        """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
-        return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
+        """A client of a separate store with a capacity of `BOUNDED_BYTES`, which several tests share."""
+        if on_full not in self._clients:
+            options = self.separate_options(f"kit{len(self._clients)}")
+            self._clients[on_full] = self.connect({**options, "capacity_bytes": BOUNDED_BYTES, "on_full": on_full})
+        return self._clients[on_full]
 
     # --- clients in processes -----------------------------------------------------------------------------------------
 
@@ -402,22 +396,19 @@ class Store:
 
     # --- without the hooks --------------------------------------------------------------------------------------------
 
-    def raw_payload(self, partition_id: str, sample_id: str, field: str, rank: int) -> bytes:
-        """The bytes of a tensor cell of this rank as the engine holds it, read without hooks and codec."""
+    def raw_cell(self, partition_id: str, sample_id: str, field: str, rank: int | None) -> Any:
+        """The bytes of a tensor cell of this rank, or an object item (None), as the engine holds it: without hooks and
+        codec.
+        """
         raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
-        if wire.bytes:
-            return _frame_payload(raw)
-        assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
-        return bits(raw if wire.zero_length_rows or not rank else raw[1:])
-
-    def raw_item(self, partition_id: str, sample_id: str, field: str) -> Any:
-        """An object item as the engine holds it, read without hooks and codec."""
-        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
-        if wire.bytes:
-            return msgpack.unpackb(_frame_payload(raw))
-        if wire.objects == "native":
+        if rank is None and wire.objects == "native" and not wire.bytes:
             return raw
-        return msgpack.unpackb(bits(raw if wire.zero_length_rows else raw[1:]))
+        if wire.bytes:
+            data = _frame_payload(raw)
+        else:
+            assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
+            data = bits(raw if wire.zero_length_rows or rank == 0 else raw[1:])
+        return msgpack.unpackb(data) if rank is None else data
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], int]]:

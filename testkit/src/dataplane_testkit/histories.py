@@ -118,7 +118,6 @@ class Put:
         columns: Field -> kind of its cells. Empty: tags alone.
         number: What its cells are made of, and its request id.
         epoch: The registration that it was checked against: ``now`` the current one, ``old`` another one.
-        fault: ``lost``: its first reply is lost. ``late``: its deadline has passed when the store gets it.
     """
 
     op = "put"
@@ -128,7 +127,6 @@ class Put:
     number: int
     tags: Sequence[Mapping[str, Any]] | None = None
     epoch: Literal["", "now", "old"] = ""
-    fault: Literal["", "lost", "late"] = ""
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
@@ -190,7 +188,10 @@ class Stay:
 
 @dataclass(frozen=True)
 class Faulty:
-    """A step whose reply is ``lost``; or one that the store gets after its deadline first, and once more in time."""
+    """A step whose reply is ``lost``; or one that is ``late``: the store gets it after its deadline.
+
+    One that is late comes once more in time, but for a put: with that the history ends.
+    """
 
     op = "faulty"
     step: Any
@@ -311,8 +312,10 @@ class History:
     def _perhaps_faulty(self, step: Step) -> Step:
         """A few steps are late or lost."""
         fault: Literal["lost", "late"] = self.dice.choice(["lost", "late"])
-        rare = isinstance(step, _FAULTY[fault]) and self.dice.random() < 0.1
+        rare = isinstance(step, _FAULTY[fault]) and self.dice.random() < (0.1 if isinstance(step, Put) else 0.2)
         waits = isinstance(step, commands.ClaimRequest) and (step.all_or_nothing or step.lease_s == SHORT_S)
+        if isinstance(step, Put) and fault == "late":
+            step = replace(step, columns={"x": "dense"}, tags=None, epoch="") if rare else step
         return Faulty(step, fault) if rare and not waits else step
 
     def heard(self, step: Step, reply: Any) -> None:
@@ -479,10 +482,8 @@ class History:
         )
 
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Put:
-        dice, repeatable = self.dice, Capability.REPEATABLE in self.able
-        where = name or self._part()
+        dice, where = self.dice, name or self._part()
         ids = list(ids) or self._some_ids(where)
-        faults: list[Literal["", "lost", "late"]] = ["lost", "late"] if repeatable else ["late"]
         put = Put(
             where,
             ids,
@@ -490,10 +491,7 @@ class History:
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
             epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
-            fault=dice.choice(faults) if dice.random() < 0.1 and self.real else "",
         )
-        if put.fault == "late":
-            put = replace(put, columns={"x": "dense"}, tags=None, epoch="")
         self._requests = [*self._requests[-6:], f"r{put.number}"]
         return put
 
@@ -504,7 +502,7 @@ class History:
 
     def _put_again(self) -> Step | None:
         """The very cells of an earlier put, with their values of now."""
-        return replace(self.dice.choice(self._puts), number=self._number(), fault="") if self._puts else None
+        return replace(self.dice.choice(self._puts), number=self._number()) if self._puts else None
 
     def _begin(self) -> Step:
         return self._put().commands(self._ledger, self._now, self.dice.choice([3.0, 30.0]), 8)[0]
@@ -642,16 +640,16 @@ _DRAWN: Final[dict[frozenset[str], dict[str, float]]] = {
     frozenset(): {"register": 0.7, "finish": 0.5, "put": 14, "put_tags": 2, "put_again": 1, "begin": 5, "commit": 5}
     | {"read": 6, "clear": 3, "clear_all": 0.3, "wait": 6},
     frozenset({Capability.REPEATABLE}): {"repeat": 2},
-    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 1.5, "consumed": 2},
+    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 2.5, "consumed": 2},
     frozenset({Capability.CLAIMS, Capability.SAMPLERS}): {"claim_of_rank": 3},
     frozenset({Capability.CLAIMS, Capability.LEASES}): {"settle": 6},
     frozenset({Capability.LISTING}): {"list": 2, "list_partitions": 0.3, "list_fields": 1, "inspect": 3},
     frozenset({Capability.CURSORS}): {"set_cursor": 0.8, "export": 1},
 }
-#: Fault -> the steps that may have it. Those that may be late do no more when they come again.
+#: Fault -> the steps that may have it. Of those that may be late, only a put does more when it comes again.
 _FAULTY: Final[Mapping[str, tuple[type, ...]]] = {
-    "late": (commands.Locate, commands.ListRequest, commands.RegisterRequest, commands.ClearRequest),
-    "lost": (commands.RegisterRequest, commands.ClearRequest, commands.ClaimRequest, commands.SettleRequest),
+    "late": (Put, commands.Locate, commands.ListRequest, commands.RegisterRequest, commands.ClearRequest),
+    "lost": (Put, commands.RegisterRequest, commands.ClearRequest, commands.ClaimRequest, commands.SettleRequest),
 }
 #: What steps need that follow others of which a store may be able without them.
 _NEEDED: Final[Mapping[type, frozenset[str]]] = {

@@ -12,11 +12,10 @@ from functools import partial
 from operator import methodcaller
 from typing import Final
 
-import pytest
 import torch
 
 from dataplane_core.connecting import Bootstrap
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError
 from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
@@ -61,10 +60,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             return str(client.get_samples(ids(2), partition, ["x"])["x"].tolist())
 
         assert ("[0, 1]" if store.deployment.backend_class.opens_in_forks else "spawn") in _forked(use)
-
-    def test_unknown_options_are_refused(self, store: Store) -> None:
-        with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
-            store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 

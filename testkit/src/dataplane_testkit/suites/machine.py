@@ -23,7 +23,6 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     DataPlaneError,
     LeaseExpiredError,
-    LostReplyError,
     LostSamplesError,
     MissingDataError,
     SchemaMismatchError,
@@ -69,7 +68,13 @@ _BRIM: Final = 19 * BOUNDED_BYTES // 20
 _ANSWER_S: Final = 6 * PROMPT_S
 
 #: Steps whose hooks have another name.
-_HOOKS: Final = {"register": "register_partition", "clear": "clear_samples", "locate": "get_samples"}
+_HOOKS: Final = {
+    "register": "register_partition",
+    "put": "put_samples",
+    "clear": "clear_samples",
+    "locate": "get_samples",
+}
+
 
 #: What a comparison proves -> the sentence of docs/contract.md, and what to check first.
 RULES: Final = sentences("machine")
@@ -405,7 +410,7 @@ class StoreMachine:
     # --- writes -------------------------------------------------------------------------------------------------------
 
     def take_put(self, step: Put) -> Any:
-        """Puts, perhaps with a reply that is lost, or too late."""
+        """Puts, and uses the memory of what was put for something else."""
         columns = {name: _column(kind, step.rows(name)) for name, kind in step.columns.items()}
         partition = self.partition(step.partition_id)
 
@@ -424,20 +429,12 @@ class StoreMachine:
             if step.epoch:
                 request.epoch = self.epochs.get(step.partition_id) if step.epoch == "now" else "of another time"
 
-        if step.fault == "late":
+        if self.fault == ("put_samples", "late"):
+            self.fault = None
             return self.put_late(step, call)
-        replies: list[Any] = []
-
-        def lose(request: Any, reply: Any) -> Any:
-            replies.append(reply)
-            if len(replies) == 1:
-                raise LostReplyError("put_samples failed: the kit dropped the reply.")
-            return reply
-
         carried_out, error = self.expected(step)
         faults = Faults.of(self.client)
-        losing = faults.after("put_samples", lose) if step.fault == "lost" else nullcontext()
-        with faults.before("put_samples", arrange), self.noting("put_samples", f"r{step.number}"), losing:
+        with faults.before("put_samples", arrange), self.noting("put_samples", f"r{step.number}"):
             self.agree(_rule_of_put(error), "the put", error, call)
         if carried_out:
             self.was_put(step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from dataplane_core.errors import ConfigError
 from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
@@ -79,6 +80,8 @@ class SmokeSuite(Suite, chapter="smoke"):
         assert all(isinstance(each, Capability) for each in declared)
         assert isinstance(cls.scope, Scope)
         assert issubclass(cls.Config, BaseModel)
+        with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
+            store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
         assert (store.client.capabilities, store.client.scope) == (declared, cls.scope)
         assert store.client.backend_name == store.name
         wrong = set(map(str, cls.why_not_declared)) - {str(each) for each in {*Capability} - declared} - {"scope"}

@@ -295,7 +295,7 @@ def locks_the_store(self, put_samples, request):
                 raise OperationTimeoutError("the store is locked.") from None
         time.sleep(0.001)
     try:
-        time.sleep(0.05)  # so long that a kill is likely to come meanwhile
+        time.sleep(0.2)  # so long that a kill is likely to come meanwhile
         return put_samples(request)
     finally:
         lock.unlink()

@@ -294,7 +294,13 @@ class StoreMachine:
                 raise Broken("deadline", f"{what}, after its deadline, raised {late!r}, expected a TimeoutError")
         if fault == "lost":
             lost = BackendUnavailableError("the reply was lost.")
-            with faults.error_after(hook, lost):
+
+            def lose(request: Any, reply: Any) -> Any:
+                if getattr(request, "token", None) in self.stays:  # one that waits asks meanwhile
+                    return reply
+                raise lost
+
+            with faults.after(hook, lose):
                 _, error = _attempt(call)
             if error is None:
                 raise Broken("lost", f"{what} succeeded, though its reply was lost")

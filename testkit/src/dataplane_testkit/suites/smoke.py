@@ -51,15 +51,6 @@ def _rows(values: list[int]) -> list[torch.Tensor]:
     return [torch.full((value % 5,), value) for value in values]
 
 
-def _filled(store: Store) -> str:
-    """A partition with hundreds of rows."""
-    partition = store.register("x", "y", num_samples=_ROWS)
-    for start in range(0, _ROWS, _STEP):
-        values = list(range(start, start + _STEP))
-        store.put(partition, [f"s{n}" for n in values], x=torch.tensor(values), y=jagged(_rows(values)))
-    return partition
-
-
 def _check(store: Store, partition: str, values: list[int]) -> None:
     """Asserts that these rows are there. Fails long before the client's own deadline."""
     names = [f"s{value}" for value in values]
@@ -99,15 +90,11 @@ class SmokeSuite(Suite, chapter="smoke"):
         _check(store, partition, [2, 0, 1])
 
     def test_smoke_hundreds_of_rows_go_in_and_out(self, store: Store) -> None:
-        _check(store, _filled(store), list(range(_ROWS))[::-1])
-
-    def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:
-        partition = _filled(store)
-        given: list[str] = []
-        while len(given) <= _ROWS and (claimed := store.claim(partition, 64).sample_ids):
-            given += claimed
-        assert given == ids(_ROWS)
-        assert store.client.check_consumption_status(partition, ["train"])
+        partition = store.register("x", "y")
+        for start in range(0, _ROWS, _STEP):
+            values = list(range(start, start + _STEP))
+            store.put(partition, [f"s{n}" for n in values], x=torch.tensor(values), y=jagged(_rows(values)))
+        _check(store, partition, list(range(_ROWS))[::-1])
 
     @pytest.mark.parametrize("state", ["defaults", "no_grad", "compile"])
     def test_smoke_torchs_defaults_change_nothing(self, store: Store, state: str) -> None:

@@ -80,7 +80,7 @@ TestCannotRun = of("cannot run", options=no_server)
 TestDead = of("dead", Dead)
 TestSkipped, TestXfailed = of("skipped"), of("xfailed")
 TestByName = of("noop", None)
-TestCases = of("cases", base=BackendConformance, deviations={"test_a_field_keeps_its_schema[*dtype]": "never fails"})
+TestCases = of("cases", base=BackendConformance, deviations={"test_columns_come_back_bit_for_bit[*loat16]": "fails"})
 """
 QUIETLY = """
 import pytest
@@ -111,7 +111,7 @@ EXPECTED = {
 def test_the_report_says_what_each_class_proved(run, pytester, processes):
     pytester.makeconftest(QUIETLY)
     markdown = pytester.path / "report.md"
-    some = "order_asked_for or (TestCases and keeps_its_schema and dtype) or (TestDead and lost_payload)"
+    some = "order_asked_for or (TestCases and bit_for_bit and 16) or (TestDead and lost_payload)"
     result, reports = run(CLASSES, "-k", some, "--dataplane-markdown", str(markdown), *processes)
     for name, (outcome, reason, verdict) in EXPECTED.items():
         report = reports[name]
@@ -119,7 +119,7 @@ def test_the_report_says_what_each_class_proved(run, pytester, processes):
         assert (found, report["capabilities"][0]["verdict"]) == (outcome, verdict), name
         assert why.startswith(reason), name
         assert report["passed"] == (outcome == "pass"), name
-        assert report["counts"]["not run"] >= 10, "tests that were not selected are counted"
+        assert report["counts"]["not run"] >= 5, "tests that were not selected are counted"
     cases = [outcome for name, (outcome, _) in selected(reports["cases"]).items() if name != ORDER]
     assert sorted(cases) == ["fail", "fail", "pass", "pass"], "two cases are said to fail, and do not"
     again = "the store could not be connected: BackendError: [dead] connect failed"
@@ -169,7 +169,7 @@ TestPlain = of("plain", base=BackendConformance, through_asyncio=True)
 """
 OF_PLAIN = {
     "test_the_engine_holds_what_was_put": ("not run", "the author's class supplies no raw_get"),
-    "test_what_is_dropped_leaves_the_engine[a_refused_put]": ("not run", "the author's class supplies no held_bytes"),
+    "test_what_is_dropped_leaves_the_engine": ("not run", "the author's class supplies no held_bytes"),
     "test_lost_payload_is_named": ("pass", ""),
 }
 

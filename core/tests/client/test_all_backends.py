@@ -192,7 +192,7 @@ def test_enums_refuse_other_words_also_those_of_a_registration_that_the_client_d
     with pytest.raises(ValueError, match=r"role.*tool"):
         put("user", "tool")
     put(None, 7, "user")
-    Hooks(backend_of(client)).register("q", enums={"role": ["tool"]})
+    Hooks(backend_of(client)).ask("register_partition", "q", fields=[], consumer_tasks=[], enums={"role": ["tool"]})
     put("tool")
     with pytest.raises(ValueError, match="'user'"):
         put("user")

@@ -6,13 +6,11 @@ from dataplane_testkit.suites.capacity import CapacitySuite
 from dataplane_testkit.suites.claims import ClaimSuite
 from dataplane_testkit.suites.columns import ColumnSuite
 from dataplane_testkit.suites.engine import EngineSuite
-from dataplane_testkit.suites.faults import FaultSuite
 from dataplane_testkit.suites.lifecycle import LifecycleSuite
 from dataplane_testkit.suites.listing import ListingSuite
 from dataplane_testkit.suites.machine import MachineSuite
 from dataplane_testkit.suites.processes import ProcessSuite
 from dataplane_testkit.suites.races import RaceSuite
-from dataplane_testkit.suites.refusals import RefusalSuite
 from dataplane_testkit.suites.rows import RowSuite
 from dataplane_testkit.suites.smoke import SmokeSuite
 
@@ -23,8 +21,6 @@ class BackendConformance(
     ProcessSuite,
     RaceSuite,
     LifecycleSuite,
-    FaultSuite,
-    RefusalSuite,
     CapacitySuite,
     ListingSuite,
     ClaimSuite,

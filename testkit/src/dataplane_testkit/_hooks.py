@@ -57,22 +57,16 @@ class Hooks:
         )
         return reply
 
-    def register(self, partition_id: str, **more: Any) -> Any:
-        """Registers the field ``x`` and the task ``train``. ``more`` are further attributes of the request."""
-        return self.ask("register_partition", partition_id, fields=["x"], consumer_tasks=["train"], **more)
-
     def put(
         self,
         partition_id: str,
         sample_ids: Sequence[str],
         fields: TensorDictBase | Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        epoch: str | None = None,
         request_id: str | None = None,
     ) -> Any:
         """Puts columns, which it encodes."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
         rows = {"sample_ids": list(sample_ids), "tags": None if tags is None else [dict(row) for row in tags]}
-        once = {"epoch": epoch, "request_id": request_id or new_id()}
-        return self.ask("put_samples", partition_id, columns=columns, specs=specs, **rows, **once)
+        once = request_id or new_id()
+        return self.ask("put_samples", partition_id, columns=columns, specs=specs, **rows, request_id=once)

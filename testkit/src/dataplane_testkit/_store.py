@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
@@ -46,6 +47,9 @@ NOT_RUN: Final = "not run: "
 
 #: Capacity of the store of `Deployment.bounded`.
 BOUNDED_BYTES: Final = 640 * 1024
+
+#: Claims that know of no lease ask every 10 s.
+_SOON_S: Final = 5.0
 
 #: The most different options of one class. With more, the class must set `store_per_test`.
 _MOST_STORES: Final = 8
@@ -119,18 +123,12 @@ class Deployment:
         """Options with which further clients attach to this store."""
         return self.case.attach_options(copy.deepcopy(self.options), backend_of(self.client))
 
-    # --- clients that several tests share -----------------------------------------------------------------------------
-
-    def isolated(self, tag: str, **options: Any) -> DataPlaneClient:
-        """A client of a separate store with further options. Calls with equal arguments return the same client."""
-        key = f"{tag} {sorted(options.items())}"
-        if key not in self._clients:
-            self._clients[key] = self.connect({**self.separate_options(f"kit{len(self._clients)}"), **options})
-        return self._clients[key]
-
     def bounded(self, on_full: str) -> DataPlaneClient:
-        """A client of a separate store with a capacity of `BOUNDED_BYTES`."""
-        return self.isolated("bounded", capacity_bytes=BOUNDED_BYTES, on_full=on_full)
+        """A client of a separate store with a capacity of `BOUNDED_BYTES`, which several tests share."""
+        if on_full not in self._clients:
+            options = self.separate_options(f"kit{len(self._clients)}")
+            self._clients[on_full] = self.connect({**options, "capacity_bytes": BOUNDED_BYTES, "on_full": on_full})
+        return self._clients[on_full]
 
     # --- clients in processes -----------------------------------------------------------------------------------------
 
@@ -398,22 +396,19 @@ class Store:
 
     # --- without the hooks --------------------------------------------------------------------------------------------
 
-    def raw_payload(self, partition_id: str, sample_id: str, field: str, rank: int) -> bytes:
-        """The bytes of a tensor cell of this rank as the engine holds it, read without hooks and codec."""
+    def raw_cell(self, partition_id: str, sample_id: str, field: str, rank: int | None) -> Any:
+        """The bytes of a tensor cell of this rank, or an object item (None), as the engine holds it: without hooks and
+        codec.
+        """
         raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
-        if wire.bytes:
-            return _frame_payload(raw)
-        assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
-        return bits(raw if wire.zero_length_rows or not rank else raw[1:])
-
-    def raw_item(self, partition_id: str, sample_id: str, field: str) -> Any:
-        """An object item as the engine holds it, read without hooks and codec."""
-        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
-        if wire.bytes:
-            return msgpack.unpackb(_frame_payload(raw))
-        if wire.objects == "native":
+        if rank is None and wire.objects == "native" and not wire.bytes:
             return raw
-        return msgpack.unpackb(bits(raw if wire.zero_length_rows else raw[1:]))
+        if wire.bytes:
+            data = _frame_payload(raw)
+        else:
+            assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
+            data = bits(raw if wire.zero_length_rows or rank == 0 else raw[1:])
+        return msgpack.unpackb(data) if rank is None else data
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], int]]:
@@ -468,6 +463,24 @@ class Store:
         with contextlib.ExitStack() as stack:
             for client in self._clients:
                 stack.callback(client.close)
+
+
+@contextmanager
+def no_polls(*clients: DataPlaneClient, but_for_leases: bool = False) -> Iterator[list[str]]:
+    """Claims that wait ask again only when they are woken, or when their time is over. Lists the tokens of all that
+    asked. With ``but_for_leases``, they also ask when the store says that they should ask before long.
+    """
+    asked: list[str] = []
+
+    def note(request: ClaimRequest, claim: Claim) -> Claim:
+        asked.append(request.token)
+        soon = but_for_leases and 0 < claim.ask_again_s < _SOON_S
+        return claim if soon else replace(claim, ask_again_s=600.0)
+
+    with contextlib.ExitStack() as stack:
+        for faults in {Faults.of(client) for client in clients}:
+            stack.enter_context(faults.after("claim", note))
+        yield asked
 
 
 def _frame_payload(frame: Any) -> bytes:

@@ -27,6 +27,7 @@ PARTITIONS: Final = ("p", "pq")
 TASKS: Final = ("train", "eval")
 TAGS: Final[list[dict[str, Any]]] = [
     *({"v": each} for each in (0, 1, 2, 3, -1, 1.5, True, False, None, "a", float("nan"), float("inf"), 2**60)),
+    *({"v": each} for each in (-(2**63), 2**63 - 1, 1e-320, -0.0, float("-inf"), "", "\u00fc\n\0\u5b57")),
     *({"v": 2, "rare": "r"}, {"rare": True}, {"late": True}, {"input_lengths": 7}, {"input_lengths": 2, "v": 1}, {}),
 ]
 FILTERS: Final[list[dict[str, tuple[str, Any]]]] = [
@@ -84,7 +85,11 @@ KINDS: Final = {
     ),
     "scalar": Kind(FieldSpec("tensor", "float32", 0), _scalar),
     "column": Kind(FieldSpec("tensor", "float32", 1), lambda number: torch.tensor([float(number)])),
-    "objects": Kind(FieldSpec.of_objects(), lambda number: {"n": number} if number % 3 else None),
+    "unsigned": Kind(FieldSpec("tensor", "uint64", 1), lambda number: torch.tensor([number]).to(torch.uint64)),
+    "double": Kind(FieldSpec("tensor", "float64", 0), lambda number: torch.tensor(number / 7).double()),
+    "objects": Kind(
+        FieldSpec.of_objects(), lambda number: {"n": number, "t": torch.tensor([number])} if number % 3 else None
+    ),
     "empty lists": Kind(FieldSpec.of_empty_lists(), lambda number: []),
     "lists of ints": Kind(FieldSpec.of_ints(1), lambda number: [number % 1000] * (1 + number % 2)),
     "lists of floats": Kind(FieldSpec("tensor", "float32", 1), lambda number: [number % 1000 + 0.5]),
@@ -96,8 +101,8 @@ KINDS: Final = {
 }
 #: Field -> the kinds of cells that it is given. It keeps the first one in most cases.
 FIELDS: Final = {
-    "x": ("ragged", "ragged", "dense", "short"),
-    "y": ("scalar", "scalar", "column"),
+    "x": ("ragged", "ragged", "ragged", "dense", "dense", "short", "unsigned", "objects"),
+    "y": ("scalar", "scalar", "scalar", "column", "double"),
     "o": ("objects",),
     "l": ("lists of ints", "empty lists", "lists of floats"),
     "w": ("small ints", "wide ints"),
@@ -113,7 +118,6 @@ class Put:
         columns: Field -> kind of its cells. Empty: tags alone.
         number: What its cells are made of, and its request id.
         epoch: The registration that it was checked against: ``now`` the current one, ``old`` another one.
-        fault: ``lost``: its first reply is lost. ``late``: its deadline has passed when the store gets it.
     """
 
     op = "put"
@@ -123,7 +127,6 @@ class Put:
     number: int
     tags: Sequence[Mapping[str, Any]] | None = None
     epoch: Literal["", "now", "old"] = ""
-    fault: Literal["", "lost", "late"] = ""
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
@@ -183,7 +186,19 @@ class Stay:
     claim: commands.ClaimRequest
 
 
-Step: TypeAlias = Command[Any] | Put | Repeat | Wait | Stay
+@dataclass(frozen=True)
+class Faulty:
+    """A step whose reply is ``lost``; or one that is ``late``: the store gets it after its deadline.
+
+    One that is late comes once more in time, but for a put: with that the history ends.
+    """
+
+    op = "faulty"
+    step: Any
+    fault: Literal["lost", "late"]
+
+
+Step: TypeAlias = Command[Any] | Put | Repeat | Wait | Stay | Faulty
 
 
 def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
@@ -210,6 +225,8 @@ class Model:
                 self.now += seconds
             case Stay(claim):
                 return self.ledger.apply(claim, self.now)
+            case Faulty(step):
+                return self.answer(step)
             case Put():
                 self._done[f"r{step.number}"] = step
                 return self._put(step)
@@ -267,7 +284,6 @@ class History:
     _claims: list[_Given] = field(default_factory=list)
     _puts: list[Put] = field(default_factory=list)
     _kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # of cells that were put
-    _cleared: list[tuple[str, list[str]]] = field(default_factory=list)
     _requests: list[str] = field(default_factory=list)
     _begun: list[int] = field(default_factory=list)
 
@@ -291,12 +307,23 @@ class History:
                 (name,) = self.dice.choices(list(self._weights), list(self._weights.values()))
                 drawn = getattr(self, f"_{name}")()
             if drawn is not None and _NEEDED.get(type(drawn), frozenset()) <= self.able:
-                return drawn
+                return self._perhaps_faulty(drawn) if self.real else drawn
+
+    def _perhaps_faulty(self, step: Step) -> Step:
+        """A few steps are late or lost."""
+        fault: Literal["lost", "late"] = self.dice.choice(["lost", "late"])
+        rare = isinstance(step, _FAULTY[fault]) and self.dice.random() < (0.1 if isinstance(step, Put) else 0.2)
+        waits = isinstance(step, commands.ClaimRequest) and (step.all_or_nothing or step.lease_s == SHORT_S)
+        if isinstance(step, Put) and fault == "late":
+            step = replace(step, columns={"x": "dense"}, tags=None, epoch="") if rare else step
+        return Faulty(step, fault) if rare and not waits else step
 
     def heard(self, step: Step, reply: Any) -> None:
         """What the ledger answered. None: it refused. Some steps are followed by others that belong to them."""
         dice = self.dice
-        if isinstance(step, Put):
+        if isinstance(step, Faulty):
+            self.heard(step.step, reply)
+        elif isinstance(step, Put):
             self._puts = [*self._puts[-8:], step]
             if reply is not None:
                 self._kinds |= {(step.partition_id, name): kind for name, kind in step.columns.items()}
@@ -309,8 +336,8 @@ class History:
             self._begun.append(reply)
         elif isinstance(step, commands.ClaimRequest) and reply is not None:
             self._claimed(step, reply)
-        elif isinstance(step, Stay) and dice.random() < 0.5:
-            self._next.append(lambda: self._finish(step.claim.partition_id))
+        elif isinstance(step, Stay):
+            self._next += dice.choices(self._ends_of(step.claim), k=dice.randint(1, 3))
         elif isinstance(step, commands.ClearRequest) and reply is not None:
             self._was_cleared(step)
         elif isinstance(step, commands.RegisterRequest) and step.if_exists == "replace":
@@ -356,6 +383,20 @@ class History:
                 self._next.append(lambda: self._claim(step.partition_id))
             else:
                 self._next.append(self._repeat)
+
+    def _ends_of(self, claim: commands.ClaimRequest) -> list[Callable[[], Step | None]]:
+        """What may end the wait of a claim."""
+        where, task = claim.partition_id, claim.task_name
+        return [
+            partial(self._finish, where),
+            partial(self._finish, where),
+            partial(self._put, where, fields=claim.required_fields),
+            partial(self._put_tags, where),
+            partial(self._settle, 0),
+            partial(commands.SetCursorRequest, where, task, []),
+            partial(commands.ClearRequest, where, self._some_ids(where)[:3]),
+            partial(commands.ClearRequest, where, None),
+        ]
 
     def _after_registration(self, step: commands.RegisterRequest) -> Iterable[Callable[[], Step | None]]:
         """Old tokens meet new leases of the same samples."""
@@ -441,10 +482,8 @@ class History:
         )
 
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Put:
-        dice, repeatable = self.dice, Capability.REPEATABLE in self.able
-        where = name or self._part()
+        dice, where = self.dice, name or self._part()
         ids = list(ids) or self._some_ids(where)
-        faults: list[Literal["", "lost", "late"]] = ["lost", "late"] if repeatable else ["late"]
         put = Put(
             where,
             ids,
@@ -452,21 +491,18 @@ class History:
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
             epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
-            fault=dice.choice(faults) if dice.random() < 0.1 and self.real else "",
         )
-        if put.fault == "late":
-            put = replace(put, columns={"x": "dense"}, tags=None, epoch="")
         self._requests = [*self._requests[-6:], f"r{put.number}"]
         return put
 
-    def _put_tags(self) -> Step:
-        where = self._part()
+    def _put_tags(self, name: str = "") -> Step:
+        where = name or self._part()
         ids = self._some_ids(where)
         return Put(where, ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
 
     def _put_again(self) -> Step | None:
         """The very cells of an earlier put, with their values of now."""
-        return replace(self.dice.choice(self._puts), number=self._number(), fault="") if self._puts else None
+        return replace(self.dice.choice(self._puts), number=self._number()) if self._puts else None
 
     def _begin(self) -> Step:
         return self._put().commands(self._ledger, self._now, self.dice.choice([3.0, 30.0]), 8)[0]
@@ -604,11 +640,16 @@ _DRAWN: Final[dict[frozenset[str], dict[str, float]]] = {
     frozenset(): {"register": 0.7, "finish": 0.5, "put": 14, "put_tags": 2, "put_again": 1, "begin": 5, "commit": 5}
     | {"read": 6, "clear": 3, "clear_all": 0.3, "wait": 6},
     frozenset({Capability.REPEATABLE}): {"repeat": 2},
-    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 1.5, "consumed": 2},
+    frozenset({Capability.CLAIMS}): {"claim": 12, "stay": 2.5, "consumed": 2},
     frozenset({Capability.CLAIMS, Capability.SAMPLERS}): {"claim_of_rank": 3},
     frozenset({Capability.CLAIMS, Capability.LEASES}): {"settle": 6},
     frozenset({Capability.LISTING}): {"list": 2, "list_partitions": 0.3, "list_fields": 1, "inspect": 3},
     frozenset({Capability.CURSORS}): {"set_cursor": 0.8, "export": 1},
+}
+#: Fault -> the steps that may have it. Of those that may be late, only a put does more when it comes again.
+_FAULTY: Final[Mapping[str, tuple[type, ...]]] = {
+    "late": (Put, commands.Locate, commands.ListRequest, commands.RegisterRequest, commands.ClearRequest),
+    "lost": (Put, commands.RegisterRequest, commands.ClearRequest, commands.ClaimRequest, commands.SettleRequest),
 }
 #: What steps need that follow others of which a store may be able without them.
 _NEEDED: Final[Mapping[type, frozenset[str]]] = {

@@ -84,7 +84,7 @@ def reads_the_width_of_the_first_row(self, fetch_fields, located, num_samples, d
         found[name] = found[name].to(dtype).to(found[name].dtype)
     return found
 
-@toy("Returns the rows that are there, and says nothing of the others.", fails="test_what_is_missing_is_named[a_few]")
+@toy("Returns the rows that are there, and says nothing of the others.")
 def drops_missing_samples(self, get_samples, request):
     listed = set(_listed(self, request))
     request.sample_ids = [each for each in request.sample_ids if each in listed]
@@ -95,18 +95,16 @@ def _zeros(self, request, error):
     specs = dict.fromkeys(columns, spec.FieldSpec("tensor", "float32", 0))
     return spec.WireBatch(columns=columns, specs=specs) if error.missing_cells else error
 
-toy.row("FillsMissingCells", "A cell not yet produced reads as zero.", fails="test_what_is_missing_is_named[a_few]",
+toy.row("FillsMissingCells", "A cell not yet produced reads as zero.",
         get_samples=catches(errors.MissingDataError, _zeros))
 toy.row("CopiesToTheDefaultDevice", "Numbers are copied to torch's default device.",
         fails="test_smoke_torchs_defaults_change_nothing[defaults]",
         get_samples=reads("dense", lambda column: torch.as_tensor(column.numpy())))
 toy.row("LosesEmptyLists", "Cells that were put while their field was open do not exist.",
-        fails="test_a_list_becomes_the_type_that_its_field_has[empty_before_ints]",
         get_samples=catches(errors.OpenCellsError, lambda self, request, error: errors.MissingDataError.for_cells(
             "get_samples", request.partition_id, [(each, request.fields) for each in error.groups[0]])))
 toy.row("ForgetsWhatWasInts",
         "Says of cells that were put as ints that they are stored as floats, as their field is by now.",
-        fails="test_a_list_becomes_the_type_that_its_field_has[ints_before_floats]",
         get_samples=replies(specs=lambda reply: {name: replace(each, lists="") for name, each in reply.specs.items()}))
 toy.row("ReordersRows", "Rows come back in the engine's own order.", fails="test_get_keeps_the_order_asked_for",
         get_samples=asks(sample_ids=lambda request: sorted(request.sample_ids)))
@@ -127,7 +125,7 @@ toy.row("CopiesOnTheWayOut", "Every read is converted to and fro.",
         fails="test_the_payload_is_copied_no_more_than_it_may_be[get_samples]",
         get_samples=reads(torch.float32, lambda column: column.double().float().double().float()))
 
-@toy("Stores references to what it was handed.", fails="test_what_was_put_may_be_reused")
+@toy("Stores references to what it was handed.")
 def keeps_the_callers_memory(self, store_write, write_id, columns, num_samples, deadline):
     nested = {name: isinstance(column, torch.Tensor) and column.is_nested for name, column in columns.items()}
     kept = {name: Ragged(c.values(), c.offsets()) if nested[name] else c for name, c in columns.items()}
@@ -140,7 +138,7 @@ def hands_out_its_own_memory(self, get_samples, request):
         replies.append(get_samples(request))
     return replies[0]
 
-@toy("Waits for a producer, far beyond what anybody asked for.", fails="test_one_bad_request_holds_nobody_up")
+@toy("Waits for a producer, far beyond what anybody asked for.")
 def waits_for_missing_data(self, get_samples, request):
     while True:
         with contextlib.suppress(errors.MissingDataError):
@@ -159,16 +157,14 @@ def _says(kind, hint=None):
         error.message, missing_samples=error.missing_samples, hint=hint))
 
 toy.row("RaisesItsEnginesErrors", "A KeyError of its own, which no user can tell from a bug.",
-        fails="test_what_is_missing_is_named[nothing]",
         get_samples=catches(errors.MissingDataError, lambda self, request, error: KeyError(request.sample_ids[0])))
 toy.row("RaisesErrorsThatCannotTravel", "Another process gets an error without the names of the samples.",
-        fails="test_what_is_missing_is_named[nothing]", get_samples=_says(_CannotTravel))
+        get_samples=_says(_CannotTravel))
 toy.row("PrintsErrorsAsReprs", "The message is in quotes, and does not name the backend.",
-        fails="test_what_is_missing_is_named[nothing]", get_samples=_says(_PrintsAsARepr))
+        get_samples=_says(_PrintsAsARepr))
 toy.row("RaisesPagesOfText", "The message holds all that the store knows.",
-        fails="test_what_is_missing_is_named[nothing]", get_samples=_says(errors.MissingDataError, hint="row " * 1000))
+        get_samples=_says(errors.MissingDataError, hint="row " * 1000))
 toy.row("LeavesErrorsToTheClient", "Counts on core to notice that rows are missing.",
-        fails="test_what_is_missing_is_named[a_few]",
         get_samples=catches(errors.DataPlaneError, lambda self, request, error: RuntimeError(str(error))))
 toy.row("TakesLossForHaste", "Payload that is gone is taken for rows that others overwrite all the time.",
         fails="test_lost_payload_is_named",
@@ -186,10 +182,9 @@ def _forgets_what_is_expected(self, request, error):
     error.expected = {}
 
 toy.row("DoesNotSayWhatItExpects", "Refuses columns of another type without the types of their fields.",
-        fails="test_a_list_becomes_the_type_that_its_field_has[ints_among_doubles]",
         put_samples=catches(errors.SchemaMismatchError, _forgets_what_is_expected))
 
-@toy("Writes after it has replied.", fails="test_put_is_visible_when_it_returns")
+@toy("Writes after it has replied.")
 def reports_success_too_early(self, put_samples, request):
     columns = {name: list(c) if isinstance(c, list) else c.clone() for name, c in request.columns.items()}
     late = replace(request, columns=columns)
@@ -220,11 +215,11 @@ def replaces_tags(self, put_samples, request):
         _partition(self, request).rows[sample_id].tags = dict(tags)
     return reply
 
-toy.row("StoresTagsAsNumbers", "True comes back as 1.", fails="test_tags_keep_their_types",
+toy.row("StoresTagsAsNumbers", "True comes back as 1.",
         put_samples=asks(tags=lambda request: request.tags and [
             {name: int(value) if value is True or value is False else value for name, value in row.items()}
             for row in request.tags]))
-toy.row("StoresTagsAsJson", "JSON has no NaN: it comes back as None.", fails="test_tags_keep_their_types",
+toy.row("StoresTagsAsJson", "JSON has no NaN: it comes back as None.",
         put_samples=asks(tags=lambda request: json.loads(
             json.dumps(request.tags), parse_constant=lambda name: None if name == "NaN" else float(name))))
 
@@ -239,14 +234,13 @@ def commits_tags_after_data(self, put_samples, request):
 toy.row("WritesFieldByField", "One write per column.", fails="test_first_writes_are_seen_whole_with_their_tags",
         put_samples=lambda self, put, request: _one_by_one(put, request, 0.001) if request.columns else put(request))
 
-@toy("The last writer's dtype wins.", fails="test_a_field_keeps_its_schema[dtype]")
+@toy("The last writer's dtype wins.")
 def takes_any_schema(self, put_samples, request):
     if partition := _partition(self, request):
         partition.specs.update(request.specs)
     return put_samples(request)
 
 toy.row("WritesTheGoodColumns", "Of a put with one bad column, the others are written.",
-        fails="test_a_field_keeps_its_schema[n_to_n1]",
         put_samples=lambda self, put, request: _one_by_one(put, request))
 toy.row("IgnoresTheEpoch", "Writes what was checked against another registration.", put_samples=asks(epoch=None))
 
@@ -273,7 +267,6 @@ def writes_row_by_row(self, put_samples, request):
     return spec.PutReply(num_samples=len(request.sample_ids))
 
 toy.row("OverwritesUndeclared", "Does not declare overwrite, and overwrites all the same.",
-        fails="test_an_overwrite_that_is_not_declared_is_refused",
         capabilities=_without(spec.Capability.OVERWRITE, spec.Capability.ATOMIC_OVERWRITE))
 toy.row("PairsColumnsByTheirOrder",
         "Joins the columns of a row in the order in which they come, and numbers them by the order of the specs.",
@@ -324,15 +317,14 @@ def keeps_the_schema_across_registrations(self, register_partition, request):
     return info
 
 toy.row("ForgetsButKeeps", "What is cleared is gone from the books, and stays in the engine.",
-        fails="test_what_is_dropped_leaves_the_engine[a_partition]", delete_refs=lambda *_: None)
+        delete_refs=lambda *_: None)
 
-@toy("A put does not delete what it replaced.", fails="test_what_is_dropped_leaves_the_engine[overwritten_cells]")
+@toy("A put does not delete what it replaced.")
 def keeps_old_versions(self, put_samples, request):
     with mock.patch.object(self, "delete_refs"):
         return put_samples(request)
 
-@toy("A put stores its columns first, and leaves them there when it is refused.",
-     fails="test_what_is_dropped_leaves_the_engine[a_refused_put]")
+@toy("A put stores its columns first, and leaves them there when it is refused.")
 def stores_before_it_asks(self, put_samples, request):
     self.store_write(-1 - len(self._segments), request.columns, len(request.sample_ids), request.deadline)
     reply = put_samples(request)
@@ -453,8 +445,7 @@ def forgets_cursors_of_tags(self, set_cursor, request):
     return spec.SettleReply(num_samples=len(request.sample_ids))
 
 # --- claims that wait -------------------------------------------------------------------------------------------------
-@toy("A claim that waited when its partition was cleared waits on. The first answer to each claim takes a while.",
-     fails="test_a_claim_that_waits_is_answered[cleared_partition]")
+@toy("A claim that waited when its partition was cleared waits on. The first answer to each claim takes a while.")
 def forgets_who_waited(self, claim, request):
     if request.token not in self.seen["waited"]:
         time.sleep(0.3)
@@ -463,8 +454,7 @@ def forgets_who_waited(self, claim, request):
         return given
     return catches(errors.UnknownPartitionError, lambda *_: spec.Claim())(self, claim, request)
 
-@toy("A claim that waited does not notice that the last samples have come. The first answer takes a while.",
-     fails="test_a_claim_that_waits_is_answered[tail]")
+@toy("A claim that waited does not notice that the last samples have come. The first answer takes a while.")
 def gives_the_tail_to_new_claims_only(self, claim, request):
     if request.token not in self.seen["waited"]:
         time.sleep(0.3)
@@ -474,12 +464,12 @@ def gives_the_tail_to_new_claims_only(self, claim, request):
     return claim(request)
 
 @toy("A claim that waits asks when the leases have ended that it knew of, and does not hear of later ones.",
-     fails="test_a_claim_that_waits_is_woken[end_of_a_lease]")
+     fails="test_a_claim_that_waits_hears_when_leases_end")
 def tells_nobody_of_leases(self, start, **how):
     self._service._tell_of_leases = lambda partition_id: None
     start(**how)
 
-toy.row("NeverWakes", "Declares that it wakes, and does not.", fails="test_a_claim_that_waits_is_woken[finish]",
+toy.row("NeverWakes", "Declares that it wakes, and does not.",
         call_ledger_waking=lambda self, call, deadline, command, wake: self.call_ledger(deadline, command))
 
 @toy("Wakes every claim that waits, whatever was put.", fails="test_only_as_many_are_woken_as_there_are_samples_for",
@@ -563,15 +553,13 @@ def _younger(renewed):
         return replace(found, tasks={"train": replace(found.tasks["train"], oldest_lease=younger)})
     return inspect_partition
 
-toy.row("RenewsAsIfGivenNow", "A lease is as old as its last renewal.",
-        fails="test_a_renewal_of_a_part_changes_no_age[the_renewed_one]", renew=_renew,
+toy.row("RenewsAsIfGivenNow", "A lease is as old as its last renewal.", renew=_renew,
         inspect_partition=_younger(renewed=True))
-toy.row("RenewsTheRestAsIfGivenNow", "A renewal of a part of a claim makes the other part a new claim.",
-        fails="test_a_renewal_of_a_part_changes_no_age[the_other_one]", renew=_renew,
+toy.row("RenewsTheRestAsIfGivenNow", "A renewal of a part of a claim makes the other part a new claim.", renew=_renew,
         inspect_partition=_younger(renewed=False))
 
 # --- guarantees, clients ----------------------------------------------------------------------------------------------
-@toy("Drops the oldest samples to make room.", fails="test_nothing_is_evicted")
+@toy("Drops the oldest samples to make room.")
 def evicts_when_full(self, put_samples, request):
     while True:
         try:
@@ -648,8 +636,7 @@ def names_the_newest_lease(self, inspect_partition, request):
     return found
 
 # --- calls that are repeated or late ----------------------------------------------------------------------------------
-@toy("Declares overwrite, and refuses a put of the very cells that it holds.",
-     fails="test_an_operation_whose_reply_was_lost_may_be_called_again[put_samples]")
+@toy("Declares overwrite, and refuses a put of the very cells that it holds.")
 def refuses_to_put_again(self, put_samples, request):
     key = (request.partition_id, *request.sample_ids, *request.columns)
     if request.columns and key in self.seen["held"]:
@@ -657,8 +644,7 @@ def refuses_to_put_again(self, put_samples, request):
     self.seen["held"].append(key)
     return put_samples(request)
 
-@toy("Rows are known by their position, so that a second clear of the first drops the next one.",
-     fails="test_an_operation_whose_reply_was_lost_may_be_called_again[clear_samples]")
+@toy("Rows are known by their position, so that a second clear of the first drops the next one.")
 def clears_more_the_second_time(self, clear_samples, request):
     reply = clear_samples(request)
     if request.sample_ids is not None and reply.num_samples == 0:
@@ -669,7 +655,6 @@ def _note_refused(self, request, error):
     self.seen["refused"] += request.sample_ids
 
 toy.row("GivesBackTwice", "A second nack of the same rows gives them out a second time.",
-        fails="test_an_operation_whose_reply_was_lost_may_be_called_again[nack]",
         nack=catches(errors.LeaseExpiredError, _note_refused),
         claim=rows(lambda self, rows: rows and rows + [(each, {}) for each in self.seen.pop("refused", [])]))
 
@@ -684,7 +669,6 @@ def _late(error, *, writes=False):
     return put_samples
 
 toy.row("HasItsOwnWordForLate", "A deadline that has passed is an error like any other.",
-        fails="test_an_operation_that_is_late_may_be_called_again[put_samples]",
         put_samples=_late(RuntimeError("late")))
 toy.row("SaysThatItDidNot", "Writes what is late, and says that it did not.",
         put_samples=_late(errors.OperationTimeoutError("late", outcome="not_done"), writes=True))

@@ -26,7 +26,7 @@ OF_THE_ENGINE = "log or smoke"
     [
         ("acme_store", [], ["-k", TASTE], 8),
         ("acme_files", ["--log"], ["-k", OF_THE_ENGINE], 5),
-        *in_long(("whole_files", ["--log"], [], 190)),
+        *in_long(("whole_files", ["--log"], [], 90)),
     ],
 )
 def test_it_installs_connects_by_name_and_passes_the_kit(clean, forked, tmp_path, name, log, select, least):

@@ -73,12 +73,6 @@ def _check_images(
             assert [bits(row) for row in _each(found[name])] == [bits(images[row]) for row in samples]
 
 
-def _require_narrow(store: Store) -> None:
-    wire = store.deployment.backend_class.wire
-    if not (store.backend.narrow and (wire.bytes or wire.narrow)):
-        not_declared("a wire format with narrow integers")
-
-
 class ColumnSuite(Suite, chapter="columns"):
     """Every dtype, layout and shape."""
 
@@ -129,11 +123,11 @@ class ColumnSuite(Suite, chapter="columns"):
                 column, rows = LAYOUTS[layout](dtype, 11)
                 store.put(partition, ids(NUM_ROWS), columns={f"{layout} {dtype}": column})
                 for name, row in zip(ids(NUM_ROWS), rows, strict=True):
-                    raw = store.raw_payload(partition, name, f"{layout} {dtype}", row.dim())
+                    raw = store.raw_cell(partition, name, f"{layout} {dtype}", row.dim())
                     assert raw == bits(row), f"the engine's cell of '{name}' in '{layout} {dtype}' is not the row put"
         items = [None, {"a": [1, 2.5, "x", b"y"]}, "text"]
         store.put(partition, ids(3), o=as_objects(*items))
-        assert same_items([store.raw_item(partition, name, "o") for name in ids(3)], items)
+        assert same_items([store.raw_cell(partition, name, "o", None) for name in ids(3)], items)
 
     # --- large equal cells, as the one image of a group's samples -----------------------------------------------------
 
@@ -159,7 +153,9 @@ class ColumnSuite(Suite, chapter="columns"):
     # --- integers, which are stored as narrow as a put allows ---------------------------------------------------------
 
     def test_narrow_integers_take_less_room(self, store: Store) -> None:
-        _require_narrow(store)
+        wire = store.deployment.backend_class.wire
+        if not (store.backend.narrow and (wire.bytes or wire.narrow)):
+            not_declared("a wire format with narrow integers")
         partition = store.register("x")
         column = torch.arange(1 << 18).view(8, -1) % 100
         with store.held() as held:

@@ -44,9 +44,8 @@ _CONTENTS: Final[dict[str, bytes]] = {
 _RECORDS: Final = 230
 #: A number of two digits, to find numbers that are sorted as text.
 _TRIMMED: Final = 12
-_RACES: Final = 40
-#: How often a log is trimmed beside reads, each time after so many appends.
-_TRIMS: Final = 50
+#: To how many numbers several writers append, and after how many the log is trimmed.
+_RACES: Final = 160
 _BETWEEN: Final = 4
 
 
@@ -90,9 +89,26 @@ def _refuses(engine: RowStoreBackend, *numbers: int, after: str, record: bytes =
         assert not engine.append(number, record, soon()), f"append({number}) returned True after {after}"
 
 
-def race(engine: RowStoreBackend, name: str) -> list[int]:
-    """Appends to each number. Returns those that it took."""
-    return [number for number in range(1, _RACES + 1) if engine.append(number, f"{number} by {name}".encode(), soon())]
+def race(engine: RowStoreBackend, name: str, taken: list[int] | None = None) -> list[int]:
+    """Appends to each number, and trims the log now and then. Returns the numbers that it took."""
+    taken = [] if taken is None else taken
+    for number in range(1, _RACES + 1):
+        if engine.append(number, f"{number} by {name}".encode(), soon()):
+            taken.append(number)
+        if number % _BETWEEN == 0:
+            engine.trim(number, soon())
+    return taken
+
+
+def _check_records(records: Sequence[tuple[int, bytes]], newest: int) -> None:
+    """Asserts that a read beside appends and trims leaves out no record, up to one that was appended before."""
+    numbers = [number for number, _ in records]
+    got = f"read_log(1) returned the records {preview(numbers)}"
+    assert numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else not newest, f"{got}, with a gap"
+    assert all(record.startswith(b"%d by " % number) for number, record in records), "records have wrong numbers"
+    assert not newest or numbers[-1] >= newest, (
+        f"{got}, although record {newest} was appended before, and is kept. Meanwhile another client trimmed the log"
+    )
 
 
 class EngineSuite(Suite, chapter="engine"):
@@ -198,43 +214,6 @@ class EngineSuite(Suite, chapter="engine"):
                     )
             assert log_of(another, None) == numbered[-1:], "read_log(None) did not return just the newest record"
 
-    def test_racing_appends_take_each_number_once(self, store: Store) -> None:
-        with _logs(store) as (engine, another):
-            options = another.owner_options()  # also those that are secrets elsewhere
-            worker = store.deployment.new_engine_worker(options)
-            try:
-                worker.wait_ready()
-                worker.start(race, "another process")
-                done = threading.Event()
-
-                def write(log: RowStoreBackend, name: str) -> list[int]:
-                    try:
-                        return race(log, name)
-                    finally:
-                        done.set()
-
-                def read() -> list[int]:
-                    last = False
-                    while not last:
-                        last = done.is_set()
-                        for number, (found, record) in enumerate(log_of(another, 1), 1):
-                            assert found == number, f"record {found} is read in place of {number}"
-                            assert record.startswith(b"%d by " % number), f"record {number} is {record!r:.40}"
-                    return []
-
-                threads = [(engine, "one"), (another, "two"), (engine, "three")]
-                *taken, _ = in_threads(*(partial(write, log, name) for log, name in threads), read)
-                winners = dict(zip(("one", "two", "three"), taken, strict=True))
-                winners["another process"] = worker.result()
-            finally:
-                worker.close()
-            for number, record in log_of(engine, 1):
-                won = [name for name, numbers in winners.items() if number in numbers]
-                assert len(won) == 1, (
-                    f"append({number}) returned True for {len(won)} of {len(winners)} writers, not one"
-                )
-                assert record == f"{number} by {won[0]}".encode(), f"record {number} is {record!r}, of another writer"
-
     def test_a_trimmed_log_begins_where_it_was_told(self, store: Store) -> None:
         with _logs(store) as logs:
             records = [f"record {number}".encode() for number in range(1, 2 * _TRIMMED)]
@@ -258,35 +237,35 @@ class EngineSuite(Suite, chapter="engine"):
             _append(logs[0], last + 1, [b"next"])
             assert log_of(logs[1]) == [(last, records[-1]), (last + 1, b"next")]
 
-    def test_a_read_beside_a_trim_misses_no_record(self, store: Store) -> None:
+    def test_racing_appends_take_each_number_once(self, store: Store) -> None:
         with _logs(store) as (engine, another):
-            appended, done = 0, threading.Event()
+            # also with the options that are secrets elsewhere
+            worker = store.deployment.new_engine_worker(another.owner_options())
+            writers = {"one": engine, "two": another, "three": engine}
+            won: dict[str, list[int]] = {name: [] for name in writers}
+            done = threading.Event()
 
-            def write() -> None:
-                nonlocal appended
+            def write(name: str) -> None:
                 try:
-                    for _ in range(_TRIMS):
-                        for _ in range(_BETWEEN):
-                            _append(engine, appended + 1, [b"%d" % (appended + 1)])
-                            appended += 1
-                        engine.trim(appended, soon())
+                    race(writers[name], name, won[name])
                 finally:
                     done.set()
 
             def read() -> None:
                 last = False
                 while not last:
-                    last, before = done.is_set(), appended
-                    records = log_of(another, 1)
-                    numbers = [number for number, _ in records]
-                    got = f"read_log(1) returned the records {preview(numbers)}"
-                    assert numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else not before, (
-                        f"{got}, not in order or with a gap"
-                    )
-                    assert all(record == b"%d" % number for number, record in records), "records have wrong numbers"
-                    assert not before or numbers[-1] >= before, (
-                        f"{got}, although record {before} was appended before, and is kept. Meanwhile another client "
-                        "trimmed the log"
-                    )
+                    last, newest = done.is_set(), max((number for taken in won.values() for number in taken), default=0)
+                    _check_records(log_of(another, 1), newest)
 
-            in_threads(write, read)
+            try:
+                worker.wait_ready()
+                worker.start(race, "another process")
+                in_threads(*(partial(write, name) for name in writers), read)
+                won["another process"] = worker.result()
+            finally:
+                worker.close()
+            for number in range(1, _RACES + 1):
+                names = [name for name, taken in won.items() if number in taken]
+                assert len(names) == 1, f"append({number}) returned True for {len(names)} writers, not one"
+            for number, record in log_of(engine, 1):
+                assert number in won[record.decode().partition(" by ")[2]], f"record {number} is of another writer"

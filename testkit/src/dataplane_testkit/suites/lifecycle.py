@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable
@@ -13,11 +12,10 @@ from functools import partial
 from operator import methodcaller
 from typing import Final
 
-import pytest
 import torch
 
 from dataplane_core.connecting import Bootstrap
-from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError, ConfigError
+from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, ClientClosedError
 from dataplane_core.spec import Scope
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import batch, ids
@@ -33,13 +31,6 @@ _AT_ONCE: Final = 3
 
 class LifecycleSuite(Suite, chapter="lifecycle"):
     """From connect to close."""
-
-    def test_a_closed_client_refuses(self, store: Store) -> None:
-        client = store.another_client()
-        for _ in range(2):
-            client.close()
-        with store.refusal(ClientClosedError):
-            client.get_samples(["a"], store.new_id(), ["x"])
 
     def test_close_ends_waiting_claims(self, store: Store) -> None:
         client = store.another_client()
@@ -57,20 +48,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
         assert store.get(partition, ids(2))["x"].tolist() == [0, 1]
         store.put(partition, ["s2"], x=torch.tensor([2]))
 
-    def test_a_fork_cannot_use_the_client(self, store: Store) -> None:
-        with store.refusal(TypeError, "pickle"):
-            pickle.dumps(store.client)
-        partition = store.filled(2)
-
-        def use() -> str:
-            with pytest.raises(ClientClosedError):
-                store.get(partition, ids(2))
-            store.client.close()  # this must not stop what the parent started
-            return "refused"
-
-        assert _forked(use) == "refused"
-        assert store.get(partition, ids(2))["x"].tolist() == [0, 1], "close in the fork changed the parent's store"
-
     def test_a_fork_opens_a_client_of_its_own(self, store: Store) -> None:
         partition, options = store.filled(2), store.deployment.attach_options()
 
@@ -83,10 +60,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             return str(client.get_samples(ids(2), partition, ["x"])["x"].tolist())
 
         assert ("[0, 1]" if store.deployment.backend_class.opens_in_forks else "spawn") in _forked(use)
-
-    def test_unknown_options_are_refused(self, store: Store) -> None:
-        with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
-            store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from dataplane_core.spec import CallInfo, ClientInfo, PhaseInfo, WorkInfo
@@ -47,22 +46,6 @@ class ListingSuite(Suite, chapter="listing"):
         for cleared in (48, 64):
             store.client.clear_samples(ids(cleared), partition)
             assert store.client.describe(partition).held_bytes == held_bytes * (64 - cleared) // 64
-
-    @pytest.mark.parametrize("left", [0, 1], ids=["the_renewed_one", "the_other_one"])
-    def test_a_renewal_of_a_part_changes_no_age(self, store: Store, left: int) -> None:
-        partition = store.filled(2)
-        meta = store.claim(partition, 2, lease_s=_LONG_S)
-
-        def age_s() -> float:
-            found = store.client.describe(partition).tasks["train"].oldest_lease
-            assert found is not None, "describe names no lease"
-            return found.held_s or 0.0
-
-        eventually(lambda: age_s() >= 0.1, what="a lease that is 0.1 s old")
-        before_s = age_s()
-        store.client.renew(meta.subset([0]), 2 * _LONG_S)
-        store.client.ack(meta.subset([1 - left]))
-        assert age_s() >= before_s, "after a renewal of a part of a claim, a lease is younger than before"
 
     # --- clients ------------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,21 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, Final
 
 import torch
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import DataPlaneError, LeaseExpiredError, LostReplyError, LostSamplesError, MissingDataError
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    DataPlaneError,
+    LeaseExpiredError,
+    LostSamplesError,
+    MissingDataError,
+    SchemaMismatchError,
+    UnsupportedOperationError,
+)
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, this_process
@@ -27,7 +36,7 @@ from dataplane_testkit._columns import as_objects, check_column, items_of, jagge
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._profiles import by_profile, fewest, is_long, new_seed
 from dataplane_testkit._rows import stores_rows
-from dataplane_testkit._store import BOUNDED_BYTES, Store, check_error
+from dataplane_testkit._store import BOUNDED_BYTES, Store, check_error, no_polls
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
 from dataplane_testkit.faults import Faults
 from dataplane_testkit.histories import (
@@ -37,6 +46,7 @@ from dataplane_testkit.histories import (
     ROOM_FOR,
     SHORT_S,
     TASKS,
+    Faulty,
     History,
     Model,
     Put,
@@ -56,6 +66,15 @@ _MOST_RUNS, _MOST_S = 150, 30.0
 _BRIM: Final = 19 * BOUNDED_BYTES // 20
 #: The most seconds that a call may take that can be answered. Only a hang takes as long.
 _ANSWER_S: Final = 6 * PROMPT_S
+
+#: Steps whose hooks have another name.
+_HOOKS: Final = {
+    "register": "register_partition",
+    "put": "put_samples",
+    "clear": "clear_samples",
+    "locate": "get_samples",
+}
+
 
 #: What a comparison proves -> the sentence of docs/contract.md, and what to check first.
 RULES: Final = sentences("machine")
@@ -104,10 +123,16 @@ def _plain(column: Any) -> list[Any]:
     return [row.tolist() if isinstance(row, torch.Tensor) else row for row in items_of(column)]
 
 
-def _scribble(column: Any) -> None:
+def _scribble(thing: Any) -> None:
     """The caller uses its memory for something else."""
-    if isinstance(column, torch.Tensor):
-        (column.values() if column.is_nested else column).zero_()
+    if isinstance(thing, torch.Tensor):
+        (thing.values() if thing.is_nested else thing).zero_()
+    elif isinstance(thing, (list, dict)):
+        for each in thing.values() if isinstance(thing, dict) else thing:
+            _scribble(each)
+        thing.clear()
+    elif thing is not None and not isinstance(thing, (int, float, str)):
+        _scribble(items_of(thing))
 
 
 def _exact(tags: Any) -> list[tuple[str, str, str]]:
@@ -132,6 +157,7 @@ class StoreMachine:
         self.clients = clients
         self.client = clients[0]  # takes the step
         self.bounded = bounded
+        self.wakes = store.declares(Capability.WAKES)  # then claims that wait do not ask by themselves
         self.owns_reads = "test_what_comes_back_is_owned_by_the_caller" not in store.case.all_deviations()
         capacity_bytes = ROOM_FOR * LARGE if bounded else None
         self.model = Model(overwrite=store.declares(Capability.OVERWRITE), capacity_bytes=capacity_bytes)
@@ -146,6 +172,7 @@ class StoreMachine:
         self.staying: tuple[Stay, Background] | None = None
         self.stays: set[str] = set()  # the store's tokens of claims that wait
         self.is_over = False
+        self.fault: tuple[str, str] | None = None  # of the step that is taken: a hook and what is wrong
         self.reply: Any = None  # of the model to the last step
 
     def partition(self, name: str) -> str:
@@ -186,7 +213,10 @@ class StoreMachine:
         audits = self.clients[0] is self.store.client and (
             stores_rows(self.store.backend) or self.store.case.supplies("held_bytes")
         )
-        with self.store.held() if audits else nullcontext(lambda: 0) as grown:
+        with (
+            no_polls(*self.clients) if self.wakes else nullcontext(),
+            self.store.held() if audits else nullcontext(lambda: 0) as grown,
+        ):
             try:
                 yield
                 self.end()
@@ -249,9 +279,33 @@ class StoreMachine:
 
         One that ``waits`` might hang.
         """
-        found, error = _attempt(lambda: bounded(lambda: call(*args), _ANSWER_S, what) if waits else call(*args))
+        found, error = self.attempt(partial(call, *args), what, waits=waits)
         self.judge(rule, what, expected, error)
         return found
+
+    def attempt(self, call: Callable[[], Any], what: str, *, waits: bool = False) -> tuple[Any, Any]:
+        """The result of a call of the store, or its error. With the fault of a step there may be neither."""
+        (hook, fault), self.fault = self.fault or ("", ""), None
+        faults = Faults.of(self.client)
+        if fault == "late":
+            with faults.late(hook):
+                _, late = bounded(lambda: _attempt(call), _ANSWER_S, f"{what}, after its deadline,")
+            if not isinstance(late, (TimeoutError, KeyError, ValueError, NoneType)):
+                raise Broken("deadline", f"{what}, after its deadline, raised {late!r}, expected a TimeoutError")
+        if fault == "lost":
+            lost = BackendUnavailableError("the reply was lost.")
+
+            def lose(request: Any, reply: Any) -> Any:
+                if getattr(request, "token", None) in self.stays:  # one that waits asks meanwhile
+                    return reply
+                raise lost
+
+            with faults.after(hook, lose):
+                _, error = _attempt(call)
+            if error is None:
+                raise Broken("lost", f"{what} succeeded, though its reply was lost")
+            return None, None if error is lost else error
+        return _attempt(lambda: bounded(call, _ANSWER_S, what) if waits else call())
 
     def judge(self, rule: str, what: str, expected: DataPlaneError | None, error: DataPlaneError | None) -> None:
         """A call must have succeeded or have been refused as the model says."""
@@ -303,10 +357,10 @@ class StoreMachine:
         if error is None and not expected.answered:
             return
         self.staying = None
-        what = "a claim that waited"
-        meta = self.agree("wait", what, error, waiting.result, _ANSWER_S, what)
+        rule, what = "wake" if self.wakes else "wait", "a claim that waited"
+        meta = self.agree(rule, what, error, waiting.result, _ANSWER_S, what)
         if error is None:
-            self.was_given(stay.claim, expected, meta, "wait")
+            self.was_given(stay.claim, expected, meta, rule)
 
     @contextmanager
     def noting(self, hook: str, request_id: str | None = None) -> Iterator[list[Any]]:
@@ -362,14 +416,18 @@ class StoreMachine:
     # --- writes -------------------------------------------------------------------------------------------------------
 
     def take_put(self, step: Put) -> Any:
-        """Puts, perhaps with a reply that is lost, or too late."""
+        """Puts, and uses the memory of what was put for something else."""
         columns = {name: _column(kind, step.rows(name)) for name, kind in step.columns.items()}
         partition = self.partition(step.partition_id)
 
+        tags = None if step.tags is None else [dict(row) for row in step.tags]
+
         def call() -> Any:
-            meta = self.client.put_samples(step.sample_ids, partition, columns or None, step.tags)
+            meta = self.client.put_samples(step.sample_ids, partition, columns or None, tags)
             for column in columns.values():
                 _scribble(column)
+            for row in tags or ():
+                row.clear()
             return meta
 
         def arrange(request: Any) -> None:
@@ -377,24 +435,24 @@ class StoreMachine:
             if step.epoch:
                 request.epoch = self.epochs.get(step.partition_id) if step.epoch == "now" else "of another time"
 
-        if step.fault == "late":
+        if self.fault == ("put_samples", "late"):
+            self.fault = None
             return self.put_late(step, call)
-        replies: list[Any] = []
-
-        def lose(request: Any, reply: Any) -> Any:
-            replies.append(reply)
-            if len(replies) == 1:
-                raise LostReplyError("put_samples failed: the kit dropped the reply.")
-            return reply
-
         carried_out, error = self.expected(step)
         faults = Faults.of(self.client)
-        losing = faults.after("put_samples", lose) if step.fault == "lost" else nullcontext()
-        with faults.before("put_samples", arrange), self.noting("put_samples", f"r{step.number}"), losing:
+        with faults.before("put_samples", arrange), self.noting("put_samples", f"r{step.number}"):
             self.agree(_rule_of_put(error), "the put", error, call)
         if carried_out:
             self.was_put(step)
         return carried_out
+
+    def take_faulty(self, faulty: Faulty) -> Any:
+        """Takes a step of which the first call of the hook goes wrong."""
+        step = faulty.step
+        self.fault = _HOOKS.get(step.op, step.op), faulty.fault
+        reply = getattr(self, f"take_{step.op}")(step)
+        self.fault = None  # a step that makes no call has none
+        return reply
 
     def was_put(self, step: Put) -> None:
         """The store holds the cells of a put."""
@@ -457,7 +515,7 @@ class StoreMachine:
         if error is not None and not isinstance(error, KeyError):
             error = None  # cells of lists whose field has been open: the client reads them in parts
         partition, fields = self.partition(step.partition_id), list(step.fields)
-        rule, call = "missing" if error else "read", self.client.get_samples
+        rule, call = "missing" if error else "evicted" if self.bounded else "read", self.client.get_samples
         found = self.agree(rule, "the read", error, call, step.sample_ids, partition, fields, waits=error is not None)
         if found is not None:
             self.compare(found, step.partition_id, step.sample_ids, fields)
@@ -469,14 +527,14 @@ class StoreMachine:
             expected = [self.cells[name, sample_id, field] for sample_id in ids]
             column = found[field]
             with proving("bits"):
-                if field == "o":
+                if field == "l":
+                    same("lists", _plain(column), expected, "the lists")
+                elif isinstance(expected[0], torch.Tensor):
+                    check_column(column, expected)
+                else:
                     items = items_of(column)
                     assert len(items) == len(expected), f"{len(items)} objects, expected {len(expected)}"
                     assert all(map(same_items, items, expected)), f"objects {items}, expected {expected}"
-                elif field == "l":
-                    same("bits", _plain(column), expected, "the lists")
-                else:
-                    check_column(column, expected)
             if self.owns_reads:
                 _scribble(column)
 
@@ -487,7 +545,7 @@ class StoreMachine:
         meta = self.agree("list", "the listing", error, self.client.list_samples, *about)
         if meta is not None:
             same("order", meta.sample_ids, list(reply.sample_ids), "the ids listed")
-            same("list", [*map(_exact, meta.tags)], [*map(_exact, reply.tags)], "the tags listed")
+            same("tags", [*map(_exact, meta.tags)], [*map(_exact, reply.tags)], "the tags listed")
             for tags in meta.tags:
                 tags.clear()  # they belong to the caller
         return reply
@@ -566,9 +624,10 @@ class StoreMachine:
                 until_it_agrees(lambda: self.check_timeout(rule, call, reply))
                 return reply
             meta = self.agree(rule, "the claim", error, call, waits=not (reply and reply.sample_ids))
-        if meta is not None:
+        if error is None:
             asked = [each.token for each in sent if each.token not in self.stays]  # one that waits may ask meanwhile
             self.tokens.setdefault(step.token, asked[-1])
+        if meta is not None:
             self.was_given(step, reply, meta, rule)
         return reply
 
@@ -590,8 +649,10 @@ class StoreMachine:
 
     def was_given(self, step: commands.ClaimRequest, reply: Claim, meta: KVBatchMeta, rule: str) -> None:
         """Compares what a claim gave, reads it, and keeps its leases."""
+        if step.all_or_nothing and len(reply.sample_ids) < step.batch_size:
+            rule = "tail"
         same(rule, meta.sample_ids, list(reply.sample_ids), "the ids claimed")
-        same("order", [*map(_exact, meta.tags or [])], [*map(_exact, reply.tags)], "the tags claimed")
+        same("tags", [*map(_exact, meta.tags or [])], [*map(_exact, reply.tags)], "the tags claimed")
         if reply.lease_tokens is not None and meta.size:
             real = list(meta.lease_tokens or [])
             tokens = [self.tokens.setdefault(token, real[0]) for token in reply.lease_tokens]
@@ -638,7 +699,7 @@ class StoreMachine:
         extra = (step.lease_s,) if isinstance(step, commands.RenewRequest) else ()
         call = partial(getattr(self.client, step.op), meta, *extra)
         with self.noting(step.op, step.request_id):
-            _, found = _attempt(call)
+            _, found = self.attempt(call, step.op)
         if not (self.short.intersection(step.lease_tokens) and isinstance(found, LeaseExpiredError)):
             self.judge("settle", step.op, error, found)
         elif error is None:
@@ -741,6 +802,9 @@ def _builtin(error: BaseException) -> type:
 def _rule_of_put(error: DataPlaneError | None) -> str:
     if error is None:
         return "put"
+    for kind, rule in ((SchemaMismatchError, "schema"), (UnsupportedOperationError, "undeclared")):
+        if isinstance(error, kind):
+            return rule
     return "room" if isinstance(error, RuntimeError) else "put refused"
 
 

@@ -15,14 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from dataplane_core.errors import LeaseExpiredError
 from dataplane_core.spec import Capability
 from dataplane_testkit import _workers
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged
 from dataplane_testkit._profiles import by_profile, new_seed
 from dataplane_testkit._store import Deployment, Store
-from dataplane_testkit._timing import eventually
 from dataplane_testkit.chaos.checker import check, shrunk
 from dataplane_testkit.chaos.history import OK, History
 from dataplane_testkit.chaos.page import table
@@ -67,21 +65,16 @@ class ProcessSuite(Suite, chapter="processes"):
         for value in range(20):
             store.put(partition, [f"s{value}"], [{"n": value}], x=torch.tensor([value]))
             assert worker.run(_workers.read_items, partition, [f"s{value}"], "x") == [value]
-        theirs = batch(2, x=torch.tensor([7, 8]), o=as_objects({"a": 1}, None))
-        worker.run(methodcaller("put_samples", ["w0", "w1"], partition, theirs))
-        found = store.get(partition, ["w1", "w0"], "x", "o")
-        assert found["x"].tolist() == [8, 7]
-        assert items_of(found["o"]) == [None, {"a": 1}]
-
-    def test_registrations_and_clears_cross_processes(self, store: Store) -> None:
-        (worker,), partition = store.deployment.workers(1), store.filled(3)
         worker.run(methodcaller("register_partition", partition, ["x"], None, ["train"]))
         assert not store.has(partition, "s0")
-        store.put(partition, ids(3), x=torch.arange(3) / 2)
+        store.put(partition, ids(3), x=torch.arange(3) / 2)  # of another type than before
         assert worker.run(_workers.read_items, partition, ids(3), "x") == [0, 0.5, 1]
-        worker.run(methodcaller("put_samples", ["w"], partition, batch(1, x=torch.tensor([4.0]))))
-        store.client.clear_samples(["s1", "w"], partition)
-        for gone in ("s1", "w"):
+        theirs = batch(2, x=torch.tensor([7.0, 8.0]), o=as_objects({"a": 1}, None))
+        worker.run(methodcaller("put_samples", ["w0", "w1"], partition, theirs))
+        found = store.get(partition, ["w1", "w0"], "x", "o")
+        assert (found["x"].tolist(), items_of(found["o"])) == ([8, 7], [None, {"a": 1}])
+        store.client.clear_samples(["s1", "w0"], partition)
+        for gone in ("s1", "w0"):
             with store.refusal(KeyError, f"'{gone}'"):
                 worker.run(_workers.read_items, partition, ["s0", gone], "x")
         worker.run(methodcaller("clear_samples", None, partition))
@@ -94,16 +87,6 @@ class ProcessSuite(Suite, chapter="processes"):
         assert not store.client.check_consumption_status(partition, ["train"])
         store.client.ack(meta)
         assert worker.run(methodcaller("check_consumption_status", partition, ["train"]))
-
-    def test_a_killed_holder_loses_its_lease(self, store: Store) -> None:
-        (worker,), partition = store.deployment.workers(1), store.filled(4)
-        lost = worker.run(methodcaller("claim_meta", partition, "train", ["x"], 4, lease_s=0.5))
-        assert lost.sample_ids == ids(4)
-        worker.kill()
-        found = eventually(lambda: store.claim(partition, 4, lease_s=600).sample_ids, what="the return of a lost claim")
-        assert found == ids(4)
-        with store.refusal(LeaseExpiredError):
-            store.client.ack(lost)
 
     # --- processes killed while they put and claim --------------------------------------------------------------------
 

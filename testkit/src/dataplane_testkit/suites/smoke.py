@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import pytest
 import torch
+from pydantic import BaseModel
 
+from dataplane_core.errors import ConfigError
+from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, ids, items_of, jagged
 from dataplane_testkit._hooks import Hooks
-from dataplane_testkit._rows import delete, new_handles, put, rows_at
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import PROMPT_S
 
@@ -20,6 +22,13 @@ from dataplane_testkit._timing import PROMPT_S
 _ROWS: Final = 400
 #: Rows of one put.
 _STEP: Final = 100
+#: Capability -> the others of which it needs one.
+_NEEDS: Final[dict[Capability, set[Capability]]] = {
+    **{each: {Capability.CLAIMS} for each in (Capability.GROUPS, Capability.LEASES, Capability.CURSORS)},
+    Capability.SAMPLERS: {Capability.CLAIMS},
+    Capability.TAG_FILTERS: {Capability.CLAIMS, Capability.LISTING},
+    Capability.ATOMIC_OVERWRITE: {Capability.OVERWRITE},
+}
 
 
 @contextmanager
@@ -42,15 +51,6 @@ def _rows(values: list[int]) -> list[torch.Tensor]:
     return [torch.full((value % 5,), value) for value in values]
 
 
-def _filled(store: Store) -> str:
-    """A partition with hundreds of rows."""
-    partition = store.register("x", "y", num_samples=_ROWS)
-    for start in range(0, _ROWS, _STEP):
-        values = list(range(start, start + _STEP))
-        store.put(partition, [f"s{n}" for n in values], x=torch.tensor(values), y=jagged(_rows(values)))
-    return partition
-
-
 def _check(store: Store, partition: str, values: list[int]) -> None:
     """Asserts that these rows are there. Fails long before the client's own deadline."""
     names = [f"s{value}" for value in values]
@@ -63,15 +63,26 @@ def _check(store: Store, partition: str, values: list[int]) -> None:
 class SmokeSuite(Suite, chapter="smoke"):
     """What every other test of the kit relies on."""
 
-    def test_smoke_hundreds_of_stored_rows_come_back(self, store: Store) -> None:
-        backend = store.rows()
-        rows = {handle: str(handle).encode() for handle in new_handles(_ROWS)}
-        for handle, row in rows.items():
-            put(backend, {handle: row})
-        there = rows_at(backend, rows)
-        lost = [handle for handle, row in rows.items() if there[handle] != row]
-        assert not lost, f"{len(lost)} of {_ROWS} rows are lost: put_rows returned, but get_rows does not find them"
-        delete(backend, [*rows])
+    def test_declarations_are_consistent(self, store: Store) -> None:
+        cls = store.deployment.backend_class
+        declared = cls.capabilities
+        assert isinstance(cls.wire, WireFormat)
+        assert isinstance(declared, frozenset)
+        assert all(isinstance(each, Capability) for each in declared)
+        assert isinstance(cls.scope, Scope)
+        assert issubclass(cls.Config, BaseModel)
+        with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
+            store.deployment.connect({**store.deployment.options, "no_such_option_of_the_kit": 1})
+        assert (store.client.capabilities, store.client.scope) == (declared, cls.scope)
+        assert store.client.backend_name == store.name
+        wrong = set(map(str, cls.why_not_declared)) - {str(each) for each in {*Capability} - declared} - {"scope"}
+        assert not wrong, f"why_not_declared has the keys {sorted(wrong)}, which are declared or are not capabilities"
+        assert all(why.strip() for why in cls.why_not_declared.values())
+        for capability in declared & _NEEDS.keys():
+            needed = _NEEDS[capability]
+            assert declared & needed, f"'{capability}' needs {' or '.join(map(repr, sorted(needed)))}"
+        has_options = {"capacity_bytes", "on_full"} <= cls.Config.model_fields.keys()
+        assert has_options == (Capability.CAPACITY in declared), "'capacity' goes with capacity_bytes and on_full"
 
     def test_smoke_a_few_rows_go_in_and_out(self, store: Store) -> None:
         partition = store.register("x", "y")
@@ -79,15 +90,11 @@ class SmokeSuite(Suite, chapter="smoke"):
         _check(store, partition, [2, 0, 1])
 
     def test_smoke_hundreds_of_rows_go_in_and_out(self, store: Store) -> None:
-        _check(store, _filled(store), list(range(_ROWS))[::-1])
-
-    def test_smoke_hundreds_of_rows_are_claimed_once(self, store: Store) -> None:
-        partition = _filled(store)
-        given: list[str] = []
-        while len(given) <= _ROWS and (claimed := store.claim(partition, 64).sample_ids):
-            given += claimed
-        assert given == ids(_ROWS)
-        assert store.client.check_consumption_status(partition, ["train"])
+        partition = store.register("x", "y")
+        for start in range(0, _ROWS, _STEP):
+            values = list(range(start, start + _STEP))
+            store.put(partition, [f"s{n}" for n in values], x=torch.tensor(values), y=jagged(_rows(values)))
+        _check(store, partition, list(range(_ROWS))[::-1])
 
     @pytest.mark.parametrize("state", ["defaults", "no_grad", "compile"])
     def test_smoke_torchs_defaults_change_nothing(self, store: Store, state: str) -> None:

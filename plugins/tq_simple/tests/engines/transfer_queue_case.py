@@ -1,0 +1,81 @@
+"""What tests of ``storage: transfer_queue`` share: a TransferQueue that was there before them, and a case of the kit."""
+
+import ast
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dataplane_core import connect
+from dataplane_core.backends import Level, RefsGoneError
+from dataplane_core.codec import split_rows
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.ledger import commands
+from dataplane_testkit import AuthorsClass
+from dataplane_tq_simple._backend import TransferQueueBackend
+from dataplane_tq_simple.config import TQSimpleConfig
+
+
+def config_of(instance, ray_address, **more):
+    options = {"storage": "transfer_queue", "instance": instance, "ray_address": ray_address, **more}
+    return {"backend": "tq_simple", "options": options}
+
+
+def found_by_doctor(config):
+    found = TransferQueueBackend.diagnose(TQSimpleConfig(**config["options"]), deadline=time.monotonic() + 60)
+    return [(each.level, each.what) for each in found]
+
+
+@pytest.fixture(scope="module")
+def holds(ray_address):
+    """Starts TransferQueue in a process of its own. Says what it holds, by partition."""
+    config = config_of("none", ray_address)
+    with pytest.raises(BackendUnavailableError, match=r"no TransferQueue runs .*transfer_queue.init"):
+        connect(config)
+    level, what = found_by_doctor(config)[-1]
+    assert level is Level.ERROR
+    assert what.startswith("no TransferQueue runs on the Ray cluster")
+    program = Path(__file__).with_name("transfer_queue_system.py")
+    with subprocess.Popen(
+        [sys.executable, program, ray_address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as system:
+        assert system.stdout.readline() == "runs\n"
+
+        def ask():
+            system.stdin.write("?\n")
+            system.stdin.flush()
+            return ast.literal_eval(system.stdout.readline())
+
+        yield ask
+
+
+class TransferQueueCase(AuthorsClass):
+    backend = "tq_simple"
+    backend_class = TransferQueueBackend
+
+    @pytest.fixture
+    def options(self, ray_address, holds):
+        return config_of("conformance", ray_address)["options"]
+
+    def raw_get(self, backend, partition_id, sample_id, field):
+        """The frame, straight from TransferQueue."""
+        deadline, engine = time.monotonic() + 30, backend._engine
+        (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
+        ((*frames,),) = split_rows(engine.get_rows([part.write_id + part.positions[0]], deadline))
+        return bytes(frames[part.slots[0]])
+
+    def held_bytes(self, backend):
+        """What TransferQueue holds in the instance's partition."""
+        deadline, engine = time.monotonic() + 60, backend._engine
+        entries = engine._run("list", engine._client.async_kv_list(engine._partition), deadline)
+        held = 0
+        for key in entries.get(engine._partition, ()):
+            with suppress(RefsGoneError):  # a put was given up between its entry and its row
+                held += sum(map(len, engine.get_rows([int(key)], deadline)))
+        return held
+
+    def conflicting_options(self, options):
+        return {**options, "capacity_bytes": 1 << 40}

@@ -1,4 +1,4 @@
-"""What tests of ``storage: transfer_queue`` share: a TransferQueue that was there before them, and a case of the kit."""
+"""What the tests of ``storage: transfer_queue`` share: a TransferQueue that was there before, and a case of the kit."""
 
 import ast
 import subprocess

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,7 +103,8 @@ class Unit:
 
     def session(self, path: str) -> Session:
         address = Unix(self.name, token=self.token) if path == "memory" else Tcp("127.0.0.1", self.port, self.token)
-        return Session(address, ExtentHost.messages, soon())
+        watch = SimpleNamespace(check=lambda: None, describe=str)  # as units have, whose clients look after them
+        return Session(address, ExtentHost.messages, soon(), None if path == "memory" else lambda: watch)
 
     def client(self, path: str, **options: bool) -> ExtentClient:
         return ExtentClient(self.session(path), **options)

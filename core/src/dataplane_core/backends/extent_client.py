@@ -107,7 +107,8 @@ class ExtentClient:
             self.session.call_all(what, deadline, [*first, Allocate(put, writes)])
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
-            self.session.call_all(what, deadline, last)
+            if last:
+                self.session.call_all(what, deadline, last)
             return
         arena = self._memory.arena
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up

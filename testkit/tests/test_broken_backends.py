@@ -22,7 +22,6 @@ _FEW = (
     "LeaksRoom",
     "DeclaresHalf",
     "ForgetsTheCalls",
-    "ForgetsTheSecondTask",
     "ReadsAPage",
     "DropsATenth",
 )

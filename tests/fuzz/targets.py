@@ -575,6 +575,9 @@ def _store_requests() -> list[bytes]:
         hosting.ClaimOrWait(_claim("u", "m")),
         hosting.StopWaiting("m"),
         commands.CommitPut(1000),
+        hosting.Together(
+            [_STORE.encode_request(each)[4:] for each in (hosting.Written(1000), commands.CommitPut(1000))]
+        ),
         *(_BEFORE[1], _BEFORE[3]),
         *_THEN,
     ]

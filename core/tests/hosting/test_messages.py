@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dataplane_core.errors import BackendError, BackendUnavailableError, CapacityExceededError, InvalidRequestError
-from dataplane_core.hosting import ClaimOrWait, Messages, Release, StopWaiting
+from dataplane_core.hosting import ClaimOrWait, Messages, Release, StopWaiting, Together
 from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, decode_welcome, encode
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec
@@ -25,6 +25,7 @@ REQUESTS = {
     "release": Release([7]),
     "begin": commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [8])], [{"n": 1}], write_id=2**40, ttl_s=9.0),
     "clients": commands.ListClientsRequest(),
+    "together": Together([b"\x10\x93"]),
 }
 
 

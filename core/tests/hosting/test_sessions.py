@@ -18,6 +18,7 @@ from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
     ClientClosedError,
+    InvalidRequestError,
     LostReplyError,
     OperationTimeoutError,
     UnknownPartitionError,
@@ -29,6 +30,7 @@ from dataplane_core.hosting import (
     Server,
     Session,
     TcpAddress,
+    Together,
     UnixAddress,
     listen_at,
     listen_on,
@@ -143,8 +145,12 @@ def ended(channel):
         return True
 
 
+def registration(partition):
+    return commands.RegisterRequest(partition, ["x"], None, ["t"], None, {}, "e")
+
+
 def register(session, partition="p"):
-    session.call("register", soon(), commands.RegisterRequest(partition, ["x"], None, ["t"], None, {}, "e"))
+    session.call("register", soon(), registration(partition))
 
 
 def partitions(session):
@@ -173,6 +179,17 @@ def test_messages_of_any_size_and_from_many_threads_are_answered_to_who_asked(ho
     with pytest.raises(UnknownPartitionError):
         session.call("describe", soon(), commands.DescribeRequest("nothing"))
     session.close()
+
+
+def test_of_requests_that_go_together_none_is_carried_out_after_one_that_is_refused(hosted):
+    session = session_with(hosted[2])
+    one, bad = commands.ListPartitionsRequest(), commands.DescribeRequest("none")
+    assert [each.partition_ids for each in session.call_all("the test's", soon(), [one, one])] == [[], []]
+    with pytest.raises(UnknownPartitionError):
+        session.call_all("the test's", soon(), [registration("a"), bad, registration("b")])
+    assert list(partitions(session)) == ["a"]
+    with pytest.raises(InvalidRequestError, match="comes alone"):
+        session.call_all("the test's", soon(), [Together([])])
 
 
 def test_a_request_that_was_given_up_is_not_carried_out(hosted):

@@ -104,7 +104,7 @@ def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp
                     clock.now = history.now + ahead_s
                     reply = answer(whole, command, history.now)
                     assert answer(logged, command, history.now) == reply, (seed, step, command)
-                    last, command = (command, reply), history.heard(command, reply)
+                    last, last_at, command = (command, reply), history.now, history.heard(command, reply)
             if dice.random() < 0.1:
                 clock.now = history.now + ahead_s
                 if dice.random() < 0.5:
@@ -114,7 +114,8 @@ def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp
                 ahead_s = dice.randrange(1 << 20) / 8
                 clock.now = history.now + ahead_s
                 logged.again()
-                assert is_alike(*last, answer(logged, last[0], history.now)), (seed, step, last)  # its reply was lost
+                if last_at == history.now:  # else it may have another answer by now
+                    assert is_alike(*last, answer(logged, last[0], history.now)), (seed, step, last)  # it was lost
                 assert contents(logged, history.now) == contents(whole, history.now), (seed, step)
                 assert state_of(logged.logged.ledger, history.now) == state_of(whole, history.now), (seed, step)
                 assert logged.logged.ledger.payload() == whole.payload()

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dataplane_core.backends.base import Backend, NoOptions, required_operations
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
-from dataplane_core.backends.ledger_backend import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
+from dataplane_core.backends.ledger_backend import (
+    LEDGER_CAPABILITIES,
+    NOT_BEGUN,
+    CapacityOptions,
+    LedgerBackend,
+    RefsGoneError,
+)
 from dataplane_core.backends.owned_process import OwnedProcess, last_words
 from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.row_store import RowStoreBackend, RowStoreOptions, framed_columns
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEDGER_CAPABILITIES",
+    "NOT_BEGUN",
     "Backend",
     "CapacityOptions",
     "ExtentClient",

@@ -79,6 +79,7 @@ class ExtentClient:
         threads: int | None = 1,
         *,
         begin: commands.BeginPut | None = None,
+        commits: Callable[[], object] = lambda: None,
     ) -> None:
         """Stores writes. Returns when every client can read them.
 
@@ -89,6 +90,7 @@ class ExtentClient:
             deadline: On `time.monotonic`'s clock, in seconds.
             threads: How many threads copy into shared memory; as for `copy_arrays`.
             begin: The put, if the host has the ledger too. Then it is begun before, and committed after that.
+            commits: Called when the next message asks for the commit, so that it may be done though no reply comes.
 
         Raises:
             CapacityExceededError: The host has no room for them.
@@ -101,6 +103,7 @@ class ExtentClient:
         last: list[Any] = [] if begin is None else [commands.CommitPut(put)]
         if size_bytes <= _FEW_BYTES and not self.syncs:
             data = [b"".join(each.data for each in _whole(plan)) for plan in plans.values()]
+            commits()
             self.session.call_all(what, deadline, [*first, PutWhole(put, writes, data), *last])
             return
         if self._memory is None:
@@ -108,6 +111,7 @@ class ExtentClient:
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
             if last:
+                commits()
                 self.session.call_all(what, deadline, last)
             return
         arena = self._memory.arena
@@ -123,6 +127,7 @@ class ExtentClient:
                 digests = [digest_of(arena.bytes[slice(*each)]) for each in bounds] if self.syncs else None
                 for each in bounds if self.syncs else ():
                     arena.sync(*each)
+                commits()
                 self.session.call_all(what, deadline, [Written(put, digests), *last])
         finally:
             held.release()

@@ -83,15 +83,16 @@ _UNDO_S: Final = 5.0
 _LATE_UNDO_S: Final = 1.0
 #: Seconds after which a waiting put says again that it waits.
 _STILL_WAITS_S: Final = 15.0
-#: Errors of `BeginPut` after which nothing is reserved. After any other error, bytes may be reserved.
-_REFUSALS: Final = (
+#: Errors after which nothing is reserved, as only the begin of a put raises them.
+NOT_BEGUN: Final = (
     AlreadyDoneError,
     CapacityExceededError,
     InvalidRequestError,
-    StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
 )
+#: Those of `BeginPut`. After any other error, bytes may be reserved.
+_REFUSALS: Final = (*NOT_BEGUN, StalePartitionError)
 
 
 class CapacityOptions(BaseModel):

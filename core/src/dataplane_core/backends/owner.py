@@ -26,6 +26,7 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     ClientClosedError,
     DataPlaneError,
+    LostReplyError,
     OperationTimeoutError,
 )
 from dataplane_core.hosting import (
@@ -177,18 +178,24 @@ class OwnerClient:
             raise
 
     def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice."""
+        """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice.
+
+        Raises:
+            LostReplyError: The owner is gone in the middle of a put, which is repeated as a whole.
+        """
         while True:
             session = self._session_now(deadline)
             try:
                 if wake is None:
                     return session.call(command.op, deadline, command)
                 return session.call_waiting(command.op, deadline, command, wake)
-            except _GoneError:
+            except _GoneError as error:
                 # without the lock, which another thread may hold for long; to connect once too often does no harm
                 if self._session is session:
                     self._session = None
                 session.finish()  # other calls over it notice by themselves
+                if isinstance(command, (commands.BeginPut, commands.CommitPut)):  # the next one may come late
+                    raise LostReplyError(error.message) from error
 
     def pid(self, deadline: float) -> int:
         """The owner's process id, on its host."""

@@ -44,6 +44,7 @@ from dataplane_core.hosting.messages import (
     Release,
     Request,
     StopWaiting,
+    Together,
     decode_about,
     decode_welcome,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "Session",
     "StopWaiting",
     "TcpAddress",
+    "Together",
     "UnixAddress",
     "Wanted",
     "Watch",

@@ -245,12 +245,14 @@ class ExtentHost(Host):
         if offsets is None:
             size_bytes, most_bytes = sum(each.layout.size_bytes for each in request.writes), self._extents.most_bytes
             raise CapacityExceededError(
-                f"{size_bytes} bytes with tables do not fit into the arena of this storage unit, of whose "
+                f"{size_bytes} bytes with tables do not fit into the arena, of whose "
                 f"{most_bytes} bytes {self._extents.used_bytes} are used, also by cleared samples that are still "
                 "read or viewed.",
                 retryable=size_bytes <= most_bytes,
                 ask_again_s=_ASK_AGAIN_S,
-                hint="Drop views that are not needed." if size_bytes <= most_bytes else "Write smaller batches.",
+                hint="Drop views that are not needed."
+                if size_bytes <= most_bytes
+                else "Write smaller batches, or raise capacity_bytes, or unit_bytes of tq_simple.",
             )
         client.puts[request.put] = request.writes
         self._writers.update((each.write_id, (client, request.put)) for each in request.writes)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.hosting.layout import Bytes
-from dataplane_core.hosting.messages import ClaimOrWait, Messages, StopWaiting
+from dataplane_core.hosting.messages import ClaimOrWait, Messages, StopWaiting, Together
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.spec import Claim, new_id
 
@@ -119,10 +119,23 @@ class Host:
         Raises:
             DataPlaneError: As the request says. The client raises it.
         """
+        if isinstance(request, Together):
+            return [self._answer_part(each, client) for each in request.requests]
         handler = self.handlers.get(type(request))
         if handler is None:
             raise InvalidRequestError(f"this host knows no {type(request).__name__}.")
         return handler(self, request, client)
+
+    def _answer_part(self, message: bytes, client: Client) -> bytes:
+        """The reply to one of several requests, without its length."""
+        request = self.messages.decode_request(message)
+        if isinstance(request, Together) or getattr(request, "followed", False):
+            raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
+        reply = self.answer(request, client)
+        if isinstance(reply, Sending):
+            reply.finish()
+            raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
+        return self.messages.encode_reply(reply)[4:]
 
     def settle(self) -> None:
         """Called before replies are sent, once for all requests that had arrived together. Must not raise."""
@@ -153,8 +166,9 @@ class LedgerHost(Host):
 
     def answer(self, request: Any, client: Client) -> Any:
         """As `Host.answer`. What has no handler is a command, which goes to the ledger as it is."""
-        handler = self.handlers.get(type(request))
-        return self._service.call(request) if handler is None else handler(self, request, client)
+        if isinstance(request, Command) and type(request) not in self.handlers:
+            return self._service.call(request)
+        return super().answer(request, client)
 
     def end_session(self, client: Client) -> None:
         """Gives up what the client waited for: others get the samples, and the room."""

@@ -21,7 +21,7 @@ from dataplane_core.ledger import Command, check_command, commands
 from dataplane_core.spec import Claim
 
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
-VERSION: Final = 13
+VERSION: Final = 14
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")
@@ -99,6 +99,17 @@ class Release(Request[None]):
 
     answered = False
     pins: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Together(Request[list[bytes]]):
+    """Requests that are carried out one after the other, and none after one that is refused: its error is the reply.
+
+    Attributes:
+        requests: The requests, without their lengths. None of them is followed by bytes, in either direction.
+    """
+
+    requests: list[bytes]
 
 
 def _plain(value: Any) -> object:
@@ -264,7 +275,7 @@ class Messages:
         return error
 
 
-_OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (ClaimOrWait, StopWaiting, Release)
+_OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (ClaimOrWait, StopWaiting, Release, Together)
 
 
 def decode_hello(message: bytes) -> Hello:

@@ -263,7 +263,10 @@ class Server:
         connection.sending = connection.receiving = None
         if connection.begins and connection.client is not None:
             connection.begins = False
-            self._host.end_session(connection.client)
+            try:
+                self._host.end_session(connection.client)
+            except Exception as error:  # as on a full disk: what it held ends by its time
+                _log.error("what a client held that is gone could not be given up: %s", error)
 
     def _read(self, connection: _Connection) -> None:
         if connection.receiving is not None:

@@ -35,6 +35,7 @@ from dataplane_core.hosting.messages import (
     Release,
     Request,
     StopWaiting,
+    Together,
     Welcome,
     decode_wake,
     decode_welcome,
@@ -241,34 +242,9 @@ class Session:
             OperationTimeoutError: No reply in time. It may have been carried out or not.
             ClientClosedError: The session was closed, or belongs to the process that this one is a fork of.
         """
-        with self._exchange(what, deadline, [request], sources) as line:
-            message = line.message()
-            if receive is not None:
-                reply = self._messages.decode_reply(request, message)
-                receive(reply, line.fill)
-        return self._messages.decode_reply(request, message) if receive is None else reply
-
-    def call_all(self, what: str, deadline: float, requests: Sequence[Request[Any] | Command[Any]]) -> list[Any]:
-        """Sends requests together, and returns their replies. The host answers them one after the other.
-
-        If one is refused, the host still goes on with the next ones. Raises as `call`, for the first that is refused.
-        """
-        with self._exchange(what, deadline, requests) as line:
-            messages = [line.message() for _ in requests]
-        return [self._messages.decode_reply(*each) for each in zip(requests, messages, strict=True)]
-
-    @contextmanager
-    def _exchange(
-        self,
-        what: str,
-        deadline: float,
-        requests: Sequence[Request[Any] | Command[Any]],
-        sources: Sequence[Bytes] = (),
-    ) -> Iterator[_Line]:
-        """Sends requests, and bytes that follow them. The block receives the replies."""
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
-        message = b"".join(map(self._messages.encode_request, requests))
+        message = self._messages.encode_request(request)
         # in front of the request, which may need the room that these pins keep
         released = list(self._unreleased)
         if released:
@@ -277,9 +253,22 @@ class Session:
             line = _Line(channel, deadline, self._make_watch)
             line.send([memoryview(message), *(each.data for each in sources if len(each))])
             self._unreleased.difference_update(released)
-            yield line
+            message = line.message()
+            if receive is not None:
+                reply = self._messages.decode_reply(request, message)
+                receive(reply, line.fill)
         if self._unreleased:  # pins that ended while all sockets were in use
             self._send_releases()
+        return self._messages.decode_reply(request, message) if receive is None else reply
+
+    def call_all(self, what: str, deadline: float, requests: Sequence[Request[Any] | Command[Any]]) -> list[Any]:
+        """Sends requests that go together, and returns their replies. The host answers them one after the other.
+
+        If it refuses one, it does not carry out those after it. Raises as `call`, for the one that it refused.
+        """
+        packed = [self._messages.encode_request(each)[4:] for each in requests]
+        replies = self.call(what, deadline, Together(packed))
+        return [self._messages.decode_reply(*each) for each in zip(requests, replies, strict=True)]
 
     def call_waiting(
         self,
@@ -513,8 +502,8 @@ class _Line:
 
     def message(self, *, with_descriptors: bool = False) -> bytes:
         """The next message."""
-        received = self._ahead
-        while len(received) < 4 or len(received) < (end := 4 + int.from_bytes(received[:4], "little")):
+        received, end = self._ahead, 4
+        while len(received) < end:
             if with_descriptors and self._channel.family == socket.AF_UNIX:
                 data, self.descriptors, _, _ = self._move(
                     lambda: socket.recv_fds(self._channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
@@ -525,6 +514,8 @@ class _Line:
             if not data:
                 raise EOFError("the connection was closed")
             received += data
+            if len(received) >= 4:
+                end = 4 + int.from_bytes(received[:4], "little")
         self._ahead = received[end:]
         return bytes(memoryview(received)[4:end])
 

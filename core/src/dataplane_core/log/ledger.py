@@ -18,7 +18,7 @@ _MESSAGES: Final = Messages()
 #: Which version the state is of, and which the records.
 _VERSIONS: Final = [1, VERSION]
 #: Commands that make room, which a full disk must not keep from it.
-_FREES: Final = (commands.ClearRequest, commands.Collected)
+_FREES: Final = (commands.AbortPut, commands.ClearRequest, commands.Collected)
 
 
 class LoggedLedger:

@@ -14,6 +14,7 @@ import msgspec
 
 from dataplane_core.backends import (
     LEDGER_CAPABILITIES,
+    NOT_BEGUN,
     ExtentClient,
     Finding,
     LedgerBackend,
@@ -23,7 +24,7 @@ from dataplane_core.backends import (
     read_stored,
     reads_of,
 )
-from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, ConfigError, OperationTimeoutError
+from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
 from dataplane_core.host_memory import check_capacity, memory_limit
 from dataplane_core.hosting import ExtentStatistics, Memory
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
@@ -183,15 +184,20 @@ class ShmBackend(LedgerBackend):
         begin = self.begin_of(request, writes, ticket)
         assert begin.write_id is not None
         plans = plans_of(begin.by_id(begin.write_id), request.columns)
-        if ticket is not None:
-            ticket.refusal = None  # nobody knows whether it was written if no answer comes
+
+        def commits() -> None:
+            if ticket is not None:
+                ticket.refusal = None
+
         try:
-            self._connected().put(plans, request.deadline, self.config.copy_threads, begin=begin)
-        except CapacityExceededError:  # the store has ended it
+            self._connected().put(plans, request.deadline, self.config.copy_threads, begin=begin, commits=commits)
+        except NOT_BEGUN:  # nor is what had no room in the memory: the store has ended it
             raise
         except BaseException:
             self.undo(begin.write_id, request.deadline)
             raise
+        if ticket is not None:
+            ticket.queued_at = None  # it left the queue
         return []  # the store frees what the put takes the place of
 
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:

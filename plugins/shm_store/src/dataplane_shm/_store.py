@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from dataplane_core.errors import CapacityExceededError, StalePartitionError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, StalePartitionError
 from dataplane_core.hosting import Allocate, Client, ExtentHost, ExtentService, LedgerHost, PutWhole
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
 from dataplane_core.log import LoggedLedger
@@ -50,9 +51,9 @@ class Store(LedgerHost, ExtentHost):
     def _begin_put(self, put: commands.BeginPut, client: Client) -> int:
         write_id = self._ledger.call(put)
         self._begun[write_id] = client, put
+        self._sweep()  # the ledger gave up puts of before
         if put.ticket is not None:
             client.tickets.discard(put.ticket)
-        self._sweep()  # the ledger gave up puts of before
         return write_id
 
     def _begun_by(self, write_id: int, client: Client) -> commands.BeginPut:
@@ -70,7 +71,9 @@ class Store(LedgerHost, ExtentHost):
             self._ledger.call(commands.Collected(self._ledger.call(commands.AbortPut(request.put))))
             if error.retryable and put.ticket is not None:
                 # it left the queue when the ledger had room: it takes the next place
+                client.tickets.add(put.ticket)
                 self._ledger.call(commands.WaitForRoom(put.ticket, put.size_bytes, wait_s=put.ttl_s))
+            error.message = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: {error.message}"
             raise
 
     def _commit(self, command: commands.CommitPut, client: Client) -> list[Ref]:
@@ -96,11 +99,13 @@ class Store(LedgerHost, ExtentHost):
         return found, []
 
     def _sweep(self) -> None:
-        """Frees the payload of all refs that the ledger no longer needs."""
+        """Frees the payload of all refs that the ledger no longer needs. What cannot be recorded now, the next one
+        does."""
         garbage = self._ledger.garbage()
         if garbage:
-            self._extents.drop(garbage)
-            self._ledger.call(commands.Collected(garbage))
+            with suppress(BackendUnavailableError):
+                self._extents.drop(garbage)
+                self._ledger.call(commands.Collected(garbage))
 
 
 Store.handlers = {

@@ -22,6 +22,7 @@ from dataplane_core.hosting import (
     KeptExtents,
     Layout,
     PutWhole,
+    Together,
     Wanted,
     Written,
     digest_of,
@@ -69,10 +70,11 @@ class Life:
 
     def call(self, *requests):
         """The reply to the last of requests that are sent together."""
-        replies = [self.store.answer(request, self.session) for request in requests]
+        pack = self.store.messages.encode_request
+        replies = self.store.answer(Together([pack(each)[4:] for each in requests]), self.session)
         if not self.together:
             self.store.settle()
-        return replies[-1]
+        return self.store.messages.decode_reply(requests[-1], replies[-1])
 
     @contextmanager
     def settled_together(self):
@@ -365,6 +367,25 @@ def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatc
     assert life.ids_there() == ["small", "b"]
     assert life.read(["small", "b"]) == [bytes([3]) * 100, bytes([2]) * 100]
     life.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_put_whose_place_cannot_be_noted_is_not_committed_and_may_come_again(folder, monkeypatch, whole):
+    def full(*_args, **_kwargs):
+        raise BackendUnavailableError("the disk is full")
+
+    life = Life(folder)
+    life.register()
+    put = life.put_whole if whole else life.put
+    with monkeypatch.context() as patch:
+        patch.setattr(life.store._log, "note", full)
+        with pytest.raises(BackendUnavailableError):
+            put(["a"], 100, 1)
+    assert life.ids_there() == []
+    life.call(commands.AbortPut(life.session.number << 40 | 1))
+    put(["a"], 100, 2)
+    life.kill()
+    assert Life(folder).read(["a"]) == [bytes([2]) * 100]
 
 
 def test_the_journal_has_room_when_the_arena_gets_none(folder, monkeypatch):

@@ -7,7 +7,9 @@ import json
 import pytest
 from tiers import in_long
 
-from dataplane_testkit import BackendConformance, ConformanceError
+from dataplane_core.connecting import connect
+from dataplane_core.errors import BackendError
+from dataplane_testkit import BackendConformance, ConformanceError, Faults
 from dataplane_testkit.rules import RULES
 from dataplane_testkit.suites.rows import RowSuite
 
@@ -246,3 +248,13 @@ def test_other_suites_are_left_alone(pytester):
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-W", "error")
     result.assert_outcomes(passed=1)
     assert "conformance" not in result.stdout.str()
+
+
+def test_truncation_cuts_jagged_columns_too():
+    faults = Faults()
+    with connect({"backend": "noop", "middleware": [faults]}) as client:
+        client.register_partition("p", ["z"], None, ["train"])
+        client.put_samples(["a", "b"], "p", {"z": [[1, 2], [1, 2, 3]]})
+        with faults.truncation(), pytest.raises(BackendError, match="1 rows"):
+            client.get_samples(["a", "b"], "p", ["z"])
+        assert len(client.get_samples(["a", "b"], "p", ["z"])["z"].unbind()) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from dataplane_core.backends import row_store
 from dataplane_core.spec import hooks, replies, requests
-from dataplane_testkit import BackendConformance, chapter_of
+from dataplane_testkit import BackendConformance
 from dataplane_testkit.rules import RULES, sentences
 
 _CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
@@ -30,13 +30,6 @@ _SOURCES = {
 
 def test_each_test_of_the_kit_has_a_rule_and_each_rule_a_test() -> None:
     assert RULES.keys() == {name for name in dir(BackendConformance) if name.startswith("test_")}
-
-
-def test_the_rules_have_the_kits_chapters_in_its_order() -> None:
-    chapters = [vars(suite)["__dataplane_chapter__"] for suite in reversed(BackendConformance.__bases__)]
-    assert list(dict.fromkeys(rule.chapter for rule in RULES.values())) == chapters
-    for suite, chapter in zip(reversed(BackendConformance.__bases__), chapters, strict=True):
-        assert {chapter_of(test) for name, test in vars(suite).items() if name.startswith("test_")} == {chapter}
 
 
 def test_rules_quote_what_their_source_says() -> None:

@@ -41,3 +41,15 @@ class ShmCase(AuthorsClass):
         if isinstance(column, Ragged):
             return column.values[column.offsets[row] : column.offsets[row + 1]].clone()
         return column[row].clone()
+
+
+def rows_found(arena, parts, found, num_rows):
+    """The bytes of rows of one column where they lie, as `Locate` and `Find` say."""
+    rows = [None] * num_rows
+    for part, moved in zip(parts, found.rows, strict=True):
+        place = found.places[part.write_id]
+        (column,) = place.layout.columns
+        for row, position in zip(part.rows, part.positions if moved is None else moved, strict=True):
+            start = place.offset + column.start + position * column.step
+            rows[row] = arena.bytes[start : start + column.step]
+    return rows

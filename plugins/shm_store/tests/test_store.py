@@ -4,11 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from shm_case import rows_found
 from tiers import in_long
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import Allocate, Drop, ExtentService, Find, Layout, Memory, Release, Wanted, Written
+from dataplane_core.hosting import Allocate, ExtentService, Find, Layout, Memory, Release, Wanted, Written
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 from dataplane_shm._store import Store
@@ -67,13 +68,7 @@ class Clients:
         pin = next(self.pins)
         parts = self.call(commands.Locate("p", ids, ["x"]), session).parts
         found = self.call(Find([(part.write_id, part.positions) for part in parts], pin), session)
-        rows = [None] * len(ids)
-        for part, moved in zip(parts, found.rows, strict=True):
-            place = found.places[part.write_id]
-            (column,) = place.layout.columns
-            for row, position in zip(part.rows, part.positions if moved is None else moved, strict=True):
-                start = place.offset + column.start + position * column.step
-                rows[row] = self.arena.bytes[start : start + column.step]
+        rows = rows_found(self.arena, parts, found, len(ids))
         return pin, rows
 
     def clear(self, ids):
@@ -89,22 +84,6 @@ def clients():
     return Clients()
 
 
-def test_what_is_read_keeps_its_bytes_though_it_is_cleared_and_all_other_room_is_used(clients):
-    clients.put(["a", "b"], 1000, 7)
-    pin, (a, _) = clients.find(["a", "b"])
-    clients.clear(None)
-    clients.call(commands.RegisterRequest("p", ["x"], None, [], None, {}, "e2"))
-    assert clients.status.held_bytes == 0 < clients.status.pinned_bytes
-    for count in range(20):
-        clients.put([f"n{count}"], 3000, 1)
-    with pytest.raises(CapacityExceededError, match="do not fit into the arena"):
-        clients.put(["last"], 4000, 1)
-    assert (a == 7).all()
-    clients.call(Release([pin]))
-    clients.put(["last"], 4000, 2)  # over its place
-    assert (a != 7).any()
-
-
 def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(clients):
     write_id, data = clients.begin(["a"], 1000, ttl_s=1.0)
     clients.now = 2.0
@@ -115,12 +94,6 @@ def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(
     with pytest.raises(StalePartitionError, match="abandoned"):
         clients.call(commands.CommitPut(write_id))
     assert clients.status.num_extents == 1
-
-
-def test_dropped_payload_is_said_to_be_gone_and_rows_that_do_not_exist_are_not_dropped(clients):
-    clients.put(["a", "b"], 10, 1)
-    clients.call(Drop([(1, 0), (1, -1), (1, 2), (9, 0)]))
-    assert clients.call(Find([(1, [0, 1])], 1)).gone == [(1, 0)]
 
 
 def test_room_is_not_searched_again_until_something_changed(clients, monkeypatch):

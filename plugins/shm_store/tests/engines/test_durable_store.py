@@ -12,6 +12,7 @@ from itertools import count
 
 import pytest
 from power_loss import Disk
+from shm_case import rows_found
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
@@ -134,13 +135,7 @@ class Life:
         found = self.call(Find([(part.write_id, part.positions) for part in parts], 1))
         if found.gone:
             return [None if len(ids) == 1 else self.read([each])[0] for each in ids]
-        rows = [None] * len(ids)
-        for part, moved in zip(parts, found.rows, strict=True):
-            place = found.places[part.write_id]
-            (column,) = place.layout.columns
-            for row, position in zip(part.rows, part.positions if moved is None else moved, strict=True):
-                start = place.offset + column.start + position * column.step
-                rows[row] = bytes(self.store._extents.arena.bytes[start : start + column.step])
+        rows = [bytes(each) for each in rows_found(self.store._extents.arena, parts, found, len(ids))]
         self.store._extents.release(self.session.holds, 1)
         return rows
 

@@ -25,7 +25,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of one file share its servers, so a file runs in one process. `make test` uses as many processes as cores.
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
-ENGINES = $(wildcard plugins/*/tests/engines tests/engines */tests/engines)
+# The first has the longest test: begun last, it would keep one worker busy when the others have nothing left.
+ENGINES = testkit/tests/engines $(filter-out testkit/%,$(wildcard plugins/*/tests/engines tests/engines */tests/engines))
 QUICK   = plugins integrations/tests tests testkit/tests core/tests compat/tests tools/tests
 LONG    = $(wildcard plugins/*/tests/long tests/long */tests/long)
 

@@ -59,7 +59,7 @@ class SQLite(AuthorsClass):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("fault", "times"),
-    [("the owner is killed", 20), ("the owner is stopped", 6), *in_long(("the owner is killed", 200))],
+    [("the owner is killed", 8), ("the owner is stopped", 4), *in_long(("the owner is killed", 200))],
 )
 def test_a_history_keeps_the_contract_whatever_happens_to_the_owner(tmp_path, fault, times):
     settings = replace(

@@ -18,7 +18,7 @@ from dataplane_testkit import backend_of
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("kills", [10, *in_long(200)])
+@pytest.mark.parametrize("kills", [5, *in_long(200)])
 def test_owners_that_are_killed_under_load_lose_nothing_and_no_call_fails(plain, connect, start_loads, kills):
     client = connect(url=plain.url, partition="p", op_timeout_s=60.0)
     loads, pids = start_loads(client, 3), set()

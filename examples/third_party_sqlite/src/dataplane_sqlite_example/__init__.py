@@ -65,12 +65,24 @@ class SQLiteStore(RowStoreBackend):
         try:
             database = self._connect(deadline)
             self._idle.append(database)
-            database.execute("PRAGMA journal_mode = WAL")
+            while not self._is_in_wal_mode(database) and time.monotonic() < deadline:
+                time.sleep(0.01)
             database.executescript(_SCHEMA)
         except sqlite3.Error as error:
             message = f"'{self.config.path}' cannot be opened: {error}"
             raise BackendUnavailableError(message, retryable=_code(error) == sqlite3.SQLITE_BUSY) from error
         self._inode = self.config.path.stat().st_ino
+
+    @staticmethod
+    def _is_in_wal_mode(database: sqlite3.Connection) -> bool:
+        """Sets the mode of the journal. False: another process does so now, and SQLite does not wait for it here."""
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if _code(error) == sqlite3.SQLITE_BUSY:
+                return False
+            raise
+        return True
 
     def close_engine(self) -> None:
         """Closes the file, which stays."""

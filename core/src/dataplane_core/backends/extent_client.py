@@ -90,7 +90,7 @@ class ExtentClient:
             deadline: On `time.monotonic`'s clock, in seconds.
             threads: How many threads copy into shared memory; as for `copy_arrays`.
             begin: The put, if the host has the ledger too. Then it is begun before, and committed after that.
-            commits: Called when the next message asks for the commit, so that it may be done though no reply comes.
+            commits: Called before the message that asks for the commit. After it, the put may be done without a reply.
 
         Raises:
             CapacityExceededError: The host has no room for them.

@@ -83,7 +83,7 @@ _UNDO_S: Final = 5.0
 _LATE_UNDO_S: Final = 1.0
 #: Seconds after which a waiting put says again that it waits.
 _STILL_WAITS_S: Final = 15.0
-#: Errors after which nothing is reserved, as only the begin of a put raises them.
+#: Errors of a put that reserved nothing, whoever raises them: the ledger, or a host that gives up what it had begun.
 NOT_BEGUN: Final = (
     AlreadyDoneError,
     CapacityExceededError,
@@ -91,7 +91,7 @@ NOT_BEGUN: Final = (
     UnknownPartitionError,
     UnsupportedOperationError,
 )
-#: Those of `BeginPut`. After any other error, bytes may be reserved.
+#: Errors of `BeginPut` after which nothing is reserved. After any other error, bytes may be.
 _REFUSALS: Final = (*NOT_BEGUN, StalePartitionError)
 
 

@@ -217,7 +217,7 @@ class ExtentHost(Host):
         self._forget_at = time.monotonic() + _LATE_S
 
     def about(self) -> AboutExtents:
-        """See there."""
+        """How much of the arena is ready, and who syncs."""
         return AboutExtents(self._extents.touch_until, self._extents.syncs)
 
     def end_session(self, client: Client) -> None:
@@ -252,7 +252,7 @@ class ExtentHost(Host):
                 ask_again_s=_ASK_AGAIN_S,
                 hint="Drop views that are not needed."
                 if size_bytes <= most_bytes
-                else "Write smaller batches, or raise capacity_bytes, or unit_bytes of tq_simple.",
+                else "Write smaller batches, or raise the limit of the memory.",
             )
         client.puts[request.put] = request.writes
         self._writers.update((each.write_id, (client, request.put)) for each in request.writes)

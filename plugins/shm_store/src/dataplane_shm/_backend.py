@@ -191,7 +191,7 @@ class ShmBackend(LedgerBackend):
 
         try:
             self._connected().put(plans, request.deadline, self.config.copy_threads, begin=begin, commits=commits)
-        except NOT_BEGUN:  # nor is what had no room in the memory: the store has ended it
+        except NOT_BEGUN:  # also if the memory had no room: the store has given the put up
             raise
         except BaseException:
             self.undo(begin.write_id, request.deadline)

@@ -60,7 +60,7 @@ def load_library() -> None:
     # as many as it uses anyway, but else it warns at every request where there are fewer cores than 8
     os.environ.setdefault("TQ_NUM_THREADS", str(min(8, psutil.cpu_count(logical=False) or 1)))
     try:
-        import transfer_queue.client  # noqa: F401
+        import transfer_queue.client  # noqa: F401  (whether it can be; it is used where it is imported again)
     except ImportError as error:
         raise ConfigError(
             f"storage: transfer_queue is refused: TransferQueue cannot be imported ({error}).",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.backends import row_store
-from dataplane_core.spec import hooks, replies, requests
+from dataplane_core.spec import Capability, hooks, replies, requests
 from dataplane_testkit import BackendConformance
 from dataplane_testkit.rules import RULES, sentences
 
@@ -30,6 +30,7 @@ _SOURCES = {
 
 def test_each_test_of_the_kit_has_a_rule_and_each_rule_a_test() -> None:
     assert RULES.keys() == {name for name in dir(BackendConformance) if name.startswith("test_")}
+    assert {rule.proves[0] for rule in RULES.values()} >= {*Capability}, "a capability that no test proves"
 
 
 def test_rules_quote_what_their_source_says() -> None:

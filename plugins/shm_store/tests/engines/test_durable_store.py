@@ -272,6 +272,10 @@ def test_views_of_several_processes_stay_whatever_the_order_in_which_they_began(
     life.kill()
 
 
+def disk_is_full(*_args, **_kwargs):
+    raise BackendUnavailableError("the disk is full")
+
+
 def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
     life = Life(folder)
     life.register()
@@ -281,11 +285,8 @@ def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
         file.write(b"x")
     life = Life(folder)
 
-    def full(*_args, **_kwargs):
-        raise BackendUnavailableError("the disk is full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(life.store._log, "note", full)
+        patch.setattr(life.store._log, "note", disk_is_full)
         assert not life.store.kept.work_aside(), "the server goes on"
         with pytest.raises(BackendUnavailableError):
             life.read(["bad"])
@@ -366,14 +367,11 @@ def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatc
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_put_whose_place_cannot_be_noted_is_not_committed_and_may_come_again(folder, monkeypatch, whole):
-    def full(*_args, **_kwargs):
-        raise BackendUnavailableError("the disk is full")
-
     life = Life(folder)
     life.register()
     put = life.put_whole if whole else life.put
     with monkeypatch.context() as patch:
-        patch.setattr(life.store._log, "note", full)
+        patch.setattr(life.store._log, "note", disk_is_full)
         with pytest.raises(BackendUnavailableError):
             put(["a"], 100, 1)
     assert life.ids_there() == []

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dataplane_core.errors import DataPlaneError
+from dataplane_core.errors import DataPlaneError, LeaseExpiredError
 from dataplane_core.spec import Capability, Scope, new_id
 from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged, rows_of
@@ -64,6 +64,30 @@ class RaceSuite(Suite, chapter="races"):
         for each in claims if group_size else []:
             whole = {name.partition("_")[0] for name in each}
             assert len(each) == 3 * len(whole), f"a claim holds a part of a group: {each}"
+
+    def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
+        partition, give_up = store.filled(60), time.monotonic() + 60
+
+        def consume(turn: int) -> list[str]:
+            acked: list[str] = []
+            while not store.client.check_consumption_status(partition, ["train"]):
+                assert time.monotonic() < give_up, "samples were lost: the partition is never consumed"
+                turn += 1
+                is_short = turn % 3 == 0  # a lease that ends about when it is acked
+                meta = store.claim(partition, 5, lease_s=0.01 if is_short else 60)
+                if is_short:
+                    time.sleep(0.001 * (turn % 20))
+                elif turn % 5 == 0:
+                    store.client.nack(meta)
+                    continue
+                with suppress(LeaseExpiredError):
+                    store.client.ack(meta)
+                    acked += meta.sample_ids
+            return acked
+
+        acked = [name for part in in_threads(*[partial(consume, turn) for turn in range(5)]) for name in part]
+        assert len(acked) == len(set(acked)), "two holders acked the same sample"
+        assert sorted(acked) == sorted(ids(60))
 
     @pytest.mark.parametrize("what", ["schema", "group"])
     def test_of_racing_puts_that_exclude_each_other_one_is_accepted(self, store: Store, what: str) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import math
 import os
@@ -32,7 +31,6 @@ import msgspec
 import numpy as np
 import torch
 from mutations import JSON_VALUES, Form
-from pyarrow import parquet
 from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
@@ -54,7 +52,6 @@ from dataplane_shm._backend import ShmBackend
 from dataplane_shm._messages import About
 from dataplane_shm._store import Store
 from dataplane_testkit import backend_of
-from dataplane_tools import export_partition, import_folder
 from dataplane_tq_simple import _messages as tq
 from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
@@ -463,19 +460,6 @@ def _read_manifest(data: bytes) -> object:
 
 
 @functools.cache
-def _exported() -> Path:
-    """The folder of an export of one shard."""
-    folder = _folder() / "export"
-    with connect({"backend": "noop"}) as client:
-        client.register_partition("p", ["x", "o"], 3, ["t"], enums={"e": ["y"]})
-        columns = {"x": [[1], [], [2, 3]], "o": codec.object_column([b"1", {"a": [1]}, None]), "e": ["y"] * 3}
-        columns["b"] = torch.ones(3, 2, 2, dtype=torch.bfloat16)
-        client.put_samples(["a", "b", "c"], "p", columns, tags=[{"n": 1}, {}, {"n": 2}])
-        export_partition(client, "p", folder)
-    return folder
-
-
-@functools.cache
 def _recorded() -> Path:
     """The folder of a recording of one client."""
     folder = _folder() / "recording"
@@ -507,29 +491,6 @@ def _read_recording(data: bytes) -> None:
                 record.digests_of(name)
             if record.block is not None:
                 recording.rows(record)
-
-
-def _manifest() -> Path:
-    return _exported() / ".export.json"
-
-
-def _shard() -> Path:
-    return _exported() / "part-00000.parquet"
-
-
-def _import(manifest: bytes, shard: bytes | None = None) -> object:
-    """Imports an export with another manifest, or another shard too."""
-    files = {_manifest(): manifest} | ({} if shard is None else {_shard(): shard})
-    with _replaced(files), _empty_afterwards() as client:
-        return import_folder(_exported(), client)
-
-
-def _read_shard_head(data: bytes) -> object:
-    table, made = parquet.read_table(_shard()), io.BytesIO()
-    parquet.write_table(table.replace_schema_metadata({b"dataplane": data}), made)
-    manifest, shard = json.loads(_manifest().read_bytes()), made.getvalue()
-    manifest["shards"][0] |= {"size_bytes": len(shard), "sha256": hashlib.sha256(shard).hexdigest()}
-    return _import(json.dumps(manifest).encode(), shard)
 
 
 JSON: Final = Form(lambda data: json.loads(data), lambda tree: json.dumps(tree).encode(), JSON_VALUES)
@@ -837,10 +798,6 @@ TARGETS: Final[dict[str, Target]] = {
             "save manifest", lambda: [_with_head(_saved()[1]), b'{"format": "x", "version": 1}\n{}\n'], _read_manifest
         ),
         Target("save", lambda: [_saved()[1]], _read_save, JSON),
-        Target("export", lambda: [_manifest().read_bytes()], _import, JSON),
-        Target(
-            "shard of an export", lambda: [parquet.read_schema(_shard()).metadata[b"dataplane"]], _read_shard_head, JSON
-        ),
         Target("recording", _recorded_lines, _read_recording, JSON),
         Target("store request", _store_requests, _read_store_request, STORE_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, STORE_REQUEST),

@@ -53,7 +53,6 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "why": ("dataplane-tools", "say why tasks of a running store get no samples"),
     "audit": ("dataplane-tools", "show what a recorded run trained on, what went wrong, or where two runs differ"),
     "export": ("dataplane-tools", "write rows of a running store as Parquet, at once or as they are finished"),
-    "import": ("dataplane-tools", "put an export's rows back into a store"),
     "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),
     "units": ("dataplane-tools", "list the storage units of a running store"),
     "flow": ("dataplane-tools", "draw a run, or a running store: an HTML page and an SVG"),

@@ -17,8 +17,8 @@ FACES = {
         Settings Shim Suite Verdict backend_of chapter_of kill_owner limit_of rule_of run_chaos run_shim to_json
     """,
     "dataplane_testkit.commands": "conformance new_plugin",
-    "dataplane_tools": "Exported Imported export_partition follow_partition import_folder",
-    "dataplane_tools.commands": "audit browse export flow import_ inspect metrics read top units why",
+    "dataplane_tools": "Exported export_partition follow_partition",
+    "dataplane_tools.commands": "audit browse export flow inspect metrics read top units why",
     "dataplane_compat": "",
     "dataplane_compat.nemo_gym": "DataPlaneTokenStore FIELDS token_entries",
     "dataplane_compat.nemo_rl": "NemoRLAdapter Section activate client_class",

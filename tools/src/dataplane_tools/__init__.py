@@ -1,8 +1,8 @@
 """What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `browse`, `read`,
-`why`, `audit`, `export`, `import`, `metrics`, `flow` and `units`.
+`why`, `audit`, `export`, `metrics`, `flow` and `units`.
 
-Operators and researchers run the commands. `export_partition`, `follow_partition` and `import_folder` do the same for
-Python as `export` and `import`. No package imports this one.
+Operators and researchers run the commands. `export_partition` and `follow_partition` do the same for Python as
+`export`. No package imports this one.
 """
 
 import importlib
@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from dataplane_tools._export import export_partition
     from dataplane_tools._follow import follow_partition
-    from dataplane_tools._import import Imported, import_folder
     from dataplane_tools._portions import Exported
 
-__all__ = ["Exported", "Imported", "export_partition", "follow_partition", "import_folder"]
+__all__ = ["Exported", "export_partition", "follow_partition"]
 
 #: Name -> the module that has it.
 _MODULES: Final = {
     "Exported": "_portions",
-    "Imported": "_import",
     "export_partition": "_export",
     "follow_partition": "_follow",
-    "import_folder": "_import",
 }
 
 

@@ -1,4 +1,4 @@
-"""Columns of a partition as Arrow columns, and back, bit for bit.
+"""Columns of a partition as Arrow columns.
 
 A tensor field has the type that `dataplane_core.to_arrow` gives it. What Arrow lacks is stored as what holds it:
 bfloat16 and float8 as float32; a complex number as a list of its two parts; cells without elements, such as those of
@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from dataplane_core import to_arrow
-from dataplane_core.codec import Ragged, as_columns, decode_item, dense_or_jagged, encode_item, ragged_of_nested
-from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidTypeError, UnsupportedOperationError
+from dataplane_core.codec import Ragged, dense_or_jagged, ragged_of_nested
+from dataplane_core.errors import InvalidTypeError, UnsupportedOperationError
 from dataplane_core.spec import FieldSpec
 
 try:
     import pyarrow
 except ImportError as _error:
     raise UnsupportedOperationError(
-        "the package pyarrow is not installed, which export and import need.",
+        "the package pyarrow is not installed, which export needs.",
         hint="pip install 'dataplane-tools[export]'",
     ) from _error
 pa: Any = pyarrow
@@ -36,16 +36,6 @@ TEXT, BYTES, JSON = "text", "bytes", "json"
 def arrow_of_tensors(column: torch.Tensor, spec: FieldSpec) -> Any:
     """The Arrow column of a tensor column."""
     return to_arrow({"column": _mapped(column, lambda values: _stored(values, spec))})["column"]
-
-
-def tensors_of_arrow(name: str, column: Any, spec: FieldSpec) -> Any:
-    """The tensor column that `arrow_of_tensors` stored; of an open field, the lists that say no more than was put."""
-    found = as_columns(f"field '{name}'", pa.table({name: column}), len(column))[name]
-    if not isinstance(found, torch.Tensor):
-        raise CorruptDataError(f"column '{name}' of an export has objects. Expected {spec.describe()}.")
-    if spec.is_open:
-        return found.tolist() if spec.rank == 0 else [row.tolist() for row in found.unbind()]
-    return _mapped(found, lambda values: _restored(values, spec)) if spec.rank else _restored(found, spec)
 
 
 def arrow_of_empty_lists(items: Sequence[Any]) -> Any:
@@ -74,33 +64,7 @@ def _stored(values: torch.Tensor, spec: FieldSpec) -> torch.Tensor:
         return torch.zeros(len(values), dtype=torch.uint8, device="cpu")
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj())
-    if spec.dtype.startswith("float8"):
-        return _bits_of_float8(values.dtype)[values.contiguous().view(torch.uint8).long()].view(torch.float32)
-    return values.float() if values.dtype == torch.bfloat16 else values
-
-
-def _restored(values: torch.Tensor, spec: FieldSpec) -> torch.Tensor:
-    dtype = spec.torch_dtype
-    if 0 in spec.trailing:
-        return torch.empty((len(values), *spec.trailing), dtype=dtype, device="cpu")
-    if dtype.is_complex:
-        return torch.view_as_complex(values.contiguous())
-    if values.dtype != torch.float32 or dtype == torch.float32:
-        return values
-    bits = values.contiguous().view(torch.int32)
-    if dtype == torch.bfloat16:  # not by a cast, which makes all NaNs one
-        return (bits >> 16).to(torch.int16).view(torch.bfloat16)
-    known, order = _bits_of_float8(dtype).sort()
-    return order[torch.searchsorted(known, bits).clamp(max=255)].to(torch.uint8).view(dtype)
-
-
-def _bits_of_float8(dtype: torch.dtype) -> torch.Tensor:
-    """The 256 values of a dtype, as bits of float32. A NaN that a cast would make another one gets a bit of its own."""
-    bits = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().view(torch.int32)
-    for place in range(256):
-        if (bits[:place] == bits[place]).any():
-            bits[place] ^= 1
-    return bits
+    return values.float() if values.dtype == torch.bfloat16 or spec.dtype.startswith("float8") else values
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------
@@ -120,23 +84,6 @@ def arrow_of_items(name: str, items: Sequence[Any], form: str | None, binary: bo
         items = [None if item is None else _to_json(name, item) for item in items]
         items = [item.encode() if binary and item is not None else item for item in items]
     return pa.array(items, pa.large_binary() if binary else pa.large_string())
-
-
-def items_of_arrow(name: str, column: Any, form: str | None) -> list[Any]:
-    """The items that `arrow_of_items` stored.
-
-    Raises:
-        CorruptDataError: They are none.
-    """
-    items: list[Any] = column.to_pylist()
-    if form != JSON:
-        return items
-    try:
-        return [None if item is None else json.loads(item, object_hook=_unescaped) for item in items]
-    except DataPlaneError:
-        raise
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptDataError(f"column '{name}' holds what no export has: {error}.") from error
 
 
 def _is_unicode(text: str | None) -> bool:
@@ -161,28 +108,18 @@ def _to_json(name: str, item: Any) -> str:
 
 
 def _escaped(item: Any) -> Any:
-    """JSON lacks bytes and tensors: they are a dict with the key ``~bytes`` or ``~tensor``. Other ``~`` are doubled."""
+    """JSON lacks bytes and tensors: bytes are ``{"~bytes": base64}``, tensors lists of their values."""
     if isinstance(item, dict):
         if other := [key for key in item if not isinstance(key, str)]:
             raise TypeError(f"a key is {type(other[0]).__name__}")
-        return {f"~{key}" if key.startswith("~") else key: _escaped(value) for key, value in item.items()}
-    if isinstance(item, tuple):  # it would come back as a list
-        raise TypeError("it has a tuple")
+        return {key: _escaped(value) for key, value in item.items()}
     if isinstance(item, list):
         return [_escaped(each) for each in item]
     if isinstance(item, bytes):
         return {"~bytes": base64.b64encode(item).decode()}
     if isinstance(item, torch.Tensor):
-        return {"~tensor": base64.b64encode(encode_item(item)).decode()}
+        return (torch.view_as_real(item.resolve_conj()) if item.is_complex() else item).tolist()
     return item
-
-
-def _unescaped(item: Mapping[str, Any]) -> Any:
-    if item.keys() == {"~bytes"}:
-        return base64.b64decode(item["~bytes"], validate=True)
-    if item.keys() == {"~tensor"}:
-        return decode_item(base64.b64decode(item["~tensor"], validate=True))
-    return {key[1:] if key.startswith("~") else key: value for key, value in item.items()}
 
 
 #: What types a tag's column may have, with the Python types of its values.

@@ -46,7 +46,7 @@ def export_partition(
         where: Only rows that meet this condition, such as ``"reward > 0.5 and weight_version >= 7"``.
         partial: Also rows that lack fields.
         messages: One column ``messages`` of ``{"role": ..., "content": ...}``, with tool calls, instead of the fields,
-            for fine-tuning; beside it ids, tags, fields of one number and ``tools``. `import_folder` does not take it.
+            for fine-tuning; beside it ids, tags, fields of one number and ``tools``.
         tokenizer: With ``messages``: what turns tokens into text where no turns are kept. As for `dataplane read`.
         shard_bytes: Size of a shard before compression, such as ``"256MiB"``.
 

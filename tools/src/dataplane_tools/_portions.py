@@ -114,11 +114,7 @@ class Portions:
         self.rows = Rows(client, partition_id)
         looks = self.where is not None and what["task"] is None  # later rows may have what a condition names
         self.found: Tags = self.rows.find(where=self.where).tags if looks else {}
-        registration = found.info.registration()
-        followers = {what["task"], *registration["followers"]}
-        others = [each for each in registration["consumer_tasks"] if each not in followers]
-        registration |= {"consumer_tasks": others, "followers": []}
-        head = {"partition_id": partition_id, "epoch": found.info.epoch, "registration": registration, "what": what}
+        head = {"partition_id": partition_id, "epoch": found.info.epoch, "what": what}
         self.shards = Shards(folder, head, size, goes_on=what["task"] is not None)
         self.num_gone, self.num_rows = 0, _FIRST_ROWS
         self.no_chat: Counter[str] = Counter()
@@ -202,7 +198,7 @@ class Portions:
             "sample_id": pa.array(ids, pa.large_string()),
             "tags": arrow.arrow_of_items("tags", rows, arrow.JSON, binary=False),
         }
-        about: dict[str, Any] = {"fields": {}, "tags": {}, "absent": {}}
+        about: dict[str, Any] = {"fields": {}, "tags": {}}
         if self._what["messages"]:
             columns["messages"], reasons = messages_of(ids, rows, cells, self._decode)
             self.no_chat.update(reasons)
@@ -210,16 +206,13 @@ class Portions:
         for name, spec in specs.items():
             title, (places, column) = self._title("field", name), cells[name]
             columns[title] = self._column(name, spec, places, column, len(ids))
-            if spec.kind == "object":
-                about["absent"][name] = sorted(set(range(len(ids))).difference(places))
-            about["fields"][name] = {"column": title, "spec": spec.to_text(), "form": self._forms.get(name)}
+            about["fields"][name] = {"column": title, "form": self._forms.get(name)}
         for name, kind in (self._tag_types or {}).items():
             title = about["tags"][name] = self._title("tag", name)
             columns[title] = arrow.arrow_of_values([row.get(name) for row in rows], kind)
         table = pa.table(columns)
         self.num_rows = max(1, min(_MOST_ROWS, 4 * self.num_rows, _PORTION_BYTES * len(ids) // max(1, table.nbytes)))
         if self._what["messages"] and table["messages"].null_count:
-            about["absent"] = {}  # the places are others
             table = table.filter(table["messages"].is_valid())
         if len(table):
             self.shards.write(table, about)

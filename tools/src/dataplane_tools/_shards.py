@@ -1,8 +1,8 @@
 """The folder of an export: shards of Parquet, and a manifest that names them. A reader never sees a part of a shard.
 
 A shard is written under another name, synced to the disk, and renamed to ``part-00000.parquet``; then the manifest that
-names it, with its size and digest, replaces the former one. ``.export.json`` is one JSON object. It says ``closed``
-once the export has ended in order. Its name is hidden, so that readers pass it over.
+names it replaces the former one. ``.export.json`` is one JSON object. It says ``closed`` once the export has ended in
+order. Its name is hidden, so that readers pass it over.
 
 Later shards may have more columns. Readers take those of the first file by name, fill in nulls and cast. So once shards
 differ, there is a ``columns.parquet`` before them, without rows, which has the columns of the newest shard.
@@ -10,7 +10,6 @@ differ, there is a ``columns.parquet`` before them, without rows, which has the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,14 +19,15 @@ from pathlib import Path
 from typing import Any, Final, TypedDict
 from uuid import uuid4
 
+import msgspec
+
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, MissingDataError, SaveError, preview
-from dataplane_core.regular_files import open_regular, read_regular
+from dataplane_core.regular_files import read_regular
 from dataplane_core.saves import read_head, sync_folder, write_file
-from dataplane_core.spec import Registration, fits
 from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
 
 KIND: Final = "dataplane-export"
-VERSION: Final = 2
+VERSION: Final = 3
 MANIFEST: Final = ".export.json"
 COLUMNS: Final = "columns.parquet"
 #: Stands for the task that belongs to a folder alone.
@@ -35,7 +35,6 @@ OWN_TASK: Final = ""
 #: Under this key, the schema of a shard says what its columns are.
 SCHEMA_KEY: Final = b"dataplane"
 _SHARD: Final = re.compile(r"part-\d{5,}\.parquet")
-_PIECE_BYTES: Final = 1 << 20
 #: A row group is written once it has as many rows or bytes, before compression.
 _GROUP_ROWS, _GROUP_BYTES = 4096, 16 << 20
 
@@ -46,7 +45,6 @@ class _Shard(TypedDict):
     name: str
     num_rows: int
     size_bytes: int
-    sha256: str
 
 
 class What(TypedDict):
@@ -60,15 +58,16 @@ class What(TypedDict):
 
 
 class _Manifest(TypedDict):
-    """The manifest, besides its format and version.
+    """The manifest.
 
     ``export`` is an id that its shards repeat. The rows of the first ``num_acked`` shards of a follower are acked.
     """
 
+    format: str
+    version: int
     export: str
     partition_id: str
     epoch: str
-    registration: Registration
     what: What
     closed: bool
     num_acked: int
@@ -76,18 +75,14 @@ class _Manifest(TypedDict):
 
 
 class _Columns(TypedDict):
-    """What a shard says of its columns: field -> its column, its spec, and how its items are stored; tag -> its column.
-
-    ``absent`` is field -> places of null items whose rows lack it.
-    """
+    """What a shard says of its columns: field -> its column, and how its items are stored; tag -> its column."""
 
     export: str
     fields: Mapping[str, Mapping[str, str | None]]
     tags: Mapping[str, str]
-    absent: Mapping[str, Sequence[int]]
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Any:
     """The manifest of a folder.
 
     Raises:
@@ -105,10 +100,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise _not(f"the export in '{folder}' cannot be read", error) from error
     found = read_head(folder / MANIFEST, text, KIND, VERSION)
-    with suppress(UnicodeEncodeError):  # a name that is no Unicode
-        if fits(found, _Manifest) and all(_SHARD.fullmatch(shard["name"]) for shard in found["shards"]):
-            return found
-    raise CorruptDataError(f"'{folder / MANIFEST}' holds what no manifest of an export has.")
+    try:
+        return msgspec.convert(found, _Manifest)
+    except msgspec.ValidationError as error:
+        raise CorruptDataError(f"'{folder / MANIFEST}' holds what no manifest of an export has: {error}.") from error
 
 
 class Shards:
@@ -116,7 +111,7 @@ class Shards:
 
     Args:
         folder: The folder. Created if needed.
-        head: The manifest's ``partition_id``, ``epoch``, ``registration`` and ``what``.
+        head: The manifest's ``partition_id``, ``epoch`` and ``what``.
         shard_bytes: Size at which a shard is complete, measured before compression.
         goes_on: Whether to add to an export that is there. If not, one that was closed is refused, and what one that
             was not closed has left is removed.
@@ -184,7 +179,8 @@ class Shards:
                 elif path.name not in kept:  # a kill came between its rename and the manifest
                     with parquet_file(path) as file:
                         columns_of(file, self.manifest)
-                    kept[path.name] = _described(path)
+                        rows = file.metadata.num_rows
+                    kept[path.name] = {"name": path.name, "num_rows": rows, "size_bytes": path.stat().st_size}
             self.manifest["shards"] = [kept[name] for name in sorted(kept)]
         self.former = self._newest()
         self._write_manifest()
@@ -233,13 +229,11 @@ class Shards:
 
         Args:
             table: The rows.
-            about: What the columns are, as JSON values. ``absent`` is field -> places of null rows that lack it.
+            about: What the columns are, as JSON values.
 
         Raises:
             SaveError: They cannot be written.
         """
-        about = dict(about)
-        absent = about.pop("absent")
         about = {"format": KIND, "version": VERSION, "export": self.manifest["export"], **about}
         schema = table.schema.with_metadata({SCHEMA_KEY: json.dumps(about)})
         if self._writer is not None and not self._schema.equals(schema, check_metadata=True):
@@ -253,8 +247,6 @@ class Shards:
                 self._write_group(self._writer)
         except (OSError, pa.ArrowException) as error:
             raise _not(f"'{self.folder}' cannot be written", error) from error
-        for name, rows in absent.items():
-            self._absent.setdefault(name, []).extend(self._rows + row for row in rows)
         self._rows += len(table)
         self._bytes += table.nbytes
 
@@ -272,7 +264,6 @@ class Shards:
         self._path = self.folder / f"part-{number:05}.parquet"
         self._new = self._path.with_name(f".{self._path.name}.new")  # no pattern of a reader takes it
         self._schema, self._rows, self._bytes = schema, 0, 0
-        self._absent: dict[str, list[int]] = {}
         self._group, self._left_rows, self._left_bytes = [], _GROUP_ROWS, _GROUP_BYTES
         self._file = open(self._new, "wb")  # noqa: SIM115 # `complete` closes it, or `_abandon`
         # no dictionaries of numbers: they may hold one NaN for all
@@ -293,12 +284,11 @@ class Shards:
         writer, self._writer = self._writer, None
         try:
             self._write_group(writer)
-            writer.add_key_value_metadata({"dataplane_absent": json.dumps(self._absent)})
             writer.close()
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            shard = {**_described(self._new, self._rows), "name": self._path.name}
+            shard = {"name": self._path.name, "num_rows": self._rows, "size_bytes": self._new.stat().st_size}
             self._tell_columns()
             os.replace(self._new, self._path)
             sync_folder(self.folder)
@@ -357,30 +347,6 @@ def _final(name: str) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Reads all shards, and compares their sizes and digests.
-
-    Raises:
-        CorruptDataError: A shard is missing, is not as it was written, or is one of another export.
-        SaveError: One cannot be read.
-    """
-    for shard in manifest["shards"]:
-        path = folder / shard["name"]
-        try:
-            found = _described(path, shard["num_rows"])
-        except FileNotFoundError as error:
-            raise CorruptDataError(f"the export in '{folder}' lacks {shard['name']}.") from error
-        except OSError as error:
-            raise _not(f"'{path}' cannot be read", error) from error
-        if found != shard:
-            raise CorruptDataError(
-                f"'{path}' is not as it was written: {found['size_bytes']} bytes, of {shard['size_bytes']}, whose "
-                "SHA-256 differs."
-            )
-        with parquet_file(path) as file:
-            columns_of(file, manifest)
-
-
 def parquet_file(path: Path) -> Any:
     """A shard, opened.
 
@@ -401,29 +367,13 @@ def columns_of(file: Any, manifest: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CorruptDataError: It is no shard of this export.
     """
-    metadata, more = file.schema_arrow.metadata or {}, file.metadata.metadata or {}
     try:
-        found = json.loads(metadata[SCHEMA_KEY])
-        found["absent"] = json.loads(more.get(b"dataplane_absent", b"{}"))
-        if not fits(found, _Columns) or found["export"] != manifest["export"]:
+        about: dict[str, Any] = msgspec.json.decode((file.schema_arrow.metadata or {})[SCHEMA_KEY], type=_Columns)
+        if about["export"] != manifest["export"]:
             raise ValueError("it is one of another export")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise CorruptDataError(f"a shard of '{manifest['partition_id']}' is none of this export: {error}.") from error
-    about: dict[str, Any] = found
     return about
-
-
-def _described(path: Path, num_rows: int | None = None) -> dict[str, Any]:
-    """What a manifest says of a shard."""
-    digest, size = hashlib.sha256(), 0
-    with open_regular(path) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            size += len(piece)
-    if num_rows is None:
-        with parquet_file(path) as shard:
-            num_rows = shard.metadata.num_rows
-    return {"name": path.name, "num_rows": num_rows, "size_bytes": size, "sha256": digest.hexdigest()}
 
 
 def _locked(folder: Path) -> int:

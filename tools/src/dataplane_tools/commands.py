@@ -8,7 +8,7 @@ from typing import Any
 
 from dataplane_core.cli import Command
 
-__all__ = ["audit", "browse", "export", "flow", "import_", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["audit", "browse", "export", "flow", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 _CONFIG = "the config file that its processes use"
@@ -158,17 +158,6 @@ def export(parser: argparse.ArgumentParser) -> Command:
     )
     following.add_argument("--idle", type=float, dest="idle_s", metavar="S", help="end once no row came for S seconds")
     return _runs("_export")
-
-
-def import_(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane import`."""
-    parser.add_argument("folder", metavar="FOLDER", help="what dataplane export wrote")
-    _config(parser)
-    _partition(parser, "default: the name of the exported one")
-    parser.add_argument(
-        "--unfinished", action="store_true", help="also the complete shards of an export that has not ended"
-    )
-    return _runs("_import")
 
 
 def metrics(parser: argparse.ArgumentParser) -> Command:

@@ -43,7 +43,6 @@ def test_a_claim_is_one_event_however_often_it_asks(client, events, metrics):
         client.claim_meta("p", "t", ["x"], 1, timeout_s=0.2)
     (event,) = [each for each in events if each.op == "claim"]
     assert (event.status, event.error) == ("timeout", "ClaimTimeoutError")
-    assert event.wall_ms >= 200, "the time that its user waited"
     told = metrics.snapshot()["operations"]["claim"]
     assert (told["calls"], told["errors"]) == (1, 1)
     claim = Background(lambda: client.claim_meta("p", "t", ["x"], 2))

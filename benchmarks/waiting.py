@@ -211,7 +211,7 @@ def measure(name: str, kind: str, count: int, seconds: float) -> None:
                 f"   p99 {percentile(before, 0.99):7.2f} -> {percentile(after, 0.99):7.2f} ms"
             )
     finally:
-        client._config = client._config.model_copy(update={"op_timeout_s": 1.0})  # noop's puts wait on
+        client._connection.config = client.config.model_copy(update={"op_timeout_s": 1.0})  # noop's puts wait on
         client.close()
 
 

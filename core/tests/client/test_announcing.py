@@ -40,11 +40,11 @@ def test_the_operations_that_began_first_are_named(client, said):
     for number in range(20):
         call = announcing.RunningCall("put_samples", f"p{number}")
         call.began_at -= number
-        client._calls.add(call)
-    announcer = announcing.Announcer(client, 0.01)
+        client._connection.calls.add(call)
+    announcer = announcing.Announcer(client._connection, 0.01)
     eventually(lambda: said, within_s=STARTS_S, what="an announcement")
     announcer.stop()
-    client._calls.clear()
+    client._connection.calls.clear()
     told = said[0].client
     assert (told.num_calls >= 20, told.role, told.pid) == (True, "r", os.getpid())
     assert [each.partition_id for each in told.calls] == [f"p{number}" for number in range(19, 11, -1)]
@@ -54,7 +54,7 @@ def test_the_operations_that_began_first_are_named(client, said):
 
 def test_the_more_clients_the_less_often(client, faults, said, monkeypatch):
     pauses = []
-    announcer = announcing.Announcer(client, 5.0)
+    announcer = announcing.Announcer(client._connection, 5.0)
     announcer.end()
     stop = SimpleNamespace(wait=lambda pause_s: pauses.append(pause_s) or len(pauses) > 3)
     monkeypatch.setattr(announcer, "_stop", stop)
@@ -105,7 +105,7 @@ def test_threads_that_begin_the_same_work_share_it():
 
 def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
     with opened({"backend": "noop", "announce_s": None}) as client:
-        log = getattr(client, "_client", client)._work
+        log = client._connection.work
 
         def told():
             (work,) = (each for each in log.told(time.monotonic()) if each.operation == "claim_meta")
@@ -127,7 +127,7 @@ def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
 
 
 def test_a_failed_announcement_disturbs_nothing(client, faults, said):
-    announcer = announcing.Announcer(client, 0.01)
+    announcer = announcing.Announcer(client._connection, 0.01)
     with faults.error_before("announce", OperationTimeoutError("the store is gone")):
         eventually(lambda: len(said) > 2, within_s=STARTS_S, what="further announcements")
         announcer.stop()
@@ -137,7 +137,7 @@ def test_a_failed_announcement_disturbs_nothing(client, faults, said):
 def test_a_client_that_nobody_uses_any_longer_is_freed():
     client = connect({"backend": "noop", "announce_s": 0.05})
     gone = weakref.ref(client)
-    thread = client._to_stop[0]._thread
+    thread = client._connection.to_stop[0]._thread
     del client
 
     def freed():
@@ -183,4 +183,4 @@ def test_a_client_announces_its_calls_until_it_closes():
         client.clear_samples(None, "p")
         with pytest.raises(KeyError):
             waiting.result()
-        assert client._calls == set()
+        assert client._connection.calls == set()

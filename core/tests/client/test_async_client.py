@@ -193,7 +193,7 @@ async def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_b
     client = await _open(gate, threads=1)
     first = asyncio.create_task(_put(client, "a"))
     await gate.is_entered()
-    client._client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
+    client._client._connection.config = client.config.model_copy(update={"op_timeout_s": 1.0})
     with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
         await _put(client, "b")
     assert caught.value.outcome == "not_done"

@@ -4,17 +4,15 @@ import doctest
 import inspect
 
 from dataplane_core import DataPlaneClient, connect, connect_async
-from dataplane_core.client.claims import Claims
-from dataplane_core.client.connection import Connection
-from dataplane_core.client.overview import Overview
+
+#: What takes no part in the story: it needs middleware, or ends it.
+UNTOLD = {"mark_step", "close"}
 
 
 def test_the_examples_of_the_client_run_one_after_the_other(tmp_path):
-    own = list(vars(DataPlaneClient).values())
-    cleared_at = own.index(DataPlaneClient.clear_samples)  # samples are claimed before they are cleared
-    members = [*own[:cleared_at], *vars(Claims).values(), *own[cleared_at:], *vars(Overview).values(), Connection.phase]
-    documented = [DataPlaneClient, *(each for each in members if inspect.isfunction(each))]
-    docstrings = [inspect.getdoc(each) for each in documented if not each.__name__.startswith("_")]
+    methods = [each for each in vars(DataPlaneClient).values() if inspect.isfunction(each)]
+    documented = [each for each in methods if not each.__name__.startswith("_") and each.__name__ not in UNTOLD]
+    docstrings = [inspect.getdoc(each) for each in [DataPlaneClient, *documented]]
     assert all(text and ">>> " in text for text in docstrings)
     story = doctest.DocTestParser().get_doctest("\n\n".join(docstrings), {"folder": tmp_path}, "client", None, None)
     runner = doctest.DocTestRunner()

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from dataplane_core import connect
+from dataplane_core.client import claims
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
 from dataplane_core.ledger import LedgerThread, commands
@@ -87,10 +88,11 @@ def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_wh
     client.register_partition("p", ["x"], None, ["t"])
     client.put_samples(["a"], "p", {"x": [1.0]})
     ledger = backend_of(client)._service.ledger
-    monkeypatch.setattr(client, "_claimed", lambda *_: signal.raise_signal(signal.SIGALRM))
     handle(lambda: (client.close(), fail(SystemExit)))
-    with pytest.raises(SystemExit):
-        client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(claims, "claimed", lambda *_: signal.raise_signal(signal.SIGALRM))
+        with pytest.raises(SystemExit):
+            client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
     (task,) = ledger.apply(commands.InspectRequest("p"), time.monotonic()).tasks.values()
     assert (task.num_ready, task.num_leased) == (1, 0)
 
@@ -98,7 +100,7 @@ def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_wh
     client.register_partition("p", ["x"], None, ["t"])
     client.put_samples(["a"], "p", {"x": [1.0]})
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_claimed", lambda *_: fail())
+        patch.setattr(claims, "claimed", lambda *_: fail())
         with pytest.raises(KeyboardInterrupt):  # with its samples in hand
             client.claim_meta("p", "t", ["x"], 1, lease_s=600.0)
     assert client.claim_meta("p", "t", ["x"], 1, timeout_s=0).sample_ids == ["a"]
@@ -113,7 +115,7 @@ def test_a_close_that_was_interrupted_while_it_waited_can_be_repeated(monkeypatc
     stopped = []
     monkeypatch.setattr(backend_of(client), "stop", lambda: stopped.append(True))
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_others_run", fail)
+        patch.setattr(client._connection, "others_run", fail)
         with pytest.raises(KeyboardInterrupt):
             client.close()
     assert stopped == []

@@ -162,4 +162,4 @@ def test_a_phase_has_a_name_and_its_groups_a_partition_and_who_does_not_announce
             with pytest.raises(error):
                 client.phase(name, **more)
         with client.phase("generate"):
-            assert names(client._phases) == []
+            assert names(client._connection.phases) == []

@@ -74,7 +74,7 @@ def test_a_client_that_did_not_register_looks_at_the_registration_once():
     faults = Faults()
     with connect({"backend": "noop", "middleware": [faults]}) as opened, faults.counting() as calls:
         opened.register_partition("p", ["x"], None, ["t"])
-        opened._infos.clear()  # as another client has it
+        opened._connection.infos.clear()  # as another client has it
         for number in range(3):
             opened.put_samples([f"s{number}"], "p", {"x": [1]})
             opened.claim_meta("p", "t", ["x"], 1)
@@ -142,10 +142,10 @@ def test_a_batch_that_is_named_changes_the_next_one_only_if_it_is_that_one(clien
 def test_a_client_remembers_the_partitions_that_it_used_last(client, monkeypatch):
     put_eight(client)
     monkeypatch.setattr("dataplane_core.client.claims._MOST_COUNTED", 2)
-    monkeypatch.setattr("dataplane_core.client.claims._MOST_INFOS", 2)
+    monkeypatch.setattr("dataplane_core.client.connection._MOST_INFOS", 2)
     for step in range(6):
         client.register_partition(f"step-{step}", ["x", "text"], 1, ["t"])
         client.put_samples(["a"], f"step-{step}", {"x": torch.zeros(1), "text": ["b"]})
         assert client.claim_meta(f"step-{step}", "t", ["x"], 1, 0).sample_ids == ["a"]
         assert claim(client) == [f"s{step}"]  # a rank that it goes on counting is not forgotten
-    assert max(len(client._batches), len(client._infos)) <= 2
+    assert max(len(client._connection.batches), len(client._connection.infos)) <= 2

@@ -13,7 +13,7 @@ import torch
 from gates import Gate
 
 from dataplane_core import connect, connect_async, stream
-from dataplane_core.client import async_client, claims, feeds
+from dataplane_core.client import async_client, explaining, feeds
 from dataplane_core.client.held import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -127,7 +127,7 @@ def test_a_stream_in_a_reference_cycle_is_given_back_by_a_thread_that_has_a_lock
     del holds
 
     def collect():
-        with client._state:
+        with client._connection.state:
             gc.collect()
 
     collecting = threading.Thread(target=collect, daemon=True)
@@ -233,7 +233,7 @@ def test_time_in_which_the_loop_works_does_not_count_for_the_timeout(client):
 
 @PREFETCH
 def test_a_stream_waits_as_long_as_those_that_it_waits_for_live(opened, monkeypatch, prefetch):
-    for module in (claims, async_client):
+    for module in (explaining, async_client):
         monkeypatch.setattr(module, "ADVICE_S", STARTS_S)  # a look may take as long as a busy machine needs
     told = []
     metrics = Metrics(on_event=lambda event: told.append(event.verdict) if event.verdict is not None else None)

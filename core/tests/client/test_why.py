@@ -12,7 +12,7 @@ import time
 import pytest
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client import async_client, claims, waiting
+from dataplane_core.client import async_client, explaining, waiting
 from dataplane_core.client.announcing import Work
 from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.ledger import Pacer
@@ -38,7 +38,7 @@ def filled(client):
 @pytest.fixture
 def thorough(monkeypatch):
     """A look for the cause may take as long as a busy machine needs."""
-    for module in (claims, async_client):
+    for module in (explaining, async_client):
         monkeypatch.setattr(module, "ADVICE_S", STARTS_S)
 
 
@@ -87,7 +87,7 @@ def test_an_error_has_the_verdict_if_the_claim_had_waited(monkeypatch, opened):
             client.claim_meta(*CLAIM, timeout_s=1.1)
         assert (caught.value.verdict.cause, caught.value.verdict.waited_s >= 1.0) == ("unwritten", True)
         assert pickle.loads(pickle.dumps(caught.value)).verdict == caught.value.verdict
-        monkeypatch.setattr(claims, "_EXPLAINED_AFTER_S", 600.0)
+        monkeypatch.setattr(explaining, "_EXPLAINED_AFTER_S", 600.0)
         with pytest.raises(ClaimTimeoutError) as caught:
             client.claim_meta(*CLAIM, timeout_s=0.1)
         assert caught.value.verdict is None
@@ -125,7 +125,7 @@ def test_a_fault_of_the_look_for_the_cause_does_not_change_the_error_of_a_claim(
     def fails(*args):
         raise ValueError("no verdict")
 
-    monkeypatch.setattr("dataplane_core.client.overview.judge", fails)
+    monkeypatch.setattr("dataplane_core.client.explaining.judge", fails)
     with connect(config(warn_after_s=None)) as client, pytest.raises(ClaimTimeoutError) as caught:
         filled(client).claim_meta(*CLAIM, timeout_s=1.1)
     assert caught.value.verdict is None
@@ -147,7 +147,7 @@ def test_a_look_for_the_cause_asks_nothing_beyond_its_deadline_and_counts_rows_o
         for operation in ("list_partitions", "list_clients", "inspect_partition"):
             noting.enter_context(faults.before(operation, lambda request: deadlines.append(request.deadline)))
         deadline = time.monotonic() + 1000.0
-        assert client._judged(None, None, deadline)
+        assert explaining.judged(client._connection, None, None, deadline)
         assert len(deadlines) >= 3
         assert all(each <= deadline for each in deadlines)
         noting.enter_context(faults.before("inspect_partition", lambda request: counted.append(request.count_rows)))
@@ -179,12 +179,12 @@ def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog, faul
     with connect(config(faults)) as client, note:
         filled(client)
         request = ClaimRequest("p", "train", ["x", "y"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
-        client._begin_work(request)
-        client._announcer.end()
-        client._announcer.num_clients = 1000
-        client._warn(request, 20.0, math.inf)
+        explaining.begin_work(client._connection, request)
+        client._connection.announcer.end()
+        client._connection.announcer.num_clients = 1000
+        explaining.warn(client._connection, request, 20.0, math.inf)
         assert not counted
-        client._warn(request, 101.0, math.inf)
+        explaining.warn(client._connection, request, 101.0, math.inf)
     assert counted == [True]  # a claim that waits has all samples looked at
     assert "p / train: " in caplog.text
 

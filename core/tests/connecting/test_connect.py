@@ -154,16 +154,16 @@ def test_the_hint_of_a_fork_is_true_for_the_backend(cls, hint, monkeypatch):
     monkeypatch.setattr(Door, "attach", [None])
     config = DataPlaneConfig(backend="door")
     with connect_backend(cls, config) as client, monkeypatch.context() as fork:
-        fork.setattr(os, "getpid", lambda: client._pid + 1)
+        fork.setattr(os, "getpid", lambda: client._connection.pid + 1)
         with pytest.raises(ClientClosedError, match=hint):
             client.clear_samples(None, "p")
         if cls.opens_in_forks:
-            assert not connect_backend(cls, config, bootstrap=False)._closed
+            assert not connect_backend(cls, config, bootstrap=False)._connection.closed
         else:
             with pytest.raises(BackendUnavailableError, match=hint) as refused:
                 connect_backend(cls, config, bootstrap=False)
             assert not refused.value.retryable
     with monkeypatch.context() as fork:  # of a process that has closed its client
-        fork.setattr(os, "getpid", lambda: client._pid + 1)
+        fork.setattr(os, "getpid", lambda: client._connection.pid + 1)
         monkeypatch.setattr(Door, "attach", [None])
         connect_backend(cls, config, bootstrap=False).close()

@@ -260,7 +260,7 @@ def test_a_put_that_is_made_again_is_guarded_once_and_hands_middleware_the_colum
     config = DataPlaneConfig(backend="noop", middleware=["wire_guard", faults])
     with connect_backend(CarriesBytes, config) as client, faults.before("put_samples", encode):
         client.register_partition("p", [], None, [], enums={"role": ["user", "tool"]})
-        client._infos["p"] = replace(client._infos["p"], epoch="an earlier one")
+        client._connection.infos["p"] = replace(client._connection.infos["p"], epoch="an earlier one")
         client.put_samples(["a"], "p", {"role": ["tool"]})
     first, second = given
     assert first == second

@@ -28,7 +28,7 @@ class ThroughAsyncio:
 
     def close(self) -> None:
         """Closes the client, and ends the event loop."""
-        if not self._thread.is_alive() or os.getpid() != self._sync._pid:
+        if not self._thread.is_alive() or os.getpid() != self._sync._connection.pid:
             return self._sync.close()
         try:
             self._run(self._async.close)
@@ -51,7 +51,8 @@ class ThroughAsyncio:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(AsyncDataPlaneClient, name, None)
-        if not asyncio.iscoroutinefunction(operation) or not self._thread.is_alive() or os.getpid() != self._sync._pid:
+        is_usable = self._thread.is_alive() and os.getpid() == self._sync._connection.pid
+        if not asyncio.iscoroutinefunction(operation) or not is_usable:
             return getattr(self._sync, name)
         return lambda *args, **kwargs: self._run(operation, self._async, *args, **kwargs)
 

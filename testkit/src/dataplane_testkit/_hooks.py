@@ -24,7 +24,7 @@ def backend_of(client: DataPlaneClient) -> Any:
     Returns:
         The started instance of the author's class, whatever its attributes are.
     """
-    return client._backend
+    return client._connection.backend
 
 
 @functools.cache

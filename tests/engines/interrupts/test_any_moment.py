@@ -129,7 +129,7 @@ class Run:
 
     def check(self):
         client = self.client
-        assert not client._calls
+        assert not client._connection.calls
         held = set(client.list_samples(self.partition_id).sample_ids)
         assert self.put - self.clearing <= held <= self.begun.keys() - self.cleared
         for sample_id in self.begun.keys() - self.put:  # of a put that was cut off

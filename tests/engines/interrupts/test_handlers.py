@@ -135,9 +135,9 @@ def test_a_close_in_the_middle_of_the_store_is_done_after_it(config, ends):
     closed = []
 
     def close_once():
-        if client._entrance.is_below and not closed and client._handed == {}:
+        if client._connection.entrance.is_below and not closed and client._connection.handed == {}:
             closed.append(client.close())
-            assert client._to_stop
+            assert client._connection.to_stop
             if ends is not None:
                 raise ends
 
@@ -148,7 +148,7 @@ def test_a_close_in_the_middle_of_the_store_is_done_after_it(config, ends):
         with pytest.raises(ends or ClientClosedError):
             at_each_line(close_once, lambda: client.claim_meta("p", "t", ["x"], 2, lease_s=600.0), place)
         assert closed
-        assert not client._to_stop
+        assert not client._connection.to_stop
         assert owner.describe("p").tasks["t"].num_ready == 2
 
 

@@ -13,7 +13,7 @@ with connect({"backend": "acme_store"}) as client:
     client.register_partition("train", ["x"], 2, ["trainer"])
     client.put_samples(["a", "b"], "train", {"x": torch.tensor([1.0, 2.0])})
     meta = client.claim_meta("train", "trainer", ["x"], 2)
-    print(type(client._backend).__name__, meta.sample_ids, client.get_data(meta)["x"].tolist())
+    print(type(client._connection.backend).__name__, meta.sample_ids, client.get_data(meta)["x"].tolist())
 """
 TASTE = "order_asked_for or hundreds_of_rows or objects_come_back or overlap or never_waits or what_comes_back"
 #: A store of files differs in its engine. The whole kit over a store with a log is run on the SQLite example.

@@ -116,7 +116,7 @@ def test_what_is_an_error(tmp_path, capsys, monkeypatch):
             assert main(["metrics", str(path), "--port", str(port)]) == 1
             assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
     with connect({"backend": "noop"}) as client:
-        client._capabilities -= {"clients"}
+        client._connection.capabilities -= {"clients"}
         monkeypatch.setattr("dataplane_tools._metrics.attach", lambda path: client)
         assert main(["metrics", str(path)]) == 1
     assert "does not declare 'clients'" in capsys.readouterr().err

@@ -8,10 +8,9 @@ from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.checks import check_seconds
 from dataplane_core.client.client import DataPlaneClient
+from dataplane_core.client.connection import Connection, refuse_in_fork
 from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven, longest_wait_s
-from dataplane_core.client.forks import refuse_in_fork
-from dataplane_core.client.overview import common_fields
-from dataplane_core.client.saving import read_to_save
+from dataplane_core.client.rows import common_fields
 from dataplane_core.client.streams import AsyncStream, Stream, StreamBatch, stream
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "AsyncDataPlaneClient",
     "AsyncStream",
     "Collate",
+    "Connection",
     "DataPlaneClient",
     "Feed",
     "OperationCancelledError",
@@ -30,7 +30,6 @@ __all__ = [
     "common_fields",
     "longest_wait_s",
     "program_name",
-    "read_to_save",
     "refuse_in_fork",
     "stream",
 ]

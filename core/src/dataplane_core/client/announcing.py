@@ -130,16 +130,16 @@ class WorkLog:
 
 
 class _Client(Protocol):
-    """What is used of a client."""
+    """What is used of a client's connection."""
 
-    _config: DataPlaneConfig
-    _backend: Backend
-    _middleware: list[Any]
-    _calls: set[RunningCall]
-    _work: WorkLog
-    _phases: Phases
+    config: DataPlaneConfig
+    backend: Backend
+    middleware: list[Any]
+    calls: set[RunningCall]
+    work: WorkLog
+    phases: Phases
 
-    def _call(self, operation: str, request: Any, reply_type: type[AnnounceReply]) -> AnnounceReply: ...
+    def call(self, operation: str, request: Any, reply_type: type[AnnounceReply]) -> AnnounceReply: ...
 
 
 class Announcer:
@@ -166,10 +166,10 @@ class Announcer:
     def stop(self) -> None:
         """The client closes. Blocks at most until its backend has to be stopped."""
         client = self._client()
-        until = math.inf if client is None else client._backend.stop_by
+        until = math.inf if client is None else client.backend.stop_by
         self.end(until)
         # a short program that did something is known afterwards, though it was never listed
-        if self._listed or (client is not None and client._work.told(0.0)):
+        if self._listed or (client is not None and client.work.told(0.0)):
             self._announce(ttl_s=0.0, until=until)
 
     def end(self, until: float = math.inf) -> None:
@@ -197,7 +197,7 @@ class Announcer:
         deadline = min(time.monotonic() + _TIMEOUT_S, until)
         request = AnnounceRequest(client=describe_client(client, self, period_s), ttl_s=ttl_s, deadline=deadline)
         try:
-            return client._call("announce", request, AnnounceReply).num_clients
+            return client.call("announce", request, AnnounceReply).num_clients
         except Exception:  # the operations of the client say what is wrong
             return None
 
@@ -205,13 +205,13 @@ class Announcer:
 def describe_client(client: _Client, announcer: Announcer | None, period_s: float = 0.0) -> ClientInfo:
     """A client as it announces itself. Without an announcer, nobody knows its id."""
     now = time.monotonic()
-    running = [call for call in list(client._calls) if call.operation]
+    running = [call for call in list(client.calls) if call.operation]
     first = heapq.nsmallest(_MOST_CALLS, running, key=lambda call: call.began_at)
     return ClientInfo(
         client_id="" if announcer is None else announcer.client_id,
         host=socket.gethostname(),
         pid=os.getpid(),
-        role=client._config.role or program_name(),
+        role=client.config.role or program_name(),
         open_s=0.0 if announcer is None else now - announcer.opened_at,
         num_calls=len(running),
         calls=[
@@ -222,10 +222,10 @@ def describe_client(client: _Client, announcer: Announcer | None, period_s: floa
             )
             for each in first
         ],
-        metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client._middleware)), ""),
+        metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""),
         period_s=period_s,
-        work=client._work.told(now),
-        phases=client._phases.told(now),
+        work=client.work.told(now),
+        phases=client.phases.told(now),
     )
 
 

@@ -17,9 +17,11 @@ from functools import partial, wraps
 from typing import Any, Concatenate, Final, Literal, NoReturn, ParamSpec, Self, TypeAlias, TypeVar
 
 from dataplane_core.client.call_threads import Call, CallThreads
-from dataplane_core.client.claims import ADVICE_S
+from dataplane_core.client.claims import ask, checked_claim, claimed, wait_of
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.connection import LATEST_END, ClientFacts
+from dataplane_core.client.connection import ADVICE_S, LATEST_END, ClientFacts, note_step
+from dataplane_core.client.explaining import begin_work, explain, look
+from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
@@ -140,14 +142,11 @@ class AsyncDataPlaneClient(ClientFacts):
 
     def __init__(self, client: DataPlaneClient, threads: int) -> None:
         self._client = client
+        self._connection = client._connection
         self._threads = threads
         self._writers = CallThreads("dataplane-async-put", threads)
         self._others = CallThreads("dataplane-async", threads)
         self._renewers = CallThreads("dataplane-async-renew", 1)  # leases end while other calls take all threads
-
-    @property
-    def _connection(self) -> DataPlaneClient:
-        return self._client
 
     @classmethod
     async def _open(cls, connect: Callable[[], DataPlaneClient], threads: int) -> Self:
@@ -182,15 +181,15 @@ class AsyncDataPlaneClient(ClientFacts):
 
     @_like(DataPlaneClient.claim_meta)
     async def claim_meta(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
-        client = self._client
-        bound = _CLAIM.bind(client, *args, **kwargs)
+        connection = self._connection
+        bound = _CLAIM.bind(self._client, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        with client._operation("claim_meta", given["partition_id"]):
+        with connection.operation("claim_meta", given["partition_id"]):
             blocking, timeout_s, batch_index = map(given.pop, ("blocking", "timeout_s", "batch_index"))
             request = ClaimRequest(all_or_nothing=blocking, deadline=math.inf, **given)
-            client._checked_claim(request, timeout_s, batch_index)
-            return (await self._claim_until(request, timeout_s if blocking else None, client._waiters))[0]
+            checked_claim(connection, request, timeout_s, batch_index)
+            return (await self._claim_until(request, timeout_s if blocking else None, connection.waiters))[0]
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
@@ -226,8 +225,8 @@ class AsyncDataPlaneClient(ClientFacts):
     @wraps(DataPlaneClient.mark_step)
     async def mark_step(self, step: int, **values: float) -> None:
         async with contextlib.AsyncExitStack() as each:
-            each.callback(self._client._note_step, step, values)
-            for stream in list(self._client._streams):
+            each.callback(note_step, self._connection, step, values)
+            for stream in list(self._connection.streams):
                 each.push_async_callback(stream.ack)
 
     # --- how it is done -----------------------------------------------------------------------------------------------
@@ -268,7 +267,7 @@ class AsyncDataPlaneClient(ClientFacts):
                 LATEST_END.set(until)
             return function()
 
-        with self._client._operation():
+        with self._connection.operation():
             threads = self._renewers if renews else self._writers if writes else self._others
             call = threads.submit(in_time)
             late = asyncio.get_running_loop().call_later(until - time.monotonic(), self._give_up, what, call)
@@ -320,15 +319,15 @@ class AsyncDataPlaneClient(ClientFacts):
         waiters: Waiters,
         since: Callable[[], float] | None = None,
     ) -> tuple[KVBatchMeta, Claim]:
-        """`Claims._claim_until` on the event loop."""
-        client = self._client
-        if client._must_prepare(request):
-            await self._run("claim_meta", partial(client._prepare_claim, request))
+        """`claim_until` on the event loop."""
+        connection = self._connection
+        if must_prepare(connection, request):
+            await self._run("claim_meta", partial(prepare_claim, connection, request))
         if timeout_s is None:
-            client._begin_work(request)
+            begin_work(connection, request)
             claim = await self._ask(request)
-            return client._claimed(request, claim), claim
-        wait = client._wait_of(request, timeout_s, since)
+            return claimed(connection, request, claim), claim
+        wait = wait_of(connection, request, timeout_s, since)
         waiter = _LoopWaiter()
         with wait.woken_by(waiter.wake), waiters.waiting(waiter.wake):
             while True:
@@ -336,10 +335,10 @@ class AsyncDataPlaneClient(ClientFacts):
                 try:
                     pause_s = wait.pause_s(claim)
                 except ClaimTimeoutError as error:
-                    await self._advise(partial(client._explain, error, request, wait))
+                    await self._advise(partial(explain, connection, error, request, wait))
                     raise
                 if pause_s is None:
-                    return client._claimed(request, claim), claim
+                    return claimed(connection, request, claim), claim
                 waiters.check()
                 try:
                     await waiter.wait(pause_s)
@@ -348,7 +347,7 @@ class AsyncDataPlaneClient(ClientFacts):
                     self._raise_cancelled(f"{where} was cancelled while it waited, and was handed nothing.", "not run")
                 waiters.check()
                 if wait.must_warn():
-                    await self._advise(partial(client._look, request, wait))
+                    await self._advise(partial(look, connection, request, wait))
 
     async def _advise(self, function: Callable[[], None]) -> None:
         """Says why a claim waits, if that is soon found. If not, the claim goes on or fails as it would have."""
@@ -362,13 +361,13 @@ class AsyncDataPlaneClient(ClientFacts):
         def if_cancelled(claim: Claim) -> tuple[Outcome, Any]:
             if not claim.sample_ids or request.dp_rank is not None:
                 return "not run", None  # a batch of a rank that this client does not count is given to its next claim
-            meta = self._client._claimed(request, claim)
+            meta = claimed(self._connection, request, claim)
             if meta.lease_tokens is None:
                 return "done", meta
             self._client.nack(meta)
             return "given back", None
 
-        claim = partial(self._client._claim, request)
+        claim = partial(ask, self._connection, request)
         return await self._run("claim_meta", claim, until=request.deadline, if_cancelled=if_cancelled)
 
 

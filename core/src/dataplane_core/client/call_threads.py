@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from dataplane_core.client.limits import limit_hint
+from dataplane_core.client.connection import limit_hint
 from dataplane_core.errors import BackendError
 
 _R = TypeVar("_R")

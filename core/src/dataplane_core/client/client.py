@@ -1,95 +1,62 @@
 """`DataPlaneClient`: what trainers call.
 
-It checks the arguments, encodes columns, calls the backend's hook and decodes the reply. The promises of the contract
-that do not depend on the backend are kept here.
+Its methods check their arguments, call what the modules beside this one do, and keep the promises of the contract that
+do not depend on the backend.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import chain
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NoReturn, Self
 
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.arguments import check_count, check_meta
-from dataplane_core.client.checks import (
-    check_counts,
-    check_enum,
-    check_ids,
-    check_name,
-    check_names,
-    strings_of,
-)
-from dataplane_core.client.claims import Claims
-from dataplane_core.client.overview import common_fields
+from dataplane_core.client.checks import check_ids, check_name, check_names, check_seconds
+from dataplane_core.client.claims import checked_claim, claim_until, settle
+from dataplane_core.client.connection import ClientFacts, Connection, note_step
+from dataplane_core.client.explaining import clients_of, judged, list_partitions
+from dataplane_core.client.registering import register, tell_short_groups
+from dataplane_core.client.rows import clear, describe, export, get, list_fields, list_samples, put, set_cursor
 from dataplane_core.client.saving import load, save
-from dataplane_core.codec import (
-    Columns,
-    JaggedColumns,
-    as_columns,
-    decode_columns,
-    encode_columns,
-    join_parts,
-    list_as,
-    misfit_of,
-    spread,
-)
 from dataplane_core.errors import (
-    BackendError,
-    FrameError,
     InvalidRequestError,
-    OpenCellsError,
-    SchemaMismatchError,
-    StalePartitionError,
+    InvalidTypeError,
+    MissingDataError,
     UnknownPartitionError,
+    UnknownTaskError,
+    UnsupportedOperationError,
+    Verdict,
     preview,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
+    AckRequest,
     Capability,
-    ClearReply,
-    ClearRequest,
-    FieldSpec,
-    GetRequest,
+    ClaimRequest,
+    ClientInfo,
+    ConsumptionReply,
+    ConsumptionRequest,
     IfExists,
-    PutReply,
-    PutRequest,
+    ListUnitsRequest,
+    NackRequest,
+    PartitionDescription,
+    RenewRequest,
+    Sampler,
+    TagFilter,
     TagValue,
-    WireBatch,
-    check_tags,
-    lengths_of,
+    UnitInfo,
+    UnitList,
     new_id,
 )
 
-_DAMAGED: Final = (
-    "They were damaged in the store or on the way. Clear these samples and produce them again. The middleware "
-    "wire_guard also finds damage that leaves the bytes readable."
-)
-
-
-@contextmanager
-def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[None]:
-    """Names the sample in the error for bytes that cannot be read."""
-    try:
-        yield
-    except FrameError as error:
-        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
-        if error.row is not None:
-            sample_id = sample_ids[error.row]
-            what, error.cells = f"{what}: the bytes of sample '{sample_id}' cannot be read", {sample_id: error.fields}
-        error.message = f"{what}: {error.message}"
-        error.hint = error.hint or _DAMAGED
-        raise
-
 
 @with_methods_not_compiled
-class DataPlaneClient(Claims):
+class DataPlaneClient(ClientFacts):
     """A process's connection to a store. `dataplane_core.connect` makes it; `close`, or leaving its ``with``, ends it.
 
     Several threads may share a client. It cannot be pickled, and a forked child cannot use its parent's. Every method
@@ -104,7 +71,16 @@ class DataPlaneClient(Claims):
         >>> client = connect({"backend": "noop"})
     """
 
-    # --- operations ---------------------------------------------------------------------------------------------------
+    def __init__(self) -> None:
+        raise UnsupportedOperationError(
+            "DataPlaneClient is not constructed directly.", hint="Use dataplane_core.connect(config)."
+        )
+
+    @classmethod
+    def _of(cls, connection: Connection) -> Self:
+        client = object.__new__(cls)
+        client._connection = connection
+        return client
 
     def register_partition(
         self,
@@ -143,7 +119,7 @@ class DataPlaneClient(Claims):
         Examples:
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
-        with self._operation("register_partition", partition_id):
+        with self._connection.operation("register_partition", partition_id):
             if if_exists not in ("replace", "keep"):
                 raise InvalidRequestError(
                     f"register_partition('{partition_id}') refused: if_exists must be 'replace' or 'keep', got "
@@ -161,14 +137,15 @@ class DataPlaneClient(Claims):
                 check_count("num_samples", num_samples)
             if grpo_group_size is not None:
                 check_count("grpo_group_size", grpo_group_size)
-                self._require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
+                self._connection.require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
                 if num_samples is not None and num_samples % grpo_group_size:
                     raise InvalidRequestError(
                         f"register_partition('{partition_id}') refused: num_samples {num_samples} is not a multiple of "
                         f"grpo_group_size {grpo_group_size}."
                     )
             words = {name: check_names(f"enums['{name}']", each) for name, each in (enums or {}).items()}
-            self._register(
+            register(
+                self._connection,
                 partition_id,
                 fields=field_names,
                 num_samples=num_samples,
@@ -200,17 +177,17 @@ class DataPlaneClient(Claims):
             True
             >>> client.clear_samples(None, "open")
         """
-        with self._operation("finish_partition", partition_id):
-            group_size = self._describe(partition_id).grpo_group_size
+        with self._connection.operation("finish_partition", partition_id):
+            group_size = self._connection.describe(partition_id).grpo_group_size
             epoch = new_id()
-            info = self._register(
-                partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
+            info = register(
+                self._connection, partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
             )
             if info.epoch == epoch:  # it was cleared after it was described
                 self.clear_samples(None, partition_id)
                 raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
-            if group_size is not None and Capability.LISTING in self._capabilities:
-                self._tell_short_groups(partition_id, info)
+            if group_size is not None and Capability.LISTING in self._connection.capabilities:
+                tell_short_groups(self._connection, partition_id, info)
 
     def put_samples(
         self,
@@ -255,52 +232,8 @@ class DataPlaneClient(Claims):
             >>> meta.sequence_lengths
             [3, 2, 1, 2]
         """
-        with self._operation("put_samples", partition_id):
-            ids = check_ids(sample_ids)
-            if len(set(ids)) != len(ids):
-                repeated = [each for each, count in Counter(ids).items() if count > 1]
-                raise InvalidRequestError(
-                    f"put_samples('{partition_id}', {len(ids)} samples) refused: sample ids repeat: "
-                    f"{preview(repeated)}. Expected each id once."
-                )
-            where = f"put_samples('{partition_id}', {len(ids)} samples)"
-            rows = None if tags is None else check_tags(tags, len(ids))
-            if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
-                raise InvalidRequestError(
-                    f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
-                    "row per sample id."
-                )
-            given = {} if fields is None else as_columns(where, fields, len(ids))
-            columns, specs = self._encode_columns(where, given, len(ids))
-            if not ids:
-                return KVBatchMeta(partition_id, None, [])
-            if not columns and rows is None:
-                raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-            work = self._work.begin("put_samples", partition_id, fields=columns)
-            request = PutRequest(
-                partition_id=partition_id,
-                sample_ids=ids,
-                columns=columns,
-                specs=specs,
-                tags=rows,
-                deadline=self._deadline(),
-            )
-            try:
-                self._put_fitting(where, request, given)
-            except UnknownPartitionError:
-                if not self._config.open_partitions:
-                    raise
-                self._open_partition(partition_id, list(columns), [], request.deadline)
-                self._put_fitting(where, request, given)
-            work.end(len(ids))
-            return KVBatchMeta(
-                partition_id,
-                None,
-                ids,
-                fields=list(columns),
-                sequence_lengths=lengths_of(rows),
-                tags=rows,
-            )
+        with self._connection.operation("put_samples", partition_id):
+            return put(self._connection, partition_id, sample_ids, fields, tags)
 
     def get_samples(
         self,
@@ -339,31 +272,8 @@ class DataPlaneClient(Claims):
             >>> batch["reward"]
             tensor([0., 0.])
         """
-        with self._operation("get_samples", partition_id):
-            ids = check_ids(sample_ids)
-            names = [] if select_fields is None else check_names("select_fields", select_fields)
-            if select_fields is not None and not names:
-                raise InvalidRequestError(
-                    f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
-                    "names of the columns to read."
-                )
-            if not ids:
-                return TensorDict({}, batch_size=[0])
-            unique = list(dict.fromkeys(ids))
-            if select_fields is None:
-                what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
-                names = common_fields(self._list_fields(what, partition_id, unique))
-                if not names:
-                    return TensorDict({}, batch_size=[len(ids)])
-            columns = self._read(unique, partition_id, names, share_rows, self._deadline())
-            if len(unique) != len(ids):
-                at = {sample_id: position for position, sample_id in enumerate(unique)}
-                positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
-                columns = {
-                    name: spread(column, positions, jagged, share=share_rows and isinstance(column, NonTensorStack))
-                    for name, column in columns.items()
-                }
-            return TensorDict(columns, batch_size=[len(ids)])
+        with self._connection.operation("get_samples", partition_id):
+            return get(self._connection, partition_id, sample_ids, select_fields, share_rows=share_rows)
 
     def get_data(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None, share_rows: bool = False
@@ -387,6 +297,151 @@ class DataPlaneClient(Claims):
             )
         return self.get_samples(meta.sample_ids, meta.partition_id, names, share_rows=share_rows)
 
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        lease_s: float | None = None,
+        tag_filter: TagFilter | None = None,
+        sampler: Sampler = "first_write",
+        dp_size: int | None = None,
+        batch_index: int | None = None,
+    ) -> KVBatchMeta:
+        """Hands out samples whose required fields are all produced and that the task has not been given.
+
+        No sample is given to a task twice, whichever clients and processes ask; with leases, no sample is held by two
+        at once. A blocking claim waits until ``batch_size`` samples are ready. It also returns once the partition can
+        give the task no more, with what remains, perhaps nothing. Samples leased to others count as given.
+
+        Args:
+            partition_id: A registered partition.
+            task_name: A task named at its registration.
+            required_fields: Fields that must be produced.
+            batch_size: How many; a multiple of the group size where the partition has one.
+            dp_rank: The data-parallel rank that claims. All claims of the task with this rank and ``batch_index`` give
+                the same samples, so that the ranks of a replica can each claim (capability ``samplers``).
+            blocking: Whether to wait. If not, what is ready now is returned, at most ``batch_size``.
+            timeout_s: How long a blocking claim waits, in seconds.
+            lease_s: Seconds after which samples that were neither acked nor nacked can be claimed again. None: there
+                is no lease, and each sample is given to the task at most once.
+            tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
+            sampler: Which ready samples it gives (capability ``samplers``). ``first_write``: in order of first write.
+                ``freshest``: the last written first. ``balanced``: in order of first write, and the ``dp_size`` ranks
+                get about the same number
+                of tokens (tag ``input_lengths``).
+            dp_size: The number of ranks; ``balanced`` requires it. The first claim of a batch then chooses
+                ``batch_size`` samples for each rank, or what is left, and all ranks get about as many, perhaps none.
+                That there is no further batch is also said to all ranks. `stream` tells the two apart.
+            batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
+
+        Returns:
+            A meta in order of first write (``freshest``: in the opposite order), with tags, and ``sequence_lengths``
+            where all have the tag ``input_lengths``.
+
+        Raises:
+            ClaimTimeoutError: Says how many were ready, and what keeps the others back.
+            UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
+            InvalidRequestError: A batch size below 1 or no multiple of the group size.
+
+        Examples:
+            >>> claimed = client.claim_meta("step-1", "trainer", ["input_ids", "reward"], 2, lease_s=60.0)
+            >>> claimed.sample_ids
+            ['p0_g0', 'p0_g1']
+        """
+        with self._connection.operation("claim_meta", partition_id):
+            request = ClaimRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                required_fields=required_fields,  # type: ignore[arg-type] # `_checked_claim` makes a list of it
+                batch_size=batch_size,
+                all_or_nothing=blocking,
+                lease_s=lease_s,
+                tag_filter=tag_filter,  # type: ignore[arg-type] # and brings this into its full form
+                sampler=sampler,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                deadline=math.inf,
+            )
+            checked_claim(self._connection, request, timeout_s, batch_index)
+            return claim_until(self._connection, request, timeout_s if blocking else None, self._connection.waiters)[0]
+
+    def ack(self, meta: KVBatchMeta) -> None:
+        """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
+
+        Raises:
+            LeaseExpiredError: Some leases are no longer held. It names their ids.
+            InvalidRequestError: The meta has no lease tokens.
+
+        Examples:
+            >>> client.ack(claimed.slice(0, 1))
+        """
+        settle(self._connection, "ack", AckRequest, meta)
+
+    def nack(self, meta: KVBatchMeta) -> None:
+        """Gives leased samples back, so that they can be claimed again at once. Raises what `ack` raises.
+
+        Examples:
+            >>> client.nack(claimed.slice(1, 2))
+        """
+        settle(self._connection, "nack", NackRequest, meta)
+
+    def renew(self, meta: KVBatchMeta, lease_s: float) -> None:
+        """Extends leases: they end ``lease_s`` seconds from now. Raises what `ack` raises.
+
+        Examples:
+            >>> rest = client.claim_meta("step-1", "trainer", ["reward"], 3, lease_s=60.0)
+            >>> client.renew(rest, lease_s=600.0)
+            >>> client.ack(rest)
+        """
+        with self._connection.operation():
+            check_seconds("lease_s", lease_s)
+        settle(self._connection, "renew", RenewRequest, meta, lease_s=lease_s)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether every task has consumed every sample that the partition holds: was given it, or acked its lease.
+
+        If ``num_samples`` was registered, it is false until that many were written; those that were cleared since need
+        not be consumed. Otherwise it says nothing of samples to come, and is false while the partition holds none: a
+        loop asks `is_finished`. False for an unknown partition or task.
+
+        Examples:
+            >>> client.check_consumption_status("step-1", ["trainer"])
+            True
+        """
+        with self._connection.operation("check_consumption_status", partition_id, needs=Capability.CLAIMS):
+            tasks = check_names("task_names", task_names)
+            request = ConsumptionRequest(partition_id, tasks)
+            return self._connection.call("check_consumption", request, ConsumptionReply).consumed
+
+    def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether the tasks get no more samples: all are written, and each has consumed those that can be given.
+
+        Unlike `check_consumption_status`, it is never true before the end is known: by ``num_samples`` of the
+        registration, or by `DataPlaneClient.finish_partition`.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+
+        Examples:
+            >>> client.is_finished("step-1", ["trainer"])
+            True
+        """
+        with self._connection.operation("is_finished", partition_id, needs=Capability.CLAIMS):
+            info = self._connection.describe(partition_id)
+            unknown = [name for name in check_names("task_names", task_names) if name not in info.consumer_tasks]
+            if unknown:
+                raise UnknownTaskError(
+                    f"partition '{partition_id}' has no consumer task {preview(unknown)}.",
+                    hint=f"Registered: {preview(info.consumer_tasks, limit=5) or 'none'}.",
+                )
+            return info.num_samples is not None and self.check_consumption_status(partition_id, task_names)
+
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Removes samples with their tags and cursors. Ids that do not exist are ignored.
 
@@ -397,15 +452,8 @@ class DataPlaneClient(Claims):
         Examples:
             >>> client.clear_samples(["p0_g0"], "step-1")
         """
-        with self._operation("clear_samples", partition_id):
-            ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
-            if ids is None:
-                self._infos.pop(partition_id, None)
-            elif not ids:
-                return
-            work = self._work.begin("clear_samples", partition_id)
-            cleared = self._call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
-            work.end(0 if ids is None else cleared.num_samples)
+        with self._connection.operation("clear_samples", partition_id):
+            clear(self._connection, partition_id, sample_ids)
 
     def save(
         self,
@@ -437,8 +485,8 @@ class DataPlaneClient(Claims):
         Examples:
             >>> client.save(folder, {"step": 7})
         """
-        with self._naming_errors():
-            save(self, folder, metadata, partitions)
+        with self._connection.naming_errors():
+            save(self._connection, folder, metadata, partitions)
 
     def load(self, folder: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> dict[str, Any]:
         """Loads partitions that `save` has saved, of this backend or another one. Leased samples are ready again.
@@ -467,116 +515,313 @@ class DataPlaneClient(Claims):
             >>> client.list_sample_ids("step-1")
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        with self._naming_errors():
-            return load(self, folder, partitions)
+        with self._connection.naming_errors():
+            return load(self._connection, folder, partitions)
 
-    # --- how it is done -----------------------------------------------------------------------------------------------
+    def ping(self) -> None:
+        """Asks the store for a sign of life. Blocks until it answers, at most ``op_timeout_s``.
 
-    def _encode_columns(self, where: str, fields: Any, num_samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        for name in fields.keys():
-            check_name("field name", name)
-            if name.startswith("~"):
-                raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
-        narrow = self._backend.narrow and self._config.narrow
-        return encode_columns(fields, num_samples, self._wire, allow_pickle=self._config.allow_pickle, narrow=narrow)
+        Raises:
+            OperationTimeoutError, BackendUnavailableError: It does not answer.
+            UnsupportedOperationError: The backend does not declare ``listing``.
 
-    def _read(
-        self, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float
-    ) -> dict[str, Any]:
-        """The columns of different samples."""
-        request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
-        try:
-            with _naming_samples(partition_id, ids):
-                batch = self._call("get_samples", request, WireBatch)
-        except OpenCellsError as error:
-            parts = [self._read(list(some), partition_id, names, share_rows, deadline) for some in error.groups]
-            places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
-            order = [places[sample_id] for sample_id in ids]
-            return {name: join_parts([part[name] for part in parts], order) for name in names}
-        for name in names:
-            if name not in batch.columns or name not in batch.specs:
-                raise BackendError(
-                    f"get_samples('{partition_id}', {len(ids)} samples): the backend's reply lacks column '{name}'.",
-                    backend=self.backend_name,
+        Examples:
+            >>> client.ping()
+        """
+        with self._connection.operation("ping", needs=Capability.LISTING):
+            list_partitions(self._connection)
+
+    def list_partitions(self) -> list[str]:
+        """The names of all registered partitions, sorted.
+
+        Examples:
+            >>> client.list_partitions()
+            ['step-1']
+        """
+        with self._connection.operation("list_partitions", needs=Capability.LISTING):
+            return list_partitions(self._connection)
+
+    def describe(self, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:
+        """Counts what a partition holds, and what its tasks were given.
+
+        Args:
+            partition_id: A registered partition.
+            count_rows: Whether ``num_rows`` is needed. If not, a backend that would look at all samples for it leaves
+                it out.
+
+        Returns:
+            Its registration (``info``), kind, dtype and shape of each written field (``specs``) and how many samples
+            have it (``num_rows``), the number of samples held and cleared, their bytes, the age of the oldest, and per
+            task how many are ready, leased and consumed.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> found = client.describe("step-1")
+            >>> found.num_samples, found.num_cleared, found.specs["reward"].dtype
+            (3, 1, 'float32')
+            >>> found.tasks["trainer"].num_consumed
+            3
+        """
+        with self._connection.operation("describe", partition_id, needs=Capability.LISTING):
+            return describe(self._connection, partition_id, count_rows=count_rows)
+
+    def list_samples(
+        self, partition_id: str, tag_filter: TagFilter | None = None, sample_ids: Sequence[str] | None = None
+    ) -> KVBatchMeta:
+        """The ids and tags of a partition's samples, in order of first write. No cells are read.
+
+        Args:
+            partition_id: A registered partition.
+            tag_filter: A condition on tags, as for `claim_meta`.
+            sample_ids: Only these samples, in this order. Those that are not there are left out.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
+            ['p0_g1', 'p1_g1']
+            >>> client.list_samples("step-1", sample_ids=["p1_g1", "p9_g9"]).tags
+            [{'input_lengths': 2}]
+        """
+        with self._connection.operation("list_samples", partition_id, needs=Capability.LISTING):
+            return list_samples(self._connection, partition_id, tag_filter, sample_ids)
+
+    def list_sample_ids(
+        self, partition_id: str, tag_filter: TagFilter | None = None, *, fields: Sequence[str] = ()
+    ) -> list[str]:
+        """As `list_samples`, the ids alone.
+
+        Args:
+            partition_id: A registered partition.
+            tag_filter: A condition on tags, as for `claim_meta`.
+            fields: Only samples that have all of these fields, so that a read of them does not fail.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_sample_ids("step-1")
+            ['p0_g1', 'p1_g0', 'p1_g1']
+            >>> client.list_sample_ids("step-1", fields=["reward", "advantages"])
+            []
+        """
+        wanted = check_names("fields", fields)
+        ids = self.list_samples(partition_id, tag_filter).sample_ids
+        while wanted and ids:
+            what = f"list_sample_ids('{partition_id}', fields={wanted})"
+            try:
+                has = list_fields(self._connection, what, partition_id, ids)
+                return [each for each, names in zip(ids, has, strict=True) if set(wanted) <= set(names)]
+            except UnknownPartitionError:
+                raise
+            except MissingDataError:  # samples were cleared meanwhile
+                ids = self.list_samples(partition_id, tag_filter, ids).sample_ids
+        return ids
+
+    def list_fields(self, sample_ids: Sequence[str], partition_id: str) -> list[list[str]]:
+        """For each sample, the fields that it has. No cells are read.
+
+        Raises:
+            MissingDataError: A sample is not there. It is also a `KeyError`.
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_fields(["p1_g0"], "step-1")
+            [['input_ids', 'reward']]
+        """
+        check_name("partition_id", partition_id)
+        ids = check_ids(sample_ids)
+        if not ids:
+            return []
+        unique = list(dict.fromkeys(ids))
+        found = list_fields(
+            self._connection, f"list_fields('{partition_id}', {len(unique)} samples)", partition_id, unique
+        )
+        fields = dict(zip(unique, found, strict=True))
+        return [fields[each] for each in ids]
+
+    def list_consumed(self, partition_id: str, task_name: str) -> list[str]:
+        """The held samples that a task was given for good (without a lease, or acked), in order of first write.
+
+        Raises:
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.list_consumed("step-1", "trainer")
+            ['p0_g1', 'p1_g0', 'p1_g1']
+        """
+        with self._connection.naming_errors():
+            check_name("task_name", task_name)
+            state = export(self._connection, "list_consumed", partition_id)
+            if task_name not in state.consumed:
+                raise UnknownTaskError(
+                    f"partition '{partition_id}' has no consumer task '{task_name}'.",
+                    hint=f"Registered: {preview(state.consumed, limit=5) or 'none'}.",
                 )
-        with _naming_samples(partition_id, ids):
-            return decode_columns(
-                {name: batch.columns[name] for name in names},
-                {name: batch.specs[name] for name in names},
-                len(ids),
-                self._wire,
-                allow_pickle=self._config.allow_pickle,
-                share_rows=share_rows,
-            )
+            return list(state.consumed[task_name])
 
-    def _put_fitting(self, where: str, request: PutRequest, given: Any) -> None:
-        """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
-        tried: set[str] = set()
-        while True:
-            try:
-                self._put(where, request, given)
-                return
-            except SchemaMismatchError as error:
-                lists = given.lists if isinstance(given, Columns) else {}
-                fitting: dict[str, Any] = {}
-                for name, text in error.expected.items():
-                    column = list_as(lists[name], FieldSpec.from_text(text)) if name in lists else None
-                    if column is None or name in tried:
-                        if name in lists:
-                            misfit = misfit_of(lists[name], FieldSpec.from_text(text))
-                            error.hint = f"A list becomes what its field holds, if all of its rows fit: {misfit}."
-                        raise
-                    fitting[name] = column
-                if not fitting:
-                    raise
-                tried |= fitting.keys()
-                given.update(fitting)
-                columns, specs = self._encode_columns(where, fitting, len(request.sample_ids))
-                request.columns = {**request.columns, **columns}
-                request.specs = {**request.specs, **specs}
+    def reset_consumption(self, partition_id: str, task_name: str, sample_ids: Sequence[str] = ()) -> None:
+        """Takes back all that a task was given, so that it can claim the samples again. Its leases end.
 
-    def _put(self, where: str, request: PutRequest, fields: Any) -> None:
-        words = {
-            name: strings
-            for name, spec in request.specs.items()
-            if spec.kind == "object" and (strings := strings_of(fields[name]))
-        }
-        if not words and not self._field_names.strict:
-            self._commit(where, request)
-            self._check_fields("put", where, request.partition_id, request.specs, request.deadline)
-            return
-        # enums and fields belong to one registration, so the put is tied to it
-        for attempt in (0, 1):
-            info = self._infos.get(request.partition_id)
-            if info is None or attempt:
-                info = self._remember(request.partition_id, self._describe(request.partition_id, request.deadline))
-            request.epoch = info.epoch
-            try:
-                for name, strings in words.items():
-                    check_enum(where, name, strings, info)
-                self._field_names.tell("put", where, self._field_names.unknown("put", request.specs, info), info, ())
-                self._commit(where, request)
-                return
-            except (StalePartitionError, InvalidRequestError) as error:
-                # the registration that was cached may be an old one, or have got more strings since
-                if attempt or (
-                    isinstance(error, InvalidRequestError)
-                    and self._describe(request.partition_id, request.deadline) == info
-                ):
-                    raise
+        Args:
+            partition_id: A registered partition.
+            task_name: A task of it.
+            sample_ids: Samples that it keeps, or is given now, for good. Those that are not there are ignored.
 
-    def _commit(self, where: str, request: PutRequest) -> None:
-        """Calls the hook with a copy, since middleware changes the requests that it is given."""
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
 
-        def copied() -> PutRequest:
-            columns = {name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()}
-            return replace(
-                request,
-                sample_ids=list(request.sample_ids),
-                columns=columns,
-                specs=dict(request.specs),
-                tags=None if request.tags is None else [dict(row) for row in request.tags],
-            )
+        Examples:
+            >>> client.reset_consumption("step-1", "trainer")
+            >>> client.claim_meta("step-1", "trainer", ["reward"], 3).sample_ids
+            ['p0_g1', 'p1_g0', 'p1_g1']
+        """
+        set_cursor(self._connection, "reset_consumption", partition_id, task_name, check_ids(sample_ids), create=False)
 
-        reply = self._call_once("put_samples", copied, PutReply, request.deadline)
-        check_counts(where, len(request.sample_ids), rows=reply.num_samples)
+    def why(self, partition_id: str | None = None, task_name: str | None = None) -> list[Verdict]:
+        """Why tasks get no samples: for each task its state, and the one cause with names. Changes nothing.
+
+        It looks at all samples of the tasks whose claims wait. The times of clients are as of their last announcement.
+
+        Args:
+            partition_id: A partition. None: all.
+            task_name: A task. None: all.
+
+        Raises:
+            UnknownPartitionError, UnknownTaskError: Not registered.
+            UnsupportedOperationError: The backend does not declare ``listing`` and ``claims``.
+
+        Examples:
+            >>> [(each.task_name, each.state) for each in client.why("step-1")]
+            [('trainer', 'done')]
+        """
+        partition = filter(None, [partition_id])  # None: all of them
+        with self._connection.operation("why", *partition, needs=Capability.LISTING):
+            self._connection.require(Capability.CLAIMS, "why")
+            verdicts = judged(self._connection, partition_id, task_name)
+            if not verdicts and task_name is not None:
+                raise UnknownTaskError(f"why refused: no partition has a consumer task '{task_name}'.")
+            return verdicts
+
+    def list_clients(self, *, ended: bool = False) -> list[ClientInfo]:
+        """The clients of the store, as they announced themselves, sorted by host and process.
+
+        A client announces itself one second after it was opened, and then every ``announce_s`` seconds of its config
+        (less often in a store with more than 500 clients). One that ended without `close` is listed a little longer
+        than three times as many seconds.
+
+        Args:
+            ended: Whether to list also those that closed, or were not heard of for too long, in the last ten minutes.
+                Their ``state`` says which, and whether a process of this host is stopped or gone.
+
+        Raises:
+            UnsupportedOperationError: The backend does not declare ``clients``.
+
+        Examples:
+            >>> [(each.pid, each.role, each.calls) for each in client.list_clients()]
+            []
+        """
+        with self._connection.operation("list_clients", needs=Capability.CLIENTS):
+            return clients_of(self._connection, ended=ended)
+
+    def list_units(self) -> list[UnitInfo]:
+        """The storage units: the processes that hold the payload, in order of their first start.
+
+        Raises:
+            UnsupportedOperationError: The backend does not declare ``units``.
+
+        Examples:
+            >>> [(unit.name, unit.num_rows) for unit in client.list_units()]  # doctest: +SKIP
+            [('unit-0', 512), ('unit-1', 512)]
+        """
+        with self._connection.operation("list_units", needs=Capability.UNITS):
+            return list(self._connection.call("list_units", ListUnitsRequest(), UnitList).units)
+
+    def phase(
+        self, name: str, *, partition_id: str | None = None, groups: Sequence[str] = ()
+    ) -> AbstractContextManager[None]:
+        """While the ``with`` lasts, the client says that its process is in a phase, such as one that generates.
+
+        `why`, `list_clients` and the commands that show clients then name the phase, and `why` names the process whose
+        phase makes a group that is short of a sample. Of phases that are inside each other, the innermost counts; each
+        thread, and each task of asyncio, has its own. It calls nothing: the next announcement tells it. At most 64
+        phases and 256 groups are told. Without announcements (``announce_s`` is None), none are.
+
+        Args:
+            name: What the process does. Of a longer name, the first 80 letters are told.
+            partition_id: The partition of ``groups``.
+            groups: The groups whose samples the phase makes: what their ids have before the last ``_g``. Without any,
+                those of the phase around it, while that lasts.
+
+        Raises:
+            InvalidTypeError, InvalidRequestError: A name is no str, or empty, or the groups have no partition.
+
+        Examples:
+            >>> with client.phase("generate", partition_id="step-1", groups=["p0", "p1"]):
+            ...     tokens = [[1, 2, 3], [1, 2]]
+        """
+        check_name("name", name)
+        made = check_names("groups", groups)
+        if partition_id is not None:
+            check_name("partition_id", partition_id)
+        elif made:
+            raise InvalidRequestError(f"phase('{name}') refused: groups without a partition_id. Expected theirs.")
+        if self._connection.announcer is None:
+            return nullcontext()
+        return self._connection.phases.within(name, partition_id or "", made)
+
+    def mark_step(self, step: int, **values: float) -> None:
+        """Says that a training step has ended, to the middleware that keeps a record of the run.
+
+        One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
+        count by these marks. First it acks what the streams of this client have given, since a loop over a stream acks
+        a batch only when it asks for the next one. Call it in the thread, or the task of asyncio, of that loop.
+
+        Args:
+            step: Its number.
+            values: What is known of it, such as ``loss``. Numbers of numpy and torch go too. ``staleness``: how many
+                weight versions old the rows were that it trained on.
+
+        Raises:
+            LeaseExpiredError: A batch of a stream was held for too long. The step is marked all the same.
+
+        Example:
+            >>> client.mark_step(7, loss=0.25, staleness=1)
+        """
+        with ExitStack() as each:  # the step last; all of them, whichever fails
+            each.callback(note_step, self._connection, step, values)
+            for stream in list(self._connection.streams):
+                each.callback(stream.ack)
+
+    def close(self) -> None:
+        """Waits for running operations, then disconnects. Idempotent. Takes ``op_timeout_s`` at most, and a little more
+        if operations took all of it.
+
+        A client that bootstrapped its backend ends what it started. A client that attached leaves it running.
+
+        In a signal handler, it does not wait for the operation that the handler interrupted. What that one claims under
+        a lease is given back. If the store is in the middle of its work for it, the client is closed when that ends,
+        or when the handler raises.
+        """
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            "a DataPlaneClient cannot be pickled.",
+            backend=self.backend_name,
+            hint="Send its config, and call connect(config, bootstrap=False) in the other process.",
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._connection.closed else "open"
+        begun = "bootstrapped" if self._connection.bootstrapped else "attached"
+        return f"<{type(self).__name__} backend={self.backend_name!r} {begun} {state}>"

@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from dataplane_core.arguments import check_count
 from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.checks import check_seconds
+from dataplane_core.client.claims import checked_claim, claim_until
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.held import HeldMetas
 from dataplane_core.client.waiting import Waiters
@@ -117,7 +118,7 @@ class Terms:
             deadline=math.inf,
             **self.claim,
         )
-        return client._checked_claim(request, 0.0, batch_index)
+        return checked_claim(client._connection, request, 0.0, batch_index)
 
     def is_given(self, claim: Claim) -> bool:
         """Whether the loop gets a batch. All ranks decide the same.
@@ -162,15 +163,15 @@ class _AnyFeed:
         """The request of the next claim, which waits while the ``with`` lasts."""
         client, terms = self._sync, self._terms
         with (
-            client._operation("claim_meta", terms.partition_id),
-            client._waiters.waiting(self._waiters.close),
+            client._connection.operation("claim_meta", terms.partition_id),
+            client._connection.waiters.waiting(self._waiters.close),
         ):
             yield terms.request(client, next(self._batch_indexes))
 
     def _check_process(self) -> None:
         """Refuses a forked process, which has neither the threads nor the leases of its parent."""
-        if self._sync._pid != os.getpid():
-            with self._sync._operation():  # raises
+        if self._sync._connection.pid != os.getpid():
+            with self._sync._connection.operation():  # raises
                 pass
 
     def _since(self) -> float:
@@ -272,7 +273,7 @@ class Feed(_AnyFeed):
 
     def close(self) -> None:
         """Ends the feed, and gives back what is not acked. Idempotent."""
-        if self._sync._pid != os.getpid():
+        if self._sync._connection.pid != os.getpid():
             return  # a forked child must not end what its parent uses
         self._waiters.close()
         self._end_threads(self._sync.config.op_timeout_s)
@@ -298,7 +299,7 @@ class Feed(_AnyFeed):
     def _fetch(self) -> Item | None:
         while True:
             with self._claiming() as request:
-                meta, claim = self._sync._claim_until(request, self._wait_s, self._waiters, self._since)
+                meta, claim = claim_until(self._sync._connection, request, self._wait_s, self._waiters, self._since)
             if not meta.sample_ids and not claim.num_ranks:
                 return None
             self._held.add(meta)

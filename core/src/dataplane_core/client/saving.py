@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Final, NamedTuple, Protocol, TypedDict
-
-from tensordict import TensorDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 from dataplane_core.client.checks import check_names
-from dataplane_core.config import DataPlaneConfig
+from dataplane_core.client.connection import Connection
+from dataplane_core.client.explaining import list_partitions
+from dataplane_core.client.registering import register
+from dataplane_core.client.rows import clear, describe, export, get, list_fields, list_samples, put, set_cursor
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -29,10 +30,17 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import group_of
-from dataplane_core.meta import KVBatchMeta
 from dataplane_core.packed import pack_msgpack
 from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import FieldSpec, PartitionDescription, PartitionState, Registration, TagValue, fits
+from dataplane_core.spec import (
+    Capability,
+    FieldSpec,
+    PartitionDescription,
+    PartitionState,
+    Registration,
+    TagValue,
+    fits,
+)
 
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
@@ -63,30 +71,31 @@ class _Head(TypedDict):
     consumed: Mapping[str, Sequence[str]]
 
 
-class _Client(Protocol):
-    """The part of `DataPlaneClient` that this module uses."""
+# --- what of the client it uses ---------------------------------------------------------------------------------------
 
-    @property
-    def config(self) -> DataPlaneConfig: ...
-    def _register(self, partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
-    def put_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> Any: ...
-    def get_samples(self, sample_ids: Sequence[str], partition_id: str, *args: Any, **kwargs: Any) -> TensorDict: ...
-    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None: ...
-    def list_partitions(self) -> list[str]: ...
-    def list_samples(self, partition_id: str, *, sample_ids: Sequence[str] | None = None) -> KVBatchMeta: ...
-    def describe(self, partition_id: str) -> PartitionDescription: ...
-    def _list_fields(self, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]: ...
-    def _export(self, what: str, partition_id: str) -> PartitionState: ...
-    def _set_cursor(
-        self, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
-    ) -> int: ...
+
+def _described(connection: Connection, partition_id: str) -> PartitionDescription:
+    with connection.operation("describe", partition_id, needs=Capability.LISTING):
+        return describe(connection, partition_id)
+
+
+def _put(
+    connection: Connection, partition_id: str, sample_ids: Sequence[str], columns: dict[str, Any] | None, tags: Any
+) -> None:
+    with connection.operation("put_samples", partition_id):
+        put(connection, partition_id, sample_ids, columns, tags)
+
+
+def _clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> None:
+    with connection.operation("clear_samples", partition_id):
+        clear(connection, partition_id, sample_ids)
 
 
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
 def save(
-    client: _Client,
+    connection: Connection,
     folder: str | os.PathLike[str],
     metadata: Mapping[str, Any] | None,
     partitions: Sequence[str] | None,
@@ -97,19 +106,23 @@ def save(
         json.dumps(given)
     except (TypeError, ValueError) as error:
         raise InvalidTypeError(f"save refused: metadata must be a dict of JSON values: {error}.") from error
-    names = client.list_partitions() if partitions is None else check_names("partitions", partitions)
+    if partitions is None:
+        with connection.operation("list_partitions", needs=Capability.LISTING):
+            names = list_partitions(connection)
+    else:
+        names = check_names("partitions", partitions)
     saved: list[dict[str, Any]] = []
     body = {"metadata": given, "partitions": saved}  # filled while the blocks are written
-    write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(client, name, saved)))
+    write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(connection, name, saved)))
 
 
-def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
+def _blocks_of(connection: Connection, partition_id: str, saved: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``saved``."""
-    info = client.describe(partition_id).info
-    seen = _Seen.of(client, partition_id, None)
-    state = client._export("save", partition_id)  # after the list: so it knows what was cleared before
+    info = _described(connection, partition_id).info
+    seen = _Seen.of(connection, partition_id, None)
+    state = export(connection, "save", partition_id)  # after the list: so it knows what was cleared before
     consumed = _consumed(state)
-    reader = _Reader(client, partition_id)
+    reader = _Reader(connection, partition_id)
     num_blocks = num_saved = 0
     listed = list(seen.rows)
     start, num_rows = 0, _FIRST_ROWS
@@ -128,7 +141,7 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
                 "tags": [tags for tags, _ in rows.values()],
                 "consumed": {task: [each for each, (_, tasks) in rows.items() if task in tasks] for task in consumed},
             }
-            block = pack_rows(columns, len(ids), head, allow_pickle=client.config.allow_pickle)
+            block = pack_rows(columns, len(ids), head, allow_pickle=connection.config.allow_pickle)
             size_bytes += len(block)
             num_blocks += 1
             num_saved += len(rows)
@@ -136,7 +149,7 @@ def _blocks_of(client: _Client, partition_id: str, saved: list[dict[str, Any]]) 
         start += len(some)
         mean_bytes = max(1, size_bytes // max(1, len(some)))
         num_rows = max(1, min(_MOST_ROWS, 4 * num_rows, _BLOCK_BYTES // mean_bytes))
-    if client.describe(partition_id).info.epoch != info.epoch:
+    if _described(connection, partition_id).info.epoch != info.epoch:
         raise StalePartitionError(
             f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
         )
@@ -170,12 +183,13 @@ class _Seen:
     rows: Mapping[str, tuple[Mapping[str, TagValue], Sequence[str]]]
 
     @classmethod
-    def of(cls, client: _Client, partition_id: str, sample_ids: Sequence[str] | None) -> _Seen:
+    def of(cls, connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> _Seen:
         while True:
-            listed = client.list_samples(partition_id, sample_ids=sample_ids)
+            with connection.operation("list_samples", partition_id, needs=Capability.LISTING):
+                listed = list_samples(connection, partition_id, None, sample_ids)
             what = f"save: get_samples('{partition_id}', {listed.size} samples)"
             try:
-                fields = client._list_fields(what, partition_id, listed.sample_ids) if listed.size else []
+                fields = list_fields(connection, what, partition_id, listed.sample_ids) if listed.size else []
             except UnknownPartitionError:
                 raise
             except MissingDataError:
@@ -210,8 +224,8 @@ class _Reader:
         gone: The rows that were cleared meanwhile.
     """
 
-    def __init__(self, client: _Client, partition_id: str) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, partition_id: str) -> None:
+        self._connection = connection
         self._partition_id = partition_id
         self._specs: dict[str, FieldSpec] = {}
         self.gone: list[str] = []
@@ -241,19 +255,19 @@ class _Reader:
         except MissingDataError:
             batches = None
         is_whole = batches is not None and (len(batches) < 2 or self._are_read_again(batches, there, before))
-        after = _Seen.of(self._client, self._partition_id, there)
+        after = _Seen.of(self._connection, self._partition_id, there)
         if batches is None and after.rows.keys() == set(there):
             self._columns(there, after)  # raises, unless they were cleared and written again: lost cells are no change
         if batches is not None and is_whole and after.packed(there) == before.packed(there):
             given = [{task for task, ids in consumed.items() if each in ids} for each in there]
             if any(given):  # a row that was cleared and written as before since then is consumed no longer
-                consumed = _consumed(self._client._export("save", self._partition_id))
+                consumed = _consumed(export(self._connection, "save", self._partition_id))
             if all(each in consumed.get(task, ()) for each, tasks in zip(there, given, strict=True) for task in tasks):
                 tags = [before.rows[each][0] for each in there]
                 return [_Part(list(zip(there, tags, given, strict=True)), batches)]
         if not tries:
             raise StalePartitionError(f"save: sample '{there[0]}' is written all the time.", retryable=True)
-        consumed = _consumed(self._client._export("save", self._partition_id))
+        consumed = _consumed(export(self._connection, "save", self._partition_id))
         half = (len(there) + 1) // 2  # one of many changes at any time, one alone does not
         parts = (self.read(some, after, consumed, tries - (len(some) == 1)) for some in (there[:half], there[half:]))
         return [part for some in parts for part in some]
@@ -267,10 +281,15 @@ class _Reader:
         by_rows: dict[tuple[str, ...], list[str]] = {}
         for name, rows in rows_with.items():
             by_rows.setdefault(tuple(rows), []).append(name)
-        return [
-            (list(some), read_to_save(self._client, some, self._partition_id, names, self._specs))
-            for some, names in by_rows.items()
-        ]
+        return [(list(some), self._read(some, names)) for some, names in by_rows.items()]
+
+    def _read(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+        """The columns of rows: those that the store shares are read once, and saved once."""
+        with self._connection.operation("get_samples", self._partition_id):
+            columns = get(self._connection, self._partition_id, ids, names, share_rows=True)
+        if any(name not in self._specs for name in names):
+            self._specs.update(_described(self._connection, self._partition_id).specs)
+        return tensor_rows(dict(columns.items()), self._specs)
 
     def _are_read_again(self, batches: list[tuple[list[str], dict[str, Any]]], ids: list[str], seen: _Seen) -> bool:
         """Whether the cells are still those that were read."""
@@ -280,7 +299,7 @@ class _Reader:
             raise
         except MissingDataError:
             return False
-        pickles = self._client.config.allow_pickle
+        pickles = self._connection.config.allow_pickle
         old, new = (
             [pack_rows(columns, len(some), {}, allow_pickle=pickles) for some, columns in each]
             for each in (batches, again)
@@ -288,31 +307,10 @@ class _Reader:
         return old == new
 
 
-def read_to_save(
-    client: _Client, sample_ids: Sequence[str], partition_id: str, fields: Sequence[str], specs: dict[str, FieldSpec]
-) -> dict[str, Any]:
-    """Reads columns for `dataplane_core.saves.pack_rows`: rows that the store shares are read once, and saved once.
-
-    Args:
-        client: Reads the rows.
-        sample_ids: The rows.
-        partition_id: Their partition.
-        fields: The columns.
-        specs: The specs of the partition's fields, as far as known. New ones are added.
-
-    Raises:
-        MissingDataError: A row, or one of its columns, is not there.
-    """
-    columns = client.get_samples(sample_ids, partition_id, fields, share_rows=True)
-    if any(name not in specs for name in fields):
-        specs.update(client.describe(partition_id).specs)
-    return tensor_rows(dict(columns.items()), specs)
-
-
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
+def load(connection: Connection, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
     wanted = None if partitions is None else check_names("partitions", partitions)
     with SavedFiles(folder, _KIND) as saved:
@@ -328,17 +326,17 @@ def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[s
             pass
         begun: list[str] = []
         try:
-            passes = [saved.blocks() for _ in range(2 if client.config.open_partitions else 1)]
+            passes = [saved.blocks() for _ in range(2 if connection.config.open_partitions else 1)]
             for entry in entries:
                 blocks = [islice(each, entry["num_blocks"]) for each in passes]
                 if wanted is None or entry["partition_id"] in wanted:
                     begun.append(entry["partition_id"])
-                    _load_partition(client, entry, *blocks)
+                    _load_partition(connection, entry, *blocks)
                 deque(chain(*blocks), maxlen=0)  # those that were not read
         except BaseException:
             for partition_id in begun:
                 with suppress(DataPlaneError):  # the caller gets the error of the load
-                    client.clear_samples(None, partition_id)
+                    _clear(connection, partition_id, None)
             raise
         metadata: dict[str, Any] = saved.body["metadata"]
         return metadata
@@ -360,7 +358,7 @@ def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list
 
 
 def _load_partition(
-    client: _Client, entry: Mapping[str, Any], blocks: Iterator[bytes], again: Iterator[bytes] | None = None
+    connection: Connection, entry: Mapping[str, Any], blocks: Iterator[bytes], again: Iterator[bytes] | None = None
 ) -> None:
     """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last.
 
@@ -370,43 +368,43 @@ def _load_partition(
     partition_id = entry["partition_id"]
     names = Registration.__annotations__
     registration = {name: entry["registration"][name] for name in names} | {"consumer_tasks": []}
-    client._register(partition_id, **registration)
-    _clear_again(client, partition_id, entry)
+    register(connection, partition_id, **registration)
+    _clear_again(connection, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
     num_loaded = 0
-    for columns, head in _unpacked(client, partition_id, blocks):
+    for columns, head in _unpacked(connection, partition_id, blocks):
         ids, created, tags = head["sample_ids"], head["created"], head["tags"]
         num_loaded += len(created)
         for task, given in head["consumed"].items():
             consumed.setdefault(task, []).extend(given)
         whole = bool(columns) and ids == created and again is None
         if created and not whole:
-            client.put_samples(created, partition_id, tags=tags)
+            _put(connection, partition_id, created, None, tags)
         if columns and again is None:
-            client.put_samples(ids, partition_id, columns, tags=tags if whole else None)
+            _put(connection, partition_id, ids, columns, tags if whole else None)
     if num_loaded != entry["num_samples"]:
         raise CorruptDataError(
             f"load: the save of partition '{partition_id}' has {num_loaded} samples. Expected {entry['num_samples']}."
         )
     for task, given in consumed.items():
-        client._set_cursor("load", partition_id, task, given, create=True)
-    for columns, head in _unpacked(client, partition_id, again or iter(())):
+        set_cursor(connection, "load", partition_id, task, given, create=True)
+    for columns, head in _unpacked(connection, partition_id, again or iter(())):
         if columns:
-            client.put_samples(head["sample_ids"], partition_id, columns)
+            _put(connection, partition_id, head["sample_ids"], columns, None)
 
 
 def _unpacked(
-    client: _Client, partition_id: str, blocks: Iterator[bytes]
+    connection: Connection, partition_id: str, blocks: Iterator[bytes]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Columns and head of each block."""
     for block in blocks:
-        columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
+        columns, head = unpack_rows(block, allow_pickle=connection.config.allow_pickle)
         if not fits(head, _Head):
             raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.")
         yield columns, head
 
 
-def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -> None:
+def _clear_again(connection: Connection, partition_id: str, entry: Mapping[str, Any]) -> None:
     """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken.
 
     A group that has neither rows nor known ids needs this only if ids of it may still be written.
@@ -422,5 +420,5 @@ def _clear_again(client: _Client, partition_id: str, entry: Mapping[str, Any]) -
         ids = [ids[place] for ids in of_each if place < len(ids)]
         for start in range(0, len(ids), _MOST_ROWS):
             some = ids[start : start + _MOST_ROWS]
-            client.put_samples(some, partition_id, tags=[{}] * len(some))
-            client.clear_samples(some, partition_id)
+            _put(connection, partition_id, some, None, [{}] * len(some))
+            _clear(connection, partition_id, some)

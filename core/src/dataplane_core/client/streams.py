@@ -144,7 +144,7 @@ class Stream(Iterator[Any]):
         terms.request(client)  # to refuse it now
         self._feed = Feed(client, terms)
         self._current: Item | None = None
-        client._streams.add(self)
+        client._connection.streams.add(self)
         weakref.finalize(self, self._feed.collected).atexit = False  # at the end of the program: `Feed.close`
 
     def __iter__(self) -> Self:
@@ -194,7 +194,7 @@ class AsyncStream:
         terms.request(client._client)  # to refuse it now
         self._feed = AsyncFeed(client, terms)
         self._current: Item | None = None
-        client._client._streams.add(self)
+        client._connection.streams.add(self)
         weakref.finalize(self, self._feed.collected).atexit = False  # the event loop has ended then
 
     def __aiter__(self) -> Self:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.arguments import check_count
 from dataplane_core.backends import Backend, spread_over
-from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient, program_name, refuse_in_fork
+from dataplane_core.client import AsyncDataPlaneClient, Connection, DataPlaneClient, program_name, refuse_in_fork
 from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config, validate_model
 from dataplane_core.connecting.manager import build_manager, check_backend_class
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, find_plugins, load_plugin, plugin_code
@@ -155,7 +155,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         backend.exclusive = exclusive
         backend.attach_wait_s = attach_wait_s
         manager = build_manager(backend, middleware)
-        return DataPlaneClient._open(
+        connection = Connection.open(
             config=config,
             backend=backend,
             manager=manager,
@@ -169,6 +169,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
             bootstrap=bootstrap,
             deadline=deadline,
         )
+        return DataPlaneClient._of(connection)
 
     give_up = min(deadline, time.monotonic() + config.attach_wait_s)
     if bootstrap is False and cls.scope is not Scope.PROCESS:

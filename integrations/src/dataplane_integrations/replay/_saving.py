@@ -8,11 +8,11 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dataplane_core.client import DataPlaneClient, read_to_save
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.errors import MissingDataError, UnsupportedOperationError, preview
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows, write_save
+from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
@@ -123,8 +123,11 @@ def _blocks_of(client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, 
         while stop < min(meta.size, start + _ROWS_PER_BLOCK) and fields[meta.sample_ids[stop]] == names:
             stop += 1
         ids = meta.sample_ids[start:stop]
-        columns = read_to_save(client, ids, meta.partition_id, names, specs)
-        yield pack_rows(columns, len(ids), {"sample_ids": ids})
+        # rows that the store shares are read once, and saved once
+        columns = client.get_samples(ids, meta.partition_id, names, share_rows=True)
+        if any(name not in specs for name in names):
+            specs.update(client.describe(meta.partition_id).specs)
+        yield pack_rows(tensor_rows(dict(columns.items()), specs), len(ids), {"sample_ids": ids})
         start = stop
 
 

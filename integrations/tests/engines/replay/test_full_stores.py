@@ -91,7 +91,7 @@ def test_a_store_that_stops_answering_is_not_waited_for_without_end(client, answ
     server = backend_of(client)._server.pid
 
     def rollout(reservations):
-        client._config = client.config.model_copy(update={"op_timeout_s": 0.2})
+        client._connection.config = client.config.model_copy(update={"op_timeout_s": 0.2})
         os.kill(server, signal.SIGSTOP)
         return answers(reservations) if written_by == "collector" else write(client, reservations)
 

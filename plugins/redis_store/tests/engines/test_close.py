@@ -32,7 +32,7 @@ def test_close_ends_calls_that_wait(place, how, start_server, monkeypatch):
         try:
             for pid in pids:
                 os.kill(pid, how)
-            client._config = client.config.model_copy(update={"op_timeout_s": 1.0})
+            client._connection.config = client.config.model_copy(update={"op_timeout_s": 1.0})
             client.close()
             assert deadlines == ([] if server else [backend.stop_by])
             assert waits.exception(60) is not None

@@ -22,7 +22,7 @@ from dataplane_core.connecting import connect_backend
 from dataplane_redis import RedisBackend
 config = DataPlaneConfig(backend="redis_store", options={"server": "private", "namespace": sys.argv[1]})
 client = connect_backend(RedisBackend, config)
-print(client._backend._server.pid, flush=True)
+print(client._connection.backend._server.pid, flush=True)
 time.sleep(100)
 """
 

@@ -34,7 +34,7 @@ import subprocess
 config = {fresh!r}
 client = connect(config)
 client.register_partition("p", ["x"], None, ["train"])
-print(client._backend._process.pid, flush=True)
+print(client._connection.backend._process.pid, flush=True)
 time.sleep(1000)
 """
     words = "import time; from dataplane_core import connect" + code
@@ -78,7 +78,7 @@ client = connect({fresh!r})
 child = os.fork()
 if child == 0:
     time.sleep(1000)
-process = client._backend._process
+process = client._connection.backend._process
 print(process.pid, process._watcher.pid, child, flush=True)
 time.sleep(1000)
 """

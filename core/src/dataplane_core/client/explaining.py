@@ -1,0 +1,245 @@
+"""Asks the store why a task gets no samples: for `DataPlaneClient.why`, and for claims that wait or time out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Literal
+
+from dataplane_core.client.announcing import Work, describe_client
+from dataplane_core.client.connection import ADVICE_S, Connection
+from dataplane_core.client.verdict import Facts, judge, question_of, room_is_wanted
+from dataplane_core.client.waiting import ClaimWait
+from dataplane_core.config import size_bytes
+from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, UnknownPartitionError, Verdict
+from dataplane_core.spec import (
+    Answer,
+    Capability,
+    ClaimRequest,
+    ClientInfo,
+    ClientList,
+    ConsumptionReply,
+    ConsumptionRequest,
+    InspectRequest,
+    ListClientsRequest,
+    ListPartitionsRequest,
+    ListRequest,
+    PartitionDescription,
+    PartitionList,
+    Question,
+    SampleList,
+    TagValue,
+)
+
+#: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
+PATIENCE_S: Final = 60.0
+#: A client that has not announced itself for so many periods, and so many seconds, is late.
+_LATE: Final = 1.5
+_LATE_S: Final = 0.5
+#: A claim that waits, or times out, asks why if it waited for so many seconds per client of the store, since all may do
+#: so together. One that times out must have waited for so many seconds at least.
+_EXPLAINED_AFTER_S: Final = 1.0
+_PER_CLIENT_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+def judged(
+    connection: Connection, partition_id: str | None, task_name: str | None, deadline: float = math.inf
+) -> list[Verdict]:
+    """The verdicts of tasks: of one partition, or of all; of one task, or of all."""
+    facts = _facts(connection, partition_id, deadline)
+    names = sorted(facts.partitions) if partition_id is None else [partition_id]
+    tasks = [(name, task) for name in names for task in facts.partitions[name].tasks if task_name in (None, task)]
+    return judge(facts, tasks)
+
+
+def clients_of(connection: Connection, *, ended: bool, deadline: float = math.inf) -> list[ClientInfo]:
+    """The clients of the store, sorted. ``ended``: also those that are gone, with what this host knows of them."""
+    request = ListClientsRequest(ended=ended, deadline=deadline)
+    found = connection.call("list_clients", request, ClientList).clients
+    if ended:
+        found = [replace(each, state=_state_of(each)) for each in found]
+    return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
+
+
+def list_partitions(connection: Connection, deadline: float = math.inf) -> list[str]:
+    """The names of all registered partitions, sorted."""
+    request = ListPartitionsRequest(deadline=deadline)
+    return sorted(connection.call("list_partitions", request, PartitionList).partition_ids)
+
+
+def _facts(connection: Connection, partition_id: str | None, deadline: float) -> Facts:
+    """What the store knows of a partition, or of all, and of its clients."""
+    own = describe_client(connection, connection.announcer)  # what it announced last may be seconds old
+    clients = [own]
+    if Capability.CLIENTS in connection.capabilities:
+        found = clients_of(connection, ended=True, deadline=deadline)
+        clients += [each for each in found if each.client_id != own.client_id]
+    capacity = connection.config.options.get("capacity_bytes")
+    wants_all = partition_id is None or (capacity is not None and room_is_wanted(clients))
+    names = list_partitions(connection, deadline) if wants_all else [partition_id or ""]
+    partitions: dict[str, PartitionDescription] = {}
+    answers: dict[tuple[str, str], Answer | None] = {}
+    finished: set[tuple[str, str]] = set()
+    for name in names:
+        asked = {task: question_of(clients, name, task) for task in _tasks_of(clients, name)}
+        waiting = [each for each in asked.values() if each is not None]
+        questions = [
+            Question(
+                task_name=each.task_name,
+                required_fields=list(each.fields),
+                tag_filter=None if each.tag_filter is None else dict(each.tag_filter),
+                explain=each.waits_s is not None or each.unserved_s is not None,
+            )
+            for each in waiting
+        ]
+        try:
+            count_rows = any(each.explain for each in questions)  # all samples are looked at then, anyway
+            request = InspectRequest(name, questions, count_rows=count_rows, deadline=deadline)
+            partitions[name] = connection.call("inspect_partition", request, PartitionDescription)
+        except UnknownPartitionError:
+            if name == partition_id:
+                raise
+            continue  # cleared meanwhile
+        said = partitions[name].answers or [None] * len(waiting)  # a backend may answer none
+        answers |= {(name, each.task_name): answer for each, answer in zip(waiting, said, strict=True)}
+        has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
+        for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
+            consumption = ConsumptionRequest(name, [task], deadline=deadline)
+            if connection.call("check_consumption", consumption, ConsumptionReply).consumed:
+                finished.add((name, task))
+    facts = Facts(
+        partitions=partitions,
+        answers=answers,
+        finished=finished,
+        clients=clients,
+        held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
+        capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * connection.config.num_ledgers,
+        patience_s=connection.config.warn_after_s or PATIENCE_S,
+        now=time.time(),
+    )
+    return _with_names(connection, facts, deadline)
+
+
+def _with_names(connection: Connection, facts: Facts, deadline: float) -> Facts:
+    """Adds what is known of the samples and groups that shortfalls name."""
+    tags: dict[tuple[str, str], Mapping[str, TagValue]] = {}
+    members: dict[tuple[str, str], list[str]] = {}
+    for (name, _), answer in facts.answers.items():
+        shortfall = None if answer is None else answer.shortfall
+        if shortfall is None or not (shortfall.not_matching or shortfall.incomplete_groups):
+            continue
+        size = facts.partitions[name].info.grpo_group_size or 1
+        groups = {group: [f"{group}_g{place}" for place in range(size)] for group in shortfall.incomplete_groups}
+        ids = [*shortfall.not_matching, *(each for some in groups.values() for each in some)]
+        with suppress(UnknownPartitionError):  # cleared meanwhile
+            request = ListRequest(name, None, list(dict.fromkeys(ids)), deadline=deadline)
+            listed = connection.call("list_samples", request, SampleList)
+            there = dict(zip(listed.sample_ids, listed.tags, strict=True))
+            tags |= {(name, each): there[each] for each in shortfall.not_matching if each in there}
+            members |= {(name, group): [each for each in some if each in there] for group, some in groups.items()}
+    return replace(facts, tags=tags, members=members)
+
+
+def begin_work(connection: Connection, request: ClaimRequest) -> Work:
+    """A claim begins."""
+    work = work_of(connection, request)
+    work.began_at = time.monotonic()
+    if work.unserved_since is None:
+        work.unserved_since = work.began_at
+    work.tag_filter, work.batch_size = request.tag_filter, request.batch_size
+    if request.sampler == "balanced":
+        work.batch_size *= request.dp_size or 1
+    return work
+
+
+def work_of(connection: Connection, request: ClaimRequest) -> Work:
+    return connection.work.of("claim_meta", request.partition_id, request.task_name, request.required_fields)
+
+
+def look(connection: Connection, request: ClaimRequest, wait: ClaimWait) -> None:
+    """Says why a claim waits, and ends it if those that it waits for have ended and it has no timeout."""
+    verdict = warn(connection, request, wait.waited_s, wait.gives_up_at)
+    if verdict is not None and verdict.is_over:
+        wait.give_up(verdict)
+
+
+def warn(connection: Connection, request: ClaimRequest, waited_s: float, until: float) -> Verdict | None:
+    """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
+    if waited_s < _worth_s(connection):
+        return None
+    verdict = _verdict_of(connection, request, waited_s, until)
+    if verdict is None or verdict.state not in ("waits", "starved") or connection.config.warn_after_s is None:
+        return verdict
+    _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
+    for each in connection.middleware:
+        if hasattr(each, "note_verdict"):
+            try:
+                each.note_verdict(verdict)
+            except Exception:  # of a listener, say; the claim goes on
+                _log.exception("%s was not told why a claim waits.", type(each).__name__)
+    return verdict
+
+
+def explain(connection: Connection, error: ClaimTimeoutError, request: ClaimRequest, wait: ClaimWait) -> None:
+    """Says why a claim timed out. Not if that might cost the store much."""
+    error.verdict, waited_s = wait.verdict, wait.waited_s
+    if error.verdict is None and waited_s >= max(_EXPLAINED_AFTER_S, _worth_s(connection)):
+        error.verdict = _verdict_of(connection, request, waited_s)
+    if error.verdict is not None and error.verdict.state in ("waits", "starved"):
+        error.message = f"{error.message} {error.verdict.text}"
+
+
+def _worth_s(connection: Connection) -> float:
+    """Seconds that a claim must have waited to be worth a look at the store."""
+    return 0.0 if connection.announcer is None else connection.announcer.num_clients * _PER_CLIENT_S
+
+
+def _verdict_of(
+    connection: Connection, request: ClaimRequest, waited_s: float, until: float = math.inf
+) -> Verdict | None:
+    """Why a claim of this client waits, or has waited until now, if that is soon found."""
+    if not {Capability.LISTING, Capability.CLAIMS} <= connection.capabilities:
+        return None
+    key = request.partition_id, request.task_name
+    waits = work_of(connection, request).waits
+    is_over = request.token not in waits
+    waits.setdefault(request.token, time.monotonic() - waited_s)
+    try:
+        return next(iter(judged(connection, *key, min(until, time.monotonic() + ADVICE_S))), None)
+    except DataPlaneError:  # the claim itself says what is wrong
+        return None
+    except Exception:  # of middleware, say; it must not take the place of the claim's own error
+        _log.exception("It was not found out why claim_meta('%s', '%s') waits.", *key)
+        return None
+    finally:
+        if is_over:
+            waits.pop(request.token, None)
+
+
+def _tasks_of(clients: Iterable[ClientInfo], partition_id: str) -> list[str]:
+    """The tasks of a partition for which clients claim."""
+    work = (each for client in clients for each in client.work)
+    return list(dict.fromkeys(each.task_name for each in work if each.task_name and each.partition_id == partition_id))
+
+
+def _state_of(client: ClientInfo) -> Literal["open", "closed", "silent", "stopped", "gone"]:
+    """The state of a client, with what this host knows of its process if it should have announced itself by now."""
+    # a process that still announces itself is there, even if this host lists it under another number
+    is_late = client.heard_s > _LATE * client.period_s + _LATE_S
+    if client.host != socket.gethostname() or client.state == "closed" or not (client.period_s and is_late):
+        return client.state
+    try:
+        state = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    except (OSError, IndexError):
+        return client.state
+    return "stopped" if state in "Tt" else "gone" if state in "ZX" else client.state

@@ -1,0 +1,366 @@
+"""What puts, reads, clears and lists do with the rows of a partition, below the methods of `DataPlaneClient`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Final
+
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+from dataplane_core.client.checks import check_counts, check_enum, check_ids, check_name, check_names, strings_of
+from dataplane_core.client.connection import Connection
+from dataplane_core.client.registering import check_fields, open_partition
+from dataplane_core.codec import (
+    Columns,
+    JaggedColumns,
+    as_columns,
+    decode_columns,
+    encode_columns,
+    join_parts,
+    list_as,
+    misfit_of,
+    spread,
+)
+from dataplane_core.errors import (
+    BackendError,
+    FrameError,
+    InvalidRequestError,
+    OpenCellsError,
+    SchemaMismatchError,
+    StalePartitionError,
+    UnknownPartitionError,
+    preview,
+)
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import (
+    Capability,
+    ClearReply,
+    ClearRequest,
+    ExportRequest,
+    FieldList,
+    FieldSpec,
+    FieldsRequest,
+    GetRequest,
+    InspectRequest,
+    ListRequest,
+    PartitionDescription,
+    PartitionState,
+    PutReply,
+    PutRequest,
+    SampleList,
+    SetCursorRequest,
+    SettleReply,
+    TagFilter,
+    WireBatch,
+    check_tag_filter,
+    check_tags,
+    lengths_of,
+)
+
+#: Fields whose names begin with it belong to middleware. Callers do not see them.
+_HIDDEN: Final = "~"
+_DAMAGED: Final = (
+    "They were damaged in the store or on the way. Clear these samples and produce them again. The middleware "
+    "wire_guard also finds damage that leaves the bytes readable."
+)
+
+
+@contextmanager
+def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[None]:
+    """Names the sample in the error for bytes that cannot be read."""
+    try:
+        yield
+    except FrameError as error:
+        what = f"get_samples('{partition_id}', {len(sample_ids)} samples)"
+        if error.row is not None:
+            sample_id = sample_ids[error.row]
+            what, error.cells = f"{what}: the bytes of sample '{sample_id}' cannot be read", {sample_id: error.fields}
+        error.message = f"{what}: {error.message}"
+        error.hint = error.hint or _DAMAGED
+        raise
+
+
+def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fields: Any, tags: Any) -> KVBatchMeta:
+    """Writes cells and tags. See `DataPlaneClient.put_samples`."""
+    ids = check_ids(sample_ids)
+    where = f"put_samples('{partition_id}', {len(ids)} samples)"
+    if len(set(ids)) != len(ids):
+        repeated = [each for each, count in Counter(ids).items() if count > 1]
+        raise InvalidRequestError(f"{where} refused: sample ids repeat: {preview(repeated)}. Expected each id once.")
+    rows = None if tags is None else check_tags(tags, len(ids))
+    if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
+        raise InvalidRequestError(
+            f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
+            "row per sample id."
+        )
+    given = {} if fields is None else as_columns(where, fields, len(ids))
+    columns, specs = _encode_columns(connection, where, given, len(ids))
+    if not ids:
+        return KVBatchMeta(partition_id, None, [])
+    if not columns and rows is None:
+        raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+    work = connection.work.begin("put_samples", partition_id, fields=columns)
+    request = PutRequest(
+        partition_id=partition_id,
+        sample_ids=ids,
+        columns=columns,
+        specs=specs,
+        tags=rows,
+        deadline=connection.deadline(),
+    )
+    try:
+        _put_fitting(connection, where, request, given)
+    except UnknownPartitionError:
+        if not connection.config.open_partitions:
+            raise
+        open_partition(connection, partition_id, list(columns), [], request.deadline)
+        _put_fitting(connection, where, request, given)
+    work.end(len(ids))
+    return KVBatchMeta(
+        partition_id,
+        None,
+        ids,
+        fields=list(columns),
+        sequence_lengths=lengths_of(rows),
+        tags=rows,
+    )
+
+
+def get(
+    connection: Connection,
+    partition_id: str,
+    sample_ids: Sequence[str],
+    select_fields: Sequence[str] | None,
+    *,
+    share_rows: bool,
+) -> TensorDict:
+    """Reads rows. See `DataPlaneClient.get_samples`."""
+    ids = check_ids(sample_ids)
+    names = [] if select_fields is None else check_names("select_fields", select_fields)
+    if select_fields is not None and not names:
+        raise InvalidRequestError(
+            f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
+            "names of the columns to read."
+        )
+    if not ids:
+        return TensorDict({}, batch_size=[0])
+    unique = list(dict.fromkeys(ids))
+    if select_fields is None:
+        what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
+        names = common_fields(list_fields(connection, what, partition_id, unique))
+        if not names:
+            return TensorDict({}, batch_size=[len(ids)])
+    columns = _read(connection, unique, partition_id, names, share_rows, connection.deadline())
+    if len(unique) != len(ids):
+        at = {sample_id: position for position, sample_id in enumerate(unique)}
+        positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
+        columns = {
+            name: spread(column, positions, jagged, share=share_rows and isinstance(column, NonTensorStack))
+            for name, column in columns.items()
+        }
+    return TensorDict(columns, batch_size=[len(ids)])
+
+
+def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> None:
+    """Removes samples, or a partition. See `DataPlaneClient.clear_samples`."""
+    ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+    if ids is None:
+        connection.infos.pop(partition_id, None)
+    elif not ids:
+        return
+    work = connection.work.begin("clear_samples", partition_id)
+    cleared = connection.call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
+    work.end(0 if ids is None else cleared.num_samples)
+
+
+def describe(connection: Connection, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:
+    """Counts what a partition holds. See `DataPlaneClient.describe`."""
+    request = InspectRequest(partition_id, count_rows=count_rows)
+    found = connection.call("inspect_partition", request, PartitionDescription)
+    shown = {name: spec for name, spec in found.specs.items() if not name.startswith(_HIDDEN)}
+    num_rows = {name: count for name, count in found.num_rows.items() if name in shown}
+    return replace(found, specs=shown, num_rows=num_rows)
+
+
+def list_samples(
+    connection: Connection, partition_id: str, tag_filter: TagFilter | None, sample_ids: Sequence[str] | None
+) -> KVBatchMeta:
+    """The ids and tags of samples. See `DataPlaneClient.list_samples`."""
+    condition = check_tag_filter(tag_filter)
+    if condition is not None:
+        connection.require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
+    ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+    if ids == []:
+        return KVBatchMeta(partition_id, None, [], tags=[])
+    listed = connection.call("list_samples", ListRequest(partition_id, condition, ids), SampleList)
+    ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
+    check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
+    return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
+
+
+def _encode_columns(
+    connection: Connection, where: str, fields: Any, num_samples: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    for name in fields.keys():
+        check_name("field name", name)
+        if name.startswith("~"):
+            raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
+    narrow = connection.backend.narrow and connection.config.narrow
+    return encode_columns(
+        fields, num_samples, connection.wire, allow_pickle=connection.config.allow_pickle, narrow=narrow
+    )
+
+
+def _read(
+    connection: Connection, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float
+) -> dict[str, Any]:
+    """The columns of different samples."""
+    request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
+    try:
+        with _naming_samples(partition_id, ids):
+            batch = connection.call("get_samples", request, WireBatch)
+    except OpenCellsError as error:
+        parts = [_read(connection, list(some), partition_id, names, share_rows, deadline) for some in error.groups]
+        places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
+        order = [places[sample_id] for sample_id in ids]
+        return {name: join_parts([part[name] for part in parts], order) for name in names}
+    for name in names:
+        if name not in batch.columns or name not in batch.specs:
+            raise BackendError(
+                f"get_samples('{partition_id}', {len(ids)} samples): the backend's reply lacks column '{name}'.",
+                backend=connection.config.backend,
+            )
+    with _naming_samples(partition_id, ids):
+        return decode_columns(
+            {name: batch.columns[name] for name in names},
+            {name: batch.specs[name] for name in names},
+            len(ids),
+            connection.wire,
+            allow_pickle=connection.config.allow_pickle,
+            share_rows=share_rows,
+        )
+
+
+def _put_fitting(connection: Connection, where: str, request: PutRequest, given: Any) -> None:
+    """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
+    tried: set[str] = set()
+    while True:
+        try:
+            _put(connection, where, request, given)
+            return
+        except SchemaMismatchError as error:
+            lists = given.lists if isinstance(given, Columns) else {}
+            fitting: dict[str, Any] = {}
+            for name, text in error.expected.items():
+                column = list_as(lists[name], FieldSpec.from_text(text)) if name in lists else None
+                if column is None or name in tried:
+                    if name in lists:
+                        misfit = misfit_of(lists[name], FieldSpec.from_text(text))
+                        error.hint = f"A list becomes what its field holds, if all of its rows fit: {misfit}."
+                    raise
+                fitting[name] = column
+            if not fitting:
+                raise
+            tried |= fitting.keys()
+            given.update(fitting)
+            columns, specs = _encode_columns(connection, where, fitting, len(request.sample_ids))
+            request.columns = {**request.columns, **columns}
+            request.specs = {**request.specs, **specs}
+
+
+def _put(connection: Connection, where: str, request: PutRequest, fields: Any) -> None:
+    words = {
+        name: strings
+        for name, spec in request.specs.items()
+        if spec.kind == "object" and (strings := strings_of(fields[name]))
+    }
+    if not words and not connection.field_names.strict:
+        _commit(connection, where, request)
+        check_fields(connection, "put", where, request.partition_id, request.specs, request.deadline)
+        return
+    # enums and fields belong to one registration, so the put is tied to it
+    for attempt in (0, 1):
+        info = connection.infos.get(request.partition_id)
+        if info is None or attempt:
+            info = connection.remember(
+                request.partition_id, connection.describe(request.partition_id, request.deadline)
+            )
+        request.epoch = info.epoch
+        try:
+            for name, strings in words.items():
+                check_enum(where, name, strings, info)
+            connection.field_names.tell(
+                "put", where, connection.field_names.unknown("put", request.specs, info), info, ()
+            )
+            _commit(connection, where, request)
+            return
+        except (StalePartitionError, InvalidRequestError) as error:
+            # the registration that was cached may be an old one, or have got more strings since
+            if attempt or (
+                isinstance(error, InvalidRequestError)
+                and connection.describe(request.partition_id, request.deadline) == info
+            ):
+                raise
+
+
+def _commit(connection: Connection, where: str, request: PutRequest) -> None:
+    """Calls the hook with a copy, since middleware changes the requests that it is given."""
+
+    def copied() -> PutRequest:
+        columns = {name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()}
+        return replace(
+            request,
+            sample_ids=list(request.sample_ids),
+            columns=columns,
+            specs=dict(request.specs),
+            tags=None if request.tags is None else [dict(row) for row in request.tags],
+        )
+
+    reply = connection.call_once("put_samples", copied, PutReply, request.deadline)
+    check_counts(where, len(request.sample_ids), rows=reply.num_samples)
+
+
+def list_fields(connection: Connection, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
+    """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
+    with connection.operation("list_fields", partition_id):
+        connection.require(Capability.LISTING, what)
+        found = connection.call("list_fields", FieldsRequest(partition_id, sample_ids), FieldList)
+        check_counts(what, len(sample_ids), samples=len(found.index))
+        if found.index and not 0 <= min(found.index) <= max(found.index) < len(found.patterns):
+            raise BackendError(
+                f"{what}: the backend's reply holds {len(found.patterns)} sets of fields, and names others. "
+                "Expected a set for each sample."
+            )
+    patterns = [[name for name in names if not name.startswith(_HIDDEN)] for names in found.patterns]
+    return [patterns[place] for place in found.index]
+
+
+def export(connection: Connection, what: str, partition_id: str) -> PartitionState:
+    """What tasks have consumed, and what was cleared."""
+    with connection.operation(what, partition_id, needs=Capability.CURSORS):
+        return connection.call("export_partition", ExportRequest(partition_id), PartitionState)
+
+
+def set_cursor(
+    connection: Connection, what: str, partition_id: str, task_name: str, sample_ids: Sequence[str], *, create: bool
+) -> int:
+    """Sets what a task has consumed. Returns how many samples that are."""
+    with connection.operation(what, partition_id, needs=Capability.CURSORS):
+        check_name("task_name", task_name)
+        request = SetCursorRequest(partition_id, task_name, list(sample_ids), create)
+        return connection.call("set_cursor", request, SettleReply).num_samples
+
+
+def common_fields(fields: Iterable[list[str]]) -> list[str]:
+    """The fields that all samples have, from what `DataPlaneClient.list_fields` returned. Empty without samples.
+
+    Examples:
+        >>> common_fields([["input_ids", "reward"], ["reward"]])
+        ['reward']
+    """
+    patterns = list({id(names): names for names in fields}.values())  # samples with equal fields share a list
+    return [name for name in patterns[0] if all(name in names for names in patterns)] if patterns else []

@@ -4,7 +4,7 @@ from histories import saved_and_loaded
 from ledgers import ledger
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.done import KEPT_S
+from dataplane_core.ledger.queues import KEPT_S
 
 
 def test_ids_are_forgotten_when_their_time_is_over():

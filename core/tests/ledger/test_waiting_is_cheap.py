@@ -7,7 +7,7 @@ import pytest
 from ledgers import begin, claim, ledger, put, register
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, Pacer, commands, leases, service, views
+from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, Pacer, commands, ready, rows, service
 from dataplane_core.ledger.pacing import ASKS_PER_S
 from dataplane_core.spec import Question, matches, new_id
 
@@ -66,7 +66,7 @@ def test_a_claim_that_waits_for_its_last_rows_leaves_those_that_are_ready_where_
     claimed(made, 512)
     touched = []
     for name in ("heappush", "heappop", "heapify", "heapreplace"):
-        monkeypatch.setattr(views.heapq, name, lambda *_, name=name: touched.append(name))
+        monkeypatch.setattr(ready.heapq, name, lambda *_, name=name: touched.append(name))
     for _ in range(20):
         assert claimed(made, 512) == []
     assert touched == []
@@ -78,7 +78,7 @@ def test_filters_that_nobody_asks_with_are_forgotten():
     for step in range(3000):
         claimed(made, 8, {"version": ("<", step)}, now=step / 1000, all_or_nothing=False, lease_s=1e-9)
     (kept,) = (each.filters for each in view.values() if each.required)
-    assert sum(len(each.ready) for each in kept.values()) <= 4 * 100 + views._SLACK + 100
+    assert sum(len(each.ready) for each in kept.values()) <= 4 * 100 + ready._SLACK + 100
     claimed(made, 8, FRESH, now=1000.0)
     assert len(kept) == 1
 
@@ -92,13 +92,13 @@ def test_leases_cost_one_entry_each_however_often_they_are_renewed():
         assert len(ids) == 1000
         for again in range(30):
             made.apply(commands.RenewRequest("p", "t", ids, [token] * 1000, 60.0), turn + again / 100)
-        assert len(partition.leases.heap) <= 2 * 1000 + leases._SLACK
+        assert len(partition.leases.heap) <= 2 * 1000 + rows._SLACK
         made.apply(commands.NackRequest("p", "t", ids, [token] * 1000), turn + 0.5)
-        assert len(partition.leases.heap) <= leases._SLACK
+        assert len(partition.leases.heap) <= rows._SLACK
     ids = claimed(made, 1000, lease_s=60.0, token="k", now=30.0)
     made.apply(commands.AckRequest("p", "t", ids, ["k"] * 1000), 30.0)
     made.apply(commands.ClearRequest("p", ids), 0.0)
-    assert len(partition.leases.heap) <= leases._SLACK
+    assert len(partition.leases.heap) <= rows._SLACK
 
 
 # --- how often they ask -----------------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ backends with it.
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.checks import check_command
-from dataplane_core.ledger.clients import ClientRegister
 from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer, backoff_s
 from dataplane_core.ledger.rows import Ref, group_of, too_many_samples
-from dataplane_core.ledger.service import LedgerService, LedgerThread
+from dataplane_core.ledger.service import ClientRegister, LedgerService, LedgerThread
 from dataplane_core.ledger.state import (
     StateReader,
     pack_refs,

@@ -47,11 +47,9 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Located, Part, Reply
-from dataplane_core.ledger.done import DoneRequests
 from dataplane_core.ledger.partition import Partition, Task
-from dataplane_core.ledger.put_writes import PutWrites
-from dataplane_core.ledger.room import RoomQueue
-from dataplane_core.ledger.rows import Cells, Ref, Row, group_of, positions_by_write, positions_in
+from dataplane_core.ledger.queues import DoneRequests, RoomQueue
+from dataplane_core.ledger.rows import Cells, PutWrites, Ref, Row, group_of, positions_by_write, positions_in
 from dataplane_core.spec import (
     Claim,
     Command,

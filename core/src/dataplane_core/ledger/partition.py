@@ -19,25 +19,25 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.batches import Batch, RankBatches
-from dataplane_core.ledger.leases import Leases
-from dataplane_core.ledger.put_writes import Change, PutWrites
+from dataplane_core.ledger.ready import SAMPLERS, ReadySet, ReadyView, find_shortfall, ranks_of
 from dataplane_core.ledger.rows import (
     NO_CELLS,
     NO_TAGS,
+    Batch,
     Cells,
+    Change,
     Claimable,
     Group,
     Hold,
     Holder,
+    Leases,
+    PutWrites,
+    RankBatches,
     Ref,
     Row,
     group_of,
     too_many_samples,
 )
-from dataplane_core.ledger.samplers import SAMPLERS, ranks_of
-from dataplane_core.ledger.shortfall import find_shortfall
-from dataplane_core.ledger.views import ReadySet, ReadyView
 from dataplane_core.spec import (
     Answer,
     Claim,

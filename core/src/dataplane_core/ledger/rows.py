@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, NamedTuple, TypeAlias
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import TagValue
+
+if TYPE_CHECKING:
+    from dataplane_core.ledger.commands import Write
+    from dataplane_core.ledger.ready import ReadyView
 
 #: Names the payload of one row of one put: ``(write_id, pos)``.
 Ref: TypeAlias = tuple[int, int]
@@ -238,3 +246,190 @@ class Group:
 
 #: What a claim hands out as a whole: a row or a group. Its ``seq`` is unique in the ledger.
 Claimable: TypeAlias = Row | Group
+
+
+# --- what a put changes in them ---------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """What a put changes in all rows that have the same cells before.
+
+    Attributes:
+        cells: Their cells after it.
+        sources, dropped: See `Join`.
+        gained: The fields that they did not have before.
+        ready: Tasks and their views whose fields the rows have since this put.
+        satisfied: All views whose fields the rows have.
+    """
+
+    cells: Cells
+    sources: tuple[int, ...]
+    dropped: tuple[int, ...]
+    gained: tuple[str, ...]
+    ready: list[tuple[str, ReadyView]]
+    satisfied: list[ReadyView]
+
+
+class PutWrites:
+    """The writes of a put that commits, and what it changes in the rows of one partition.
+
+    Args:
+        writes: Its writes by their ids.
+        num_rows: Its rows.
+
+    Attributes:
+        writes: The id and the fields of each.
+        changes: The cells that rows had -> what the put changes in these rows. None: in new rows.
+    """
+
+    __slots__ = ("_num_rows", "_positions", "_simple", "changes", "writes")
+
+    def __init__(self, writes: Mapping[int, Write], num_rows: int) -> None:
+        self.writes = [(write_id, tuple(write.fields)) for write_id, write in writes.items()]
+        self.changes: dict[Cells | None, Change] = {}
+        self._num_rows = num_rows
+        self._positions = [write.positions for write in writes.values()]
+        self._simple = all(each is None for each in self._positions)
+
+    def positions(self, row: Row, index: int, sources: Sequence[int]) -> int | tuple[int, ...]:
+        """The positions of a row of the put, as `Row.positions`, before the row gets its new cells."""
+        before, num_before = row.positions, len(row.cells.write_ids)
+        if self._simple and (not num_before or before == index):
+            return index
+        all_before = [before] * num_before if isinstance(before, int) else list(before)
+        found = [*all_before, *(index if each is None else each[index] for each in self._positions)]
+        return packed_positions([found[number] for number in sources])
+
+    def new_positions(self, sources: Sequence[int]) -> Sequence[int | tuple[int, ...]]:
+        """The positions of all rows of the put, if these have no other cells."""
+        if self._simple:
+            return range(self._num_rows)
+        columns = [range(self._num_rows) if each is None else each for each in self._positions]
+        if len(sources) == 1:
+            return columns[sources[0]]
+        return [packed_positions(each) for each in zip(*(columns[number] for number in sources), strict=True)]
+
+
+# --- leases and batches of them ---------------------------------------------------------------------------------------
+
+#: Finds a lease that is neither settled nor cleared, by sample id, the row's ``seq`` and task.
+_Find: TypeAlias = Callable[[str, int, str], "tuple[Row, Hold] | None"]
+#: The heap is rebuilt when it has this many entries more than twice the running leases.
+_SLACK: Final = 64
+
+
+@dataclass(slots=True)
+class Leases:
+    """A heap of the times at which to check each lease. Every lease has an entry at or before its end.
+
+    A renewal adds no entry. When the time of the old entry comes, the lease is found to end later, and its entry is
+    moved. Entries of settled leases are dropped when their time comes, or when they are more than the others.
+    """
+
+    heap: list[tuple[float, int, str, str]] = field(default_factory=list)  # time, seq of the row, sample id, task
+
+    def add(self, at: float, row: Row, task_name: str) -> None:
+        """Adds a lease that ends at ``at``, unless it is renewed."""
+        heapq.heappush(self.heap, (at, row.seq, row.sample_id, task_name))
+
+    def next_due(self, find: _Find, now: float) -> tuple[Row, str] | None:
+        """The row and task of the lease that ended first, or None. Drops and moves outdated entries."""
+        while self.heap and self.heap[0][0] <= now:
+            _, seq, sample_id, task_name = self.heap[0]
+            found = find(sample_id, seq, task_name)
+            if found is None:
+                heapq.heappop(self.heap)
+                continue
+            row, hold = found
+            if hold.expires_at <= now:
+                return row, task_name
+            heapq.heapreplace(self.heap, (hold.expires_at, seq, sample_id, task_name))
+        return None
+
+    def next_check(self) -> float:
+        """No lease ends before this time. Infinite if there are none."""
+        return self.heap[0][0] if self.heap else math.inf
+
+    def tidy(self, find: _Find, num_running: int) -> None:
+        """Rebuilds the heap with one entry per running lease, if most entries belong to none."""
+        if len(self.heap) <= 2 * num_running + _SLACK:
+            return
+        running: dict[tuple[int, str], tuple[float, int, str, str]] = {}
+        for _, seq, sample_id, task_name in self.heap:
+            found = find(sample_id, seq, task_name)
+            if found is not None:
+                running[seq, task_name] = (found[1].expires_at, seq, sample_id, task_name)
+        self.heap = list(running.values())
+        heapq.heapify(self.heap)
+
+
+#: How many of the batches that a rank was given before are looked at when it is given another one.
+_LOOKED_AT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples that were given to a rank, and are given to every claim that asks for the same batch.
+
+    Attributes:
+        sample_ids: The samples. Empty if none was left for this rank.
+        token: The lease token, or None without a lease.
+        exhausted: Whether the partition could give the task no more.
+        last_seq: The greatest number of its rows. A row with a greater one was written anew after a clear.
+        num_ranks: How many ranks have samples in it, if one claim chose for all ranks.
+    """
+
+    sample_ids: Sequence[str]
+    token: str | None
+    exhausted: bool
+    last_seq: int
+    num_ranks: int | None = None
+
+    def present(self, rows: Mapping[str, Row]) -> Iterator[Row]:
+        """Its rows that were not cleared, among those of the partition."""
+        found = (rows.get(sample_id) for sample_id in self.sample_ids)
+        return (row for row in found if row is not None and row.seq <= self.last_seq)
+
+
+class Ranges(list[int]):
+    """Numbers: the first of a range of them, the one after its last, the first of the next range, and so on."""
+
+    def has(self, number: int) -> bool:
+        """Whether the number is one of them."""
+        return bisect_right(self, number) % 2 == 1
+
+    def include(self, number: int) -> None:
+        """Adds a number, unless it is there."""
+        if self.has(number):
+            return
+        for bound in (number, number + 1):  # a bound that is there already joins two ranges
+            at = bisect_left(self, bound)
+            if self[at : at + 1] == [bound]:
+                del self[at]
+            else:
+                self.insert(at, bound)
+
+
+@dataclass(slots=True)
+class RankBatches:
+    """The batches that one rank was given.
+
+    Attributes:
+        kept: Index -> batch.
+        gone: The indexes of batches that were forgotten, since their rows are all cleared.
+        ended: The indexes of batches of which one claim found for all ranks that there are none.
+    """
+
+    kept: dict[int, Batch] = field(default_factory=dict)
+    gone: Ranges = field(default_factory=Ranges)
+    ended: Ranges = field(default_factory=Ranges)
+
+    def give(self, index: int, batch: Batch, rows: Mapping[str, Row]) -> None:
+        """Keeps a new batch, and looks at a few of the others in turn: forgets those whose rows are all cleared."""
+        for each in list(islice(self.kept, _LOOKED_AT)):
+            known = self.kept.pop(each)
+            if known.sample_ids and not any(known.present(rows)):
+                self.gone.include(each)
+            else:
+                self.kept[each] = known
+        self.kept[index] = batch

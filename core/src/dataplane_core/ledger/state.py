@@ -25,11 +25,22 @@ from typing import Any, Final, Literal, TypedDict
 import msgspec
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.batches import Batch, Ranges, RankBatches
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.ledger import Ledger, LiveWrite, Pending, slots_of
 from dataplane_core.ledger.partition import Partition, Task
-from dataplane_core.ledger.rows import NO_CELLS, Cells, Hold, Holder, Ref, Row, group_of, packed_positions
+from dataplane_core.ledger.rows import (
+    NO_CELLS,
+    Batch,
+    Cells,
+    Hold,
+    Holder,
+    Ranges,
+    RankBatches,
+    Ref,
+    Row,
+    group_of,
+    packed_positions,
+)
 from dataplane_core.spec import FieldSpec, PartitionInfo, Seconds, TagValue, fits
 
 

@@ -9,12 +9,17 @@ the rows, so a ledger can build them again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
-from dataplane_core.ledger.rows import Claimable
-from dataplane_core.spec import group_matches
+from dataplane_core.errors import LeaseHolder, Shortfall
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.rows import Claimable, Row
+from dataplane_core.schema import INPUT_LENGTHS_TAG
+from dataplane_core.spec import Sampler, group_matches, matches
 
 #: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
 _FILTER_IDLE_S: Final = 60.0
@@ -161,3 +166,136 @@ class ReadyView:
         if not self.filters:
             self.first_change += len(self.changes)
             self.changes.clear()
+
+
+# --- samplers: which of them a claim gives, and to which data-parallel rank -------------------------------------------
+
+
+class _FirstWrite:
+    """In order of first write, divided into ranges. O(k log n) for k of n."""
+
+    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
+        """Chooses ``count`` of the ready claimables; there are so many."""
+        return ready.first(count)
+
+    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+        """Divides claimables among the ranks, so that their numbers differ by at most one."""
+        least, more = divmod(len(claimables), dp_size)
+        ends = [least * rank + min(rank, more) for rank in range(dp_size + 1)]  # the first ranks get one more
+        return [list(claimables[start:end]) for start, end in pairwise(ends)]
+
+
+class _Freshest(_FirstWrite):
+    """The last written first. O(n log k) for k of n."""
+
+    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
+        return [ready.claimables[seq] for seq in heapq.nlargest(count, ready.claimables)]
+
+
+class _Balanced(_FirstWrite):
+    """In order of first write, divided so that all ranks get about as many tokens.
+
+    The longest first, each to the rank with the fewest tokens so far among those that still need one (Graham's longest
+    processing time rule, with equal counts). Within a rank, the order of first write stays.
+    """
+
+    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+        least, more = divmod(len(claimables), dp_size)
+        parts: list[list[Claimable]] = [[] for _ in range(dp_size)]
+        heap = [(0, rank) for rank in range(dp_size)]
+        for claimable in sorted(claimables, key=lambda each: (-_length(each), each.seq)):
+            while True:
+                total, rank = heapq.heappop(heap)
+                room = least + (rank < more)  # the first ranks get one more
+                if len(parts[rank]) < room:
+                    break
+            parts[rank].append(claimable)
+            heapq.heappush(heap, (total + _length(claimable), rank))
+        return [sorted(part, key=lambda each: each.seq) for part in parts]
+
+
+def _length(claimable: Claimable) -> int:
+    lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
+    return sum(int(each) for each in lengths if isinstance(each, (int, float)) and math.isfinite(each))
+
+
+#: Name -> sampler.
+SAMPLERS: Final[dict[Sampler, _FirstWrite]] = {
+    "first_write": _FirstWrite(),
+    "freshest": _Freshest(),
+    "balanced": _Balanced(),
+}
+
+
+def ranks_of(claim: commands.ClaimRequest) -> int:
+    """For how many ranks a claim chooses its batch."""
+    return 1 if claim.dp_rank is None else claim.dp_size or 1
+
+
+# --- why a claim gets no more -----------------------------------------------------------------------------------------
+
+#: How many of each kind are named.
+_NUM_NAMED: Final = 3
+
+
+def find_shortfall(
+    claimables: Iterable[Claimable],
+    task_name: str,
+    required: frozenset[str],
+    tag_filter: Mapping[str, tuple[str, Any]] | None,
+    is_whole: Callable[[Claimable], bool],
+    now: float,
+) -> Shortfall:
+    """Counts and names the samples that the task cannot be given now. Looks at every row.
+
+    Args:
+        claimables: All claimables of the partition, in order of first write.
+        task_name: The task that claims.
+        required: The fields that the claim requires.
+        tag_filter: The filter of the claim.
+        is_whole: Whether a claimable has all its members and never lost one.
+        now: The time in seconds.
+    """
+    leased: list[tuple[float, int, Row]] = []
+    passed: list[tuple[int, Claimable]] = []
+    num_not_matching = num_incomplete = num_lacking = 0
+    groups: dict[str, int] = {}
+    cells: dict[str, tuple[str, ...]] = {}
+    for claimable in claimables:
+        free: list[Row] = []
+        for row in claimable.rows:
+            hold = row.holds.get(task_name)
+            if hold is None:
+                free.append(row)
+            elif not hold.done:
+                leased.append((hold.expires_at, row.seq, row))
+        if not free:
+            continue
+        if tag_filter and not group_matches([row.tags for row in claimable.rows], tag_filter):
+            num_not_matching += len(free)
+            passed.append((claimable.seq, claimable))
+        elif not is_whole(claimable):
+            num_incomplete += len(free)
+            if len(groups) < _NUM_NAMED:
+                groups[free[0].group or ""] = len(claimable.rows)
+        elif not all(required <= row.cells.fields.keys() for row in free):
+            num_lacking += len(free)
+            if len(cells) < _NUM_NAMED:
+                lacking = {row.sample_id: tuple(sorted(required - row.cells.fields.keys())) for row in free}
+                cells.update((sample_id, names) for sample_id, names in lacking.items() if names)
+    return Shortfall(
+        num_leased=len(leased),
+        leased=tuple(
+            LeaseHolder(sample_id=row.sample_id, holder=row.holds[task_name].holder, left_s=max(0.0, expires_at - now))
+            for expires_at, _, row in heapq.nsmallest(_NUM_NAMED, leased)
+        ),
+        num_not_matching=num_not_matching,
+        not_matching=tuple(
+            max((row.seq, row.sample_id) for row in claimable.rows if not matches(row.tags, tag_filter))[1]
+            for _, claimable in heapq.nlargest(_NUM_NAMED, passed)
+        ),
+        num_incomplete=num_incomplete,
+        incomplete_groups=groups,
+        num_lacking=num_lacking,
+        missing_cells=dict(list(cells.items())[:_NUM_NAMED]),
+    )

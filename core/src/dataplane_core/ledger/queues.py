@@ -1,0 +1,302 @@
+"""The queue of puts that wait for room in a full store, in order of arrival. Pure, like the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice, takewhile
+from typing import Any, Final, TypeAlias
+
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.pacing import LONGEST_PAUSE_S
+from dataplane_core.ledger.ready import ranks_of
+
+#: A put that did not say for this many seconds that it still waits is dropped from the queue.
+_KEPT_S: Final = 30.0
+#: After so many seconds in which no room became free, later puts may pass those that wait.
+_QUIET_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A put that waits.
+
+    Attributes:
+        size_bytes: Size of its payload.
+        since: When it entered the queue.
+        expires_at: When it is dropped, unless it asks again.
+        passed_bytes: Size of the later puts that went ahead of it.
+    """
+
+    size_bytes: int
+    since: float
+    expires_at: float
+    passed_bytes: int = 0
+
+
+@dataclass(slots=True)
+class RoomQueue:
+    """The puts that wait, by ticket, in order of arrival.
+
+    A later put may go ahead if there is room for it and for all that wait before it. If there is only room for itself,
+    it waits, since small puts would otherwise starve a large one. Exception: if a second has passed in which no room
+    became free, it goes ahead, since the consumers that would free room may need what it writes. Later puts may pass a
+    waiting put in this way with at most ``capacity_bytes`` in all.
+    """
+
+    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    freed_at: float = float("-inf")
+
+    def wait(self, ticket: str, size_bytes: int, now: float, wait_s: float) -> None:
+        """Adds a put, or notes that it still waits, for at most ``wait_s`` seconds more. 0: it gave up."""
+        self._drop_expired(now)
+        if wait_s <= 0:
+            self.waiting.pop(ticket, None)
+            return
+        expires_at = now + min(wait_s, _KEPT_S)
+        known = self.waiting.get(ticket)
+        if known is None:
+            self.waiting[ticket] = _Waiting(size_bytes, now, expires_at)
+        else:
+            known.expires_at = expires_at
+
+    def first(self, count: int) -> list[str]:
+        """The tickets of the first puts that wait."""
+        return list(islice(self.waiting, count))
+
+    def place(self, ticket: str) -> int:
+        """How many puts wait ahead of this one."""
+        return next((place for place, each in enumerate(self.waiting) if each == ticket), len(self.waiting))
+
+    def num_ahead(self, ticket: str | None, size_bytes: int, free_bytes: int, capacity_bytes: int, now: float) -> int:
+        """How many waiting puts a put, which fits, must wait for; 0: it may take its room."""
+        self._drop_expired(now)
+        ahead = self._ahead(ticket)
+        if _leaves_room(ahead, size_bytes, free_bytes):
+            return 0
+        quiet = now - max(self.freed_at, ahead[0].since) >= _QUIET_S
+        if quiet and all(each.passed_bytes + size_bytes <= capacity_bytes for each in ahead):
+            return 0
+        return len(ahead)
+
+    def enter(self, ticket: str | None, size_bytes: int, free_bytes: int) -> None:
+        """A put takes its room, of ``free_bytes``."""
+        ahead = self._ahead(ticket)
+        if not _leaves_room(ahead, size_bytes, free_bytes):
+            for waiting in ahead:
+                waiting.passed_bytes += size_bytes
+        if ticket is not None:
+            self.waiting.pop(ticket, None)
+
+    def _ahead(self, ticket: str | None) -> list[_Waiting]:
+        """The puts that wait ahead of this one."""
+        return [waiting for _, waiting in takewhile(lambda each: each[0] != ticket, self.waiting.items())]
+
+    def _drop_expired(self, now: float) -> None:
+        for ticket in [each for each, waiting in self.waiting.items() if waiting.expires_at <= now]:
+            del self.waiting[ticket]
+
+
+def _leaves_room(ahead: Sequence[_Waiting], size_bytes: int, free_bytes: int) -> bool:
+    """Whether a put can take its room, and those ahead of it theirs."""
+    return not ahead or sum(each.size_bytes for each in ahead) + size_bytes <= free_bytes
+
+
+# --- requests that were carried out -----------------------------------------------------------------------------------
+
+#: Seconds after the deadline of a request for which its id is kept, at least.
+KEPT_S: Final = 60.0
+#: The most seconds until a deadline that count. A deadline may be infinite.
+_MOST_LEFT_S: Final = 1e9
+
+
+class DoneRequests:
+    """The ids of requests that were carried out, with what msgpack can keep of their replies."""
+
+    def __init__(self) -> None:
+        self._replies: dict[str, Any] = {}  # of those whose reply is more than None
+        self._ends: dict[str, float] = {}  # id -> when its time is over
+        self._heap: list[tuple[float, str]] = []  # the same, the first end first
+
+    def __contains__(self, request_id: str | None) -> bool:
+        return request_id in self._ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def reply(self, request_id: str | None) -> Any:
+        """What is kept of the reply to a request. None: nothing, or it is not known."""
+        return None if request_id is None else self._replies.get(request_id)
+
+    def add(self, request_id: str, left_s: float, now: float, reply: Any = None) -> None:
+        """A request was carried out whose deadline is in ``left_s`` seconds."""
+        if request_id not in self._ends:
+            self.restore(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S), reply)
+
+    def forget(self, now: float) -> None:
+        """Forgets the ids whose time is over."""
+        while self._heap and self._heap[0][0] <= now:
+            _, request_id = heappop(self._heap)
+            del self._ends[request_id]
+            self._replies.pop(request_id, None)
+
+    def left(self, now: float) -> Iterator[tuple[str, float, Any]]:
+        """Each id, the seconds until its time is over, and what is kept of its reply."""
+        return ((each, max(0.0, ends_at - now), self._replies.get(each)) for each, ends_at in self._ends.items())
+
+    def restore(self, request_id: str, ends_at: float, reply: Any = None) -> None:
+        """Keeps an id until then.
+
+        Raises:
+            ValueError: It is there already.
+        """
+        if request_id in self._ends:
+            raise ValueError("the id of a request is there twice")
+        heappush(self._heap, (ends_at, request_id))
+        self._ends[request_id] = ends_at
+        if reply is not None:
+            self._replies[request_id] = reply
+
+
+# --- claims that wait for samples -------------------------------------------------------------------------------------
+
+#: How many questions of a partition are looked at after each change of it. The others are asked again by their clients.
+_MOST_QUESTIONS: Final = 16
+#: A claim that has not asked again so many seconds after it was woken is dropped: others get the samples meanwhile.
+_ASKS_WITHIN_S: Final = 1.0
+#: So is one that has not asked for so many seconds, though it should ask by itself.
+_ASKS_AT_LEAST_S: Final = 2 * LONGEST_PAUSE_S
+
+_Question: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A claim that waits.
+
+    Attributes:
+        wake: Tells its client to ask again. False if the client is gone.
+        lease_ends_at: Its client knows that a lease may end then, and asks again. Infinite: it knows of none.
+        woken_at: When it was called, if it was since the claim last asked.
+    """
+
+    wake: Callable[[], bool]
+    lease_ends_at: float
+    woken_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """Claims that ask the same: the first of them, and all by their tokens in the order in which they came."""
+
+    claim: commands.ClaimRequest
+    waiters: dict[str, _Waiter] = field(default_factory=dict)
+
+
+class WaitingClaims:
+    """Claims that were handed nothing, and how to wake them, in the order in which they came.
+
+    Only those are woken for which there are samples, so a put costs the same however many wait. They ask again then:
+    nothing is handed to a client that may be gone. A claim that was dropped, and asks again, is the last in line.
+    """
+
+    def __init__(self) -> None:
+        self._partitions: dict[str, dict[_Question, _Asked]] = {}
+        # token -> partition, question, and when it was last asked; in the order of that
+        self._asked: dict[str, tuple[str, _Question, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def add(self, claim: commands.ClaimRequest, wake: Callable[[], bool], lease_ends_at: float, now: float) -> None:
+        """A claim waits, or still waits. It keeps its place. It is told when a lease may end."""
+        # two for each one that comes, so that clients which were killed do not pile up, and no call takes long
+        for token, (_, _, asked_at) in list(islice(self._asked.items(), 2)):
+            if now - asked_at > _ASKS_AT_LEAST_S:
+                self.drop(token)
+        # claims that ask the same are looked at once for all: 500 idle ranks cost a put what one does
+        question = (
+            claim.task_name,
+            tuple(claim.required_fields),
+            repr(claim.tag_filter),
+            claim.batch_size,
+            claim.sampler,
+            claim.dp_rank,
+            claim.dp_size,
+            claim.batch_index,
+            claim.batch_epoch,
+        )
+        known = self._asked.get(claim.token)
+        if known is not None and known[:2] != (claim.partition_id, question):
+            self.drop(claim.token)
+        self._asked.pop(claim.token, None)
+        self._asked[claim.token] = (claim.partition_id, question, now)
+        questions = self._partitions.setdefault(claim.partition_id, {})
+        asked = questions.get(question)
+        if asked is None:
+            asked = questions[question] = _Asked(claim)
+        asked.waiters[claim.token] = _Waiter(wake, lease_ends_at)
+
+    def drop(self, token: str) -> str | None:
+        """A claim no longer waits. Returns its partition, or None if it did not wait."""
+        place = self._asked.pop(token, None)
+        if place is None:
+            return None
+        partition_id, question, _ = place
+        questions = self._partitions[partition_id]
+        del questions[question].waiters[token]
+        if not questions[question].waiters:
+            del questions[question]
+            if not questions:
+                del self._partitions[partition_id]
+        return partition_id
+
+    def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimRequest], float], now: float) -> None:
+        """Wakes the claims of a partition that can be answered now.
+
+        Args:
+            partition_id: The partition, which changed.
+            num_ready: How many samples are ready for a claim. Infinite if it can be answered however many are ready.
+            now: The time in seconds.
+        """
+        for asked in self._some(partition_id):
+            left = num_ready(asked.claim)
+            needed = asked.claim.batch_size * ranks_of(asked.claim)
+            for token, waiter in list(asked.waiters.items()) if left >= needed else ():
+                if left < needed:
+                    break
+                if self._is_woken(token, waiter, now):
+                    left -= needed
+
+    def tell(self, partition_id: str, lease_ends_at: float, now: float) -> None:
+        """Wakes claims that do not know that a lease may end so soon: of those that ask the same, the first.
+
+        It asks when the lease has ended, and others are woken then if they can be answered.
+        """
+        for asked in self._some(partition_id):
+            while asked.waiters:
+                token, waiter = next(iter(asked.waiters.items()))
+                if waiter.lease_ends_at <= lease_ends_at or self._is_woken(token, waiter, now):
+                    break
+
+    def _is_woken(self, token: str, waiter: _Waiter, now: float) -> bool:
+        """Wakes a claim, unless it was woken since it last asked. False if its client is gone, or takes too long to ask
+        again: then it is dropped."""
+        if waiter.woken_at is None and waiter.wake():
+            # woken once only: a second wake before it asks would count samples for it twice
+            waiter.woken_at = now
+        if waiter.woken_at is not None and now - waiter.woken_at <= _ASKS_WITHIN_S:
+            return True
+        self.drop(token)
+        return False
+
+    def _some(self, partition_id: str) -> list[_Asked]:
+        """A few of the questions of a partition: others at the next call, if there are more."""
+        questions = self._partitions.get(partition_id, {})
+        some = list(islice(questions.items(), _MOST_QUESTIONS))
+        if len(questions) > len(some):
+            for question, asked in some:
+                del questions[question]
+                questions[question] = asked
+        return [asked for _, asked in some]

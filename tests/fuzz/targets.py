@@ -40,7 +40,7 @@ from dataplane_core.codec.header import KIND_TENSOR
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
-from dataplane_core.ledger import Command, Ledger, LedgerService, StateReader, commands, to_state
+from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state, unpack_state
 from dataplane_core.log import LoggedLedger, newest_record
 from dataplane_core.middleware import Recording
 from dataplane_core.middleware.events import sealed, unsealed
@@ -215,7 +215,6 @@ _BEFORE: Final[Sequence[Command[Any]]] = (
 _THEN: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "y"], None, ["v"], 2, {}, "later", if_exists="keep"),
     commands.DescribeRequest("p"),
-    commands.CheckPut(_begin("p", ["q3_g0"], 500, [{}])),
     commands.WaitForRoom("w", 8, wait_s=1.0),
     commands.CommitPut(300),
     commands.AbortPut(300),
@@ -227,7 +226,6 @@ _THEN: Final[Sequence[Command[Any]]] = (
     commands.FieldsRequest("p", ["q0_g0"]),
     commands.ExportRequest("p"),
     commands.SetCursorRequest("p", "u", ["q0_g0", "q0_g1"], create=True),
-    commands.MayClaim(_claim("u", "m", tag_filter={"n": ("in", [1, 2])})),
     _claim("u", "m", tag_filter={"n": ("in", [1, 2])}, all_or_nothing=True, explain=True),
     _claim("u", "m", lease_s=None, sampler="freshest", dp_rank=1, dp_size=2, batch_index=3, batch_epoch="epoch"),
     commands.AckRequest("p", "t", ["q0_g0", "q0_g1"], ["k", "k"]),
@@ -244,20 +242,16 @@ _THEN: Final[Sequence[Command[Any]]] = (
 
 
 @functools.cache
-def _sections() -> list[dict[str, Any]]:
+def _state() -> bytes:
     """The state of a ledger after `_BEFORE`."""
     ledger = Ledger()
     for command in _BEFORE:
         ledger.apply(command, 0.0)
-    return list(to_state(ledger, 0.0))
+    return pack_state(ledger)
 
 
 def _filled() -> Ledger:
-    reader = StateReader()
-    for section in _unpack(_pack(_sections())):
-        reader.take(section, 0.0)
-    reader.end()
-    return reader.ledger
+    return unpack_state(_state())
 
 
 def _use(ledger: LedgerService) -> None:
@@ -270,7 +264,7 @@ def _use(ledger: LedgerService) -> None:
     ):
         attempt(functools.partial(ledger.call, command))
     attempt(lambda: ledger.call(commands.CommitPut(10**6)))
-    msgpack.packb(list(to_state(ledger.ledger, 0.0)))
+    pack_state(ledger.ledger)
     for name in ledger.call(commands.ListPartitionsRequest()).partition_ids:
         ledger.call(commands.ClearRequest(name, None))
     assert ledger.ledger.held_bytes >= 0
@@ -294,17 +288,16 @@ class _Log:
     """A log that holds a state and records."""
 
     is_long = False
-    state_at = 0.0
 
     def __init__(self, state: bytes, records: Sequence[bytes]) -> None:
         self.state, self.records = state, [(0.0, each) for each in records]
-        self.make_state: Callable[[float], bytes] = lambda at: b""
+        self.make_state: Callable[[], bytes] = bytes
 
     def now(self) -> float:
         return 1.0
 
     def begin(self) -> None:
-        self.make_state(1.0)
+        self.make_state()
 
     def append(self, record: bytes, at: float, **options: Any) -> None:
         pass
@@ -328,13 +321,7 @@ def _states() -> list[bytes]:
     logs = [_Log(b"", _messages()[:count]) for count in (len(_BEFORE), 3)]
     for log in logs:
         LoggedLedger(log)
-    return [log.make_state(1.0) for log in logs]
-
-
-def _load_sections(data: bytes) -> Any:
-    unpacker = msgpack.Unpacker(strict_map_key=False)
-    unpacker.feed(data)
-    return list(unpacker)
+    return [log.make_state() for log in logs]
 
 
 class _Engine:
@@ -791,7 +778,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("spec", _specs, _read_spec),
         Target("command", _messages, _read_command, STORE_REQUEST),
         Target("log", _messages, _read_log, STORE_REQUEST),
-        Target("state", _states, _read_state, Form(_load_sections, lambda tree: b"".join(map(_pack, tree)))),
+        Target("state", _states, _read_state, PACKED),
         Target("log of an engine", _log_records, lambda data: newest_record(_Engine(data), math.inf), PACKED),
         Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
         Target(

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgpack
+import msgspec
 
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.ledger import Command, Ledger, StateReader, commands, to_state
+from dataplane_core.ledger import Command, Ledger, commands, pack_state, unpack_state
 from dataplane_testkit import histories
 from dataplane_testkit.histories import TASKS, Put, Repeat, Wait
 
@@ -22,7 +22,7 @@ from dataplane_testkit.histories import TASKS, Put, Repeat, Wait
 def answer(ledger: Ledger, command: Command[Any], now: float) -> Any:
     """The reply, or the refusal with all that it says.
 
-    Garbage has no order. Of several oldest leases that are alike or were loaded, a description may name any.
+    Garbage has no order. Of several oldest leases that are alike, a description may name any.
     """
     try:
         reply = ledger.apply(command, now)
@@ -48,14 +48,19 @@ def contents(ledger: Ledger, now: float) -> Any:
     return found, ledger.held_bytes
 
 
-def state_of(ledger: Ledger, now: float) -> Any:
-    """All that a ledger knows. Garbage has no order, nor have the tasks that hold a row."""
-    sections = list(to_state(ledger, now))
-    rest = [
-        {**each, "holds": sorted(each.get("holds", ()), key=repr)} for each in sections if each["part"] != "garbage"
-    ]
-    garbage = [(each["put"], ref) for each in sections if each["part"] == "garbage" for ref in each["refs"]]
-    return rest, sorted([str(put), ref, sorted(places)] for put, (ref, places) in garbage)
+def state_of(ledger: Ledger) -> Any:
+    """All that a ledger knows, however its rows share it. Garbage has no order, nor have the tasks that hold a row."""
+    next_write, next_seq, fields, writes, partitions, pending, garbage, done = msgspec.msgpack.decode(
+        pack_state(ledger), strict=False, type=tuple[int, int, list, list, list, dict[int, Any], list, dict]
+    )
+    for partition in partitions:
+        cells, holds, rows = partition[-3:]
+        partition[-3:] = [
+            (*row[:3], fields[cells[row[3]][0]], cells[row[3]][1], *row[4:6], sorted(holds[row[6]].items()))
+            for row in rows
+        ]
+    writes = [(write_id, fields[place], *rest) for write_id, place, *rest in writes]
+    return next_write, next_seq, writes, partitions, pending, sorted(map(repr, garbage)), done
 
 
 def is_alike(command: Command[Any], reply: Any, again: Any) -> bool:
@@ -71,14 +76,11 @@ def is_alike(command: Command[Any], reply: Any, again: Any) -> bool:
     return again == reply
 
 
-def saved_and_loaded(ledger: Ledger, now: float = 0.0, then: float | None = None) -> Ledger:
-    """The ledger in another process, whose clock shows another time."""
-    reader = StateReader()
-    for section in [msgpack.packb(each) for each in to_state(ledger, now)]:
-        reader.take(msgpack.unpackb(section), now if then is None else then)
-    reader.end()
-    reader.ledger._capacity_bytes, reader.ledger._overwrite = ledger._capacity_bytes, ledger._overwrite
-    return reader.ledger
+def saved_and_loaded(ledger: Ledger) -> Ledger:
+    """The ledger in another process."""
+    loaded = unpack_state(pack_state(ledger))
+    loaded._capacity_bytes, loaded._overwrite = ledger._capacity_bytes, ledger._overwrite
+    return loaded
 
 
 class History:

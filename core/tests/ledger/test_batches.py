@@ -1,12 +1,11 @@
 """What the ledger keeps of the batches that ranks were given."""
 
-import msgpack
 import pytest
 from histories import saved_and_loaded
 from ledgers import ledger as registered
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger import commands, to_state
+from dataplane_core.ledger import commands, pack_state
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def claim(ledger, batch_index, count=1, **options):
 
 
 def size_bytes(ledger):
-    return sum(len(msgpack.packb(section)) for section in to_state(ledger, 0.0))
+    return len(pack_state(ledger))
 
 
 def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before(made):
@@ -80,7 +79,7 @@ def test_what_one_claim_chose_for_all_ranks_stays_so():
         ledger.apply(commands.NackRequest("p", "t", ["a"], ["0 2"]), 0.0)
         for later in (ledger, saved_and_loaded(ledger)):
             end = commands.ClaimRequest("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
-            assert not later.apply(commands.MayClaim(end), 0.0)
+            assert not later.may_claim(end, 0.0)
             told = later.apply(end, 0.0)
             assert (list(told.sample_ids), told.exhausted, told.num_ranks) == ([], True, 0)
             assert claim(later, 3, **ranks) == ["a"]

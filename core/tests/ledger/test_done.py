@@ -13,7 +13,8 @@ def test_ids_are_forgotten_when_their_time_is_over():
     for number in range(100):
         left_s = 5.0 if number % 5 else 5000.0
         made.apply(commands.PutTags("p", ["a"], [{}], request_id=f"r{number}", left_s=left_s), 0.0)
-    for each, now in ((made, 5.0 + KEPT_S - 1), (saved_and_loaded(made, 30.0, 900.0), 875.0 + KEPT_S - 1)):
+    now = 5.0 + KEPT_S - 1
+    for each in (made, saved_and_loaded(made)):
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="x", left_s=0.0), now)
         assert {f"r{number}" for number in range(100)} < set(each._done._ends)
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="y", left_s=0.0), now + 2)

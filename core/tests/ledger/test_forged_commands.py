@@ -46,7 +46,6 @@ FORGED = [
     apart([8, 8], None, ["x", "y"]),
     apart([8, 8], None, ["x", "y"], []),
     put(specs={}),
-    commands.CheckPut(together([8])),
     commands.RegisterRequest("p", [], -1, [], None, {}, "e"),
     commands.RegisterRequest("p", [], None, [], 0, {}, "e"),
     commands.CommitPut(-1),
@@ -62,7 +61,6 @@ FORGED = [
     claim(sampler="balanced"),
     claim(sampler="balanced", dp_rank=0, dp_size=2**40),
     claim(dp_rank=2, dp_size=2),
-    commands.MayClaim(claim(batch_size=0)),
     commands.AckRequest("p", "t", ["a", "b"], ["k"]),
     commands.RenewRequest("p", "t", ["a"], ["k"], float("nan")),
 ]

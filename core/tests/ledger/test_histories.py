@@ -43,7 +43,7 @@ def test_ledgers_answer_alike(monkeypatch):
             if step % 20 == 0:
                 assert contents(kept, now) == contents(rebuilt, history.now), (seed, step, command)
             if step % 40 == 0:
-                kept = saved_and_loaded(kept, now)
+                kept = saved_and_loaded(kept)
 
 
 @pytest.mark.timeout(by_profile(600, 600, 3600))
@@ -62,4 +62,4 @@ def test_a_call_that_comes_again_changes_nothing():
                 assert is_alike(command, reply, again), (seed, step, command, reply, again)
             if step % 10 == 0:
                 assert contents(often, history.now) == contents(once, history.now), (seed, step, command)
-                assert state_of(often, history.now) == state_of(once, history.now), (seed, step, command)
+                assert state_of(often) == state_of(once), (seed, step, command)

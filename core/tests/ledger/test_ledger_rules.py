@@ -39,7 +39,7 @@ def test_a_put_is_judged_without_a_trace():
 
     def judge(size, now, epoch=None, spec=INT):
         put = replace(begin(["b"], size=size, epoch=epoch), specs={"x": spec})
-        made.apply(commands.CheckPut(put), now)
+        made.check_put(put, now)
 
     before = pickle.dumps(made)
     judge(1, now=9.0)

@@ -1,14 +1,11 @@
 """What a question costs that is asked again and again: counted in looks at rows, not in time."""
 
 import time
-from functools import partial
 
 import pytest
-from ledgers import begin, claim, ledger, put, register
+from ledgers import claim, ledger, put, register
 
-from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, Pacer, commands, ready, rows, service
-from dataplane_core.ledger.pacing import ASKS_PER_S
+from dataplane_core.ledger import LedgerService, commands, ready, rows, service
 from dataplane_core.spec import Question, matches, new_id
 
 FRESH = {"version": (">=", 7)}
@@ -101,76 +98,12 @@ def test_leases_cost_one_entry_each_however_often_they_are_renewed():
     assert len(partition.leases.heap) <= rows._SLACK
 
 
-# --- how often they ask -----------------------------------------------------------------------------------------------
+# --- what they are told -----------------------------------------------------------------------------------------------
 
 
-class _Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def _asks_in(seconds, pauses, clock):
-    """How often waiting askers ask, each of which waits as long as it is told."""
-    due = dict.fromkeys(pauses, clock.now)
-    end, asks = clock.now + seconds, 0
-    while min(due.values()) < end:
-        asker = min(due, key=due.__getitem__)
-        clock.now = due[asker]
-        due[asker] = clock.now + max(0.0005, pauses[asker]())
-        asks += 1
-    return asks
-
-
-def ask(service, count=4, **options):
-    """The pause that a claim in vain is told."""
-    return service.call(claim(count, **options)).ask_again_s
-
-
-@pytest.fixture
-def waited():
-    """A service and its clock."""
-    clock = _Clock()
-    service = LedgerService(100, clock=clock)
-    service._pacer = Pacer(clock=clock)
+def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(monkeypatch):
+    service = LedgerService(100)
     service.call(register())
-    return service, clock
-
-
-@pytest.mark.parametrize("count", [2, 30, 500])
-def test_many_that_wait_ask_no_more_often_together_than_few(waited, count):
-    service, clock = waited
-    asks = _asks_in(10.0, {each: partial(ask, service, token=str(each)) for each in range(count)}, clock)
-    assert 0.9 * 10.0 * ASKS_PER_S <= asks <= 10.0 * ASKS_PER_S + 50 + count
-    clock.now += 60.0  # they are no longer counted
-    service.call(commands.CommitPut(service.call(begin(["full"], size=100))))
-
-    def ask_for_room(name):
-        with pytest.raises(CapacityExceededError) as caught:
-            service.call(begin([name], size=10, ticket=name, ttl_s=90.0))
-        service.call(commands.WaitForRoom(name, 10, wait_s=60.0))
-        return caught.value.ask_again_s
-
-    asks = _asks_in(10.0, {name: partial(ask_for_room, name) for name in map(str, range(count))}, clock)
-    # the first in the queue ask more often, so that no room lies unused for long
-    assert asks <= 10.0 * (ASKS_PER_S + 50) + 50 + count
-    assert ask_for_room("0") == pytest.approx(0.06)
-
-
-def test_who_does_not_wait_or_asks_sooner_than_it_was_told_slows_nobody_down(waited):
-    service, _ = waited
-    for options in ({"all_or_nothing": False}, {"explain": True}):  # polls, and last questions
-        for _ in range(2000):
-            assert ask(service, token=new_id(), **options) == 0
-    assert not service._pacer._waiting
-    for _ in range(10_000):
-        ask(service, token="impatient")
-    assert ask(service, token="waits") <= 2 / ASKS_PER_S
-
-
-def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(waited, monkeypatch):
-    service, _ = waited
 
     def shortfall():
         return service.call(claim(4, explain=True)).shortfall
@@ -186,26 +119,6 @@ def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(wait
     assert shortfall().num_lacking == 2
     service.call(register(epoch=new_id()))
     assert shortfall().num_lacking == 0
-
-
-def test_no_pause_is_longer_than_the_longest_and_those_who_left_or_died_no_longer_count(waited):
-    service, clock = waited
-    for each in range(5000):
-        assert ask(service, token=str(each)) <= LONGEST_PAUSE_S
-    assert ask(service, token="waits") == LONGEST_PAUSE_S
-    assert len(service._pacer._waiting) <= 1000
-    clock.now += LONGEST_PAUSE_S + 3.1
-    assert ask(service, token="waits") == 0
-    assert len(service._pacer._waiting) == 1
-    for each in range(200):
-        ask(service, token=str(each))
-        ask(service, token=str(each), explain=True)
-    assert len(service._pacer._waiting) == 1
-    for _ in range(200):
-        ask(service)
-    assert ask(service) > 0.1
-    service.call(commands.CommitPut(service.call(begin(["b"]))))
-    assert ask(service, 1) == 0, "it gets something"
 
 
 def test_questions_and_claims_that_ask_the_same_share_a_look_at_all_rows(looks, monkeypatch):

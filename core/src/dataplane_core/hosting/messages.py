@@ -21,7 +21,7 @@ from dataplane_core.ledger import Command, check_command, commands
 from dataplane_core.spec import Claim
 
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
-VERSION: Final = 14
+VERSION: Final = 15
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")

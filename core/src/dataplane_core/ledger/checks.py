@@ -34,8 +34,6 @@ def check_command(command: Command[Any]) -> None:
             _expect(command, command.grpo_group_size is None or command.grpo_group_size >= 1, "grpo_group_size")
         case commands.BeginPut():
             _check_put(command)
-        case commands.CheckPut():
-            _check_put(command.put)
         case commands.CommitPut() | commands.AbortPut():
             _expect(command, 0 <= command.write_id < _MOST_IDS, "write_id")
         case commands.WaitForRoom():
@@ -53,8 +51,6 @@ def check_command(command: Command[Any]) -> None:
                 check_tag_filter(question.tag_filter)
         case commands.ClaimRequest():
             _check_claim(command)
-        case commands.MayClaim():
-            _check_claim(command.claim)
         case commands.SettleRequest():
             _expect(command, len(command.sample_ids) == len(command.lease_tokens), "lease_tokens")
             _check_request(command, command.request_id, command.left_s)

@@ -106,15 +106,6 @@ class BeginPut(Command[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckPut(Command[None]):
-    """Raises what `BeginPut` would raise. So a put that is refused, perhaps again and again, is not in a log."""
-
-    op = "check_put"
-    reads = True
-    put: BeginPut
-
-
-@dataclass(frozen=True, slots=True)
 class WaitForRoom(Command[None]):
     """Adds a put that was refused for lack of room to the queue, or says that it still waits.
 
@@ -220,15 +211,6 @@ class Locate(Command[Located]):
 
 
 @dataclass(frozen=True, slots=True)
-class MayClaim(Command[bool]):
-    """Reply: whether a claim would change anything. If not, a log needs no record of it. Raises as the claim."""
-
-    op = "may_claim"
-    reads = True
-    claim: ClaimRequest
-
-
-@dataclass(frozen=True, slots=True)
 class Collected(Command[None]):
     """Says that the payload of these refs was deleted."""
 
@@ -242,7 +224,6 @@ COMMANDS: Final = (
         RegisterRequest,
         DescribeRequest,
         BeginPut,
-        CheckPut,
         WaitForRoom,
         CommitPut,
         AbortPut,
@@ -261,7 +242,6 @@ COMMANDS: Final = (
     ),
     *(
         ClaimRequest,
-        MayClaim,
         AckRequest,
         NackRequest,
         RenewRequest,

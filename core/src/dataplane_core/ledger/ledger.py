@@ -1,10 +1,8 @@
 """The control plane as one pure state machine: which cells exist, which task holds which samples, tags, bytes held.
 
 Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
-one. A host applies one command at a time. noop hosts the ledger in its process, tq_simple and tq_mooncake in the
-queue's controller, a `RowStoreBackend` with a log in its owner, and the conformance kit compares backends with it. The
-ledger never iterates over a set of strings, so the same commands in the same order give the same state in every
-process.
+one. A host applies one command at a time. The ledger never iterates over a set of strings, so the same commands in the
+same order give the same state in every process.
 
 The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
 pos)`` names the payload of row ``pos`` of a write. Samples with equal cells may share a row of a write; its payload is
@@ -18,8 +16,6 @@ A put has two steps. `BeginPut` validates the put and reserves its bytes. The ho
 validates again what may have changed since, and makes the rows visible. A ref that no row uses any longer is returned
 to the host. The ledger keeps it until `Collected` says that the host deleted its payload, so nothing leaks if the host
 dies in between.
-
-The commands are methods of one class, since each changes the same maps: that is why this module is long.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, singledispatchmethod
+from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, Final, NoReturn
@@ -40,6 +36,7 @@ from dataplane_core.errors import (
     MissingDataError,
     OpenCellsError,
     SchemaMismatchError,
+    Shortfall,
     StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
@@ -47,9 +44,9 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Located, Part, Reply
-from dataplane_core.ledger.partition import Partition, Task
+from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.queues import DoneRequests, RoomQueue
-from dataplane_core.ledger.rows import Cells, PutWrites, Ref, Row, group_of, positions_by_write, positions_in
+from dataplane_core.ledger.rows import Cells, Ref, positions_by_write, positions_in
 from dataplane_core.spec import (
     Claim,
     Command,
@@ -58,10 +55,14 @@ from dataplane_core.spec import (
     PartitionInfo,
     PartitionList,
     PartitionState,
+    Question,
     Replaced,
     SampleList,
     matches,
 )
+
+#: Write ids that are drawn elsewhere number the writes in so many bits.
+_NUMBERS: Final = 1 << 40
 
 
 @lru_cache(maxsize=4096)
@@ -77,16 +78,16 @@ class LiveWrite:
     Attributes:
         slots: Field -> its index among the fields of the write. Shared, never changed.
         row_bytes: Payload bytes per row.
+        lists: Of the fields that its put left open, what their cells are (`FieldSpec.lists`).
         num_live: How many rows are referred to.
         num_sharers: Row -> how many samples refer to it, if more than one.
-        lists: Of the fields that its put left open, what their cells are (`FieldSpec.lists`).
     """
 
     slots: dict[str, int]
     row_bytes: list[int]
+    lists: Mapping[str, Any] = field(default_factory=dict)
     num_live: int = 0
     num_sharers: dict[int, int] = field(default_factory=dict)
-    lists: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -94,34 +95,16 @@ class Pending:
     """A put that is begun and not yet committed.
 
     Attributes:
-        put: The put, with memory of its own, and with its registration.
+        put: The put, with its registration.
         version: That of the partition when the put began.
-        known: Its rows that were there then.
+        seqs: Of its rows that were there then: id -> the number of the row.
         expires_at: When it counts as abandoned.
     """
 
     put: commands.BeginPut
     version: int
-    known: list[Row | None]
+    seqs: dict[str, int]
     expires_at: float
-
-
-@dataclass(slots=True)
-class _Located:
-    """Samples of a read whose fields are in the same writes.
-
-    Attributes:
-        rows: Their positions in the request.
-        positions: Their positions in each of the writes, sample by sample.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-
-
-_CELLS_OF: Final = attrgetter("cells")
-#: Write ids that are drawn elsewhere number the writes in so many bits.
-_NUMBERS: Final = 1 << 40
 
 
 class Ledger:
@@ -154,8 +137,13 @@ class Ledger:
 
         A command that is cut off, as by a signal handler that raises, leaves half of what it does: see `LedgerThread`.
         """
-        reply: Reply = _handler_of(type(command))(self, command, now)
+        run = _HANDLERS.get(type(command))
+        if run is None:
+            raise TypeError(f"the ledger knows no command {type(command).__name__!r}")
+        reply: Reply = run(self, command, now)
         return reply
+
+    # --- what its host asks -------------------------------------------------------------------------------------------
 
     @property
     def next_number(self) -> int:
@@ -193,60 +181,83 @@ class Ledger:
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
         sharers: dict[int, Counter[int]] = {}
         for partition in self._partitions.values():
-            partition.derive()
             for write_id, positions in positions_by_write(partition.rows.values()):
                 counts = sharers.setdefault(write_id, Counter())
                 row_bytes = self._writes[write_id].row_bytes
-                partition.held_bytes += sum([row_bytes[each] for each in set(positions) if each not in counts])
+                partition.held_bytes += sum([row_bytes[pos] for pos in set(positions) if pos not in counts])
                 counts.update(positions)
             self.held_bytes += partition.held_bytes
         for write_id, write in self._writes.items():
             counts = sharers[write_id]
             write.num_live = len(counts)
-            write.num_sharers = {position: count for position, count in counts.items() if count > 1}
+            write.num_sharers = {pos: count for pos, count in counts.items() if count > 1}
 
-    @singledispatchmethod
-    def _apply(self, command: Command[Any], now: float) -> Any:
-        raise TypeError(f"the ledger knows no command {type(command).__name__!r}")
+    def check_put(self, put: commands.BeginPut, now: float) -> None:
+        """Raises what a put would raise now, and changes nothing but what the put does too before it is checked."""
+        self._reap(now)
+        if self._begun(put) is None:
+            self._check_begin(put, now)
+
+    def may_claim(self, claim: commands.ClaimRequest, now: float) -> bool:
+        """Whether a claim would change anything. Raises as the claim."""
+        return self._partition(claim.partition_id).may_claim(claim, now)
+
+    def num_ready(self, claim: commands.ClaimRequest, now: float) -> float:
+        """How many samples are ready for a claim. Infinite if the claim would not wait. Raises as the claim."""
+        return self._partition(claim.partition_id).num_ready(claim, now)
+
+    def shortfall(self, partition_id: str, question: commands.ClaimRequest | Question, now: float) -> Shortfall:
+        """Why a claim gets no more samples. Looks at every row."""
+        return self._partition(partition_id).shortfall(question, now)
+
+    def next_lease_check(self, partition_id: str) -> float:
+        """No lease of a partition ends before this time. Infinite if there is none."""
+        partition = self._partitions.get(partition_id)
+        return math.inf if partition is None else partition.leases.next_check()
+
+    def partition_of_put(self, write_id: int) -> str | None:
+        """The partition of a put that is begun and not committed."""
+        pending = self._pending.get(write_id)
+        return None if pending is None else pending.put.partition_id
+
+    def garbage(self, now: float) -> list[Ref]:
+        """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
+        self._reap(now)
+        return list(self._garbage)
 
     # --- registration -------------------------------------------------------------------------------------------------
 
-    @_apply.register
     def _register(self, command: commands.RegisterRequest, now: float) -> tuple[PartitionInfo, list[Ref]]:
-        known, info = self._partitions.get(command.partition_id), PartitionInfo.requested(command)
+        partition, info = self._partitions.get(command.partition_id), PartitionInfo.requested(command)
         request_id = f"register {command.partition_id} {command.epoch}"
         if request_id in self._done:  # whatever became of the partition since
-            was = self._done.reply(request_id)
-            return replace(info, replaced=None if was is None else Replaced(**was)), []
-        if known is not None and command.if_exists == "keep":
-            known.extend(command)
-            return known.info, []
-        replaced = None if known is None else known.replaced()
+            dropped = self._done.reply(request_id)
+            return replace(info, replaced=None if dropped is None else Replaced(**dropped)), []
+        if partition is not None and command.if_exists == "keep":
+            partition.extend(command)
+            return partition.info, []
+        replaced = None if partition is None else partition.replaced()
         self._note_done(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
         _, freed = self._drop(command.partition_id, None, now)
-        tasks = {name: Task() for name in command.consumer_tasks}
-        self._partitions[command.partition_id] = Partition(command.partition_id, info, tasks)
+        self._partitions[command.partition_id] = Partition(command.partition_id, info)
         return replace(info, replaced=replaced), freed
 
-    @_apply.register
     def _describe(self, command: commands.DescribeRequest, now: float) -> PartitionInfo:
         return self._partition(command.partition_id).info
 
     # --- production ---------------------------------------------------------------------------------------------------
 
-    @_apply.register
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
         begun = self._begun(command)
         if begun is not None:
             return begun
-        partition, known = self._check_begin(command, now)
-        size_bytes = command.size_bytes
+        partition = self._check_begin(command, now)
+        size_bytes, write_id = command.size_bytes, command.write_id
         if size_bytes:
             # a ledger that runs the records of a log again does not know its capacity, so it counts all that went ahead
             free_bytes = 0 if self._capacity_bytes is None else self._capacity_bytes - self.held_bytes
             self.room.enter(command.ticket, size_bytes, free_bytes)
-        write_id = command.write_id
         if write_id is None:
             write_id = self._next_write
             self._next_write += command.num_ids
@@ -256,33 +267,81 @@ class Ledger:
             self._next_write = max(self._next_write, write_id % _NUMBERS + command.num_ids)
         self.held_bytes += size_bytes
         put = replace(
-            command,
+            command,  # with memory of its own
             sample_ids=list(command.sample_ids),
             specs=dict(command.specs),
             writes=list(command.writes),
             tags=None if command.tags is None else [dict(row) for row in command.tags],
             epoch=partition.info.epoch,
         )
-        self._pending[write_id] = Pending(put, partition.version, known, expires_at=now + command.ttl_s)
+        seqs: dict[str, int] = {}
+        if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
+            seqs = {name: partition.rows[name].seq for name in put.sample_ids if name in partition.rows}
+        self._pending[write_id] = Pending(put, partition.version, seqs, expires_at=now + command.ttl_s)
         return write_id
-
-    @_apply.register
-    def _check_put_only(self, command: commands.CheckPut, now: float) -> None:
-        self._reap(now)  # as the put does, which must then be answered alike
-        if self._begun(command.put) is None:
-            self._check_begin(command.put, now)
 
     def _begun(self, put: commands.BeginPut) -> int | None:
         """The write id of a put that comes again while it is begun."""
-        known: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
-        same = (each for each in known if self._pending[each].put.request_id == put.request_id)
-        return None if put.request_id is None else next(same, None)
+        if put.request_id is None:
+            return None
+        write_ids: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
+        return next((one for one in write_ids if self._pending[one].put.request_id == put.request_id), None)
 
-    @_apply.register
-    def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
-        self.room.wait(command.ticket, command.size_bytes, now, command.wait_s)
+    def _check_begin(self, put: commands.BeginPut, now: float) -> Partition:
+        self._refuse_done(put)
+        partition = self._partition(put.partition_id)
+        if put.epoch is not None and put.epoch != partition.info.epoch:
+            raise StalePartitionError(
+                f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
+                "registered again since the put was checked. Nothing was written.",
+            )
+        self._check_put(partition, put)
+        self._check_capacity(put, now)
+        return partition
 
-    @_apply.register
+    def _check_put(self, partition: Partition, put: commands.BeginPut) -> None:
+        wrong = [
+            (name, spec.describe(), kept.describe(), kept.to_text())
+            for name, spec in put.specs.items()
+            if (kept := partition.specs.get(name, spec)) is not spec and kept.after(spec) is None
+        ]
+        if wrong:
+            what = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples)"
+            raise SchemaMismatchError.for_fields(what, wrong)
+        partition.check_ids(put.sample_ids)
+        if not self._overwrite:
+            rows = (partition.rows[name] for name in put.sample_ids if name in partition.rows)
+            clash = next(((row, name) for row in rows for name in put.specs if name in row.cells.fields), None)
+            if clash is not None:
+                raise UnsupportedOperationError(
+                    f"put_samples('{put.partition_id}') refused: field '{clash[1]}' of sample '{clash[0].sample_id}' "
+                    "is already written, and this backend does not declare 'overwrite'. Nothing was written."
+                )
+
+    def _check_capacity(self, put: commands.BeginPut, now: float) -> None:
+        size_bytes, capacity_bytes = put.size_bytes, self._capacity_bytes
+        if capacity_bytes is None or not size_bytes:  # tags take no room
+            return
+        free_bytes, num_ahead = capacity_bytes - self.held_bytes, 0
+        if size_bytes <= free_bytes:
+            num_ahead = self.room.num_ahead(put.ticket, size_bytes, free_bytes, capacity_bytes, now)
+            if not num_ahead:
+                return
+        held = f"{self.held_bytes} of {capacity_bytes} bytes are held"
+        where = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused:"
+        if num_ahead:
+            raise CapacityExceededError(
+                f"{where} {size_bytes} bytes would fit, {held}, but {num_ahead} "
+                f"{'put waits' if num_ahead == 1 else 'puts wait'} for room before it.",
+                hint="Puts get room in the order in which they came: try again.",
+            )
+        never = size_bytes > capacity_bytes
+        raise CapacityExceededError(
+            f"{where} {size_bytes} bytes do not fit, {held}.",
+            retryable=not never,
+            hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
+        )
+
     def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
         self._reap(now)
         write_id = command.write_id
@@ -298,15 +357,14 @@ class Ledger:
         if put.request_id in self._done:  # another begin of it was committed, which is as good
             self._note_done(f"put {write_id}", put.ttl_s, now)
         try:
-            self._refuse_done(put.partition_id, put.request_id)
+            self._refuse_done(put)
             if partition is None or partition.info.epoch != put.epoch:
                 self._refuse_stale(put, "the partition was cleared or registered again")
             if partition.version != pending.version:
-                for sample_id, row in zip(put.sample_ids, pending.known, strict=True):
-                    if row is not None and partition.rows.get(sample_id) is not row:
+                for sample_id, seq in pending.seqs.items():
+                    if sample_id not in partition.rows or partition.rows[sample_id].seq != seq:
                         self._refuse_stale(put, f"sample '{sample_id}' was cleared")
-                current = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
-                self._check_put(partition, put, current)
+                self._check_put(partition, put)
         except Exception:
             self._abandon(write_id, put, now)
             raise
@@ -314,127 +372,43 @@ class Ledger:
         self._note_done(put.request_id, put.ttl_s, now)
         if put.writes:  # else it is one command, which has the id of the request
             self._note_done(f"put {write_id}", put.ttl_s, now)
-        return self._apply_put(partition, write_id, put, now)
+        return self._write(partition, write_id, put, now)
 
-    @_apply.register
-    def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
-        pending = self._pending.pop(command.write_id, None)
-        if pending is not None:
-            return self._abandon(command.write_id, pending.put, now)
-        return [ref for ref, put in self._garbage.items() if put == command.write_id]
-
-    @_apply.register
-    def _put_tags(self, command: commands.PutTags, now: float) -> None:
-        ids = command.sample_ids
-        put = commands.BeginPut(
-            *(command.partition_id, ids, {}, (), command.tags, command.epoch),
-            ttl_s=max(1.0, command.left_s),
-            request_id=command.request_id,
-        )
-        self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
-
-    def _check_begin(self, put: commands.BeginPut, now: float) -> tuple[Partition, list[Row | None]]:
-        self._refuse_done(put.partition_id, put.request_id)
-        partition = self._partition(put.partition_id)
-        if put.epoch is not None and put.epoch != partition.info.epoch:
-            raise StalePartitionError(
-                f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
-                "registered again since the put was checked. Nothing was written.",
-            )
-        known: list[Row | None] = [None] * len(put.sample_ids)
-        if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
-            known = [partition.rows.get(sample_id) for sample_id in put.sample_ids]
-        self._check_put(partition, put, known)
-        self._check_capacity(put, now)
-        return partition, known
-
-    def _check_put(self, partition: Partition, put: commands.BeginPut, rows: Sequence[Row | None]) -> None:
-        partition_id, sample_ids, specs = put.partition_id, put.sample_ids, put.specs
-        wrong = [
-            (name, spec.describe(), kept.describe(), kept.to_text())
-            for name, spec in specs.items()
-            if (kept := partition.specs.get(name, spec)) is not spec and kept.after(spec) is None
-        ]
-        if wrong:
-            raise SchemaMismatchError.for_fields(f"put_samples('{partition_id}', {len(sample_ids)} samples)", wrong)
-        group_size = partition.info.grpo_group_size
-        if group_size is not None:
-            joining: dict[str, int] = {}
-            for sample_id, row in zip(sample_ids, rows, strict=True):
-                if row is None:
-                    key = group_of(sample_id)
-                    joining[key] = joining.get(key, 0) + 1
-            for key, count in joining.items():
-                group = partition.groups.get(key)
-                present = 0 if group is None else len(group.members)
-                if present + count > group_size:
-                    raise InvalidRequestError(
-                        f"put_samples('{partition_id}') refused: group '{key}' would have {present + count} members. "
-                        f"Expected at most {group_size}, the partition's group size. Nothing was written."
-                    )
-        partition.check_num_samples(sample_ids)
-        if not self._overwrite:
-            for row in rows:
-                clash = None if row is None else next((name for name in specs if name in row.cells.fields), None)
-                if row is not None and clash is not None:
-                    raise UnsupportedOperationError(
-                        f"put_samples('{partition_id}') refused: field '{clash}' of sample '{row.sample_id}' is "
-                        "already written, and this backend does not declare 'overwrite'. Nothing was written."
-                    )
-
-    def _check_capacity(self, put: commands.BeginPut, now: float) -> None:
-        size_bytes, capacity_bytes = put.size_bytes, self._capacity_bytes
-        if capacity_bytes is None or not size_bytes:  # tags take no room
-            return
-        held_bytes = self.held_bytes - sum(self._pending[each].put.size_bytes for each in self._abandoned(now))
-        free_bytes = capacity_bytes - held_bytes
-        num_ahead = 0
-        if size_bytes <= free_bytes:
-            num_ahead = self.room.num_ahead(put.ticket, size_bytes, free_bytes, capacity_bytes, now)
-            if not num_ahead:
-                return
-        held = f"{held_bytes} of {capacity_bytes} bytes are held"
-        where = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused:"
-        if num_ahead:
-            raise CapacityExceededError(
-                f"{where} {size_bytes} bytes would fit, {held}, but {num_ahead} "
-                f"{'put waits' if num_ahead == 1 else 'puts wait'} for room before it.",
-                hint="Puts get room in the order in which they came: try again.",
-            )
-        never = size_bytes > capacity_bytes
-        raise CapacityExceededError(
-            f"{where} {size_bytes} bytes do not fit, {held}.",
-            retryable=not never,
-            hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
-        )
-
-    def _apply_put(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
+    def _write(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         for name, spec in put.specs.items():
             before = partition.specs.get(name)
             partition.specs[name] = spec if before is None else before.after(spec) or spec
         lists = {name: spec.lists for name, spec in put.specs.items() if spec.lists}
         partition.held_bytes += put.size_bytes
         writes = put.by_id(write_id)
-        for each, write in writes.items():
-            num_sharers: dict[int, int] = {}
-            if write.positions is not None:
-                num_sharers = {pos: count for pos, count in Counter(write.positions).items() if count > 1}
-            self._writes[each] = LiveWrite(
-                slots_of(tuple(write.fields)), list(write.row_bytes), len(write.row_bytes), num_sharers, lists
-            )
-        freed = partition.write_rows(PutWrites(writes, len(put.sample_ids)), put, self._next_seq, now)
+        for each_id, write in writes.items():
+            num_sharers = {pos: count for pos, count in Counter(write.positions or ()).items() if count > 1}
+            slots = slots_of(tuple(write.fields))
+            self._writes[each_id] = LiveWrite(slots, list(write.row_bytes), lists, len(write.row_bytes), num_sharers)
+        freed = partition.write_rows(writes, put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
         return self._free(partition, freed, now)
 
-    def _refuse_done(self, partition_id: str, request_id: str | None) -> None:
-        if request_id in self._done:
-            raise AlreadyDoneError(f"put_samples('{partition_id}') is done already. Nothing was written again.")
+    def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
+        pending = self._pending.pop(command.write_id, None)
+        if pending is not None:
+            return self._abandon(command.write_id, pending.put, now)
+        return [ref for ref, put in self._garbage.items() if put == command.write_id]
 
-    def _note_done(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
-        """Keeps the id of a request that was carried out, and what its repetition is answered from."""
-        if request_id is not None:
-            self._done.add(request_id, left_s, now, reply)
-            self._done.forget(now)
+    def _put_tags(self, command: commands.PutTags, now: float) -> None:
+        put = commands.BeginPut(
+            *(command.partition_id, command.sample_ids, {}, (), command.tags, command.epoch),
+            ttl_s=max(1.0, command.left_s),
+            request_id=command.request_id,
+        )
+        self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
+
+    def _wait_for_room(self, command: commands.WaitForRoom, now: float) -> None:
+        self.room.wait(command.ticket, command.size_bytes, now, command.wait_s)
+
+    def _refuse_done(self, put: commands.BeginPut) -> None:
+        if put.request_id in self._done:
+            raise AlreadyDoneError(f"put_samples('{put.partition_id}') is done already. Nothing was written again.")
 
     def _refuse_stale(self, put: commands.BeginPut, what: str) -> NoReturn:
         raise StalePartitionError(
@@ -442,98 +416,97 @@ class Ledger:
             "the put ran. Nothing was written."
         )
 
+    def _note_done(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
+        """Keeps the id of a request that was carried out, and what its repetition is answered from."""
+        if request_id is not None:
+            self._done.add(request_id, left_s, now, reply)
+            self._done.forget(now)
+
     # --- reads --------------------------------------------------------------------------------------------------------
 
-    @_apply.register
     def _locate(self, command: commands.Locate, now: float) -> Located:
-        partition_id, sample_ids, fields = command.partition_id, command.sample_ids, command.fields
-        partition = self._partition(partition_id)
-        found: dict[Cells, tuple[_Located, list[int]]] = {}
-        located: dict[tuple[int, ...], _Located] = {}
+        partition = self._partition(command.partition_id)
+        sample_ids, fields = command.sample_ids, command.fields
+        # the samples of a read whose fields are in the same writes: their places in the request, and their positions in
+        # each of the writes, sample by sample
+        located: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
+        by_cells: dict[Cells, tuple[tuple[list[int], list[int]], list[int]]] = {}
         start = 0
         try:
             rows = [partition.rows[sample_id] for sample_id in sample_ids]
-            for cells, some in groupby(rows, _CELLS_OF):  # rows that lie side by side mostly have the same cells
-                alike = [row.positions for row in some]
-                if cells not in found:
+            for cells, alike in groupby(rows, attrgetter("cells")):  # rows side by side mostly have the same cells
+                where = [row.positions for row in alike]
+                if cells not in by_cells:
                     numbers = [cells.fields[name] for name in fields]
-                    each = located.setdefault(tuple([cells.write_ids[number] for number in numbers]), _Located())
-                    found[cells] = (each, list(dict.fromkeys(numbers)))
-                each, numbers = found[cells]
-                each.rows += range(start, start + len(alike))
-                each.positions += positions_in(numbers, alike)
-                start += len(alike)
+                    place = located.setdefault(tuple([cells.write_ids[number] for number in numbers]), ([], []))
+                    by_cells[cells] = place, list(dict.fromkeys(numbers))
+                place, numbers = by_cells[cells]
+                place[0].extend(range(start, start + len(where)))
+                place[1].extend(positions_in(numbers, where))
+                start += len(where)
         except KeyError:
             self._refuse_missing(command, partition)
         parts: list[Part] = []
         specs = {name: partition.specs[name] for name in fields}
         forms: dict[tuple[tuple[str, Any], ...], list[list[int]]] = {}  # what is not stored as its spec says -> rows
-        for pattern, each in located.items():
+        for pattern, (places, positions) in located.items():
             write_ids = list(dict.fromkeys(pattern))
             form: list[tuple[str, Any]] = []
-            for place, write_id in enumerate(write_ids):
+            for number, write_id in enumerate(write_ids):
                 names = tuple([name for name, owner in zip(fields, pattern, strict=True) if owner == write_id])
                 write = self._writes[write_id]
                 for name, lists in write.lists.items():
                     if name in names and specs[name].reading(lists) is not specs[name]:
                         form.append((name, lists))
                 slots = tuple([write.slots[name] for name in names])
-                parts.append(Part(write_id, names, slots, each.rows, each.positions[place :: len(write_ids)]))
-            forms.setdefault(tuple(sorted(form)), []).append(each.rows)
+                parts.append(Part(write_id, names, slots, places, positions[number :: len(write_ids)]))
+            forms.setdefault(tuple(sorted(form)), []).append(places)
         if len(forms) > 1:
             raise OpenCellsError.of_groups(
-                f"get_samples('{partition_id}', {len(sample_ids)} samples)",
-                [[sample_ids[row] for row in sorted(chain.from_iterable(some))] for some in forms.values()],
+                f"get_samples('{command.partition_id}', {len(sample_ids)} samples)",
+                [[sample_ids[place] for place in sorted(chain.from_iterable(alike))] for alike in forms.values()],
             )
         for name, lists in next(iter(forms), ()):
             specs[name] = specs[name].reading(lists)
         return Located(parts, specs)
 
-    def _refuse_missing(self, locate: commands.Locate, partition: Partition) -> NoReturn:
-        what = f"get_samples('{locate.partition_id}', {len(locate.sample_ids)} samples)"
-        absent = [sample_id for sample_id in locate.sample_ids if sample_id not in partition.rows]
-        if absent:
-            raise MissingDataError.for_samples(what, locate.partition_id, absent)
+    def _refuse_missing(self, read: commands.Locate | commands.FieldsRequest, partition: Partition) -> NoReturn:
+        what = f"get_samples('{read.partition_id}', {len(read.sample_ids)} samples)"
+        absent = [sample_id for sample_id in read.sample_ids if sample_id not in partition.rows]
+        if absent or isinstance(read, commands.FieldsRequest):
+            raise MissingDataError.for_samples(what, read.partition_id, absent)
         lacking = (
-            (sample_id, [name for name in locate.fields if name not in partition.rows[sample_id].cells.fields])
-            for sample_id in locate.sample_ids
+            (sample_id, [name for name in read.fields if name not in partition.rows[sample_id].cells.fields])
+            for sample_id in read.sample_ids
         )
-        raise MissingDataError.for_cells(what, locate.partition_id, (each for each in lacking if each[1]))
+        raise MissingDataError.for_cells(
+            what, read.partition_id, ((name, fields) for name, fields in lacking if fields)
+        )
 
-    @_apply.register
     def _list_samples(self, command: commands.ListRequest, now: float) -> SampleList:
-        partition = self._partition(command.partition_id)
-        if command.sample_ids is None:
-            rows = list(partition.rows.values())
-        else:
-            rows = [partition.rows[each] for each in command.sample_ids if each in partition.rows]
-        rows = [row for row in rows if matches(row.tags, command.tag_filter)]
-        return SampleList(sample_ids=[row.sample_id for row in rows], tags=[dict(row.tags) for row in rows])
+        rows = self._partition(command.partition_id).rows
+        sample_ids = rows if command.sample_ids is None else command.sample_ids
+        listed = [rows[name] for name in sample_ids if name in rows and matches(rows[name].tags, command.tag_filter)]
+        return SampleList(sample_ids=[row.sample_id for row in listed], tags=[dict(row.tags) for row in listed])
 
-    @_apply.register
     def _list_partitions(self, command: commands.ListPartitionsRequest, now: float) -> PartitionList:
         return PartitionList(partition_ids=list(self._partitions))
 
-    @_apply.register
     def _inspect(self, command: commands.InspectRequest, now: float) -> PartitionDescription:
         return self._partition(command.partition_id).describe(now, command.questions)
 
-    @_apply.register
     def _list_fields(self, command: commands.FieldsRequest, now: float) -> FieldList:
-        rows = self._partition(command.partition_id).rows
-        absent = [sample_id for sample_id in command.sample_ids if sample_id not in rows]
-        if absent:
-            what = f"get_samples('{command.partition_id}', {len(command.sample_ids)} samples)"
-            raise MissingDataError.for_samples(what, command.partition_id, absent)
+        partition = self._partition(command.partition_id)
         patterns: dict[tuple[str, ...], int] = {}
-        index = [
-            patterns.setdefault(tuple(rows[sample_id].cells.fields), len(patterns)) for sample_id in command.sample_ids
-        ]
+        try:
+            rows = [partition.rows[sample_id] for sample_id in command.sample_ids]
+        except KeyError:
+            self._refuse_missing(command, partition)
+        index = [patterns.setdefault(tuple(row.cells.fields), len(patterns)) for row in rows]
         return FieldList(patterns=list(patterns), index=index)
 
-    # --- cursors ------------------------------------------------------------------------------------------------------
+    # --- cursors and claims -------------------------------------------------------------------------------------------
 
-    @_apply.register
     def _export(self, command: commands.ExportRequest, now: float) -> PartitionState:
         partition = self._partition(command.partition_id)
         return PartitionState(
@@ -542,13 +515,9 @@ class Ledger:
             broken_groups=sorted(partition.broken_groups),
         )
 
-    @_apply.register
     def _set_cursor(self, command: commands.SetCursorRequest, now: float) -> int:
         return self._partition(command.partition_id).set_cursor(command)
 
-    # --- claims -------------------------------------------------------------------------------------------------------
-
-    @_apply.register
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
         partition = self._partition(command.partition_id)
         request_id = f"claim {command.token} {partition.info.epoch}"
@@ -559,38 +528,17 @@ class Ledger:
             self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
         return claim
 
-    @_apply.register
-    def _may_claim(self, command: commands.MayClaim, now: float) -> bool:
-        return self._partition(command.claim.partition_id).may_claim(command.claim, now)
-
-    @_apply.register
     def _settle(self, command: commands.SettleRequest, now: float) -> None:
         if command.request_id not in self._done:
             self._partition(command.partition_id).settle(command, now)
             self._note_done(command.request_id, command.left_s, now)
 
-    @_apply.register
     def _consumed(self, command: commands.ConsumptionRequest, now: float) -> bool:
         partition = self._partitions.get(command.partition_id)
         return partition is not None and partition.consumed(command.task_names)
 
-    def num_ready(self, claim: commands.ClaimRequest, now: float) -> float:
-        """How many samples are ready for a claim. Infinite if the claim would not wait. Raises as the claim."""
-        return self._partition(claim.partition_id).num_ready(claim, now)
-
-    def next_lease_check(self, partition_id: str) -> float:
-        """No lease of a partition ends before this time. Infinite if there is none."""
-        partition = self._partitions.get(partition_id)
-        return math.inf if partition is None else partition.leases.next_check()
-
-    def partition_of_put(self, write_id: int) -> str | None:
-        """The partition of a put that is begun and not committed."""
-        pending = self._pending.get(write_id)
-        return None if pending is None else pending.put.partition_id
-
     # --- clearing -----------------------------------------------------------------------------------------------------
 
-    @_apply.register
     def _clear(self, command: commands.ClearRequest, now: float) -> tuple[int, list[Ref]]:
         count = self._done.reply(command.request_id)
         if count is None:
@@ -599,7 +547,7 @@ class Ledger:
         return count, self.garbage(now)
 
     def _drop(self, partition_id: str, sample_ids: Sequence[str] | None, now: float) -> tuple[int, list[Ref]]:
-        """As `Clear`, but returns only the refs that this call freed."""
+        """As `ClearRequest`, but returns only the refs that this call freed."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             return 0, []
@@ -607,30 +555,18 @@ class Ledger:
             del self._partitions[partition_id]
             refs = [ref for row in partition.rows.values() for ref in row.refs]
             return len(partition.rows), self._free(partition, refs, now)
-        gone: list[Ref] = []
-        count = 0
-        for sample_id in sample_ids:
-            removed = partition.remove_row(sample_id)
-            if removed is not None:
-                count += 1
-                gone.extend(removed)
-        if count:
+        cleared = [freed for name in sample_ids if (freed := partition.remove_row(name)) is not None]
+        if cleared:
             partition.version += 1
             partition.tidy()
-        return count, self._free(partition, gone, now)
+        return len(cleared), self._free(partition, chain.from_iterable(cleared), now)
 
-    def garbage(self, now: float) -> list[Ref]:
-        """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
-        self._reap(now)
-        return list(self._garbage)
-
-    @_apply.register
     def _collected(self, command: commands.Collected, now: float) -> None:
         self._reap(now)  # what came of puts that were given up may be among the refs
         for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 
-    def _free(self, partition: Partition, refs: list[Ref], now: float) -> list[Ref]:
+    def _free(self, partition: Partition, refs: Iterable[Ref], now: float) -> list[Ref]:
         """Gives up one reference per ref of a partition. Returns the refs that no sample refers to any longer."""
         freed: list[Ref] = []
         for ref in refs:
@@ -655,23 +591,16 @@ class Ledger:
     def _abandon(self, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         self.room.freed_at = now
         self.held_bytes -= put.size_bytes
-        refs = [(each, pos) for each, write in put.by_id(write_id).items() for pos in range(len(write.row_bytes))]
+        refs = [(one, pos) for one, write in put.by_id(write_id).items() for pos in range(len(write.row_bytes))]
         self._garbage.update(dict.fromkeys(refs, write_id))
         return refs
 
     def _reap(self, now: float) -> None:
-        self._give_up(self._abandoned(now), now)
-
-    def _abandoned(self, now: float) -> list[int]:
-        return [write_id for write_id, pending in self._pending.items() if pending.expires_at <= now]
+        self._give_up([write_id for write_id, pending in self._pending.items() if pending.expires_at <= now], now)
 
     def _give_up(self, writes: Iterable[int], now: float) -> None:
         for write_id in writes:
-            pending = self._pending.pop(write_id, None)
-            if pending is not None:
-                self._abandon(write_id, pending.put, now)
-
-    # --- look-ups -----------------------------------------------------------------------------------------------------
+            self._abandon(write_id, self._pending.pop(write_id).put, now)
 
     def _partition(self, partition_id: str) -> Partition:
         partition = self._partitions.get(partition_id)
@@ -683,5 +612,27 @@ class Ledger:
         return partition
 
 
-#: Finds the handler of a command's type. `singledispatchmethod` would do so too, but makes a new function per call.
-_handler_of: Final[Callable[[type], Callable[..., Any]]] = vars(Ledger)["_apply"].dispatcher.dispatch
+#: Command -> the method that carries it out.
+_HANDLERS: Final[Mapping[type, Callable[..., Any]]] = {
+    commands.RegisterRequest: Ledger._register,
+    commands.DescribeRequest: Ledger._describe,
+    commands.BeginPut: Ledger._begin_put,
+    commands.CommitPut: Ledger._commit_put,
+    commands.AbortPut: Ledger._abort_put,
+    commands.PutTags: Ledger._put_tags,
+    commands.WaitForRoom: Ledger._wait_for_room,
+    commands.Locate: Ledger._locate,
+    commands.ListRequest: Ledger._list_samples,
+    commands.ListPartitionsRequest: Ledger._list_partitions,
+    commands.InspectRequest: Ledger._inspect,
+    commands.FieldsRequest: Ledger._list_fields,
+    commands.ExportRequest: Ledger._export,
+    commands.SetCursorRequest: Ledger._set_cursor,
+    commands.ClaimRequest: Ledger._claim,
+    commands.AckRequest: Ledger._settle,
+    commands.NackRequest: Ledger._settle,
+    commands.RenewRequest: Ledger._settle,
+    commands.ConsumptionRequest: Ledger._consumed,
+    commands.ClearRequest: Ledger._clear,
+    commands.Collected: Ledger._collected,
+}

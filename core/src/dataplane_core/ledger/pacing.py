@@ -7,27 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from dataplane_core.ledger.queues import LONGEST_PAUSE_S
+
 #: How many times per second all waiters of one store ask together, unless this needs pauses above the longest one.
 ASKS_PER_S: Final = 50.0
-#: The longest pause of a waiter between two questions, in seconds, however many wait.
-LONGEST_PAUSE_S: Final = 10.0
-#: The shortest pause between two questions of a put that waits for room, in seconds.
-LEAST_ROOM_PAUSE_S: Final = 0.01
 #: How many questions may come at once before the rate applies, so that a few new waiters are not slowed down.
 _BURST: Final = 50
-#: The pause of a single waiter: the shortest, the longest, and its share of the time waited so far.
-_ALONE_FIRST_S: Final = 0.0005
-_ALONE_MOST_S: Final = 2.0
-_SHARE: Final = 0.05
 #: Seconds after its pause until a waiter that did not ask again is no longer counted. Its own backoff may be longer.
-_SLACK_S: Final = _ALONE_MOST_S + 1.0
+_SLACK_S: Final = 3.0
 #: The most waiters that are counted: with this many, every pause is the longest one.
 _MOST_COUNTED: Final = int(ASKS_PER_S * LONGEST_PAUSE_S) + 1
-
-
-def backoff_s(waited_s: float) -> float:
-    """The pause of a single waiter. It adds at most about a twentieth to the time waited."""
-    return min(max(_ALONE_FIRST_S, _SHARE * waited_s), _ALONE_MOST_S)
 
 
 class Pacer:

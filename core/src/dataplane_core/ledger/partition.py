@@ -1,7 +1,4 @@
-"""One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger.
-
-One long module, since it is one state machine.
-"""
+"""One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from dataplane_core.errors import (
     InvalidRequestError,
@@ -19,24 +17,23 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.ready import SAMPLERS, ReadySet, ReadyView, find_shortfall, ranks_of
+from dataplane_core.ledger.ready import ReadySet, ReadyView, find_shortfall, ranks_of, shares
 from dataplane_core.ledger.rows import (
     NO_CELLS,
-    NO_TAGS,
+    NO_HOLDS,
     Batch,
     Cells,
-    Change,
     Claimable,
     Group,
     Hold,
-    Holder,
+    Join,
     Leases,
-    PutWrites,
     RankBatches,
     Ref,
     Row,
     group_of,
-    too_many_samples,
+    hold_rows,
+    packed_positions,
 )
 from dataplane_core.spec import (
     Answer,
@@ -46,7 +43,6 @@ from dataplane_core.spec import (
     PartitionInfo,
     Question,
     Replaced,
-    TagValue,
     TaskDescription,
 )
 
@@ -66,9 +62,29 @@ class Task:
     num_done: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a claim finds.
+@dataclass(slots=True)
+class _Change:
+    """What a put changes in all rows that have the same cells before.
+
+    Attributes:
+        cells: Their cells after it.
+        joint: How these follow from those before. None: the put has no writes.
+        gained: The fields that they did not have before.
+        ready: Tasks and their views whose fields the rows have since this put.
+        satisfied: All views whose fields the rows have.
+        num_rows: How many rows these are.
+    """
+
+    cells: Cells
+    joint: Join | None
+    gained: list[str]
+    ready: list[tuple[str, ReadyView]]
+    satisfied: list[ReadyView]
+    num_rows: int = 0
+
+
+class _Outcome(NamedTuple):
+    """What a claim would get.
 
     Attributes:
         ready: The claimables that the task may be given.
@@ -92,34 +108,49 @@ class Partition:
     Attributes:
         partition_id: Its name.
         info: The registration.
-        tasks: Task name -> what it was given.
         rows: Sample id -> row, in order of first write.
         specs: Field -> what it keeps, fixed by its first write.
         seen: The ids ever written, including cleared ones. Empty while ``num_samples`` is None.
-        groups: Group name -> group, if it has any members.
         broken_groups: Names of the groups that lost a member. They are never removed from this set.
-        leases: The times at which leases may end.
         version: Grows with every change of ``rows``.
         num_cleared: How many rows were cleared.
+        batches: Task and rank -> the batches that the rank was given.
+        tasks: Task name -> what it was given.
+        groups: Group name -> group, if it has any members.
+        leases: The times at which leases may end.
         held_bytes: Payload bytes of the rows.
         num_rows: Field -> how many rows have it.
-        batches: Task and rank -> the batches that the rank was given.
     """
 
     partition_id: str
     info: PartitionInfo
-    tasks: dict[str, Task]
     rows: dict[str, Row] = field(default_factory=dict)
     specs: dict[str, FieldSpec] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    groups: dict[str, Group] = field(default_factory=dict)
     broken_groups: set[str] = field(default_factory=set)
-    leases: Leases = field(default_factory=Leases)
     version: int = 0
     num_cleared: int = 0
-    held_bytes: int = 0
-    num_rows: Counter[str] = field(default_factory=Counter)
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
+    tasks: dict[str, Task] = field(init=False)
+    groups: dict[str, Group] = field(default_factory=dict, init=False)
+    leases: Leases = field(default_factory=Leases, init=False)
+    held_bytes: int = field(default=0, init=False)
+    num_rows: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        """Counts what follows from the rows and their holds, of a partition that is restored."""
+        self.tasks = {name: Task() for name in self.info.consumer_tasks}
+        for names, count in Counter([tuple(row.cells.fields) for row in self.rows.values()]).items():
+            self.num_rows.update(dict.fromkeys(names, count))
+        for row in self.rows.values():
+            self._join_group(row)
+            for task_name, hold in row.holds.items():
+                self._count_hold(row, task_name, hold)
+
+    @property
+    def group_size(self) -> int:
+        """How many rows a claimable has."""
+        return self.info.grpo_group_size or 1
 
     def extend(self, command: commands.RegisterRequest) -> None:
         """Adds what a further registration names to this one.
@@ -140,100 +171,98 @@ class Partition:
             self.info = replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
             self.version += 1  # so that the commit of a put under way is checked again
 
-    def check_num_samples(self, sample_ids: Sequence[str]) -> None:
-        """Refuses a put that would write more samples than were registered.
+    def _add_tasks(self, task_names: Iterable[str]) -> None:
+        for task_name in task_names:
+            self.tasks.setdefault(task_name, Task())
+
+    def replaced(self) -> Replaced:
+        """What a new registration of the partition drops."""
+        return Replaced(
+            epoch=self.info.epoch,
+            registered_by=self.info.registered_by,
+            registered_at=self.info.registered_at,
+            num_samples=len(self.rows),
+            num_left={name: len(self.rows) - task.num_done for name, task in self.tasks.items()},
+        )
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def check_ids(self, sample_ids: Sequence[str]) -> None:
+        """Refuses a put with more samples than were registered, or with more members of a group than it has.
 
         Raises:
-            InvalidRequestError: It would.
+            InvalidRequestError: It has.
         """
         num_samples = self.info.num_samples
         if num_samples is not None and len(self.seen) + len(sample_ids) > num_samples:
             count = len(self.seen) + len(set(sample_ids).difference(self.seen))
             if count > num_samples:
-                raise too_many_samples(f"put_samples('{self.partition_id}')", count, num_samples)
+                raise InvalidRequestError(
+                    f"put_samples('{self.partition_id}') refused: {count} distinct samples would have been written. "
+                    f"Expected at most {num_samples}, the partition's num_samples; cleared ones count. Nothing was "
+                    "written.",
+                    hint="Register the partition with as many as will come; or with None, and call finish_partition at "
+                    "the end.",
+                )
+        if self.info.grpo_group_size is None:
+            return
+        for name, num_new in Counter([group_of(name) for name in sample_ids if name not in self.rows]).items():
+            count = num_new + (len(self.groups[name].members) if name in self.groups else 0)
+            if count > self.group_size:
+                raise InvalidRequestError(
+                    f"put_samples('{self.partition_id}') refused: group '{name}' would have {count} members. "
+                    f"Expected at most {self.group_size}, the partition's group size. Nothing was written."
+                )
 
-    def _add_tasks(self, task_names: Iterable[str]) -> None:
-        for task_name in task_names:
-            self.tasks.setdefault(task_name, Task())
-
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
-    def derive(self) -> None:
-        """Counts what follows from the rows and their holds, of a partition that was restored."""
-        rows = self.rows.values()
-        for names, count in Counter([tuple(row.cells.fields) for row in rows]).items():
-            self.num_rows.update(dict.fromkeys(names, count))
-        for row in rows:
-            if row.group is not None:
-                self.groups.setdefault(row.group, Group(row.seq)).members[row.sample_id] = row
-            for task_name, hold in row.holds.items():
-                self._count_hold(row, task_name, hold)
-
-    def write_rows(self, put: PutWrites, command: commands.BeginPut, seq: int, now: float) -> list[Ref]:
+    def write_rows(
+        self, writes: Mapping[int, commands.Write], put: commands.BeginPut, seq: int, now: float
+    ) -> list[Ref]:
         """Makes the cells of all rows of a put produced, with their tags. Creates rows that do not exist.
 
         Args:
-            put: The put's writes.
-            command: Its rows and tags. Tags are merged key by key into those of a row, and kept if it has none.
+            writes: Its writes by their ids.
+            put: Its rows and tags. Tags are merged key by key into those of a row, and kept if it has none.
             seq: The number that its first row gets, if it is created; the others get those that follow.
             now: The time.
 
         Returns:
             Refs that no cell uses any longer.
         """
-        # the usual put, all of whose rows are new, looks at the tasks and views once and not for each row
-        if self.rows.keys().isdisjoint(command.sample_ids):
-            self._add_rows(put, command, seq, now)
-            return []
         freed: list[Ref] = []
-        for index, sample_id in enumerate(command.sample_ids):
-            tags = None if command.tags is None else command.tags[index]
-            freed += self._write_row(put, index, sample_id, seq + index, tags, now)
-        return freed
-
-    def _add_rows(self, put: PutWrites, command: commands.BeginPut, seq: int, now: float) -> None:
-        """As `_write_row` for rows of which none exists, in less time."""
-        change = self._change_of(put, None)
-        tags, cells = command.tags, change.cells
-        positions = put.new_positions(change.sources)
-        self.num_rows.update(dict.fromkeys(change.gained, len(command.sample_ids)))
-        for index, sample_id in enumerate(command.sample_ids):
-            row_tags = NO_TAGS if tags is None else tags[index] or NO_TAGS
-            row = self._new_row(sample_id, seq + index, now, cells, positions[index] if put.writes else 0, row_tags)
+        changes: dict[Cells | None, _Change] = {}  # worked out once for all rows that are alike; None: new ones
+        columns = [write.positions for write in writes.values()]
+        has_own_rows = all(positions is None for positions in columns)
+        for index, sample_id in enumerate(put.sample_ids):
+            row = self.rows.get(sample_id)
+            before = None if row is None else row.cells
+            change = changes.get(before)
+            if change is None:
+                change = changes[before] = self._change(writes, before)
+            change.num_rows += 1
+            if row is None:
+                row = self._new_row(sample_id, seq + index, now)
+            if change.joint is not None:
+                if change.joint.dropped:
+                    refs = row.refs
+                    freed += [refs[number] for number in change.joint.dropped]
+                num_before = len(row.cells.write_ids)
+                if has_own_rows and (not num_before or row.positions == index):
+                    row.positions = index
+                else:
+                    places = [row.positions] * num_before if isinstance(row.positions, int) else [*row.positions]
+                    places += [index if positions is None else positions[index] for positions in columns]
+                    row.positions = packed_positions([places[number] for number in change.joint.sources])
+                row.cells = change.cells
+            tags = None if put.tags is None else put.tags[index]
+            if tags:
+                row.tags = {**row.tags, **tags} if row.tags else tags
             if change.ready or (change.satisfied and tags is not None):
-                self._offer(row, change, retagged=tags is not None and tags[index] is not None)
-
-    def _write_row(
-        self,
-        put: PutWrites,
-        index: int,
-        sample_id: str,
-        seq: int,
-        tags: Mapping[str, TagValue] | None,
-        now: float,
-    ) -> Sequence[Ref]:
-        """Makes the cells of one row of a put produced, all at once, with its tags. Returns the refs that it frees."""
-        row = self.rows.get(sample_id)
-        before = None if row is None else row.cells
-        if row is None:
-            row = self._new_row(sample_id, seq, now)
-        change = self._change_of(put, before)
-        freed: Sequence[Ref] = ()
-        if put.writes:
-            if change.dropped:
-                refs = row.refs
-                freed = [refs[number] for number in change.dropped]
-            row.positions = put.positions(row, index, change.sources)
-            row.cells = change.cells
-            for name in change.gained:
-                self.num_rows[name] += 1
-        if tags:
-            row.tags = {**row.tags, **tags} if row.tags else tags
-        if change.ready or tags is not None:
-            self._offer(row, change, retagged=tags is not None)
+                self._offer(row, change, retagged=tags is not None)
+        for change in changes.values():
+            self.num_rows.update(dict.fromkeys(change.gained, change.num_rows))
         return freed
 
-    def _offer(self, row: Row, change: Change, *, retagged: bool) -> None:
+    def _offer(self, row: Row, change: _Change, *, retagged: bool) -> None:
         """Adds a row that a put has changed to the views for which it is ready now."""
         claimable = self._claimable_of(row)
         for task_name, view in change.ready:
@@ -243,38 +272,47 @@ class Partition:
             for view in change.satisfied:
                 view.touch(claimable.seq)
 
-    def _change_of(self, put: PutWrites, before: Cells | None) -> Change:
-        change = put.changes.get(before)
-        if change is None:
-            change = put.changes[before] = self._change(put, before)
-        return change
-
-    def _change(self, put: PutWrites, before: Cells | None) -> Change:
+    def _change(self, writes: Mapping[int, commands.Write], before: Cells | None) -> _Change:
         """What a put changes in rows with these cells; None: in new rows."""
         had = NO_CELLS if before is None else before
-        cells, joint = had.joined(put.writes) if put.writes else (had, None)
-        has = cells.fields.keys()
+        cells, joint = had, None
+        if writes:
+            cells, joint = had.joined([(write_id, tuple(write.fields)) for write_id, write in writes.items()])
         satisfied = [
             (task_name, view)
             for task_name, task in self.tasks.items()
             for view in task.views.values()
-            if view.required <= has
+            if view.required <= cells.fields.keys()
         ]
-        return Change(
+        return _Change(
             cells=cells,
-            sources=() if joint is None else joint.sources,
-            dropped=() if joint is None else joint.dropped,
-            gained=tuple([name for name in cells.fields if name not in had.fields]),
-            ready=[each for each in satisfied if before is None or not each[1].required <= had.fields.keys()],
+            joint=joint,
+            gained=[name for name in cells.fields if name not in had.fields],
+            ready=[
+                (task_name, view)
+                for task_name, view in satisfied
+                if before is None or not view.required <= had.fields.keys()
+            ],
             satisfied=[view for _, view in satisfied],
         )
 
-    def remove_row(self, sample_id: str) -> list[Ref] | None:
-        """Drops a row with its tags and cursors.
+    def _new_row(self, sample_id: str, seq: int, now: float) -> Row:
+        group = None if self.info.grpo_group_size is None else group_of(sample_id)
+        row = self.rows[sample_id] = Row(sample_id, seq, group, now)
+        if self.info.num_samples is not None:
+            self.seen.add(sample_id)
+        self._join_group(row)
+        return row
 
-        Returns:
-            Its refs, or None if it does not exist.
-        """
+    def _join_group(self, row: Row) -> None:
+        if row.group is not None:
+            group = self.groups.get(row.group)
+            if group is None:
+                group = self.groups[row.group] = Group(row.seq)
+            group.members[row.sample_id] = row
+
+    def remove_row(self, sample_id: str) -> list[Ref] | None:
+        """Drops a row with its tags and cursors. Returns its refs, or None if it does not exist."""
         row = self.rows.pop(sample_id, None)
         if row is None:
             return None
@@ -288,6 +326,7 @@ class Partition:
                 view.ready_members.pop(claimable.seq, None)
         for task_name, hold in row.holds.items():
             self._forget_hold(row, task_name, hold)
+        row.holds = NO_HOLDS  # as `leases` see it
         if row.group is not None:
             group = self.groups[row.group]
             del group.members[sample_id]
@@ -296,27 +335,6 @@ class Partition:
             # a member that is written again does not make it whole: the others may have been trained on already
             self.broken_groups.add(row.group)
         return row.refs
-
-    def _new_row(
-        self,
-        sample_id: str,
-        seq: int,
-        now: float,
-        cells: Cells = NO_CELLS,
-        positions: int | tuple[int, ...] = 0,
-        tags: Mapping[str, TagValue] = NO_TAGS,
-    ) -> Row:
-        group_size = self.info.grpo_group_size
-        row = Row(sample_id, seq, None if group_size is None else group_of(sample_id), now, cells, positions, tags)
-        self.rows[sample_id] = row
-        if self.info.num_samples is not None:
-            self.seen.add(sample_id)
-        if row.group is not None:
-            group = self.groups.get(row.group)
-            if group is None:
-                group = self.groups[row.group] = Group(seq)
-            group.members[sample_id] = row
-        return row
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -327,28 +345,29 @@ class Partition:
         that changed since the filter was last used. Samples that are ready and not handed out cost nothing.
         """
         self.expire(now)
-        given = self._given(command)
-        if given is not None:
-            return given
-        found = self._find(command, now)
-        sampler = SAMPLERS[command.sampler]
-        claimables = sampler.choose(found.ready, found.num_claimables) if found.hands_out else []
+        batch = self._batch(command)
+        if batch is not None:
+            return batch
+        outcome = self._outcome(command, now)
+        claimables: list[Claimable] = []
+        if outcome.hands_out:
+            claimables = outcome.ready.choose(command.sampler, outcome.num_claimables)
         self._hold(command, claimables, now)
         for claimable in claimables:
-            found.ready.discard(claimable.seq)
-        if command.dp_rank is not None and (claimables or found.ends_ranks):
-            self._keep_batches(command, sampler.share(claimables, ranks_of(command)), found.exhausted)
-            given = self._given(command)
-            assert given is not None
-            return given
+            outcome.ready.discard(claimable.seq)
+        if command.dp_rank is not None and (claimables or outcome.ends_ranks):
+            self._keep_batches(command, shares(command.sampler, claimables, ranks_of(command)), outcome.exhausted)
+            batch = self._batch(command)
+            assert batch is not None
+            return batch
         rows = [row for claimable in claimables for row in claimable.rows]
         return Claim(
             sample_ids=[row.sample_id for row in rows],
             tags=[dict(row.tags) for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
-            exhausted=found.exhausted,
-            num_ready=min(found.num_claimables * self._group_size, command.batch_size),
-            shortfall=self._shortfall(command, now) if command.explain and not rows else None,
+            exhausted=outcome.exhausted,
+            num_ready=min(outcome.num_claimables * self.group_size, command.batch_size),
+            shortfall=self.shortfall(command, now) if command.explain and not rows else None,
             epoch=None if command.dp_rank is None else self.info.epoch,
         )
 
@@ -365,40 +384,82 @@ class Partition:
 
     def may_claim(self, command: commands.ClaimRequest, now: float) -> bool:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
-        if self._given(command) is not None:
+        if self._batch(command) is not None:
             return False
-        found = self._find(command, now)
-        return found.hands_out or found.ends_ranks or self.leases.next_due(self._lease, now) is not None
+        outcome = self._outcome(command, now)
+        return outcome.hands_out or outcome.ends_ranks or self.leases.next_due(now) is not None
 
     def num_ready(self, command: commands.ClaimRequest, now: float) -> float:
         """How many samples are ready for a claim. Infinite if the claim would not wait, however many are ready."""
         self.expire(now)
-        if self._given(command) is not None:
+        if self._batch(command) is not None:
             return math.inf
-        found = self._find(command, now)
-        return math.inf if found.exhausted else len(found.ready) * self._group_size
+        outcome = self._outcome(command, now)
+        return math.inf if outcome.exhausted else len(outcome.ready) * self.group_size
 
-    def _find(self, command: commands.ClaimRequest, now: float) -> _Found:
+    def _outcome(self, command: commands.ClaimRequest, now: float) -> _Outcome:
         task = self._task(command.task_name)
-        wanted, rest = divmod(command.batch_size, self._group_size)
+        wanted, rest = divmod(command.batch_size, self.group_size)
         least = ranks_of(command)
         # "balanced" claims for all ranks at once, so that each gets about as many tokens as the others
         wanted *= least
         if rest:
             raise InvalidRequestError(
                 f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch_size {command.batch_size} "
-                f"is not a multiple of the group size {self._group_size}."
+                f"is not a multiple of the group size {self.group_size}."
             )
-        required = frozenset(command.required_fields)
-        ready = self._view(command.task_name, task, required).of(command.tag_filter, now)
+        ready = self._view(command.task_name, task, command.required_fields).of(command.tag_filter, now)
         num_claimables = min(len(ready), wanted)
         exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
         enough = wanted if command.all_or_nothing else least
         hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted)
         ends_ranks = exhausted and not num_claimables and command.dp_rank is not None and command.dp_size is not None
-        return _Found(ready, num_claimables, hands_out, exhausted, ends_ranks)
+        return _Outcome(ready, num_claimables, hands_out, exhausted, ends_ranks)
 
-    def _given(self, command: commands.ClaimRequest) -> Claim | None:
+    def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
+        """How many claimables the task can still be given, now or later. None if more samples may be written."""
+        if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
+            return None
+        if not command.tag_filter:
+            return self._num_free(command.task_name, task)
+        return len(self._view(command.task_name, task, ()).of(command.tag_filter, now))
+
+    def _num_free(self, task_name: str, task: Task) -> int:
+        """How many claimables are whole, and not held by the task."""
+        if self.info.grpo_group_size is None:
+            return len(self.rows) - task.num_held
+        return len(self._view(task_name, task, ()).ready)
+
+    def shortfall(self, question: commands.ClaimRequest | Question, now: float) -> Shortfall:
+        """Why a claim gets no more samples. Looks at every row."""
+        required = frozenset(question.required_fields)
+        return find_shortfall(
+            self._claimables(), question.task_name, required, question.tag_filter, self._is_whole, now
+        )
+
+    def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
+        task_name, lease_s = command.task_name, command.lease_s
+        task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
+        hold = Hold("", command.holder, 0.0, True)
+        if lease_s is not None:
+            hold = Hold(command.token, command.holder, expires_at, False, now)
+        rows = [row for claimable in claimables for row in claimable.rows]
+        hold_rows(rows, task_name, lambda _: hold)
+        for claimable in claimables:
+            # from all views of the task: another claim, for other fields, must not hand it out again
+            for view in task.views.values():
+                view.discard(claimable.seq)
+            if isinstance(claimable, Group):
+                claimable.num_held[task_name] = len(claimable.members)
+        if lease_s is not None:
+            for row in rows:
+                self.leases.add(expires_at, row, task_name)
+        task.num_held += len(rows)
+        task.num_done += len(rows) if lease_s is None else 0
+
+    # --- the batches of ranks -----------------------------------------------------------------------------------------
+
+    def _batch(self, command: commands.ClaimRequest) -> Claim | None:
         """The batch that was given to a rank, if it was.
 
         Raises:
@@ -408,12 +469,12 @@ class Partition:
             return None
         index = self._batch_index(command)
         batches = self.batches.get((command.task_name, command.dp_rank)) or RankBatches()
-        if batches.ended.has(index):
+        if index in batches.ended:
             return Claim(
                 exhausted=True, lease_tokens=None if command.lease_s is None else [], epoch=self.info.epoch, num_ranks=0
             )
         batch = batches.kept.get(index)
-        if batch is None and not batches.gone.has(index):
+        if batch is None and index not in batches.gone:
             return None
         rows = [] if batch is None else list(batch.present(self.rows))
         if batch is None or len(rows) < len(batch.sample_ids):
@@ -447,73 +508,34 @@ class Partition:
         for rank, part in zip(ranks, parts, strict=True):
             batches = self.batches.setdefault((command.task_name, rank), RankBatches())
             if num_ranks == 0:
-                batches.ended.include(self._batch_index(command))
+                batches.ended.add(self._batch_index(command))
                 continue
             rows = [row for claimable in part for row in claimable.rows]
             last_seq = max((row.seq for row in rows), default=0)
             batch = Batch([row.sample_id for row in rows], token, exhausted, last_seq, num_ranks)
             batches.give(self._batch_index(command), batch, self.rows)
 
-    def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
-        """How many claimables the task can still be given, now or later. None if more samples may be written."""
-        if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
-            return None
-        if not command.tag_filter:
-            return self._num_free(command.task_name, task)
-        return len(self._view(command.task_name, task, frozenset()).of(command.tag_filter, now))
-
-    def _num_free(self, task_name: str, task: Task) -> int:
-        """How many claimables are whole, and not held by the task."""
-        if self.info.grpo_group_size is None:
-            return len(self.rows) - task.num_held
-        return len(self._view(task_name, task, frozenset()).ready)
-
-    def _shortfall(self, asked: commands.ClaimRequest | Question, now: float) -> Shortfall:
-        required = frozenset(asked.required_fields)
-        return find_shortfall(self._claimables(), asked.task_name, required, asked.tag_filter, self._is_whole, now)
-
-    def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
-        task_name, lease_s = command.task_name, command.lease_s
-        task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
-        hold = Hold("", command.holder, 0.0, True)
-        if lease_s is not None:
-            hold = Hold(command.token, command.holder, expires_at, False, now)
-        holder, num_held = Holder(task_name, lambda _: hold), 0
-        for claimable in claimables:
-            # from all views of the task: another claim, for other fields, must not hand it out again
-            for view in task.views.values():
-                view.discard(claimable.seq)
-            for row in claimable.rows:
-                holder.give(row)
-                if lease_s is not None:
-                    self.leases.add(expires_at, row, task_name)
-                num_held += 1
-            if isinstance(claimable, Group):
-                claimable.num_held[task_name] = len(claimable.members)
-        task.num_held += num_held
-        task.num_done += num_held if lease_s is None else 0
-
     # --- cursors ------------------------------------------------------------------------------------------------------
 
     def set_cursor(self, command: commands.SetCursorRequest) -> int:
         """Gives rows to a task for good, and takes back all others. Returns how many of the rows are there."""
+        task_name = command.task_name
         if command.create:
-            self._add_tasks((command.task_name,))
-            self.info = self.info.extended((), (command.task_name,), {})
-        task = self._task(command.task_name)
-        self.batches = {key: batches for key, batches in self.batches.items() if key[0] != command.task_name}
-        for row in list(self.rows.values()):
-            if command.task_name in row.holds:
-                self._give_back(row, command.task_name)
-        given = [self.rows[sample_id] for sample_id in dict.fromkeys(command.sample_ids) if sample_id in self.rows]
-        holder = Holder(command.task_name, lambda _: Hold("", "", 0.0, True))
-        for row in given:
+            self._add_tasks((task_name,))
+            self.info = self.info.extended((), (task_name,), {})
+        task = self._task(task_name)
+        self.batches = {key: batches for key, batches in self.batches.items() if key[0] != task_name}
+        for row in self.rows.values():
+            if task_name in row.holds:
+                self._give_back(row, task_name)
+        rows = [self.rows[sample_id] for sample_id in dict.fromkeys(command.sample_ids) if sample_id in self.rows]
+        hold_rows(rows, task_name, lambda _: Hold("", "", 0.0, True))
+        for row in rows:
             for view in task.views.values():
                 view.discard(self._claimable_of(row).seq)
-            holder.give(row)
-            self._count_hold(row, command.task_name, row.holds[command.task_name])
+            self._count_hold(row, task_name, row.holds[task_name])
         self.tidy()
-        return len(given)
+        return len(rows)
 
     def consumed_ids(self) -> dict[str, list[str]]:
         """Task -> the rows that it was given for good."""
@@ -522,13 +544,27 @@ class Partition:
             for task_name in self.tasks
         }
 
+    def consumed(self, task_names: Sequence[str]) -> bool:
+        """Whether every task was given every row, and has acked the leased ones. False before all are written; if it is
+        not known how many that are, while there are none. Once all are written, groups that are not whole do not count:
+        they are never given."""
+        num_samples = self.info.num_samples
+        if not task_names or (not self.rows if num_samples is None else len(self.seen) < num_samples):
+            return False
+        return all(self._has_consumed(name, self.tasks.get(name)) for name in task_names)
+
+    def _has_consumed(self, task_name: str, task: Task | None) -> bool:
+        if task is None or task.num_done < task.num_held:
+            return False
+        is_open = self.info.num_samples is None
+        return not (len(self.rows) - task.num_held if is_open else self._num_free(task_name, task))
+
     def describe(self, now: float, questions: Sequence[Question] = ()) -> PartitionDescription:
         """What the partition holds, and what claims would find."""
         self.expire(now)
-        declared = frozenset(self.info.fields)
         tasks = {
             task_name: TaskDescription(
-                num_ready=len(self._view(task_name, task, declared).of(None, now)) * self._group_size,
+                num_ready=len(self._view(task_name, task, self.info.fields).ready) * self.group_size,
                 num_leased=task.num_held - task.num_done,
                 num_consumed=task.num_done,
                 oldest_lease=self._oldest_lease(task_name, now) if task.num_held > task.num_done else None,
@@ -545,38 +581,33 @@ class Partition:
             oldest_s=None if oldest is None else max(0.0, now - oldest.written_at),
             tasks=tasks,
             num_rows={name: self.num_rows[name] for name in self.specs},
-            answers=[self._answer(each, now) for each in questions],
+            answers=[self._answer(question, now) for question in questions],
         )
 
     def _answer(self, question: Question, now: float) -> Answer | None:
         """What a claim would find. None: there is no such task."""
-        task_name = question.task_name
-        task = self.tasks.get(task_name)
+        task = self.tasks.get(question.task_name)
         if task is None:
             return None
-        ready = self._view(task_name, task, frozenset(question.required_fields)).of(question.tag_filter, now)
-        shortfall = self._shortfall(question, now) if question.explain else None
-        return Answer(num_ready=len(ready) * self._group_size, shortfall=shortfall)
+        ready = self._view(question.task_name, task, question.required_fields).of(question.tag_filter, now)
+        shortfall = self.shortfall(question, now) if question.explain else None
+        return Answer(num_ready=len(ready) * self.group_size, shortfall=shortfall)
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
         """The sample that the task has held longest under its present lease."""
-        oldest: tuple[bool, float, int, Row, Hold] | None = None
-        for _, seq, sample_id, name in self.leases.heap:
-            found = self._lease(sample_id, seq, name) if name == task_name else None
-            if found is not None:
-                row, hold = found
-                is_known = hold.held_since is not None  # else it was given before the ledger was restarted
-                since = hold.expires_at if hold.held_since is None else hold.held_since
-                if oldest is None or (is_known, since, seq) < oldest[:3]:
-                    oldest = is_known, since, seq, row, hold
-        if oldest is None:
+        leases = [
+            (lease.held_since, seq, row.sample_id, lease)
+            for _, seq, name, row in self.leases.heap
+            if name == task_name and (lease := row.lease(name)) is not None
+        ]
+        if not leases:
             return None
-        *_, row, hold = oldest
+        since, _, sample_id, lease = min(leases, key=lambda entry: entry[:2])
         return LeaseHolder(
-            sample_id=row.sample_id,
-            holder=hold.holder,
-            left_s=max(0.0, hold.expires_at - now),
-            held_s=None if hold.held_since is None else max(0.0, now - hold.held_since),
+            sample_id=sample_id,
+            holder=lease.holder,
+            left_s=max(0.0, lease.expires_at - now),
+            held_s=max(0.0, now - since),
         )
 
     # --- leases -------------------------------------------------------------------------------------------------------
@@ -590,47 +621,23 @@ class Partition:
                 self._give_back(row, task_name)
         elif isinstance(command, commands.RenewRequest):
             expires_at = now + command.lease_s
-            renewed = Holder(task_name, lambda hold: replace(_there(hold), expires_at=expires_at))
             for row in rows:
                 if expires_at < row.holds[task_name].expires_at:  # a later end needs no entry: see `Leases`
                     self.leases.add(expires_at, row, task_name)
-                renewed.give(row)
+            hold_rows(rows, task_name, lambda hold: replace(_there(hold), expires_at=expires_at))
         else:
-            settled = Holder(task_name, lambda hold: replace(_there(hold), done=True))
-            for row in rows:
-                task.num_done += not row.holds[task_name].done
-                settled.give(row)
+            task.num_done += sum(not row.holds[task_name].done for row in rows)
+            hold_rows(rows, task_name, lambda hold: replace(_there(hold), done=True))
         self.tidy()
 
     def tidy(self) -> None:
         """Drops the entries of leases that were settled or cleared, if most entries are such."""
-        self.leases.tidy(self._lease, sum(task.num_held - task.num_done for task in self.tasks.values()))
+        self.leases.tidy(sum(task.num_held - task.num_done for task in self.tasks.values()))
 
-    def replaced(self) -> Replaced:
-        """What a new registration of the partition drops."""
-        num_left = {name: len(self.rows) - task.num_done for name, task in self.tasks.items()}
-        return Replaced(
-            epoch=self.info.epoch,
-            registered_by=self.info.registered_by,
-            registered_at=self.info.registered_at,
-            num_samples=len(self.rows),
-            num_left=num_left,
-        )
-
-    def consumed(self, task_names: Sequence[str]) -> bool:
-        """Whether every task was given every row, and has acked the leased ones. False before all are written; if it is
-        not known how many that are, while there are none. Once all are written, groups that are not whole do not count:
-        they are never given."""
-        num_samples = self.info.num_samples
-        if not task_names or (not self.rows if num_samples is None else len(self.seen) < num_samples):
-            return False
-        return all(self._has_consumed(name, self.tasks.get(name)) for name in task_names)
-
-    def _has_consumed(self, task_name: str, task: Task | None) -> bool:
-        if task is None or task.num_done < task.num_held:
-            return False
-        is_open = self.info.num_samples is None
-        return not (len(self.rows) - task.num_held if is_open else self._num_free(task_name, task))
+    def expire(self, now: float) -> None:
+        """Takes back what is held under leases whose time is over."""
+        while (due := self.leases.next_due(now)) is not None:
+            self._give_back(*due)
 
     def _leased(self, command: commands.SettleRequest, now: float) -> tuple[Task, list[Row]]:
         action, task_name, sample_ids = command.op, command.task_name, command.sample_ids
@@ -652,33 +659,14 @@ class Partition:
                 sample_ids=lost,
                 hint="The lease ran out, was settled, or the sample was cleared; another consumer may hold it now.",
             )
-        if self.info.grpo_group_size is not None:
-            self._check_whole_groups(task_name, rows, action)
-        return task, list(rows)
-
-    def _check_whole_groups(self, task_name: str, rows: Iterable[Row], action: str) -> None:
-        counts: dict[str, int] = {}
-        for row in rows:
-            assert row.group is not None
-            counts[row.group] = counts.get(row.group, 0) + 1
-        for name, count in counts.items():
+        for name, count in Counter([row.group for row in rows if row.group is not None]).items():
             held = self.groups[name].num_held[task_name]
             if count != held:
                 raise InvalidRequestError(
                     f"{action} refused: it names {count} of the {held} samples held of group '{name}'. Groups are "
                     "handed out, settled and renewed as a whole. No row was changed."
                 )
-
-    def expire(self, now: float) -> None:
-        """Takes back what is held under leases whose time is over."""
-        while (due := self.leases.next_due(self._lease, now)) is not None:
-            self._give_back(*due)
-
-    def _lease(self, sample_id: str, seq: int, task_name: str) -> tuple[Row, Hold] | None:
-        """Finds a lease that is neither settled nor cleared."""
-        row = self.rows.get(sample_id)
-        hold = row.holds.get(task_name) if row is not None and row.seq == seq else None
-        return None if row is None or hold is None or hold.done else (row, hold)
+        return task, list(rows)
 
     def _give_back(self, row: Row, task_name: str) -> None:
         self._forget_hold(row, task_name, row.drop_hold(task_name))
@@ -705,7 +693,8 @@ class Partition:
 
     # --- what is ready ------------------------------------------------------------------------------------------------
 
-    def _view(self, task_name: str, task: Task, required: frozenset[str]) -> ReadyView:
+    def _view(self, task_name: str, task: Task, fields: Iterable[str]) -> ReadyView:
+        required = frozenset(fields)
         view = task.views.get(required)
         if view is None:
             view = task.views[required] = ReadyView(required)
@@ -713,7 +702,9 @@ class Partition:
                 for row in self.rows.values():
                     if required <= row.cells.fields.keys():
                         self._count_member(view, row)
-            view.ready = ReadySet.of(each for each in self._claimables() if self._is_ready(view, each, task_name))
+            view.ready = ReadySet.of(
+                claimable for claimable in self._claimables() if self._is_ready(view, claimable, task_name)
+            )
         return view
 
     def _count_member(self, view: ReadyView, row: Row) -> None:
@@ -731,7 +722,7 @@ class Partition:
         if isinstance(claimable, Row):
             return view.required <= claimable.cells.fields.keys() and task_name not in claimable.holds
         # members of a group that lost one are not counted, so that group is never ready
-        return view.ready_members.get(claimable.seq, 0) == self._group_size and not claimable.num_held.get(task_name)
+        return view.ready_members.get(claimable.seq, 0) == self.group_size and not claimable.num_held.get(task_name)
 
     def _claimables(self) -> Iterable[Claimable]:
         return self.rows.values() if self.info.grpo_group_size is None else self.groups.values()
@@ -743,11 +734,7 @@ class Partition:
         if isinstance(claimable, Row):
             return True
         name = next(iter(claimable.members.values())).group
-        return name not in self.broken_groups and len(claimable.members) == self._group_size
-
-    @property
-    def _group_size(self) -> int:
-        return self.info.grpo_group_size or 1
+        return name not in self.broken_groups and len(claimable.members) == self.group_size
 
     def _task(self, task_name: str) -> Task:
         task = self.tasks.get(task_name)

@@ -1,4 +1,6 @@
-"""The queue of puts that wait for room in a full store, in order of arrival. Pure, like the ledger."""
+"""What waits, and for how long: puts for room, claims for samples. And what need not be done again. Pure, like the
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,24 @@ from itertools import islice, takewhile
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.pacing import LONGEST_PAUSE_S
 from dataplane_core.ledger.ready import ranks_of
+
+#: The longest pause of a waiter between two questions, in seconds.
+LONGEST_PAUSE_S: Final = 10.0
+#: The shortest pause between two questions of a put that waits for room, in seconds.
+LEAST_ROOM_PAUSE_S: Final = 0.01
+#: The pause of a waiter that nobody wakes: the shortest, the longest, and its share of the time waited so far.
+_FIRST_PAUSE_S: Final = 0.0005
+_MOST_PAUSE_S: Final = 2.0
+_SHARE: Final = 0.05
+
+
+def backoff_s(waited_s: float) -> float:
+    """The pause of a waiter that nobody wakes. It adds at most about a twentieth to the time waited."""
+    return min(max(_FIRST_PAUSE_S, _SHARE * waited_s), _MOST_PAUSE_S)
+
+
+# --- puts that wait for room ------------------------------------------------------------------------------------------
 
 #: A put that did not say for this many seconds that it still waits is dropped from the queue.
 _KEPT_S: Final = 30.0
@@ -112,7 +130,7 @@ _MOST_LEFT_S: Final = 1e9
 
 
 class DoneRequests:
-    """The ids of requests that were carried out, with what msgpack can keep of their replies."""
+    """The ids of requests that were carried out, until their time is over, with what msgpack can keep of replies."""
 
     def __init__(self) -> None:
         self._replies: dict[str, Any] = {}  # of those whose reply is more than None
@@ -122,9 +140,6 @@ class DoneRequests:
     def __contains__(self, request_id: str | None) -> bool:
         return request_id in self._ends
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def reply(self, request_id: str | None) -> Any:
         """What is kept of the reply to a request. None: nothing, or it is not known."""
         return None if request_id is None else self._replies.get(request_id)
@@ -132,7 +147,14 @@ class DoneRequests:
     def add(self, request_id: str, left_s: float, now: float, reply: Any = None) -> None:
         """A request was carried out whose deadline is in ``left_s`` seconds."""
         if request_id not in self._ends:
-            self.restore(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S), reply)
+            self.keep(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S), reply)
+
+    def keep(self, request_id: str, ends_at: float, reply: Any) -> None:
+        """Keeps an id until then."""
+        heappush(self._heap, (ends_at, request_id))
+        self._ends[request_id] = ends_at
+        if reply is not None:
+            self._replies[request_id] = reply
 
     def forget(self, now: float) -> None:
         """Forgets the ids whose time is over."""
@@ -141,22 +163,9 @@ class DoneRequests:
             del self._ends[request_id]
             self._replies.pop(request_id, None)
 
-    def left(self, now: float) -> Iterator[tuple[str, float, Any]]:
-        """Each id, the seconds until its time is over, and what is kept of its reply."""
-        return ((each, max(0.0, ends_at - now), self._replies.get(each)) for each, ends_at in self._ends.items())
-
-    def restore(self, request_id: str, ends_at: float, reply: Any = None) -> None:
-        """Keeps an id until then.
-
-        Raises:
-            ValueError: It is there already.
-        """
-        if request_id in self._ends:
-            raise ValueError("the id of a request is there twice")
-        heappush(self._heap, (ends_at, request_id))
-        self._ends[request_id] = ends_at
-        if reply is not None:
-            self._replies[request_id] = reply
+    def kept(self) -> Iterator[tuple[str, float, Any]]:
+        """Each id, when its time is over, and what is kept of its reply."""
+        return ((request_id, ends_at, self._replies.get(request_id)) for request_id, ends_at in self._ends.items())
 
 
 # --- claims that wait for samples -------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""The rows and groups of a partition that are ready for a task, for each set of required fields and each tag filter.
+"""What a claim may be given: the rows and groups that are ready for a task, which of them it gets, and why no more.
 
-A claimable is what a claim hands out as a whole: a row or a group. A view is always exact, so the number of ready
-claimables is known without looking at them. A view with a tag filter is updated from a log of changes of the view
-without one: it looks only at the claimables that changed since the last claim with this filter. Views are derived from
-the rows, so a ledger can build them again.
+A claimable is what a claim hands out as a whole: a row or a group. For each task and each set of required fields there
+is a view. It is always exact, so the number of ready claimables is known without looking at them. A view with a tag
+filter is updated from a log of changes of the view without one: it looks only at the claimables that changed since the
+last claim with this filter. Views are derived from the rows, so a ledger can build them again. Pure, like the ledger.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice
 from typing import Any, Final
 
 from dataplane_core.errors import LeaseHolder, Shortfall
-from dataplane_core.ledger import commands
 from dataplane_core.ledger.rows import Claimable, Row
 from dataplane_core.schema import INPUT_LENGTHS_TAG
-from dataplane_core.spec import Sampler, group_matches, matches
+from dataplane_core.spec import ClaimRequest, Sampler, group_matches, matches
 
 #: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
 _FILTER_IDLE_S: Final = 60.0
 _MOST_FILTERS: Final = 1024
 #: How many entries a heap or a log may have beyond a multiple of its claimables.
 _SLACK: Final = 1024
+#: How many samples of each kind a shortfall names.
+_NUM_NAMED: Final = 3
 
 
 @dataclass(slots=True)
@@ -59,14 +60,16 @@ class ReadySet:
             heapq.heapify(self.heap)
         return True
 
-    def first(self, count: int) -> list[Claimable]:
-        """The first ``count`` claimables; there must be so many. The caller must discard them before the next call."""
-        found: list[Claimable] = []
-        while len(found) < count:
+    def choose(self, sampler: Sampler, count: int) -> list[Claimable]:
+        """Chooses ``count`` claimables; there must be so many. The caller must discard them before the next call."""
+        if sampler == "freshest":  # O(n log k) for k of n
+            return [self.claimables[seq] for seq in heapq.nlargest(count, self.claimables)]
+        first: list[Claimable] = []  # O(k log n)
+        while len(first) < count:
             claimable = self.claimables.get(heapq.heappop(self.heap))
-            if claimable is not None and not (found and found[-1] is claimable):
-                found.append(claimable)
-        return found
+            if claimable is not None and not (first and first[-1] is claimable):
+                first.append(claimable)
+        return first
 
 
 @dataclass(slots=True)
@@ -123,21 +126,20 @@ class ReadyView:
         if not tag_filter:
             return self.ready
         key = repr([(name, symbol, operand) for name, (symbol, operand) in sorted(tag_filter.items())])
-        found = self.filters.pop(key, None)
-        if found is None:
+        matching = self.filters.pop(key, None)
+        if matching is None:
             self._forget(now)
-            found = _Matching(dict(tag_filter))
-        self.filters[key] = found
-        found.asked_at = now
-        self._catch_up(found)
-        return found.ready
+            matching = _Matching(dict(tag_filter))
+        self.filters[key] = matching
+        matching.asked_at = now
+        self._catch_up(matching)
+        return matching.ready
 
     def _catch_up(self, matching: _Matching) -> None:
         if matching.next_change < self.first_change:
             matching.ready = ReadySet.of(filter(matching.accepts, self.ready.claimables.values()))
         else:
-            changed: Iterable[int] = self.changes[matching.next_change - self.first_change :]
-            for seq in dict.fromkeys(changed):
+            for seq in dict.fromkeys(self.changes[matching.next_change - self.first_change :]):
                 claimable = self.ready.claimables.get(seq)
                 if claimable is not None and matching.accepts(claimable):
                     matching.ready.add(claimable)
@@ -168,74 +170,44 @@ class ReadyView:
             self.changes.clear()
 
 
-# --- samplers: which of them a claim gives, and to which data-parallel rank -------------------------------------------
+# --- data-parallel ranks ----------------------------------------------------------------------------------------------
 
 
-class _FirstWrite:
-    """In order of first write, divided into ranges. O(k log n) for k of n."""
-
-    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
-        """Chooses ``count`` of the ready claimables; there are so many."""
-        return ready.first(count)
-
-    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
-        """Divides claimables among the ranks, so that their numbers differ by at most one."""
-        least, more = divmod(len(claimables), dp_size)
-        ends = [least * rank + min(rank, more) for rank in range(dp_size + 1)]  # the first ranks get one more
-        return [list(claimables[start:end]) for start, end in pairwise(ends)]
-
-
-class _Freshest(_FirstWrite):
-    """The last written first. O(n log k) for k of n."""
-
-    def choose(self, ready: ReadySet, count: int) -> list[Claimable]:
-        return [ready.claimables[seq] for seq in heapq.nlargest(count, ready.claimables)]
-
-
-class _Balanced(_FirstWrite):
-    """In order of first write, divided so that all ranks get about as many tokens.
-
-    The longest first, each to the rank with the fewest tokens so far among those that still need one (Graham's longest
-    processing time rule, with equal counts). Within a rank, the order of first write stays.
-    """
-
-    def share(self, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
-        least, more = divmod(len(claimables), dp_size)
-        parts: list[list[Claimable]] = [[] for _ in range(dp_size)]
-        heap = [(0, rank) for rank in range(dp_size)]
-        for claimable in sorted(claimables, key=lambda each: (-_length(each), each.seq)):
-            while True:
-                total, rank = heapq.heappop(heap)
-                room = least + (rank < more)  # the first ranks get one more
-                if len(parts[rank]) < room:
-                    break
-            parts[rank].append(claimable)
-            heapq.heappush(heap, (total + _length(claimable), rank))
-        return [sorted(part, key=lambda each: each.seq) for part in parts]
-
-
-def _length(claimable: Claimable) -> int:
-    lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
-    return sum(int(each) for each in lengths if isinstance(each, (int, float)) and math.isfinite(each))
-
-
-#: Name -> sampler.
-SAMPLERS: Final[dict[Sampler, _FirstWrite]] = {
-    "first_write": _FirstWrite(),
-    "freshest": _Freshest(),
-    "balanced": _Balanced(),
-}
-
-
-def ranks_of(claim: commands.ClaimRequest) -> int:
+def ranks_of(claim: ClaimRequest) -> int:
     """For how many ranks a claim chooses its batch."""
     return 1 if claim.dp_rank is None else claim.dp_size or 1
 
 
-# --- why a claim gets no more -----------------------------------------------------------------------------------------
+def shares(sampler: Sampler, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+    """Divides claimables among the ranks, so that their numbers differ by at most one: into ranges, or balanced.
 
-#: How many of each kind are named.
-_NUM_NAMED: Final = 3
+    ``balanced`` gives all ranks about as many tokens. The longest first, each to the rank with the fewest tokens so far
+    among those that still need one (Graham's longest processing time rule, with equal counts). Within a rank, the order
+    of first write stays.
+    """
+    least, more = divmod(len(claimables), dp_size)
+    sizes = [least + (rank < more) for rank in range(dp_size)]  # the first ranks get one more
+    if sampler != "balanced":
+        left = iter(claimables)
+        return [list(islice(left, size)) for size in sizes]
+    parts: list[list[Claimable]] = [[] for _ in range(dp_size)]
+    heap = [(0, rank) for rank in range(dp_size)]
+    for claimable in sorted(claimables, key=lambda claimable: (-_length(claimable), claimable.seq)):
+        while True:
+            total, rank = heapq.heappop(heap)
+            if len(parts[rank]) < sizes[rank]:
+                break
+        parts[rank].append(claimable)
+        heapq.heappush(heap, (total + _length(claimable), rank))
+    return [sorted(part, key=lambda claimable: claimable.seq) for part in parts]
+
+
+def _length(claimable: Claimable) -> int:
+    lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
+    return sum(int(length) for length in lengths if isinstance(length, (int, float)) and math.isfinite(length))
+
+
+# --- why a claim gets no more -----------------------------------------------------------------------------------------
 
 
 def find_shortfall(

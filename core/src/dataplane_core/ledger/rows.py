@@ -1,4 +1,8 @@
-"""The rows of a partition and their groups, which the ledger's claims hand out."""
+"""The rows of a partition, the groups that they make, and the tasks' holds on them. Pure, like the ledger.
+
+What rows refer to is shared: the rows of a put have their cells in common, those of a claim their holds. So it is
+replaced, and never changed in place.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec import TagValue
 
-if TYPE_CHECKING:
-    from dataplane_core.ledger.commands import Write
-    from dataplane_core.ledger.ready import ReadyView
-
 #: Names the payload of one row of one put: ``(write_id, pos)``.
 Ref: TypeAlias = tuple[int, int]
+#: A row's position in each of its writes. A single number if it is the same in all of them.
+Positions: TypeAlias = int | tuple[int, ...]
 
 
 def group_of(sample_id: str) -> str:
@@ -37,19 +39,7 @@ def group_of(sample_id: str) -> str:
     return group
 
 
-def too_many_samples(what: str, count: int, num_samples: int) -> InvalidRequestError:
-    """The error of a put that would write more samples than were registered.
-
-    Args:
-        what: The put, as ``put_samples('train')``.
-        count: The distinct ids that would have been written then, cleared ones included.
-        num_samples: Of the registration.
-    """
-    return InvalidRequestError(
-        f"{what} refused: {count} distinct samples would have been written. Expected at most {num_samples}, the "
-        "partition's num_samples; cleared ones count. Nothing was written.",
-        hint="Register the partition with as many as will come; or with None, and call finish_partition at the end.",
-    )
+# --- cells ------------------------------------------------------------------------------------------------------------
 
 
 class Join(NamedTuple):
@@ -66,17 +56,9 @@ class Join(NamedTuple):
     dropped: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # so that the rows of many puts share what they have in common
 def join(before: tuple[tuple[str, int], ...], num_before: int, writes: tuple[tuple[str, ...], ...]) -> Join:
-    """Joins cells that a row has with those of a put.
-
-    Cached, so that the rows of many puts share what they have in common.
-
-    Args:
-        before: Each field that the row has, with the number of its write.
-        num_before: How many writes these are.
-        writes: The fields of each write of the put.
-    """
+    """Joins cells that a row has, each with the number of its write, with those of the writes of a put."""
     source = dict(before)
     for number, names in enumerate(writes, num_before):
         source.update(dict.fromkeys(names, number))
@@ -94,7 +76,7 @@ class Cells:
     """The produced cells that rows have in common: those of the same writes.
 
     Attributes:
-        fields: Field -> the number of its write, in the order of production. Shared with other cells, never changed.
+        fields: Field -> the number of its write, in the order of production. Shared with other cells.
         write_ids: The writes.
     """
 
@@ -108,53 +90,50 @@ class Cells:
         return Cells(joint.fields, tuple([ids[number] for number in joint.sources])), joint
 
 
-#: What rows without cells have.
-NO_CELLS: Final = Cells({}, ())
+def packed_positions(positions: Sequence[int]) -> Positions:
+    """A row's position in each of its writes, as `Row.positions`."""
+    first = positions[0] if positions else 0
+    return first if positions.count(first) == len(positions) else tuple(positions)
+
+
+def positions_in(numbers: Sequence[int], rows: Sequence[Positions]) -> list[int]:
+    """The positions of rows in some of their writes: row by row."""
+    if len(numbers) == 1 and len(same := [positions for positions in rows if isinstance(positions, int)]) == len(rows):
+        return same
+    return [positions if isinstance(positions, int) else positions[number] for positions in rows for number in numbers]
+
+
+# --- rows and groups --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A task's hold on rows: a lease until ``expires_at``, or for good (``done``). The rows of a claim share it.
-
-    ``held_since`` is None after a restart of the ledger.
-    """
+    """A task's hold on rows: a lease since ``held_since`` until ``expires_at``, or for good (``done``)."""
 
     token: str
     holder: str
     expires_at: float
     done: bool
-    held_since: float | None = None
+    held_since: float = 0.0
 
 
-#: What rows without tags and rows without holds have.
+#: What rows without cells, without tags, and without holds have.
+NO_CELLS: Final = Cells({}, ())
 NO_TAGS: Final[dict[str, TagValue]] = {}
-_NO_HOLDS: Final[dict[str, Hold]] = {}
-
-
-def packed_positions(positions: Sequence[int]) -> int | tuple[int, ...]:
-    """A row's positions in its writes, as `Row.positions`."""
-    first = positions[0] if positions else 0
-    return first if positions.count(first) == len(positions) else tuple(positions)
-
-
-def positions_in(numbers: Sequence[int], rows: Sequence[int | tuple[int, ...]]) -> list[int]:
-    """The positions of rows, each as `Row.positions`, in some of their writes: row by row."""
-    if len(numbers) == 1 and len(same := [each for each in rows if isinstance(each, int)]) == len(rows):
-        return same
-    return [each if isinstance(each, int) else each[number] for each in rows for number in numbers]
+NO_HOLDS: Final[dict[str, Hold]] = {}
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sample. What it refers to is shared with other rows: it is replaced, never changed in place.
+    """A sample.
 
     Attributes:
         sample_id: Its id.
         seq: Its number, in order of first write.
         group: The name of its group, or None.
         written_at: When it was first written, on the ledger's clock.
-        cells: Its produced cells, shared by the rows of the same writes.
-        positions: Its position in each write of the cells. A single number if it is the same in all of them.
+        cells: Its produced cells.
+        positions: Where they are in the writes.
         tags: Its tags.
         holds: Task -> its hold on the row.
     """
@@ -164,9 +143,9 @@ class Row:
     group: str | None
     written_at: float
     cells: Cells = NO_CELLS
-    positions: int | tuple[int, ...] = 0
+    positions: Positions = 0
     tags: Mapping[str, TagValue] = field(default_factory=lambda: NO_TAGS)
-    holds: Mapping[str, Hold] = field(default_factory=lambda: _NO_HOLDS)
+    holds: Mapping[str, Hold] = field(default_factory=lambda: NO_HOLDS)
 
     @property
     def refs(self) -> list[Ref]:
@@ -176,52 +155,21 @@ class Row:
             return [(write_id, positions) for write_id in write_ids]
         return list(zip(write_ids, positions, strict=True))
 
-    def drop_hold(self, task_name: str) -> Hold:
-        """Takes a task's hold away. Returns it."""
-        dropped = self.holds[task_name]
-        self.holds = {name: hold for name, hold in self.holds.items() if name != task_name} or _NO_HOLDS
-        return dropped
-
     @property
     def rows(self) -> Collection[Row]:
         """The row alone, as `Group.rows`."""
         return (self,)
 
+    def lease(self, task_name: str) -> Hold | None:
+        """The lease that a task has on it. None: it was settled, or the row was cleared."""
+        hold = self.holds.get(task_name)
+        return None if hold is None or hold.done else hold
 
-def positions_by_write(rows: Iterable[Row]) -> Iterator[tuple[int, list[int]]]:
-    """The refs of rows, as write ids and positions in the write. A write may come several times."""
-    grouped: dict[int, tuple[Cells, list[int | tuple[int, ...]]]] = {}
-    for row in rows:
-        grouped.setdefault(id(row.cells), (row.cells, []))[1].append(row.positions)
-    for cells, positions in grouped.values():
-        for number, write_id in enumerate(cells.write_ids):
-            yield write_id, positions_in([number], positions)
-
-
-class Holder:
-    """Gives rows a hold of one task, in place of the one that the task may have. Rows with equal holds share them.
-
-    Args:
-        task_name: The task.
-        make: Makes the hold, from the one that the task has.
-    """
-
-    __slots__ = ("_given", "_make", "_task_name")
-
-    def __init__(self, task_name: str, make: Callable[[Hold | None], Hold]) -> None:
-        self._task_name = task_name
-        self._make = make
-        # by identity: holds before and after. Those before are kept, so that no other object gets their identity.
-        self._given: dict[int, tuple[Mapping[str, Hold], Mapping[str, Hold]]] = {}
-
-    def give(self, row: Row) -> None:
-        """Gives a row its hold."""
-        holds = row.holds
-        given = self._given.get(id(holds))
-        if given is None:
-            made = {**holds, self._task_name: self._make(holds.get(self._task_name))}
-            given = self._given[id(holds)] = (holds, made)
-        row.holds = given[1]
+    def drop_hold(self, task_name: str) -> Hold:
+        """Takes a task's hold away. Returns it."""
+        dropped = self.holds[task_name]
+        self.holds = {name: hold for name, hold in self.holds.items() if name != task_name} or NO_HOLDS
+        return dropped
 
 
 @dataclass(slots=True, eq=False)
@@ -248,72 +196,27 @@ class Group:
 Claimable: TypeAlias = Row | Group
 
 
-# --- what a put changes in them ---------------------------------------------------------------------------------------
+def positions_by_write(rows: Iterable[Row]) -> Iterator[tuple[int, list[int]]]:
+    """The refs of rows, as write ids and positions in the write. A write may come several times."""
+    grouped: dict[int, tuple[Cells, list[Positions]]] = {}
+    for row in rows:
+        grouped.setdefault(id(row.cells), (row.cells, []))[1].append(row.positions)
+    for cells, positions in grouped.values():
+        for number, write_id in enumerate(cells.write_ids):
+            yield write_id, positions_in([number], positions)
 
 
-class Change(NamedTuple):
-    """What a put changes in all rows that have the same cells before.
-
-    Attributes:
-        cells: Their cells after it.
-        sources, dropped: See `Join`.
-        gained: The fields that they did not have before.
-        ready: Tasks and their views whose fields the rows have since this put.
-        satisfied: All views whose fields the rows have.
-    """
-
-    cells: Cells
-    sources: tuple[int, ...]
-    dropped: tuple[int, ...]
-    gained: tuple[str, ...]
-    ready: list[tuple[str, ReadyView]]
-    satisfied: list[ReadyView]
+def hold_rows(rows: Iterable[Row], task_name: str, make: Callable[[Hold | None], Hold]) -> None:
+    """Gives rows a hold of a task, made from the one that it may have. Rows that shared their holds share the new."""
+    # by identity. The holds of before are kept, so that no other object gets their identity.
+    made: dict[int, tuple[Mapping[str, Hold], Mapping[str, Hold]]] = {}
+    for row in rows:
+        holds = row.holds
+        if id(holds) not in made:
+            made[id(holds)] = holds, {**holds, task_name: make(holds.get(task_name))}
+        row.holds = made[id(holds)][1]
 
 
-class PutWrites:
-    """The writes of a put that commits, and what it changes in the rows of one partition.
-
-    Args:
-        writes: Its writes by their ids.
-        num_rows: Its rows.
-
-    Attributes:
-        writes: The id and the fields of each.
-        changes: The cells that rows had -> what the put changes in these rows. None: in new rows.
-    """
-
-    __slots__ = ("_num_rows", "_positions", "_simple", "changes", "writes")
-
-    def __init__(self, writes: Mapping[int, Write], num_rows: int) -> None:
-        self.writes = [(write_id, tuple(write.fields)) for write_id, write in writes.items()]
-        self.changes: dict[Cells | None, Change] = {}
-        self._num_rows = num_rows
-        self._positions = [write.positions for write in writes.values()]
-        self._simple = all(each is None for each in self._positions)
-
-    def positions(self, row: Row, index: int, sources: Sequence[int]) -> int | tuple[int, ...]:
-        """The positions of a row of the put, as `Row.positions`, before the row gets its new cells."""
-        before, num_before = row.positions, len(row.cells.write_ids)
-        if self._simple and (not num_before or before == index):
-            return index
-        all_before = [before] * num_before if isinstance(before, int) else list(before)
-        found = [*all_before, *(index if each is None else each[index] for each in self._positions)]
-        return packed_positions([found[number] for number in sources])
-
-    def new_positions(self, sources: Sequence[int]) -> Sequence[int | tuple[int, ...]]:
-        """The positions of all rows of the put, if these have no other cells."""
-        if self._simple:
-            return range(self._num_rows)
-        columns = [range(self._num_rows) if each is None else each for each in self._positions]
-        if len(sources) == 1:
-            return columns[sources[0]]
-        return [packed_positions(each) for each in zip(*(columns[number] for number in sources), strict=True)]
-
-
-# --- leases and batches of them ---------------------------------------------------------------------------------------
-
-#: Finds a lease that is neither settled nor cleared, by sample id, the row's ``seq`` and task.
-_Find: TypeAlias = Callable[[str, int, str], "tuple[Row, Hold] | None"]
 #: The heap is rebuilt when it has this many entries more than twice the running leases.
 _SLACK: Final = 64
 
@@ -326,42 +229,38 @@ class Leases:
     moved. Entries of settled leases are dropped when their time comes, or when they are more than the others.
     """
 
-    heap: list[tuple[float, int, str, str]] = field(default_factory=list)  # time, seq of the row, sample id, task
+    heap: list[tuple[float, int, str, Row]] = field(default_factory=list)  # time, seq of the row, task, row
 
     def add(self, at: float, row: Row, task_name: str) -> None:
         """Adds a lease that ends at ``at``, unless it is renewed."""
-        heapq.heappush(self.heap, (at, row.seq, row.sample_id, task_name))
+        heapq.heappush(self.heap, (at, row.seq, task_name, row))
 
-    def next_due(self, find: _Find, now: float) -> tuple[Row, str] | None:
+    def next_due(self, now: float) -> tuple[Row, str] | None:
         """The row and task of the lease that ended first, or None. Drops and moves outdated entries."""
         while self.heap and self.heap[0][0] <= now:
-            _, seq, sample_id, task_name = self.heap[0]
-            found = find(sample_id, seq, task_name)
-            if found is None:
+            _, seq, task_name, row = self.heap[0]
+            lease = row.lease(task_name)
+            if lease is None:
                 heapq.heappop(self.heap)
-                continue
-            row, hold = found
-            if hold.expires_at <= now:
+            elif lease.expires_at <= now:
                 return row, task_name
-            heapq.heapreplace(self.heap, (hold.expires_at, seq, sample_id, task_name))
+            else:
+                heapq.heapreplace(self.heap, (lease.expires_at, seq, task_name, row))
         return None
 
     def next_check(self) -> float:
         """No lease ends before this time. Infinite if there are none."""
         return self.heap[0][0] if self.heap else math.inf
 
-    def tidy(self, find: _Find, num_running: int) -> None:
+    def tidy(self, num_running: int) -> None:
         """Rebuilds the heap with one entry per running lease, if most entries belong to none."""
-        if len(self.heap) <= 2 * num_running + _SLACK:
-            return
-        running: dict[tuple[int, str], tuple[float, int, str, str]] = {}
-        for _, seq, sample_id, task_name in self.heap:
-            found = find(sample_id, seq, task_name)
-            if found is not None:
-                running[seq, task_name] = (found[1].expires_at, seq, sample_id, task_name)
-        self.heap = list(running.values())
-        heapq.heapify(self.heap)
+        if len(self.heap) > 2 * num_running + _SLACK:
+            running = {(seq, task_name): (row, row.lease(task_name)) for _, seq, task_name, row in self.heap}
+            self.heap = [(lease.expires_at, *key, row) for key, (row, lease) in running.items() if lease is not None]
+            heapq.heapify(self.heap)
 
+
+# --- the batches that data-parallel ranks were given ------------------------------------------------------------------
 
 #: How many of the batches that a rank was given before are looked at when it is given another one.
 _LOOKED_AT: Final = 2
@@ -379,7 +278,7 @@ class Batch:
         num_ranks: How many ranks have samples in it, if one claim chose for all ranks.
     """
 
-    sample_ids: Sequence[str]
+    sample_ids: list[str]
     token: str | None
     exhausted: bool
     last_seq: int
@@ -387,27 +286,31 @@ class Batch:
 
     def present(self, rows: Mapping[str, Row]) -> Iterator[Row]:
         """Its rows that were not cleared, among those of the partition."""
-        found = (rows.get(sample_id) for sample_id in self.sample_ids)
-        return (row for row in found if row is not None and row.seq <= self.last_seq)
+        present = (rows.get(sample_id) for sample_id in self.sample_ids)
+        return (row for row in present if row is not None and row.seq <= self.last_seq)
 
 
-class Ranges(list[int]):
-    """Numbers: the first of a range of them, the one after its last, the first of the next range, and so on."""
+@dataclass(slots=True)
+class Numbers:
+    """A set of numbers. ``bounds``: the first of a range of them, the one after its last, the first of the next range,
+    and so on.
+    """
 
-    def has(self, number: int) -> bool:
-        """Whether the number is one of them."""
-        return bisect_right(self, number) % 2 == 1
+    bounds: list[int] = field(default_factory=list)
 
-    def include(self, number: int) -> None:
+    def __contains__(self, number: int) -> bool:
+        return bisect_right(self.bounds, number) % 2 == 1
+
+    def add(self, number: int) -> None:
         """Adds a number, unless it is there."""
-        if self.has(number):
+        if number in self:
             return
         for bound in (number, number + 1):  # a bound that is there already joins two ranges
-            at = bisect_left(self, bound)
-            if self[at : at + 1] == [bound]:
-                del self[at]
+            at = bisect_left(self.bounds, bound)
+            if self.bounds[at : at + 1] == [bound]:
+                del self.bounds[at]
             else:
-                self.insert(at, bound)
+                self.bounds.insert(at, bound)
 
 
 @dataclass(slots=True)
@@ -421,15 +324,15 @@ class RankBatches:
     """
 
     kept: dict[int, Batch] = field(default_factory=dict)
-    gone: Ranges = field(default_factory=Ranges)
-    ended: Ranges = field(default_factory=Ranges)
+    gone: Numbers = field(default_factory=Numbers)
+    ended: Numbers = field(default_factory=Numbers)
 
     def give(self, index: int, batch: Batch, rows: Mapping[str, Row]) -> None:
         """Keeps a new batch, and looks at a few of the others in turn: forgets those whose rows are all cleared."""
-        for each in list(islice(self.kept, _LOOKED_AT)):
-            known = self.kept.pop(each)
-            if known.sample_ids and not any(known.present(rows)):
-                self.gone.include(each)
+        for earlier in list(islice(self.kept, _LOOKED_AT)):
+            batch_before = self.kept.pop(earlier)
+            if batch_before.sample_ids and not any(batch_before.present(rows)):
+                self.gone.add(earlier)
             else:
-                self.kept[each] = known
+                self.kept[earlier] = batch_before
         self.kept[index] = batch

@@ -1,4 +1,4 @@
-"""`LedgerService`: a ledger with a clock, as a host serves it. It tells waiters when to ask again, or wakes them.
+"""`LedgerService`: a ledger with a clock, as a host serves it. It wakes what waits, and tells when to ask again.
 
 `LedgerThread`: the same for the threads of the client's own process.
 """
@@ -11,11 +11,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from dataplane_core.errors import (
     CapacityExceededError,
@@ -27,12 +27,10 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Reply
 from dataplane_core.ledger.ledger import Ledger
-from dataplane_core.ledger.pacing import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, Pacer
-from dataplane_core.ledger.queues import WaitingClaims
+from dataplane_core.ledger.queues import LONGEST_PAUSE_S, WaitingClaims
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
     AnnounceReply,
-    Answer,
     Claim,
     ClientInfo,
     ClientList,
@@ -41,10 +39,11 @@ from dataplane_core.spec import (
     Question,
 )
 
-#: Seconds between two questions of the first put in the queue for room.
+#: Seconds between two questions of the first put in the queue for room. Each other one asks half as often as the one
+#: before it, but at least so often.
 _FIRST_IN_QUEUE_S: Final = 0.06
-#: How many puts at the head of the queue are woken, and ask more often than the others, each half as often as the one
-#: before it.
+_LAST_IN_QUEUE_S: Final = 2.0
+#: How many puts at the head of the queue are woken.
 _NUM_HEAD: Final = 4
 #: The least pause of a claim that is woken. It asks again by itself when a lease may have ended.
 _LEAST_LEASE_PAUSE_S: Final = 0.001
@@ -52,18 +51,11 @@ _LEAST_LEASE_PAUSE_S: Final = 0.001
 _EXPLAINING_SHARE: Final = 0.01
 #: A shortfall is found again after this many seconds, even if that takes more than the share.
 _STALE_AFTER_S: Final = 2.0
-_MOST_EXPLAINED: Final = 256
+_MOST_SHORTFALLS: Final = 256
 
+_T = TypeVar("_T")
 #: What the thread of a ledger is to call, and where its result goes, or what it raises.
 _Work: TypeAlias = tuple[Callable[[], Any], SimpleQueue[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Explained:
-    """The shortfall of a claim, which other claims that ask the same also get until it is stale."""
-
-    shortfall: Shortfall
-    stale_at: float
 
 
 class LedgerService:
@@ -83,8 +75,8 @@ class LedgerService:
     ) -> None:
         self._ledger = Ledger(capacity_bytes=capacity_bytes) if ledger is None else ledger
         self._clock = clock
-        self._pacer = Pacer()  # of all who wait, for samples or for room
-        self._explained: dict[tuple[Any, ...], _Explained] = {}
+        # partition, task, fields and filter of a claim -> why it gets no more, and until when all who ask are told so
+        self._shortfalls: dict[tuple[Any, ...], tuple[Shortfall, float]] = {}
         self._waiting = WaitingClaims()
         self._clients = ClientRegister()
         self._room_wakes: dict[str, Callable[[], bool]] = {}  # ticket of a put that waits for room -> how to wake it
@@ -122,7 +114,6 @@ class LedgerService:
         """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""
         self._room_wakes.pop(token, None)
         partition_id = self._waiting.drop(token)
-        self._pacer.leave(token)
         if partition_id is not None:
             self._wake_claims(partition_id)
             self._tell_of_leases(partition_id)
@@ -138,22 +129,34 @@ class LedgerService:
                 return cast("Reply", self._inspect(command))
             case commands.ListClientsRequest():
                 return cast("Reply", ClientList(clients=self._clients.listed(self._clock(), command.ended)))
-            # other commands may leave a known shortfall slightly outdated; these make it wrong
+            # other commands may leave a shortfall slightly outdated; these make it wrong
             case commands.RegisterRequest() | commands.SetCursorRequest() | commands.ClearRequest(sample_ids=None):
-                for question in [each for each in self._explained if each[0] == command.partition_id]:
-                    del self._explained[question]
+                for key in [key for key in self._shortfalls if key[0] == command.partition_id]:
+                    del self._shortfalls[key]
             case commands.BeginPut():
-                return cast("Reply", self._put(command, command))
-            case commands.CheckPut():
-                return cast("Reply", self._put(command, command.put))
+                write_id = self._when_there_is_room(command, self._ledger.apply)
+                if command.ticket is not None and self._room_wakes.pop(command.ticket, None) is not None:
+                    self._wake_for_room()
+                return cast("Reply", write_id)
             case commands.WaitForRoom() if command.wait_s <= 0:
-                self._pacer.leave(command.ticket)
                 self._room_wakes.pop(command.ticket, None)
             case commands.WaitForRoom() if wake is not None:
                 queue = self._ledger.room.first(sys.maxsize)  # clients of others are gone
-                self._room_wakes = {each: self._room_wakes[each] for each in queue if each in self._room_wakes}
+                self._room_wakes = {ticket: self._room_wakes[ticket] for ticket in queue if ticket in self._room_wakes}
                 self._room_wakes[command.ticket] = wake
         return self._ledger.apply(command, self._clock())
+
+    def changes(self, command: Command[Any]) -> bool:
+        """Whether a command would change the ledger, so that a log needs a record of it. Raises as a put that would be
+        refused: such puts come again and again."""
+        match command:
+            case commands.BeginPut():
+                self._when_there_is_room(command, self._ledger.check_put)
+            case commands.ClaimRequest():
+                return self._ledger.may_claim(command, self._clock())
+            case commands.WaitForRoom():  # those who wait say so again
+                return False
+        return not command.reads
 
     def _changed_by(self, command: Command[Any]) -> str | None:
         """The partition in which a command may make samples ready, or a claim that waits fail."""
@@ -189,30 +192,25 @@ class LedgerService:
         """`Ledger.garbage` now."""
         return self._ledger.garbage(self._clock())
 
-    def _put(self, command: Command[Reply], put: commands.BeginPut) -> Reply:
-        """Tells a put that waits for room when to ask again: soon at the queue's head, else at the pacer's rate."""
-        ticket = put.ticket
+    def _when_there_is_room(self, put: commands.BeginPut, call: Callable[[commands.BeginPut, float], _T]) -> _T:
+        """Tells a put that waits for room when to ask again: soon at the queue's head."""
         try:
-            reply = self._ledger.apply(command, self._clock())
+            return call(put, self._clock())
         except CapacityExceededError as error:
-            if ticket is not None and error.retryable:
-                place = self._ledger.room.place(ticket)
-                pause_s = _FIRST_IN_QUEUE_S * 2**place if place < _NUM_HEAD else self._pacer.pause_s(ticket)
-                error.ask_again_s = max(pause_s, LEAST_ROOM_PAUSE_S)
+            if put.ticket is not None and error.retryable:
+                place = min(self._ledger.room.place(put.ticket), 64)
+                error.ask_again_s = min(_FIRST_IN_QUEUE_S * 2**place, _LAST_IN_QUEUE_S)
             raise
-        if ticket is not None and command is put:
-            self._pacer.leave(ticket)
-            if self._room_wakes.pop(ticket, None) is not None:
-                self._wake_for_room()
-        return reply
 
     def _claim(self, command: commands.ClaimRequest, wake: Callable[[], bool] | None) -> Claim:
         try:
-            claim = self._answer(command)
+            claim = self._ledger.apply(replace(command, explain=False), self._clock())
         except DataPlaneError:
             if self._waiting.drop(command.token) is not None:  # others may end for the same reason
                 self._wake_claims(command.partition_id)
             raise
+        if command.explain and not claim.answered:
+            claim = replace(claim, shortfall=self._shortfall(command.partition_id, command))
         waits = command.all_or_nothing and not command.explain and not claim.answered
         if not waits or wake is None:
             waited = self._waiting.drop(command.token) is not None
@@ -222,8 +220,7 @@ class LedgerService:
             return claim
         lease_ends_at, now = self._ledger.next_lease_check(command.partition_id), self._clock()
         self._waiting.add(command, wake, lease_ends_at, now)
-        pause_s = max(min(lease_ends_at - now, LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S, claim.ask_again_s)
-        return replace(claim, ask_again_s=pause_s)
+        return replace(claim, ask_again_s=max(min(lease_ends_at - now, LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S))
 
     def _tell_of_leases(self, partition_id: str) -> None:
         """Wakes claims of a partition that would ask too late, since a lease may end sooner than they know."""
@@ -231,48 +228,30 @@ class LedgerService:
         if lease_ends_at - now < LONGEST_PAUSE_S:
             self._waiting.tell(partition_id, lease_ends_at, now)
 
-    def _answer(self, command: commands.ClaimRequest) -> Claim:
-        question = _key_of(command.partition_id, command)
-        told = self._explained.get(question) if command.explain else None
-        start = time.thread_time()
-        self._pacer.leave(command.token)
-        explain = command.explain and (told is None or told.stale_at <= time.monotonic())
-        question_now = command if explain == command.explain else replace(command, explain=explain)
-        claim = self._ledger.apply(question_now, self._clock())
-        if claim.answered:
-            return claim
-        if claim.shortfall is not None:
-            self._note_shortfall(question, claim.shortfall, time.thread_time() - start)
-        elif told is not None:
-            claim = replace(claim, shortfall=told.shortfall)
-        if not command.all_or_nothing or command.explain:
-            return claim  # the client does not wait, or not much longer, so it gets no slot for another question
-        return replace(claim, ask_again_s=self._pacer.pause_s(command.token))
-
     def _inspect(self, command: commands.InspectRequest) -> PartitionDescription:
-        """Finds the shortfalls that are not known from another claim or question."""
-        start = time.thread_time()
-        keys = [_key_of(command.partition_id, each) if each.explain else None for each in command.questions]
-        told = [None if key is None else self._explained.get(key) for key in keys]
-        known = [each if each is not None and each.stale_at > time.monotonic() else None for each in told]
-        pairs = zip(command.questions, known, strict=True)
-        asked = [replace(each, explain=each.explain and old is None) for each, old in pairs]
-        found = self._ledger.apply(replace(command, questions=asked), self._clock())
-        cost_s = (time.thread_time() - start) / max(1, sum(each.explain for each in asked))
-        answers: list[Answer | None] = []
-        for key, old, answer in zip(keys, known, found.answers, strict=True):
-            if answer is not None and old is not None:
-                answer = replace(answer, shortfall=old.shortfall)
-            elif answer is not None and key is not None and answer.shortfall is not None:
-                self._note_shortfall(key, answer.shortfall, cost_s)
-            answers.append(answer)
-        return replace(found, answers=answers)
+        plain = [replace(question, explain=False) for question in command.questions]
+        description = self._ledger.apply(replace(command, questions=plain), self._clock())
+        answers = [
+            replace(answer, shortfall=self._shortfall(command.partition_id, question))
+            if answer is not None and question.explain
+            else answer
+            for question, answer in zip(command.questions, description.answers, strict=True)
+        ]
+        return replace(description, answers=answers)
 
-    def _note_shortfall(self, key: tuple[Any, ...], shortfall: Shortfall, cost_s: float) -> None:
-        if len(self._explained) >= _MOST_EXPLAINED:
-            self._explained.clear()
-        stale_at = time.monotonic() + min(cost_s / _EXPLAINING_SHARE, _STALE_AFTER_S)
-        self._explained[key] = _Explained(shortfall, stale_at)
+    def _shortfall(self, partition_id: str, question: commands.ClaimRequest | Question) -> Shortfall:
+        """Why a claim gets no more samples. It looks at all rows, so those that ask the same share it for a while."""
+        key = (partition_id, question.task_name, tuple(question.required_fields), repr(question.tag_filter))
+        shortfall, stale_at = self._shortfalls.get(key, (None, 0.0))
+        if shortfall is None or stale_at <= time.monotonic():
+            start = time.thread_time()
+            shortfall = self._ledger.shortfall(partition_id, question, self._clock())
+            cost_s = time.thread_time() - start
+            if len(self._shortfalls) >= _MOST_SHORTFALLS:
+                self._shortfalls.clear()
+            stale_at = time.monotonic() + min(cost_s / _EXPLAINING_SHARE, _STALE_AFTER_S)
+            self._shortfalls[key] = shortfall, stale_at
+        return shortfall
 
 
 class LedgerThread(LedgerService):
@@ -340,11 +319,6 @@ def _do_all(works: SimpleQueue[_Work | None]) -> None:
         except BaseException as error:  # the caller raises it
             results.put(error)
         del work, results  # so that nothing keeps them while it waits
-
-
-def _key_of(partition_id: str, asked: commands.ClaimRequest | Question) -> tuple[Any, ...]:
-    """Claims and questions with equal keys have the same shortfall."""
-    return partition_id, asked.task_name, tuple(asked.required_fields), repr(asked.tag_filter)
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------

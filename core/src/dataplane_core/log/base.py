@@ -31,16 +31,15 @@ class Log(ABC):
 
     Attributes:
         state: What the log of before began with. Empty if there was none.
-        state_at: The time of the state.
         records: The records since then, each with its time. Empty once `begin` was called.
-        make_state: Gives the state that the log begins with, as of a time.
+        make_state: Gives the state that the log begins with.
     """
 
     def __init__(self) -> None:
         self._size = self._long_at = 0  # bytes of the log, and how many make it long
         self._ahead_s = 0.0
-        self.make_state: Callable[[float], bytes] = lambda at: b""
-        self.state, self.state_at = b"", 0.0
+        self.make_state: Callable[[], bytes] = bytes
+        self.state = b""
         self.records: list[tuple[float, bytes]] = []
 
     def now(self) -> float:

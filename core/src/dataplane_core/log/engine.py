@@ -175,7 +175,7 @@ class EngineLog(Log):
         for number, data in self._until_done(lambda deadline: [*self._engine.read_log(0, deadline)]):
             record = _record(number, data)
             if record.state is not None:
-                self.state, self.state_at, self.records, expected = record.state, record.at, [], number
+                self.state, self.records, expected = record.state, [], number
             elif number != expected:
                 raise CorruptDataError(f"record {expected or 1} of the log is missing, and {number} is there.")
             self.records += record.commands
@@ -215,7 +215,7 @@ class EngineLog(Log):
         with self._lock:
             self.state, self.records = b"", []
             at, number = self.now(), self._last[0] + 1
-            state = self.make_state(at)
+            state = self.make_state()
             if not self._append(at, state):
                 self._refuse_if_taken()
                 return  # a later state was appended

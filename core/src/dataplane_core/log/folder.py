@@ -151,8 +151,7 @@ class FolderLog(Log):
                 f"the log in {self._root} is damaged at byte 0 of {len(data)}, or of an earlier version.",
                 hint=_DAMAGED_HINT,
             )
-        self._take_beginning(first)
-        last_at, end = self.state_at, _HEAD.size + len(first)
+        last_at, end = self._take_beginning(first), _HEAD.size + len(first)
         for body in self._bodies(data, end):
             frame = _decode_frame(body)
             last_at, end = frame.at, end + _HEAD.size + len(body)
@@ -170,7 +169,7 @@ class FolderLog(Log):
                 )
         return last_at
 
-    def _take_beginning(self, body: bytes) -> None:
+    def _take_beginning(self, body: bytes) -> float:
         version = msgspec.msgpack.decode(body)[0]
         if version != _VERSION:
             raise CorruptDataError(
@@ -178,7 +177,8 @@ class FolderLog(Log):
                 hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
             )
         beginning = _decode_beginning(body)
-        self.state, self.state_at, self.notes = beginning.state, beginning.at, beginning.notes
+        self.state, self.notes = beginning.state, beginning.notes
+        return beginning.at
 
     def _bodies(self, data: bytes, start: int) -> Iterator[bytes]:
         """What the frames from there on hold. What was not written whole is dropped: nobody got its answer.
@@ -206,7 +206,7 @@ class FolderLog(Log):
         try:
             with self._lock:
                 at = self.now()
-                data = _packed(_Beginning(_VERSION, at, self.notes, self.make_state(at)))
+                data = _packed(_Beginning(_VERSION, at, self.notes, self.make_state()))
                 write_file(new, [data]) if self._sync else new.write_bytes(data)
                 self._refuse_if_taken()
                 fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)

@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgpack
+import msgspec
 
 from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import VERSION, Messages
-from dataplane_core.ledger import Command, LedgerService, Ref, Reply, StateReader, commands, to_state
+from dataplane_core.ledger import Command, Ledger, LedgerService, Ref, Reply, commands, pack_state, unpack_state
 from dataplane_core.log.base import Log
-from dataplane_core.packed import unpack_msgpack_stream
 
 _MESSAGES: Final = Messages()
 #: Which version the state is of, and which the records.
-_VERSIONS: Final = [1, VERSION]
+_VERSIONS: Final = (2, VERSION)
+_decode: Final = msgspec.msgpack.Decoder(tuple[tuple[int, int], msgspec.Raw]).decode
 #: Commands that make room, which a full disk must not keep from it.
 _FREES: Final = (commands.AbortPut, commands.ClearRequest, commands.Collected)
 
@@ -53,31 +53,31 @@ class LoggedLedger:
         self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
         # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
         self._at: float | None = None
-        reader = StateReader()
-        try:
-            sections = unpack_msgpack_stream(log.state)
-            if log.state and (versions := next(sections, None)) != _VERSIONS:
-                raise CorruptDataError(
-                    f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
-                    hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
-                )
-            for section in sections:
-                reader.take(section, log.state_at)
-            reader.end()
-        except CorruptDataError:
-            raise
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
-        self._service = LedgerService(clock=self._now, ledger=reader.ledger)
+        ledger = self._unpacked(log.state) if log.state else Ledger()
+        self._service = LedgerService(clock=self._now, ledger=ledger)
         for self._at, record in log.records:
             self._run_again(record)
         self._at = log.now()
         if ends_holds:
-            reader.ledger.end_holds(self._at)
-        reader.ledger.limit(capacity_bytes, first_write)
+            ledger.end_holds(self._at)
+        ledger.limit(capacity_bytes, first_write)
         log.make_state = self._state
         log.begin()
         self._at = None
+
+    def _unpacked(self, state: bytes) -> Ledger:
+        try:
+            versions, data = _decode(state)
+            if versions != _VERSIONS:
+                raise CorruptDataError(
+                    f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
+                    hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
+                )
+            return unpack_state(data)
+        except CorruptDataError:
+            raise
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
 
     def _run_again(self, record: bytes) -> None:
         try:
@@ -94,9 +94,8 @@ class LoggedLedger:
     def _now(self) -> float:
         return self._log.now() if self._at is None else self._at
 
-    def _state(self, at: float) -> bytes:
-        pack = msgpack.Packer().pack
-        return b"".join(map(pack, [_VERSIONS, *to_state(self._service.ledger, at)]))
+    def _state(self) -> bytes:
+        return msgspec.msgpack.encode((_VERSIONS, msgspec.Raw(pack_state(self._service.ledger))))
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """As `LedgerService.call`. Answer only after the log's ``commit``.
@@ -107,7 +106,7 @@ class LoggedLedger:
         with self._lock:
             self._at = at = self._log.now()
             try:
-                if command.reads or not self._changes(command):
+                if not self._service.changes(command):
                     return self._service.call(command, wake)
                 is_lazy = isinstance(command, self._lazy)
                 record = _MESSAGES.encode_request(command)[4:]
@@ -118,17 +117,6 @@ class LoggedLedger:
                 return reply
             finally:
                 self._at = None
-
-    def _changes(self, command: Command[Any]) -> bool:
-        """Whether a command changes anything. Raises if it is a put that is refused."""
-        match command:
-            case commands.BeginPut():
-                self._service.call(commands.CheckPut(command))
-            case commands.ClaimRequest():
-                return self._service.call(commands.MayClaim(command))
-            case commands.WaitForRoom():  # those who wait say so again
-                return False
-        return True
 
     def stop_waiting(self, token: str) -> None:
         """As `LedgerService.stop_waiting`."""

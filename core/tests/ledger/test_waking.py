@@ -95,8 +95,8 @@ def test_questions_are_apart_and_a_put_looks_at_a_few_of_many(monkeypatch):
         made.claim(f"w{number}", tag_filter={"version": (">=", number)})
     made.claim("other field", fields=("y",))
     looks = []
-    num_ready = made.service._ledger.num_ready
-    monkeypatch.setattr(made.service._ledger, "num_ready", lambda *each: looks.append(each) or num_ready(*each))
+    num_ready = made.service._num_ready
+    monkeypatch.setattr(made.service, "_num_ready", lambda claim: looks.append(claim) or num_ready(claim))
     made.put("1")
     assert (len(looks), made.woken) == (16, [])
     made.put("1", fields=("y",))
@@ -152,7 +152,7 @@ def test_claims_that_ended_or_are_not_asked_again_are_forgotten():
     with pytest.raises(KeyError):
         made.service.call(claim(task="absent", token="c"), made.wake("c"))
     assert not len(made.service._waiting)
-    assert not made.service._waiting._partitions
+    assert not made.service._waiting._lines
 
 
 def test_puts_that_wait_for_room_are_woken_when_it_is_there():

@@ -36,7 +36,6 @@ from dataplane_core.errors import (
     MissingDataError,
     OpenCellsError,
     SchemaMismatchError,
-    Shortfall,
     StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
@@ -55,7 +54,6 @@ from dataplane_core.spec import (
     PartitionInfo,
     PartitionList,
     PartitionState,
-    Question,
     Replaced,
     SampleList,
     matches,
@@ -198,17 +196,19 @@ class Ledger:
         if self._begun(put) is None:
             self._check_begin(put, now)
 
-    def may_claim(self, claim: commands.ClaimRequest, now: float) -> bool:
-        """Whether a claim would change anything. Raises as the claim."""
-        return self._partition(claim.partition_id).may_claim(claim, now)
+    def partition(self, partition_id: str) -> Partition:
+        """A registered partition.
 
-    def num_ready(self, claim: commands.ClaimRequest, now: float) -> float:
-        """How many samples are ready for a claim. Infinite if the claim would not wait. Raises as the claim."""
-        return self._partition(claim.partition_id).num_ready(claim, now)
-
-    def shortfall(self, partition_id: str, question: commands.ClaimRequest | Question, now: float) -> Shortfall:
-        """Why a claim gets no more samples. Looks at every row."""
-        return self._partition(partition_id).shortfall(question, now)
+        Raises:
+            UnknownPartitionError: It is not.
+        """
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            raise UnknownPartitionError(
+                f"partition '{partition_id}' is not registered.",
+                hint=f"Registered: {preview(self._partitions, limit=5) or 'none'}.",
+            )
+        return partition
 
     def next_lease_check(self, partition_id: str) -> float:
         """No lease of a partition ends before this time. Infinite if there is none."""
@@ -243,7 +243,7 @@ class Ledger:
         return replace(info, replaced=replaced), freed
 
     def _describe(self, command: commands.DescribeRequest, now: float) -> PartitionInfo:
-        return self._partition(command.partition_id).info
+        return self.partition(command.partition_id).info
 
     # --- production ---------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Ledger:
 
     def _check_begin(self, put: commands.BeginPut, now: float) -> Partition:
         self._refuse_done(put)
-        partition = self._partition(put.partition_id)
+        partition = self.partition(put.partition_id)
         if put.epoch is not None and put.epoch != partition.info.epoch:
             raise StalePartitionError(
                 f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
@@ -425,7 +425,7 @@ class Ledger:
     # --- reads --------------------------------------------------------------------------------------------------------
 
     def _locate(self, command: commands.Locate, now: float) -> Located:
-        partition = self._partition(command.partition_id)
+        partition = self.partition(command.partition_id)
         sample_ids, fields = command.sample_ids, command.fields
         # the samples of a read whose fields are in the same writes: their places in the request, and their positions in
         # each of the writes, sample by sample
@@ -484,7 +484,7 @@ class Ledger:
         )
 
     def _list_samples(self, command: commands.ListRequest, now: float) -> SampleList:
-        rows = self._partition(command.partition_id).rows
+        rows = self.partition(command.partition_id).rows
         sample_ids = rows if command.sample_ids is None else command.sample_ids
         listed = [rows[name] for name in sample_ids if name in rows and matches(rows[name].tags, command.tag_filter)]
         return SampleList(sample_ids=[row.sample_id for row in listed], tags=[dict(row.tags) for row in listed])
@@ -493,10 +493,10 @@ class Ledger:
         return PartitionList(partition_ids=list(self._partitions))
 
     def _inspect(self, command: commands.InspectRequest, now: float) -> PartitionDescription:
-        return self._partition(command.partition_id).describe(now, command.questions)
+        return self.partition(command.partition_id).describe(now, command.questions)
 
     def _list_fields(self, command: commands.FieldsRequest, now: float) -> FieldList:
-        partition = self._partition(command.partition_id)
+        partition = self.partition(command.partition_id)
         patterns: dict[tuple[str, ...], int] = {}
         try:
             rows = [partition.rows[sample_id] for sample_id in command.sample_ids]
@@ -508,7 +508,7 @@ class Ledger:
     # --- cursors and claims -------------------------------------------------------------------------------------------
 
     def _export(self, command: commands.ExportRequest, now: float) -> PartitionState:
-        partition = self._partition(command.partition_id)
+        partition = self.partition(command.partition_id)
         return PartitionState(
             consumed=partition.consumed_ids(),
             cleared_ids=sorted(partition.seen.difference(partition.rows)),
@@ -516,10 +516,10 @@ class Ledger:
         )
 
     def _set_cursor(self, command: commands.SetCursorRequest, now: float) -> int:
-        return self._partition(command.partition_id).set_cursor(command)
+        return self.partition(command.partition_id).set_cursor(command)
 
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        partition = self._partition(command.partition_id)
+        partition = self.partition(command.partition_id)
         request_id = f"claim {command.token} {partition.info.epoch}"
         if request_id in self._done:
             return partition.claim_again(command, *self._done.reply(request_id))
@@ -530,7 +530,7 @@ class Ledger:
 
     def _settle(self, command: commands.SettleRequest, now: float) -> None:
         if command.request_id not in self._done:
-            self._partition(command.partition_id).settle(command, now)
+            self.partition(command.partition_id).settle(command, now)
             self._note_done(command.request_id, command.left_s, now)
 
     def _consumed(self, command: commands.ConsumptionRequest, now: float) -> bool:
@@ -601,15 +601,6 @@ class Ledger:
     def _give_up(self, writes: Iterable[int], now: float) -> None:
         for write_id in writes:
             self._abandon(write_id, self._pending.pop(write_id).put, now)
-
-    def _partition(self, partition_id: str) -> Partition:
-        partition = self._partitions.get(partition_id)
-        if partition is None:
-            raise UnknownPartitionError(
-                f"partition '{partition_id}' is not registered.",
-                hint=f"Registered: {preview(self._partitions, limit=5) or 'none'}.",
-            )
-        return partition
 
 
 #: Command -> the method that carries it out.

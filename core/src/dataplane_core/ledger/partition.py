@@ -49,56 +49,33 @@ from dataplane_core.spec import (
 
 @dataclass(slots=True)
 class Task:
-    """The rows that a task was given, and those that are ready for it.
-
-    Attributes:
-        views: Required fields -> the claimables that are ready.
-        num_held: Number of rows that it holds, leased or for good.
-        num_done: Number of rows that it holds for good.
-    """
+    """The rows that a task was given, and those that are ready for it: a view for each set of required fields."""
 
     views: dict[frozenset[str], ReadyView] = field(default_factory=dict)
-    num_held: int = 0
-    num_done: int = 0
+    num_held: int = 0  # rows that it holds, leased or for good
+    num_done: int = 0  # rows that it holds for good
 
 
 @dataclass(slots=True)
 class _Change:
-    """What a put changes in all rows that have the same cells before.
+    """What a put changes in all rows that have the same cells before."""
 
-    Attributes:
-        cells: Their cells after it.
-        joint: How these follow from those before. None: the put has no writes.
-        gained: The fields that they did not have before.
-        ready: Tasks and their views whose fields the rows have since this put.
-        satisfied: All views whose fields the rows have.
-        num_rows: How many rows these are.
-    """
-
-    cells: Cells
-    joint: Join | None
-    gained: list[str]
-    ready: list[tuple[str, ReadyView]]
-    satisfied: list[ReadyView]
+    cells: Cells  # after it
+    joint: Join | None  # how these follow from those before. None: the put has no writes
+    gained: list[str]  # the fields that they did not have before
+    ready: list[tuple[str, ReadyView]]  # tasks and their views whose fields the rows have since this put
+    satisfied: list[ReadyView]  # all views whose fields the rows have
     num_rows: int = 0
 
 
 class _Outcome(NamedTuple):
-    """What a claim would get.
+    """What a claim would get."""
 
-    Attributes:
-        ready: The claimables that the task may be given.
-        num_claimables: How many of them the claim can hand out.
-        hands_out: Whether it hands them out.
-        exhausted: Whether the partition can give the task no more.
-        ends_ranks: Whether this says to all ranks that there is no such batch.
-    """
-
-    ready: ReadySet
-    num_claimables: int
-    hands_out: bool
-    exhausted: bool
-    ends_ranks: bool
+    ready: ReadySet  # the claimables that the task may be given
+    num_claimables: int  # how many of them the claim can hand out
+    hands_out: bool  # whether it hands them out
+    exhausted: bool  # whether the partition can give the task no more
+    ends_ranks: bool  # whether this says to all ranks that there is no such batch
 
 
 @dataclass(slots=True)
@@ -267,7 +244,8 @@ class Partition:
         claimable = self._claimable_of(row)
         for task_name, view in change.ready:
             self._count_member(view, row)
-            self._add_if_ready(view, claimable, task_name)
+            if self._is_ready(view, claimable, task_name):
+                view.add(claimable)
         if retagged:
             for view in change.satisfied:
                 view.touch(claimable.seq)
@@ -672,7 +650,8 @@ class Partition:
         self._forget_hold(row, task_name, row.drop_hold(task_name))
         claimable = self._claimable_of(row)
         for view in self.tasks[task_name].views.values():
-            self._add_if_ready(view, claimable, task_name)
+            if self._is_ready(view, claimable, task_name):
+                view.add(claimable)
 
     def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
@@ -712,11 +691,6 @@ class Partition:
         if row.group is not None and row.group not in self.broken_groups:
             seq = self.groups[row.group].seq
             view.ready_members[seq] = view.ready_members.get(seq, 0) + 1
-
-    def _add_if_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> None:
-        """Adds a claimable that changed to a view, if it is ready now."""
-        if self._is_ready(view, claimable, task_name):
-            view.add(claimable)
 
     def _is_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> bool:
         if isinstance(claimable, Row):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice, takewhile
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.ready import ranks_of
@@ -37,15 +37,8 @@ _QUIET_S: Final = 1.0
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A put that waits.
-
-    Attributes:
-        size_bytes: Size of its payload.
-        since: When it entered the queue.
-        expires_at: When it is dropped, unless it asks again.
-        passed_bytes: Size of the later puts that went ahead of it.
-    """
+class _Put:
+    """A put that waits: its size, when it came, when it is dropped unless it asks again, and what went ahead of it."""
 
     size_bytes: int
     since: float
@@ -63,7 +56,7 @@ class RoomQueue:
     waiting put in this way with at most ``capacity_bytes`` in all.
     """
 
-    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    waiting: dict[str, _Put] = field(default_factory=dict)
     freed_at: float = float("-inf")
 
     def wait(self, ticket: str, size_bytes: int, now: float, wait_s: float) -> None:
@@ -71,21 +64,13 @@ class RoomQueue:
         self._drop_expired(now)
         if wait_s <= 0:
             self.waiting.pop(ticket, None)
-            return
-        expires_at = now + min(wait_s, _KEPT_S)
-        known = self.waiting.get(ticket)
-        if known is None:
-            self.waiting[ticket] = _Waiting(size_bytes, now, expires_at)
         else:
-            known.expires_at = expires_at
-
-    def first(self, count: int) -> list[str]:
-        """The tickets of the first puts that wait."""
-        return list(islice(self.waiting, count))
+            put = self.waiting.setdefault(ticket, _Put(size_bytes, now, now))
+            put.expires_at = now + min(wait_s, _KEPT_S)
 
     def place(self, ticket: str) -> int:
         """How many puts wait ahead of this one."""
-        return next((place for place, each in enumerate(self.waiting) if each == ticket), len(self.waiting))
+        return len(self._ahead(ticket))
 
     def num_ahead(self, ticket: str | None, size_bytes: int, free_bytes: int, capacity_bytes: int, now: float) -> int:
         """How many waiting puts a put, which fits, must wait for; 0: it may take its room."""
@@ -94,7 +79,7 @@ class RoomQueue:
         if _leaves_room(ahead, size_bytes, free_bytes):
             return 0
         quiet = now - max(self.freed_at, ahead[0].since) >= _QUIET_S
-        if quiet and all(each.passed_bytes + size_bytes <= capacity_bytes for each in ahead):
+        if quiet and all(put.passed_bytes + size_bytes <= capacity_bytes for put in ahead):
             return 0
         return len(ahead)
 
@@ -102,23 +87,22 @@ class RoomQueue:
         """A put takes its room, of ``free_bytes``."""
         ahead = self._ahead(ticket)
         if not _leaves_room(ahead, size_bytes, free_bytes):
-            for waiting in ahead:
-                waiting.passed_bytes += size_bytes
+            for put in ahead:
+                put.passed_bytes += size_bytes
         if ticket is not None:
             self.waiting.pop(ticket, None)
 
-    def _ahead(self, ticket: str | None) -> list[_Waiting]:
+    def _ahead(self, ticket: str | None) -> list[_Put]:
         """The puts that wait ahead of this one."""
-        return [waiting for _, waiting in takewhile(lambda each: each[0] != ticket, self.waiting.items())]
+        return [put for _, put in takewhile(lambda entry: entry[0] != ticket, self.waiting.items())]
 
     def _drop_expired(self, now: float) -> None:
-        for ticket in [each for each, waiting in self.waiting.items() if waiting.expires_at <= now]:
-            del self.waiting[ticket]
+        self.waiting = {ticket: put for ticket, put in self.waiting.items() if put.expires_at > now}
 
 
-def _leaves_room(ahead: Sequence[_Waiting], size_bytes: int, free_bytes: int) -> bool:
+def _leaves_room(ahead: Sequence[_Put], size_bytes: int, free_bytes: int) -> bool:
     """Whether a put can take its room, and those ahead of it theirs."""
-    return not ahead or sum(each.size_bytes for each in ahead) + size_bytes <= free_bytes
+    return not ahead or sum(put.size_bytes for put in ahead) + size_bytes <= free_bytes
 
 
 # --- requests that were carried out -----------------------------------------------------------------------------------
@@ -177,30 +161,26 @@ _ASKS_WITHIN_S: Final = 1.0
 #: So is one that has not asked for so many seconds, though it should ask by itself.
 _ASKS_AT_LEAST_S: Final = 2 * LONGEST_PAUSE_S
 
-_Question: TypeAlias = tuple[Any, ...]
-
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     """A claim that waits.
 
     Attributes:
+        claim: The claim.
+        question: What it asks; equal for claims that ask the same.
         wake: Tells its client to ask again. False if the client is gone.
         lease_ends_at: Its client knows that a lease may end then, and asks again. Infinite: it knows of none.
-        woken_at: When it was called, if it was since the claim last asked.
+        asked_at: When it asked last.
+        woken_at: When it was woken, if it was since then.
     """
 
+    claim: commands.ClaimRequest
+    question: tuple[Any, ...]
     wake: Callable[[], bool]
     lease_ends_at: float
+    asked_at: float
     woken_at: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """Claims that ask the same: the first of them, and all by their tokens in the order in which they came."""
-
-    claim: commands.ClaimRequest
-    waiters: dict[str, _Waiter] = field(default_factory=dict)
 
 
 class WaitingClaims:
@@ -211,54 +191,43 @@ class WaitingClaims:
     """
 
     def __init__(self) -> None:
-        self._partitions: dict[str, dict[_Question, _Asked]] = {}
-        # token -> partition, question, and when it was last asked; in the order of that
-        self._asked: dict[str, tuple[str, _Question, float]] = {}
+        self._waiters: dict[str, _Waiter] = {}  # by their tokens, in the order in which they asked last
+        # partition -> question -> those that ask it, by their tokens, in the order in which they came
+        self._lines: dict[str, dict[tuple[Any, ...], dict[str, _Waiter]]] = {}
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._waiters)
 
     def add(self, claim: commands.ClaimRequest, wake: Callable[[], bool], lease_ends_at: float, now: float) -> None:
         """A claim waits, or still waits. It keeps its place. It is told when a lease may end."""
         # two for each one that comes, so that clients which were killed do not pile up, and no call takes long
-        for token, (_, _, asked_at) in list(islice(self._asked.items(), 2)):
-            if now - asked_at > _ASKS_AT_LEAST_S:
+        for token, waiter in list(islice(self._waiters.items(), 2)):
+            if now - waiter.asked_at > _ASKS_AT_LEAST_S:
                 self.drop(token)
         # claims that ask the same are looked at once for all: 500 idle ranks cost a put what one does
         question = (
-            claim.task_name,
-            tuple(claim.required_fields),
-            repr(claim.tag_filter),
-            claim.batch_size,
-            claim.sampler,
-            claim.dp_rank,
-            claim.dp_size,
-            claim.batch_index,
-            claim.batch_epoch,
+            *(claim.task_name, tuple(claim.required_fields), repr(claim.tag_filter), claim.batch_size, claim.sampler),
+            *(claim.dp_rank, claim.dp_size, claim.batch_index, claim.batch_epoch),
         )
-        known = self._asked.get(claim.token)
-        if known is not None and known[:2] != (claim.partition_id, question):
+        before = self._waiters.get(claim.token)
+        if before is not None and (before.claim.partition_id, before.question) != (claim.partition_id, question):
             self.drop(claim.token)
-        self._asked.pop(claim.token, None)
-        self._asked[claim.token] = (claim.partition_id, question, now)
-        questions = self._partitions.setdefault(claim.partition_id, {})
-        asked = questions.get(question)
-        if asked is None:
-            asked = questions[question] = _Asked(claim)
-        asked.waiters[claim.token] = _Waiter(wake, lease_ends_at)
+        self._waiters.pop(claim.token, None)
+        waiter = self._waiters[claim.token] = _Waiter(claim, question, wake, lease_ends_at, now)
+        self._lines.setdefault(claim.partition_id, {}).setdefault(question, {})[claim.token] = waiter
 
     def drop(self, token: str) -> str | None:
         """A claim no longer waits. Returns its partition, or None if it did not wait."""
-        place = self._asked.pop(token, None)
-        if place is None:
+        waiter = self._waiters.pop(token, None)
+        if waiter is None:
             return None
-        partition_id, question, _ = place
-        questions = self._partitions[partition_id]
-        del questions[question].waiters[token]
-        if not questions[question].waiters:
-            del questions[question]
-            if not questions:
-                del self._partitions[partition_id]
+        partition_id = waiter.claim.partition_id
+        lines = self._lines[partition_id]
+        del lines[waiter.question][token]
+        if not lines[waiter.question]:
+            del lines[waiter.question]
+            if not lines:
+                del self._lines[partition_id]
         return partition_id
 
     def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimRequest], float], now: float) -> None:
@@ -269,13 +238,13 @@ class WaitingClaims:
             num_ready: How many samples are ready for a claim. Infinite if it can be answered however many are ready.
             now: The time in seconds.
         """
-        for asked in self._some(partition_id):
-            left = num_ready(asked.claim)
-            needed = asked.claim.batch_size * ranks_of(asked.claim)
-            for token, waiter in list(asked.waiters.items()) if left >= needed else ():
+        for line in self._some_lines(partition_id):
+            claim = next(iter(line.values())).claim
+            left, needed = num_ready(claim), claim.batch_size * ranks_of(claim)
+            for waiter in list(line.values()):
                 if left < needed:
                     break
-                if self._is_woken(token, waiter, now):
+                if self._is_woken(waiter, now):
                     left -= needed
 
     def tell(self, partition_id: str, lease_ends_at: float, now: float) -> None:
@@ -283,13 +252,12 @@ class WaitingClaims:
 
         It asks when the lease has ended, and others are woken then if they can be answered.
         """
-        for asked in self._some(partition_id):
-            while asked.waiters:
-                token, waiter = next(iter(asked.waiters.items()))
-                if waiter.lease_ends_at <= lease_ends_at or self._is_woken(token, waiter, now):
+        for line in self._some_lines(partition_id):
+            for waiter in list(line.values()):
+                if waiter.lease_ends_at <= lease_ends_at or self._is_woken(waiter, now):
                     break
 
-    def _is_woken(self, token: str, waiter: _Waiter, now: float) -> bool:
+    def _is_woken(self, waiter: _Waiter, now: float) -> bool:
         """Wakes a claim, unless it was woken since it last asked. False if its client is gone, or takes too long to ask
         again: then it is dropped."""
         if waiter.woken_at is None and waiter.wake():
@@ -297,15 +265,15 @@ class WaitingClaims:
             waiter.woken_at = now
         if waiter.woken_at is not None and now - waiter.woken_at <= _ASKS_WITHIN_S:
             return True
-        self.drop(token)
+        self.drop(waiter.claim.token)
         return False
 
-    def _some(self, partition_id: str) -> list[_Asked]:
+    def _some_lines(self, partition_id: str) -> list[dict[str, _Waiter]]:
         """A few of the questions of a partition: others at the next call, if there are more."""
-        questions = self._partitions.get(partition_id, {})
-        some = list(islice(questions.items(), _MOST_QUESTIONS))
-        if len(questions) > len(some):
-            for question, asked in some:
-                del questions[question]
-                questions[question] = asked
-        return [asked for _, asked in some]
+        lines = self._lines.get(partition_id, {})
+        some = list(islice(lines.items(), _MOST_QUESTIONS))
+        if len(lines) > len(some):
+            for question, line in some:
+                del lines[question]
+                lines[question] = line
+        return [line for _, line in some]

@@ -65,6 +65,9 @@ class LedgerService:
         capacity_bytes: As for `Ledger`.
         clock: Gives the time in seconds.
         ledger: An existing ledger to serve. ``capacity_bytes`` is then ignored.
+
+    Attributes:
+        ledger: The ledger. A host that uses it must keep other threads out.
     """
 
     def __init__(
@@ -73,18 +76,13 @@ class LedgerService:
         clock: Callable[[], float] = time.monotonic,
         ledger: Ledger | None = None,
     ) -> None:
-        self._ledger = Ledger(capacity_bytes=capacity_bytes) if ledger is None else ledger
+        self.ledger = Ledger(capacity_bytes=capacity_bytes) if ledger is None else ledger
         self._clock = clock
         # partition, task, fields and filter of a claim -> why it gets no more, and until when all who ask are told so
         self._shortfalls: dict[tuple[Any, ...], tuple[Shortfall, float]] = {}
         self._waiting = WaitingClaims()
         self._clients = ClientRegister()
         self._room_wakes: dict[str, Callable[[], bool]] = {}  # ticket of a put that waits for room -> how to wake it
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger. A host that uses it must keep other threads out."""
-        return self._ledger
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Runs a command now. All callers use this method.
@@ -96,7 +94,7 @@ class LedgerService:
                 False: nobody waits any longer.
         """
         changes = self._changed_by(command) if self._waiting else None
-        held_bytes = self._ledger.held_bytes
+        held_bytes = self.ledger.held_bytes
         try:
             return self._run(command, wake)
         finally:
@@ -107,7 +105,7 @@ class LedgerService:
             self._wake_claims(changes)
         if self._waiting and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
             self._tell_of_leases(command.partition_id)
-        if self._room_wakes and (self._ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
+        if self._room_wakes and (self.ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
             self._wake_for_room()
 
     def stop_waiting(self, token: str) -> None:
@@ -134,26 +132,26 @@ class LedgerService:
                 for key in [key for key in self._shortfalls if key[0] == command.partition_id]:
                     del self._shortfalls[key]
             case commands.BeginPut():
-                write_id = self._when_there_is_room(command, self._ledger.apply)
+                write_id = self._when_there_is_room(command, self.ledger.apply)
                 if command.ticket is not None and self._room_wakes.pop(command.ticket, None) is not None:
                     self._wake_for_room()
                 return cast("Reply", write_id)
             case commands.WaitForRoom() if command.wait_s <= 0:
                 self._room_wakes.pop(command.ticket, None)
             case commands.WaitForRoom() if wake is not None:
-                queue = self._ledger.room.first(sys.maxsize)  # clients of others are gone
+                queue = self.ledger.room.waiting  # clients of others are gone
                 self._room_wakes = {ticket: self._room_wakes[ticket] for ticket in queue if ticket in self._room_wakes}
                 self._room_wakes[command.ticket] = wake
-        return self._ledger.apply(command, self._clock())
+        return self.ledger.apply(command, self._clock())
 
     def changes(self, command: Command[Any]) -> bool:
         """Whether a command would change the ledger, so that a log needs a record of it. Raises as a put that would be
         refused: such puts come again and again."""
         match command:
             case commands.BeginPut():
-                self._when_there_is_room(command, self._ledger.check_put)
+                self._when_there_is_room(command, self.ledger.check_put)
             case commands.ClaimRequest():
-                return self._ledger.may_claim(command, self._clock())
+                return self.ledger.partition(command.partition_id).may_claim(command, self._clock())
             case commands.WaitForRoom():  # those who wait say so again
                 return False
         return not command.reads
@@ -162,7 +160,7 @@ class LedgerService:
         """The partition in which a command may make samples ready, or a claim that waits fail."""
         match command:
             case commands.CommitPut():
-                return self._ledger.partition_of_put(command.write_id)
+                return self.ledger.partition_of_put(command.write_id)
             case (
                 commands.PutTags()
                 | commands.NackRequest()
@@ -175,7 +173,7 @@ class LedgerService:
 
     def _num_ready(self, claim: commands.ClaimRequest) -> float:
         try:
-            return self._ledger.num_ready(claim, self._clock())
+            return self.ledger.partition(claim.partition_id).num_ready(claim, self._clock())
         except DataPlaneError:  # the claim raises it when it asks again
             return math.inf
 
@@ -183,14 +181,14 @@ class LedgerService:
         self._waiting.wake(partition_id, self._num_ready, self._clock())
 
     def _wake_for_room(self) -> None:
-        for ticket in self._ledger.room.first(_NUM_HEAD):
+        for ticket in list(islice(self.ledger.room.waiting, _NUM_HEAD)):
             wake = self._room_wakes.get(ticket)
             if wake is not None and not wake():
                 del self._room_wakes[ticket]
 
     def garbage(self) -> list[Ref]:
         """`Ledger.garbage` now."""
-        return self._ledger.garbage(self._clock())
+        return self.ledger.garbage(self._clock())
 
     def _when_there_is_room(self, put: commands.BeginPut, call: Callable[[commands.BeginPut, float], _T]) -> _T:
         """Tells a put that waits for room when to ask again: soon at the queue's head."""
@@ -198,13 +196,13 @@ class LedgerService:
             return call(put, self._clock())
         except CapacityExceededError as error:
             if put.ticket is not None and error.retryable:
-                place = min(self._ledger.room.place(put.ticket), 64)
+                place = min(self.ledger.room.place(put.ticket), 64)
                 error.ask_again_s = min(_FIRST_IN_QUEUE_S * 2**place, _LAST_IN_QUEUE_S)
             raise
 
     def _claim(self, command: commands.ClaimRequest, wake: Callable[[], bool] | None) -> Claim:
         try:
-            claim = self._ledger.apply(replace(command, explain=False), self._clock())
+            claim = self.ledger.apply(replace(command, explain=False), self._clock())
         except DataPlaneError:
             if self._waiting.drop(command.token) is not None:  # others may end for the same reason
                 self._wake_claims(command.partition_id)
@@ -218,19 +216,19 @@ class LedgerService:
             if self._waiting and (claim.sample_ids or claim.num_ranks or (waited and claim.answered)):
                 self._wake_claims(command.partition_id)
             return claim
-        lease_ends_at, now = self._ledger.next_lease_check(command.partition_id), self._clock()
+        lease_ends_at, now = self.ledger.next_lease_check(command.partition_id), self._clock()
         self._waiting.add(command, wake, lease_ends_at, now)
         return replace(claim, ask_again_s=max(min(lease_ends_at - now, LONGEST_PAUSE_S), _LEAST_LEASE_PAUSE_S))
 
     def _tell_of_leases(self, partition_id: str) -> None:
         """Wakes claims of a partition that would ask too late, since a lease may end sooner than they know."""
-        lease_ends_at, now = self._ledger.next_lease_check(partition_id), self._clock()
+        lease_ends_at, now = self.ledger.next_lease_check(partition_id), self._clock()
         if lease_ends_at - now < LONGEST_PAUSE_S:
             self._waiting.tell(partition_id, lease_ends_at, now)
 
     def _inspect(self, command: commands.InspectRequest) -> PartitionDescription:
         plain = [replace(question, explain=False) for question in command.questions]
-        description = self._ledger.apply(replace(command, questions=plain), self._clock())
+        description = self.ledger.apply(replace(command, questions=plain), self._clock())
         answers = [
             replace(answer, shortfall=self._shortfall(command.partition_id, question))
             if answer is not None and question.explain
@@ -245,7 +243,7 @@ class LedgerService:
         shortfall, stale_at = self._shortfalls.get(key, (None, 0.0))
         if shortfall is None or stale_at <= time.monotonic():
             start = time.thread_time()
-            shortfall = self._ledger.shortfall(partition_id, question, self._clock())
+            shortfall = self.ledger.partition(partition_id).shortfall(question, self._clock())
             cost_s = time.thread_time() - start
             if len(self._shortfalls) >= _MOST_SHORTFALLS:
                 self._shortfalls.clear()

@@ -86,17 +86,14 @@ class Log(ABC):
             _log.critical("this process may answer nobody any more, and ends: %s", error)
             os._exit(EXIT_STATUS)
 
-    @property
-    def is_long(self) -> bool:
-        """Whether it is time for `shorten`."""
-        return self._size > self._long_at
-
     def _began(self, size: int, state_bytes: int) -> None:
         """The log of this process begins with so many bytes, of a state of so many."""
         self._size, self._long_at = size, size + max(TAIL_BYTES, int(TAIL_SHARE * state_bytes))
 
-    def shorten(self) -> None:
-        """As `begin`, for a log that is long. If that fails, the log goes on growing until it is twice as long."""
+    def shorten_if_long(self) -> None:
+        """As `begin`, if the log is long. If that fails, it goes on growing until it is twice as long."""
+        if self._size <= self._long_at:
+            return
         try:
             self.begin()
         except TakenError:

@@ -1,11 +1,9 @@
 """A log in an engine that several hosts reach, whose writer is elected: the owner of the store's ledger.
 
 The engine keeps records under the numbers 1, 2, 3, ... It appends one only if its number follows the newest. So of two
-processes that append the same number, one succeeds, and the other notices that it is not the owner any more. A record
-holds what the owner did since the one before, and says where the owner is reached.
-
-An owner appends a record at least each second. Where the newest record stays the same for `LEASE_S`, its owner is dead,
-or may answer nobody until it has appended again. No clock is compared with another.
+processes that append the same number, one notices that it is not the owner any more. An owner appends a record at least
+each second. Where the newest record stays the same for `LEASE_S`, its owner is dead, or may answer nobody until it has
+appended again. No clock is compared with another.
 """
 
 from __future__ import annotations
@@ -55,13 +53,12 @@ class LogEngine(Protocol):
 
 
 class LogRecord(msgspec.Struct, array_like=True):
-    """A record.
+    """What the owner did since the record before, and where it is reached.
 
     Attributes:
         version: Of this format.
         owner: The id of the owner, random bits.
-        address: Where it is reached: its address, port, token, and its certificate if it uses TLS. None: it has
-            ended.
+        address: Its address, port, token, and its certificate if it uses TLS. None: it has ended.
         generation: Greater than that of each owner before; if the engine lost their records, most likely another one.
         at: The time, on the log's clock.
         commands: What it did, each with its time.
@@ -88,8 +85,8 @@ def newest_record(engine: LogEngine, deadline: float) -> tuple[int, LogRecord | 
     Raises:
         CorruptDataError: It is no record of a log of this version.
     """
-    found = [*engine.read_log(None, deadline)]
-    return (found[-1][0], _record(*found[-1])) if found else (0, None)
+    records = [*engine.read_log(None, deadline)]
+    return (records[-1][0], _record(*records[-1])) if records else (0, None)
 
 
 def _record(number: int, data: bytes) -> LogRecord:
@@ -246,8 +243,7 @@ class EngineLog(Log):
         with self._lock:
             self._is_dirty |= time.monotonic() - self._sure_at > _BEAT_S
         self.commit_or_end()
-        if self.is_long:  # also of such records
-            self.shorten()
+        self.shorten_if_long()  # also of such records
 
     def end(self) -> None:
         """Says that this owner ends: the next one need not wait."""

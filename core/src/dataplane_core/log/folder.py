@@ -2,8 +2,7 @@
 
 One process writes it. The file ``journal`` is a sequence of frames: the length of a body, the CRC-32 of these 4 bytes,
 a digest of the body, and the body, in msgpack. The first frame is the state and the notes before all others. Each later
-one holds a record or a note, with its time, and with how much of the file the disk had by then. Times are on a clock of
-the log's own. It stands still while no process has the log open, so what is left of a lease is left of it then.
+one holds a record or a note.
 
 Each process that opens the log has a folder of its own in the folder: 1, 2, 3, ... It first makes its folder. From
 then on, the process before it answers nobody: see `FolderLog.commit`. Then it reads what that one wrote, and begins
@@ -136,8 +135,8 @@ class FolderLog(Log):
 
     def _newest(self) -> Path | None:
         """The folder with the newest log. The folder of a process that ended while it opened one has none."""
-        folders = [self._root / str(number) for number in self._numbers()]
-        return next((each for each in reversed(folders) if (each / _NAME).exists()), None)
+        folders = [self._root / str(number) for number in reversed(self._numbers())]
+        return next((folder for folder in folders if (folder / _NAME).exists()), None)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -151,7 +150,15 @@ class FolderLog(Log):
                 f"the log in {self._root} is damaged at byte 0 of {len(data)}, or of an earlier version.",
                 hint=_DAMAGED_HINT,
             )
-        last_at, end = self._take_beginning(first), _HEAD.size + len(first)
+        version = msgspec.msgpack.decode(first)[0]
+        if version != _VERSION:
+            raise CorruptDataError(
+                f"the log in {self._root} is of version {version}. Expected {_VERSION}.",
+                hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
+            )
+        beginning = _decode_beginning(first)
+        self.state, self.notes = beginning.state, beginning.notes
+        last_at, end = beginning.at, _HEAD.size + len(first)
         for body in self._bodies(data, end):
             frame = _decode_frame(body)
             last_at, end = frame.at, end + _HEAD.size + len(body)
@@ -169,17 +176,6 @@ class FolderLog(Log):
                 )
         return last_at
 
-    def _take_beginning(self, body: bytes) -> float:
-        version = msgspec.msgpack.decode(body)[0]
-        if version != _VERSION:
-            raise CorruptDataError(
-                f"the log in {self._root} is of version {version}. Expected {_VERSION}.",
-                hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
-            )
-        beginning = _decode_beginning(body)
-        self.state, self.notes = beginning.state, beginning.notes
-        return beginning.at
-
     def _bodies(self, data: bytes, start: int) -> Iterator[bytes]:
         """What the frames from there on hold. What was not written whole is dropped: nobody got its answer.
 
@@ -189,7 +185,8 @@ class FolderLog(Log):
         while start < len(data):
             body = _body_at(data, start)
             if body is None:
-                later = (_decode_frame(found) for at in range(start + 1, len(data)) if (found := _body_at(data, at)))
+                bodies = (_body_at(data, at) for at in range(start + 1, len(data)))
+                later = (_decode_frame(body) for body in bodies if body)
                 if any(frame.synced is None or frame.synced > start for frame in later):
                     raise CorruptDataError(
                         f"the log in {self._root} is damaged at byte {start} of {len(data)}.", hint=_DAMAGED_HINT
@@ -331,8 +328,7 @@ class NotesLog(FolderLog):
 
     def note(self, name: str, value: bytes | None) -> None:
         super().note(name, value)
-        if self.is_long:
-            self.shorten()
+        self.shorten_if_long()
 
 
 def _packed(frame: _Beginning | _Frame) -> bytes:

@@ -21,7 +21,7 @@ _decode: Final = msgspec.msgpack.Decoder(tuple[tuple[int, int], msgspec.Raw]).de
 _FREES: Final = (commands.AbortPut, commands.ClearRequest, commands.Collected)
 
 
-class LoggedLedger:
+class LoggedLedger(LedgerService):
     """A ledger that adds each command which changes something to a log, before it runs it. Thread-safe.
 
     A record is the command as it comes over a socket. The ledger of the next process runs all records at their times,
@@ -34,6 +34,9 @@ class LoggedLedger:
             and what may be said again, as that payload was deleted.
         ends_holds: Whether leases and puts under way are ended first: the clients of the process before are gone.
         first_write: No write id that the ledger numbers is smaller.
+
+    Attributes:
+        lock: While another thread holds it, nothing changes the ledger.
 
     Raises:
         CorruptDataError: The log holds what is no ledger, or one of another version.
@@ -48,36 +51,21 @@ class LoggedLedger:
         ends_holds: bool = False,
         first_write: int = 1,
     ) -> None:
+        # a call has one time: what it asks before it is recorded holds when it runs
+        super().__init__(clock=self._now, ledger=_unpacked(log.state) if log.state else Ledger())
         self._log = log
         self._lazy = lazy
-        self.lock = self._lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
-        # The time of the call that runs. A call has one time: what it asks before it is recorded holds when it runs.
-        self._at: float | None = None
-        ledger = self._unpacked(log.state) if log.state else Ledger()
-        self._service = LedgerService(clock=self._now, ledger=ledger)
+        self.lock = threading.RLock()
+        self._at: float | None = None  # the time of the call that runs
         for self._at, record in log.records:
             self._run_again(record)
         self._at = log.now()
         if ends_holds:
-            ledger.end_holds(self._at)
-        ledger.limit(capacity_bytes, first_write)
+            self.ledger.end_holds(self._at)
+        self.ledger.limit(capacity_bytes, first_write)
         log.make_state = self._state
         log.begin()
         self._at = None
-
-    def _unpacked(self, state: bytes) -> Ledger:
-        try:
-            versions, data = _decode(state)
-            if versions != _VERSIONS:
-                raise CorruptDataError(
-                    f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
-                    hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
-                )
-            return unpack_state(data)
-        except CorruptDataError:
-            raise
-        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError) as error:
-            raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error
 
     def _run_again(self, record: bytes) -> None:
         try:
@@ -85,7 +73,7 @@ class LoggedLedger:
         except InvalidRequestError as error:
             raise CorruptDataError(f"a record of the log cannot be read: {error}.") from error
         try:
-            self._service.call(command)
+            super().call(command)
         except DataPlaneError:  # it was refused then as well
             pass
         except Exception as error:
@@ -95,7 +83,7 @@ class LoggedLedger:
         return self._log.now() if self._at is None else self._at
 
     def _state(self) -> bytes:
-        return msgspec.msgpack.encode((_VERSIONS, msgspec.Raw(pack_state(self._service.ledger))))
+        return msgspec.msgpack.encode((_VERSIONS, msgspec.Raw(pack_state(self.ledger))))
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """As `LedgerService.call`. Answer only after the log's ``commit``.
@@ -103,32 +91,38 @@ class LoggedLedger:
         Raises:
             BackendUnavailableError: The log cannot be written. Nothing was done.
         """
-        with self._lock:
+        with self.lock:
             self._at = at = self._log.now()
             try:
-                if not self._service.changes(command):
-                    return self._service.call(command, wake)
-                is_lazy = isinstance(command, self._lazy)
-                record = _MESSAGES.encode_request(command)[4:]
+                if not self.changes(command):
+                    return super().call(command, wake)
+                record, is_lazy = _MESSAGES.encode_request(command)[4:], isinstance(command, self._lazy)
                 self._log.append(record, at, is_lazy=is_lazy, frees=isinstance(command, _FREES))
-                reply = self._service.call(command, wake)
-                if self._log.is_long:
-                    self._log.shorten()
+                reply = super().call(command, wake)
+                self._log.shorten_if_long()
                 return reply
             finally:
                 self._at = None
 
     def stop_waiting(self, token: str) -> None:
-        """As `LedgerService.stop_waiting`."""
-        with self._lock:
-            self._service.stop_waiting(token)
+        with self.lock:
+            super().stop_waiting(token)
 
     def garbage(self) -> list[Ref]:
-        """As `LedgerService.garbage`."""
-        with self._lock:
-            return self._service.garbage()
+        with self.lock:
+            return super().garbage()
 
-    @property
-    def ledger(self) -> Any:
-        """As `LedgerService.ledger`."""
-        return self._service.ledger
+
+def _unpacked(state: bytes) -> Ledger:
+    try:
+        versions, ledger = _decode(state)
+        if versions != _VERSIONS:
+            raise CorruptDataError(
+                f"the ledger in the log is of versions {versions}. Expected {_VERSIONS}.",
+                hint="Another dataplane-core wrote it: use that one, or begin in another folder.",
+            )
+        return unpack_state(ledger)
+    except CorruptDataError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise CorruptDataError(f"the state in the log cannot be read: {type(error).__name__}: {error}.") from error

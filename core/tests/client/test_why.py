@@ -15,7 +15,6 @@ from dataplane_core import connect, connect_async
 from dataplane_core.client import async_client, explaining, waiting
 from dataplane_core.client.announcing import Work
 from dataplane_core.errors import ClaimTimeoutError
-from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import Metrics
 from dataplane_core.spec import ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
@@ -195,8 +194,7 @@ def test_claims_that_began_together_do_not_tell_at_once(monkeypatch):
     request = ClaimRequest("p", "train", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
     work = Work("claim_meta", "p", "train", ("x",))
     waits = [
-        waiting.ClaimWait(request, 900.0, Pacer(), wakes=False, entrance=None, work=work, warn_after_s=100.0)
-        for _ in range(200)
+        waiting.ClaimWait(request, 900.0, wakes=False, entrance=None, work=work, warn_after_s=100.0) for _ in range(200)
     ]
     told = []
     for now[0] in (99.0, 105.0, 110.0, 115.0, 120.0, 125.0, 199.0, 312.5):

@@ -4,7 +4,8 @@ import pytest
 from ledgers import begin, claim, register
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import LONGEST_PAUSE_S, LedgerService, commands
+from dataplane_core.ledger import LedgerService, commands
+from dataplane_core.ledger.queues import LONGEST_PAUSE_S
 
 
 class Waiting:

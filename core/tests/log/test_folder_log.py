@@ -7,7 +7,8 @@ import pytest
 from tiers import in_long
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.log import FolderLog, NotesLog, TakenError, base as log_base, folder as folder_log
+from dataplane_core.log import FolderLog, NotesLog, base as log_base, folder as folder_log
+from dataplane_core.log.base import TakenError
 
 
 class Logs:

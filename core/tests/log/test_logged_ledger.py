@@ -17,7 +17,8 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
-from dataplane_core.log import FolderLog, LoggedLedger, TakenError, ledger as logged_ledger
+from dataplane_core.log import FolderLog, LoggedLedger, ledger as logged_ledger
+from dataplane_core.log.base import TakenError
 from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
 

@@ -37,7 +37,8 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
     preview,
 )
-from dataplane_core.ledger import LEAST_ROOM_PAUSE_S, Command, Located, Ref, Reply, backoff_s, commands
+from dataplane_core.ledger import Command, Located, Ref, Reply, backoff_s, commands
+from dataplane_core.ledger.queues import LEAST_ROOM_PAUSE_S
 from dataplane_core.spec import (
     CANCELLATION,
     OPERATIONS,

@@ -1,7 +1,7 @@
 """The owner of a store: the process that hosts its ledger, and how its clients reach it.
 
 It is a process of its own, which the first client starts. It keeps the ledger in a log in the store's engine
-(`dataplane_core.log.EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the
+(`EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the
 engine, any client starts another one, which goes on where the log ends. Clients find it by the newest record.
 """
 
@@ -45,15 +45,9 @@ from dataplane_core.hosting import (
     serve_tls,
 )
 from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log import (
-    EXIT_STATUS,
-    EngineLog,
-    Lease,
-    LogEngine,
-    LoggedLedger,
-    TakenError,
-    newest_record,
-)
+from dataplane_core.log.base import EXIT_STATUS, TakenError
+from dataplane_core.log.engine import EngineLog, Lease, LogEngine, newest_record
+from dataplane_core.log.ledger import LoggedLedger
 from dataplane_core.spec import new_id
 
 _MESSAGES: Final = Messages()

@@ -100,7 +100,6 @@ def wait_of(
     return ClaimWait(
         request,
         timeout_s,
-        connection.pacer,
         wakes=wakes,
         entrance=connection.entrance,
         since=since,

@@ -40,7 +40,6 @@ from dataplane_core.errors import (
     Outcome,
     UnsupportedOperationError,
 )
-from dataplane_core.ledger import Pacer
 from dataplane_core.middleware import MiddlewareContext
 from dataplane_core.spec import (
     Capability,
@@ -151,7 +150,6 @@ class Connection:
         # token -> the thread, request and reply of a claim that was handed samples and has not returned them yet
         self.handed: dict[str, tuple[int, ClaimRequest, Claim]] = {}
         self.waiters = Waiters()
-        self.pacer = Pacer()  # of all claims that wait on this client
         self._hooks = hooks
         self.to_stop: list[Any] = [backend]  # what `close` has not stopped yet
         self._close_lock = threading.RLock()

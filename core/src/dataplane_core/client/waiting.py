@@ -12,7 +12,7 @@ from typing import Final
 from dataplane_core.client.announcing import Work
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, Verdict, preview
-from dataplane_core.ledger import LONGEST_PAUSE_S, Pacer, backoff_s
+from dataplane_core.ledger import backoff_s
 from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
 
 #: Claims that began together tell why they wait within so much more of the time, not all at once.
@@ -31,7 +31,6 @@ class ClaimWait:
     Args:
         request: The request. This object changes it before each question, except for its token.
         timeout_s: How long to wait, in seconds. Infinity: until `give_up`.
-        pacer: Shared by all claims that wait on this client.
         wakes: Whether the backend wakes claims.
         entrance: The way into the backend.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
@@ -47,7 +46,6 @@ class ClaimWait:
         self,
         request: ClaimRequest,
         timeout_s: float,
-        pacer: Pacer,
         *,
         wakes: bool,
         entrance: Entrance,
@@ -60,7 +58,6 @@ class ClaimWait:
         self._wakes = wakes
         self._entrance = entrance
         self._timeout_s = timeout_s
-        self._pacer = pacer
         self.verdict: Verdict | None = None
         self._start = time.monotonic()
         self._since = since or (lambda: self._start)
@@ -100,7 +97,6 @@ class ClaimWait:
             yield
         finally:
             self._work.waits.pop(self.request.token, None)
-            self._pacer.leave(self.request.token)
             if self.request.wake is not None:
                 self._entrance.enter("claim_meta", self.request.wake.end)
 
@@ -132,10 +128,10 @@ class ClaimWait:
             )
         now = time.monotonic()
         give_up = self.gives_up_at
-        if request.wake is not None and claim.ask_again_s:
-            return max(0.0, min(claim.ask_again_s, give_up - now, self._warn_at - now))
-        pause_s = max(backoff_s(now - self._start), claim.ask_again_s, self._pacer.pause_s(request.token))
-        return max(0.0, min(pause_s, LONGEST_PAUSE_S, give_up - now, self._warn_at - now))
+        pause_s = claim.ask_again_s  # if it is woken
+        if request.wake is None or not pause_s:
+            pause_s = max(backoff_s(now - self._start), pause_s)
+        return max(0.0, min(pause_s, give_up - now, self._warn_at - now))
 
 
 class Waiters:

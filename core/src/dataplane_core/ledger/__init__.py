@@ -8,22 +8,18 @@ from dataplane_core.ledger import commands
 from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
-from dataplane_core.ledger.pacing import Pacer
-from dataplane_core.ledger.queues import LEAST_ROOM_PAUSE_S, LONGEST_PAUSE_S, backoff_s
+from dataplane_core.ledger.queues import backoff_s
 from dataplane_core.ledger.rows import Ref, group_of
 from dataplane_core.ledger.service import LedgerService, LedgerThread
 from dataplane_core.ledger.state import pack_state, unpack_state
 from dataplane_core.spec import Command
 
 __all__ = [
-    "LEAST_ROOM_PAUSE_S",
-    "LONGEST_PAUSE_S",
     "Command",
     "Ledger",
     "LedgerService",
     "LedgerThread",
     "Located",
-    "Pacer",
     "Ref",
     "Reply",
     "backoff_s",

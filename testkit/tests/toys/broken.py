@@ -47,7 +47,7 @@ toy = Table(NoopBackend, __name__, held_bytes=_held_bytes)
 
 
 def _partition(self, request):
-    return self._service._ledger._partitions.get(request.partition_id)
+    return self._service.ledger._partitions.get(request.partition_id)
 
 
 def _listed(self, request):
@@ -348,7 +348,7 @@ def keeps_rows_after_clear(self, clear_samples, request):
 
 @toy("Clearing a partition drops those whose names begin alike.")
 def clears_by_prefix(self, clear_samples, request):
-    for other in list(self._service._ledger._partitions) if request.sample_ids is None else []:
+    for other in list(self._service.ledger._partitions) if request.sample_ids is None else []:
         if other.startswith(request.partition_id) and other != request.partition_id:
             clear_samples(replace(request, partition_id=other))
     return clear_samples(request)
@@ -362,7 +362,7 @@ toy.row("CountsEpochs", "Registrations are numbered in the store, which forgets 
 @toy("The ledger forgets that several samples share a row.")
 def frees_shared_rows_with_the_first_sample(self, call_ledger, deadline, command):
     reply = call_ledger(deadline, command)
-    for write in self._service._ledger._writes.values() if isinstance(command, commands.CommitPut) else ():
+    for write in self._service.ledger._writes.values() if isinstance(command, commands.CommitPut) else ():
         write.num_sharers.clear()
     return reply
 
@@ -575,7 +575,7 @@ toy.row("HidesThatItIsFull", "A put that found no room says only that it is late
         put_samples=catches(errors.RoomTimeoutError, lambda *_: errors.OperationTimeoutError("", outcome="not_done")))
 
 def _leak(self, request, error):
-    self._service._ledger.held_bytes += 10_000
+    self._service.ledger.held_bytes += 10_000
 
 toy.row("LeaksRoom", "What a refused put reserved is never given back.",
         put_samples=catches(errors.DataPlaneError, _leak))

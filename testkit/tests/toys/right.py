@@ -18,7 +18,7 @@ noop, folder = Table(NoopBackend, __name__), Table(FolderStore, __name__, **stor
 
 
 def _overwrites_nothing(self, start, **how):
-    self._service._ledger._overwrite = False
+    self._service.ledger._overwrite = False
     start(**how)
 
 

@@ -152,7 +152,8 @@ class Store:
         # over TCP, memory is registered within microseconds: rows are moved from and to where they lie
         size = settings.local_buffer_size_bytes
         self._slot_size = size // _NUM_SLOTS
-        self._slots: queue.SimpleQueue[_Bytes] = queue.SimpleQueue()
+        # no SimpleQueue: of several threads that wait with a timeout, its `get` may wait for ever (CPython 3.11)
+        self._slots: queue.Queue[_Bytes] = queue.Queue()
         if size:
             self._buffer: _Bytes = np.empty(size, dtype=np.uint8)
             self._register(self._buffer)

@@ -2,7 +2,7 @@
 
 tensordict marks a few of its functions for ``torch.compile`` while it is imported. That imports ``torch._dynamo``,
 which takes 1.5 s and 70 MB, also in processes that never compile: controllers, storage units, commands. This module
-delays the marks until ``torch._dynamo`` is imported. See docs/decisions/2026-11-22-import-without-the-compiler.md.
+delays the marks until ``torch._dynamo`` is imported. See docs/decisions/2026-11-29-in-the-clients-process.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_core.connecting import find_plugins, load_backend
-from dataplane_core.spec import GUARANTEES, OPERATIONS, Capability
+from dataplane_core.spec import GUARANTEES, Capability
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "backends.md"
@@ -57,7 +57,7 @@ def declared(names: Sequence[str]) -> str:
         ["clients may be in", *({"process": "one process"}.get(c.scope, f"one {c.scope}") for c in classes.values())],
         ["wire", *(cls.wire.describe() for cls in classes.values())],
     ]
-    for capability in [each for kind in (OPERATIONS, GUARANTEES) for each in Capability if each in kind]:
+    for capability in sorted(Capability, key=lambda capability: capability in GUARANTEES):
         rows.append([f"`{capability}`", *("yes" if capability in c.capabilities else "no" for c in classes.values())])
     reasons = [
         f"- {name}, `{what}`: {why}."

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.backends import row_store
-from dataplane_core.spec import Capability, hooks, replies, requests
+from dataplane_core.spec import Capability, operations, replies, requests
 from dataplane_testkit import BackendConformance
 from dataplane_testkit.rules import RULES, sentences
 
@@ -23,7 +23,7 @@ def _plain(text: str) -> str:
 
 _SOURCES = {
     "Contract": _plain(_CONTRACT.read_text(encoding="utf-8")),
-    "Hook spec": _plain("".join(map(inspect.getsource, (hooks, requests, replies)))),
+    "Hook spec": _plain("".join(map(inspect.getsource, (operations, requests, replies)))),
     "Row store": _plain(inspect.getsource(row_store)),
 }
 

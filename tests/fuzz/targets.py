@@ -265,7 +265,7 @@ def _use(ledger: LedgerService) -> None:
         attempt(functools.partial(ledger.call, command))
     attempt(lambda: ledger.call(commands.CommitPut(10**6)))
     pack_state(ledger.ledger)
-    for name in ledger.call(commands.ListPartitionsRequest()).partition_ids:
+    for name in ledger.call(commands.ListPartitionsRequest()):
         ledger.call(commands.ClearRequest(name, None))
     assert ledger.ledger.held_bytes >= 0
 
@@ -583,20 +583,18 @@ def _store_replies() -> list[bytes]:
 
 
 def _read_store_reply(data: bytes) -> object:
-    request: Any = object.__new__(_KINDS[data[0] % len(_KINDS)]) if data else hosting.Memory()
+    request: Any = _ASKED[data[0] % len(_ASKED)] if data else hosting.Memory()
     attempt(lambda: hosting.decode_about(hosting.decode_welcome(data[1:]), About))
     return _STORE.decode_reply(request, data[1:])
 
 
-_KINDS: Final = (
-    hosting.Allocate,
-    hosting.Written,
-    hosting.Find,
-    hosting.Fetch,
-    hosting.Memory,
-    hosting.ClaimOrWait,
-    *commands.COMMANDS,
+#: One of each request.
+_ASKED: Final = (
+    *(hosting.Allocate(1, []), hosting.Written(1), hosting.Find([], 1), hosting.Fetch([]), hosting.Memory()),
+    hosting.ClaimOrWait(_claim("t", "k")),
+    *{type(command): command for command in (*_BEFORE, *_THEN)}.values(),
 )
+_KINDS: Final = tuple(map(type, _ASKED))
 
 
 class _ToldSession:

@@ -1,7 +1,6 @@
 """`dataplane flow`: from the operations of real clients to a page, and what it says about files that are none."""
 
 import json
-import os
 import re
 import xml.etree.ElementTree as ET
 
@@ -246,9 +245,3 @@ def test_a_line_of_json_that_is_no_operation_is_left_out(events, tmp_path, capsy
     events.write_text(f"{values}\n{lines}")
     assert main(["flow", str(events), "-o", str(tmp_path / "out")]) == 0
     assert "1 line of" in capsys.readouterr().err
-
-
-def test_a_pipe_is_no_file_of_events(tmp_path, capsys):
-    os.mkfifo(tmp_path / "events.jsonl")
-    assert main(["flow", str(tmp_path / "events.jsonl")]) == 1
-    assert "is no regular file" in capsys.readouterr().err

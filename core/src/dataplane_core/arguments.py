@@ -1,17 +1,136 @@
-"""Checks of whole arguments that the client and the helpers share, so that a wrong one is named in our words."""
+"""What callers give, checked by the types that say what it may be; a wrong one is named in our words."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import numbers
+import re
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+_T = TypeVar("_T")
+
+#: A str that is not empty.
+Name: TypeAlias = Annotated[str, Meta(min_length=1)]
+#: An int from 1 on, of 64 bits.
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+#: An int from 0 on, of 64 bits.
+Index: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+#: A finite number of seconds from 0 on.
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+#: A finite number of seconds above 0.
+PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+_KINDS: Final = {"array": "list", "object": "dict", "null": "None"}
+#: What msgspec says of a value of the right type -> what is said of it here.
+_BOUNDS: Final = (
+    (re.compile(r"Expected `str` of length >= 1"), "must not be empty"),
+    (re.compile(r"Expected `\w+` >= ([-\d.e+]+)"), r"must be at least \1"),
+    (re.compile(r"Expected `\w+` > ([-\d.e+]+)"), r"must be above \1"),
+    (re.compile(r"Expected `\w+` <= ([-\d.e+]+)"), r"must be at most \1"),
+)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
+    """An object of a type that declares what its values may be, such as a request.
+
+    A list may be given as any iterable but a str, and a str or a number as that of a subclass.
+
+    Args:
+        where: The operation. The error's message begins with it.
+        form: A `msgspec.Struct`.
+        arguments: Its values. They are not changed.
+
+    Raises:
+        InvalidTypeError: A value has another type. The message says which was expected.
+        InvalidRequestError: A value is out of bounds, a str is not valid Unicode, or values do not fit together.
+
+    Example:
+        >>> from dataplane_core.spec import ConsumptionRequest
+        >>> checked("check_consumption_status", ConsumptionRequest, partition_id="step-1", task_names=("trainer",))
+        ConsumptionRequest(partition_id='step-1', task_names=['trainer'], deadline=inf)
+    """
+    while True:
+        try:
+            made = msgspec.convert(arguments, form)
+            break
+        except msgspec.ValidationError as error:
+            place, value = _place_of(error, arguments)
+            if "`array" not in str(error) or place not in arguments or _is_listed(value):
+                raise _refusal(where, form, place, value, error) from None
+            arguments[place] = list(value)
+    try:
+        _encoder.encode(made)  # as it would go over a socket
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{where} refused: a text is not valid Unicode: {error}.") from error
+    except TypeError:  # a subclass of str or of a number
+        made = msgspec.msgpack.decode(msgspec.msgpack.encode(made, enc_hook=as_plain), type=form)
+    check = getattr(made, "check", None)
+    if check is not None:
+        check()
+    return made
+
+
+def as_plain(value: Any) -> object:
+    """A value of a subclass as Python's own, for an encoder of msgspec.
+
+    Raises:
+        NotImplementedError: It is none. That is how msgspec wants to be told.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise NotImplementedError(f"a value of {type(value).__name__} cannot be sent")
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, (str, bytes, list, tuple)) or not hasattr(value, "__iter__")
+
+
+def _place_of(error: msgspec.ValidationError, arguments: Mapping[str, Any]) -> tuple[str, Any]:
+    """Where a wrong value is, such as ``fields[3]``, and the value, as far as its place says."""
+    place = str(error).rpartition("`$.")[2].removesuffix("`")
+    name, _, indexes = place.partition("[")
+    value = arguments.get(name)
+    for index in indexes.removesuffix("]").split("]["):
+        if index.isdecimal() and isinstance(value, (list, tuple)):
+            value = value[int(index)]
+    return place, value
+
+
+def _refusal(where: str, form: Any, place: str, value: Any, error: Exception) -> Exception:
+    """The error for a value that is not what its type says."""
+    text = str(error).rpartition(" - at ")[0]
+    wrong_type = re.fullmatch(r"Expected `(.+)`, got `.+`", text)
+    if wrong_type:
+        kinds = [_KINDS.get(kind, kind) for kind in wrong_type[1].split(" | ")]
+        hint = "For a single one, give a list of it." if "list" in kinds and isinstance(value, str) else None
+        said = f"{where} refused: {place} must be {' or '.join(kinds)}, got {type(value).__name__}."
+        return InvalidTypeError(said, hint=hint)
+    options = _options(get_type_hints(form).get(place))
+    words = f"must be one of {', '.join(map(repr, options))}" if options else text
+    for pattern, said in _BOUNDS:
+        if pattern.fullmatch(text):
+            words = pattern.sub(said, text)
+    return InvalidRequestError(f"{where} refused: {place} {words}, got {value!r:.100}.")
+
+
+def _options(form: Any) -> tuple[Any, ...]:
+    """What a `Literal`, or a union with one, may be."""
+    if get_origin(form) is Literal:
+        return get_args(form)
+    return next((options for part in get_args(form) if (options := _options(part))), ())
 
 
 def check_iterable(what: str, items: Any) -> None:

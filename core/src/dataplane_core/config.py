@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dataplane_core.entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
-from dataplane_core.regular_files import read_regular
 
 __all__ = [
     "ConfigSource",
@@ -118,7 +117,7 @@ def load_config(source: ConfigSource) -> DataPlaneConfig:
         path = Path(source)
         label = f"config file '{path}'"
         try:
-            values = yaml.safe_load(read_regular(path).decode())
+            values = yaml.safe_load(path.read_bytes().decode())
         except OSError as error:
             message = f"{label} cannot be read: {error.strerror or error}."
             raise ConfigError(message, hint=_config_hint(str(source))) from error

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
 
 __all__ = [
     "AlreadyDoneError",
@@ -26,6 +28,7 @@ __all__ = [
     "DataPlaneError",
     "DuplicatePluginError",
     "FrameError",
+    "Frozen",
     "InvalidRequestError",
     "InvalidTypeError",
     "LeaseExpiredError",
@@ -53,6 +56,10 @@ __all__ = [
     "printable",
     "rebuild_error",
 ]
+
+
+class Frozen(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A value that goes over sockets, and that nobody changes. `msgspec.structs.replace` makes a changed one."""
 
 
 #: How many samples, cells or groups an error names; it counts the rest.
@@ -389,8 +396,7 @@ class OperationTimeoutError(DataPlaneError, TimeoutError):
         self.outcome: Outcome = outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseHolder:
+class LeaseHolder(Frozen, frozen=True):
     """Who holds a sample.
 
     Attributes:
@@ -406,8 +412,7 @@ class LeaseHolder:
     held_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
+class Shortfall(Frozen, frozen=True):
     """Why a claim gets no more samples.
 
     Counts every sample of the partition that the task cannot be given now, except those that it was given for good
@@ -431,9 +436,9 @@ class Shortfall:
     num_not_matching: int = 0
     not_matching: tuple[str, ...] = ()
     num_incomplete: int = 0
-    incomplete_groups: Mapping[str, int] = field(default_factory=dict)
+    incomplete_groups: Mapping[str, int] = msgspec.field(default_factory=dict)
     num_lacking: int = 0
-    missing_cells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    missing_cells: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
 
 
 #: Why a task waits. ``gone``, ``stopped``, ``silent``, ``closed``: the process that it waits for is, or its client.

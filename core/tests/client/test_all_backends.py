@@ -6,11 +6,11 @@ import datetime
 import math
 import pickle
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from tensordict import TensorDict
 
 from dataplane_core import connect

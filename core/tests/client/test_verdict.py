@@ -3,9 +3,8 @@
 A row of the tables names the cause, words of the text and the culprit that are told, then what they are told from.
 """
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from dataplane_core.client import verdict as verdicts
 from dataplane_core.client.verdict import Facts, judge, question_of

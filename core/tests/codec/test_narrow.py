@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from tensordict import NonTensorStack
 
 from dataplane_core import WireFormat, connect
@@ -128,7 +129,7 @@ def test_ints_of_lists_leave_their_field_open(wire):
     columns, specs = encode_columns(given, 4, wire)
     assert specs["x"] == FieldSpec.of_ints(1)
     assert dtypes_of(columns["x"]) == {torch.uint8}
-    read = {"x": replace(specs["x"], dtype="float32")}
+    read = {"x": structs.replace(specs["x"], dtype="float32")}
     assert torch.equal(decode_columns(columns, read, 4, wire)["x"], given["x"].float())
 
 

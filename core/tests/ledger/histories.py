@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import Command, Ledger, commands, pack_state, unpack_state
@@ -43,7 +43,7 @@ def contents(ledger: Ledger, now: float) -> Any:
     found = {}
     # gives up what puts reserved whose time is over
     ledger.apply(commands.ClearRequest("nobody", None, request_id=None), now)
-    for name in ledger.apply(commands.ListPartitionsRequest(), now).partition_ids:
+    for name in ledger.apply(commands.ListPartitionsRequest(), now):
         found[name] = [answer(ledger, read(name), now) for read in reads]
     return found, ledger.held_bytes
 

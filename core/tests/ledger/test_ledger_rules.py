@@ -1,10 +1,10 @@
 """Rules of the ledger that neither the kit nor the comparison with Redis' scripts sees, one a test."""
 
 import pickle
-from dataclasses import replace
 
 import pytest
 from ledgers import INT, begin, claim, ledger, put
+from msgspec.structs import replace
 
 from dataplane_core.errors import CapacityExceededError, SchemaMismatchError, StalePartitionError
 from dataplane_core.ledger import commands

@@ -1,10 +1,9 @@
 """What a ledger's saved state holds beside what `test_histories` compares: garbage, ages, names."""
 
-from dataclasses import replace
-
 import pytest
 from histories import saved_and_loaded
 from ledgers import begin, ledger, put
+from msgspec.structs import replace
 
 from dataplane_core.ledger import commands
 

@@ -1,11 +1,11 @@
 """A ledger whose process ends is where it was when another one opens its log."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from histories import History, answer, contents, is_alike, state_of
 from ledgers import begin, claim, register
+from msgspec.structs import replace
 
 from dataplane_core import log as room
 from dataplane_core.errors import (

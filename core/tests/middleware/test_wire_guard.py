@@ -1,11 +1,11 @@
 """The wire guard: what was put comes back, and what was not is caught and named, on every form of the wire."""
 
 import pickle
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from one_store import joined
 from tensordict import NonTensorStack, TensorDict
 

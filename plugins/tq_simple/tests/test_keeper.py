@@ -394,7 +394,7 @@ class Client:
 
     def clear(self, partition: str, ids: list[str]) -> int:
         request = ClearRequest(partition, ids, deadline=time.monotonic() + 60.0)
-        return self._backend.clear_samples(request).num_samples
+        return self._backend.clear_samples(request)
 
 
 @pytest.mark.parametrize("knows", [True, False])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 from tensordict import TensorDictBase
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend
 from dataplane_core.codec import encode_columns
-from dataplane_core.spec import DataPlaneSpec, new_id
+from dataplane_core.spec import OPERATIONS, new_id
 
 
 def backend_of(client: DataPlaneClient) -> Any:
@@ -25,12 +24,6 @@ def backend_of(client: DataPlaneClient) -> Any:
         The started instance of the author's class, whatever its attributes are.
     """
     return client._connection.backend
-
-
-@functools.cache
-def _types_of(operation: str) -> Mapping[str, Any]:
-    """The types of a hook's ``request`` and ``return``."""
-    return get_type_hints(getattr(DataPlaneSpec, operation))
 
 
 class Hooks:
@@ -48,12 +41,12 @@ class Hooks:
 
     def ask(self, operation: str, partition_id: str | None = None, **about: Any) -> Any:
         """Calls a hook; ``about`` are the other attributes of its request."""
-        types = _types_of(operation)
+        made, expected = OPERATIONS[operation].request, OPERATIONS[operation].reply
         named = {} if partition_id is None else {"partition_id": partition_id}
-        request = types["request"](**named, **about, deadline=time.monotonic() + self._deadline_s)
+        request = made(**named, **about, deadline=time.monotonic() + self._deadline_s)
         reply = getattr(self._backend, operation)(request)
-        assert isinstance(reply, types["return"]), (
-            f"hook '{operation}' returned {type(reply).__name__}, expected {types['return'].__name__}"
+        assert isinstance(reply, expected), (
+            f"hook '{operation}' returned {type(reply).__name__}, expected {expected.__name__}"
         )
         return reply
 

@@ -10,13 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
 import msgpack
 import pytest
 import torch
+from msgspec.structs import replace
 from tensordict import TensorDict
 
 from dataplane_core.backends import Backend, LedgerBackend, RowStoreBackend

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
-from dataplane_core.connecting import OPERATION_NAMES
+from msgspec.structs import replace
+
 from dataplane_core.middleware import Middleware
-from dataplane_core.spec import Claim, FieldList, SampleList, SharedRows, WireBatch, hookimpl
+from dataplane_core.spec import OPERATIONS, Claim, FieldList, SampleList, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 
@@ -121,7 +121,7 @@ class Faults(Middleware):
                 return replace(reply, tags=reply.tags[:-num_rows])
             if isinstance(reply, FieldList):
                 return replace(reply, patterns=reply.patterns[:-num_rows])
-            return replace(reply, num_samples=reply.num_samples - num_rows)
+            return reply - num_rows
 
         return self.after(operation, act)
 
@@ -165,5 +165,5 @@ def _wrapper(operation: str) -> Callable[..., Any]:
     return wrap
 
 
-for _operation in OPERATION_NAMES:
+for _operation in OPERATIONS:
     setattr(Faults, _operation, _wrapper(_operation))

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
+from msgspec import structs
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Command, Ledger, commands
@@ -359,7 +360,7 @@ class History:
         if claim.dp_rank is None or dice.random() < 0.3:
             return
         number = dice.choice([claim.dp_rank, 1 - claim.dp_rank, 1 - claim.dp_rank])
-        again = replace(claim, dp_rank=number)
+        again = structs.replace(claim, dp_rank=number)
         if ids and dice.random() < 0.4:
             again = claim
             self._next.append(lambda: commands.ClearRequest(claim.partition_id, ids[:1]))
@@ -401,8 +402,10 @@ class History:
     def _after_registration(self, step: commands.RegisterRequest) -> Iterable[Callable[[], Step | None]]:
         """Old tokens meet new leases of the same samples."""
         given = self.dice.choice(self._claims)
-        claim = replace(given.claim, partition_id=step.partition_id, lease_s=LONG_S, tag_filter=None, dp_rank=None)
-        claim = replace(claim, dp_size=None, sampler="first_write", all_or_nothing=False, batch_index=0)
+        claim = structs.replace(given.claim, partition_id=step.partition_id, lease_s=LONG_S, tag_filter=None)
+        claim = structs.replace(
+            claim, all_or_nothing=False, dp_rank=None, dp_size=None, sampler="first_write", batch_index=0
+        )
         yield lambda: self._put(step.partition_id, given.sample_ids, claim.required_fields)
         yield lambda: self._fresh(claim)
         yield lambda: self._settle_these(given, range(len(given.sample_ids)))
@@ -554,13 +557,13 @@ class History:
 
     def _fresh(self, claim: commands.ClaimRequest) -> Step:
         """A claim like another one."""
-        return replace(claim, token=f"k{self._number()}")
+        return structs.replace(claim, token=f"k{self._number()}")
 
     def _claim_of_rank(self) -> Step:
         dice, claim = self.dice, self._claim()
         size = dice.choice([None, 2, 2])
         samplers: list[Sampler] = ["first_write", "freshest", "balanced"]
-        return replace(
+        return structs.replace(
             claim,
             # all claims of a batch with a lease, or all without
             lease_s=LONG_S if self.real and Capability.LEASES in self.able else claim.lease_s,
@@ -574,7 +577,7 @@ class History:
         claim = self._claim(task="train")
         lease_s = None if claim.lease_s is None else LONG_S
         fields = claim.required_fields or ["x"]
-        return Stay(replace(claim, all_or_nothing=True, explain=False, required_fields=fields, lease_s=lease_s))
+        return Stay(structs.replace(claim, all_or_nothing=True, explain=False, required_fields=fields, lease_s=lease_s))
 
     def _settle(self, ago: int | None = None) -> Step | None:
         ago = self.dice.choice([0, 0, 0, 1, 2, 5]) if ago is None else ago

@@ -6,10 +6,10 @@ import contextlib
 import importlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tiers import in_long
 
 from dataplane_core.cli import main

@@ -9,17 +9,17 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from broken import claims_in_two_steps
+from msgspec.structs import replace
 from table import Table, settles
 
 from dataplane_core.backends import RefsGoneError
 from dataplane_core.codec import split_rows
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError, StalePartitionError
 from dataplane_core.ledger import commands
-from dataplane_core.spec import PutReply, new_id
+from dataplane_core.spec import new_id
 from dataplane_testkit._new_plugin import files_of
 
 _written = {"__name__": __name__}
@@ -348,7 +348,7 @@ def _(self, put_samples, request):
         _write(put_samples, *late.pop())
     elif len(late) > 2:
         _write(put_samples, *late.pop(0))
-    return PutReply(num_samples=len(request.sample_ids))
+    return len(request.sample_ids)
 
 def _write(put_samples, request, reserved):
     for name, column in request.columns.items():

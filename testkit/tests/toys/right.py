@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import torch
 from broken_stores import FolderStore, toy as stores
+from msgspec.structs import replace
 from table import Run, Table
 
 from dataplane_core.backends import CapacityOptions, NoOptions
 from dataplane_core.errors import AlreadyRunningError
-from dataplane_core.spec import OPERATIONS, Capability, WireFormat, new_id
+from dataplane_core.spec import GUARANTEES, Capability, WireFormat, new_id
 from dataplane_noop import NoopBackend
 
 noop, folder = Table(NoopBackend, __name__), Table(FolderStore, __name__, **stores.members)
@@ -104,7 +104,7 @@ _BUILDS_ON = {Capability.CLAIMS: _ON_CLAIMS, Capability.OVERWRITE: {Capability.A
 _LACKS = {Capability.OVERWRITE: _NO_OVERWRITE, Capability.CAPACITY: _NO_CAPACITY}
 #: Each declares all operations but one, and what builds on it.
 ALL_BUT_ONE: dict[str, Run] = {}
-for _operation in sorted(OPERATIONS & NoopBackend.capabilities):
+for _operation in sorted(NoopBackend.capabilities - GUARANTEES):
     _declared = NoopBackend.capabilities - {_operation} - _BUILDS_ON.get(_operation, set())
     _name = f"AllBut_{_operation}"
     noop.row(_name, "Declares less.", capabilities=_declared, **_LACKS.get(_operation, {}))

@@ -23,7 +23,6 @@ import msgspec
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_core.middleware import Recording, is_followed
-from dataplane_core.regular_files import read_regular
 from dataplane_tools._charts import COLORS, STYLE, Bars, Panel, escape, picture, show_bytes, show_count, show_seconds
 
 #: Where a run keeps its events, beside its other files.
@@ -166,7 +165,7 @@ def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
 def _json_lines(path: Path, remarks: list[str]) -> Iterator[Any]:
     """The lines of a file of events."""
     try:
-        data = read_regular(path)
+        data = path.read_bytes()
     except OSError as error:
         raise DataPlaneError(f"flow cannot read '{path}': {error.strerror}.") from error
     *lines, cut = data.split(b"\n")  # the last part is what follows the last line feed

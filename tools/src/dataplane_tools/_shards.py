@@ -22,7 +22,6 @@ from uuid import uuid4
 import msgspec
 
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, MissingDataError, SaveError, preview
-from dataplane_core.regular_files import read_regular
 from dataplane_core.saves import read_head, sync_folder, write_file
 from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
 
@@ -92,7 +91,7 @@ def read_manifest(folder: Path) -> Any:
         SaveError: It cannot be read.
     """
     try:
-        text = read_regular(folder / MANIFEST)
+        text = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingDataError(
             f"no export in '{folder}': there is no {MANIFEST}.", hint="Name the folder that dataplane export wrote."

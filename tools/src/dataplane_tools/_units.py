@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+
+import msgspec
 
 from dataplane_core.errors import printable
 from dataplane_core.spec import UnitInfo
@@ -20,7 +21,7 @@ def run(config_path: str, *, as_json: bool = False) -> int:
     """
     with attach(config_path) as client:
         units = client.list_units()
-    lines = [json.dumps([asdict(each) for each in units], indent=2)] if as_json else map(printable, _lines(units))
+    lines = [json.dumps(msgspec.to_builtins(units), indent=2)] if as_json else map(printable, _lines(units))
     print("\n".join(lines))
     return 0
 

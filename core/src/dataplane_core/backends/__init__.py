@@ -8,7 +8,7 @@ first used: a process that hosts a ledger imports the class of its backend.
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from dataplane_core.backends.base import Backend, NoOptions, required_operations
+from dataplane_core.backends.base import Backend, NoOptions
 from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
 from dataplane_core.backends.ledger_backend import (
     LEDGER_CAPABILITIES,
@@ -59,7 +59,6 @@ __all__ = [
     "plans_of",
     "read_stored",
     "reads_of",
-    "required_operations",
     "spread_over",
     "stored_columns",
     "writes_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,9 +22,9 @@ class NoOptions(BaseModel):
 class Backend:
     """Stores and moves the bytes of one store, for one client.
 
-    A subclass implements the operations of `dataplane_core.spec.DataPlaneSpec` as plain methods, each with one
-    argument named ``request``: always `REQUIRED_OPERATIONS`, and those that its capabilities require
-    (`required_operations`). Core checks names and signatures when the backend is registered. `LedgerBackend` (for an
+    A subclass implements operations of `dataplane_core.spec.OPERATIONS` as plain methods, each with one argument named
+    ``request``: those that need no capability, and those whose capability it declares. Core checks names and signatures
+    when the backend is registered. `LedgerBackend` (for an
     engine that can host a `Ledger`) and `RowStoreBackend` (for one that keeps rows of bytes) already implement every
     operation.
 
@@ -136,28 +136,3 @@ class Backend:
             Findings in the order in which they are shown, including those without a problem.
         """
         return ()
-
-
-#: Operations that every backend implements.
-REQUIRED_OPERATIONS: Final[tuple[str, ...]] = (
-    "register_partition",
-    "describe_partition",
-    "put_samples",
-    "get_samples",
-    "clear_samples",
-)
-
-_BY_CAPABILITY: Final[dict[Capability, tuple[str, ...]]] = {
-    Capability.CLAIMS: ("claim", "check_consumption"),
-    Capability.LEASES: ("ack", "nack", "renew"),
-    Capability.LISTING: ("list_samples", "list_partitions", "inspect_partition", "list_fields"),
-    Capability.CURSORS: ("export_partition", "set_cursor"),
-    Capability.CLIENTS: ("announce", "list_clients"),
-    Capability.UNITS: ("list_units",),
-}
-
-
-def required_operations(capabilities: frozenset[Capability]) -> tuple[str, ...]:
-    """The operations that a backend with these capabilities must implement."""
-    extra = [name for capability, names in _BY_CAPABILITY.items() if capability in capabilities for name in names]
-    return (*REQUIRED_OPERATIONS, *extra)

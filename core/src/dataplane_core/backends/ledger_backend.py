@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
@@ -41,36 +42,32 @@ from dataplane_core.ledger import Command, Located, Ref, Reply, backoff_s, comma
 from dataplane_core.ledger.queues import LEAST_ROOM_PAUSE_S
 from dataplane_core.spec import (
     CANCELLATION,
-    OPERATIONS,
+    GUARANTEES,
     Bell,
     Cancellation,
     Capability,
     Claim,
     ClaimRequest,
-    ClearReply,
     ClearRequest,
-    ConsumptionReply,
-    ConsumptionRequest,
     GetRequest,
     OnceRequest,
     PartitionInfo,
-    PutReply,
     PutRequest,
     RegisterRequest,
-    SetCursorRequest,
-    SettleReply,
-    SettleRequest,
+    Request,
     SharedRows,
     WireBatch,
     WireColumn,
     new_id,
 )
 
-_Once = TypeVar("_Once", bound=OnceRequest)
+_Request = TypeVar("_Request", bound=Request)
 
 #: The capabilities of every backend on a ledger. A ledger on one host, which serves all clients, also has ``clients``;
 #: one whose payload is in processes that come and go, ``units``.
-LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (OPERATIONS - {Capability.CLIENTS, Capability.UNITS}) | {
+LEDGER_CAPABILITIES: Final[frozenset[Capability]] = (
+    frozenset(Capability) - GUARANTEES - {Capability.CLIENTS, Capability.UNITS}
+) | {
     Capability.FENCED,
     Capability.ATOMIC_OVERWRITE,
     Capability.REPEATABLE,
@@ -198,15 +195,17 @@ class LedgerBackend(Backend, ABC):
 
     def _pass_on(self, request: Any) -> Any:
         """An operation whose request is a command, and whose reply is that of the ledger."""
-        return self.call_ledger(request.deadline, request)
+        return self.call_ledger(request.deadline, _timed(request))
 
-    describe_partition = _pass_on
+    describe_partition = ack = nack = renew = check_consumption = _pass_on
+    list_samples = list_partitions = inspect_partition = list_fields = announce = list_clients = _pass_on
+    export_partition = set_cursor = _pass_on
 
-    def put_samples(self, request: PutRequest) -> PutReply:
+    def put_samples(self, request: PutRequest) -> int:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
         with suppress(AlreadyDoneError):
             self._put_samples(request)
-        return PutReply(num_samples=len(request.sample_ids))
+        return len(request.sample_ids)
 
     def _put_samples(self, request: PutRequest) -> None:
         num_samples = len(request.sample_ids)
@@ -270,35 +269,12 @@ class LedgerBackend(Backend, ABC):
             wake.at_end = None
         return found
 
-    def _settle(self, request: SettleRequest) -> SettleReply:
-        """Settles leases, gives them back or extends them."""
-        self.call_ledger(request.deadline, _timed(request))
-        return SettleReply(num_samples=len(request.sample_ids))
-
-    ack = nack = renew = _settle
-
-    def check_consumption(self, request: ConsumptionRequest) -> ConsumptionReply:
-        """Asks the ledger."""
-        return ConsumptionReply(consumed=self.call_ledger(request.deadline, request))
-
-    def clear_samples(self, request: ClearRequest) -> ClearReply:
+    def clear_samples(self, request: ClearRequest) -> int:
         """Drops rows, then deletes their payload and what crashed writers left."""
         self._finish_undoing(request.deadline)
         count, garbage = self.call_ledger(request.deadline, _timed(request))
         self._collect(garbage, request.deadline)
-        return ClearReply(num_samples=count)
-
-    list_samples = _pass_on
-    list_partitions = _pass_on
-    inspect_partition = _pass_on
-    list_fields = _pass_on
-    announce = _pass_on
-    list_clients = _pass_on
-    export_partition = _pass_on
-
-    def set_cursor(self, request: SetCursorRequest) -> SettleReply:
-        """Sets which samples a task has been given."""
-        return SettleReply(num_samples=self.call_ledger(request.deadline, request))
+        return count
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
@@ -479,9 +455,11 @@ class LedgerBackend(Backend, ABC):
             self._collect(refs, deadline)
 
 
-def _timed(request: _Once) -> _Once:
+def _timed(request: _Request) -> _Request:
     """As the ledger gets it."""
-    return replace(request, left_s=_left_s(request.deadline))
+    if isinstance(request, OnceRequest):
+        return replace(request, left_s=_left_s(request.deadline))
+    return request
 
 
 def _left_s(deadline: float) -> float:

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, ClassVar, Final, cast
+from copy import copy
+from typing import Any, ClassVar, Final
 
-from dataplane_core.backends.base import Backend, required_operations
+from msgspec.structs import replace
+
+from dataplane_core.backends.base import Backend
 from dataplane_core.backends.diagnosis import Finding
 from dataplane_core.errors import ConfigError
 from dataplane_core.spec import (
-    AnnounceReply,
     AnnounceRequest,
-    ClientList,
     ListClientsRequest,
     ListPartitionsRequest,
     ListUnitsRequest,
-    PartitionList,
     UnitInfo,
-    UnitList,
 )
+from dataplane_core.spec.operations import OPERATIONS, required_operations
 
 #: Between the number of a store and the name that a storage unit has there.
 _SEPARATOR: Final = ":"
@@ -137,28 +136,26 @@ class SpreadBackend(Backend):
         if errors:
             raise errors[0]
 
-    def list_partitions(self, request: ListPartitionsRequest) -> PartitionList:
+    def list_partitions(self, request: ListPartitionsRequest) -> list[str]:
         """The partitions of all stores."""
-        found = [store.list_partitions(replace(request)) for store in self._stores]
-        return PartitionList(partition_ids=[name for each in found for name in each.partition_ids])
+        return [name for store in self._stores for name in store.list_partitions(copy(request))]
 
-    def announce(self, request: AnnounceRequest) -> AnnounceReply:
+    def announce(self, request: AnnounceRequest) -> Any:
         """Lists the client in each store."""
-        replies = [store.announce(replace(request)) for store in self._stores]
-        return cast("AnnounceReply", replies[0])
+        num_clients = [store.announce(copy(request)) for store in self._stores]
+        return num_clients[0]
 
-    def list_clients(self, request: ListClientsRequest) -> ClientList:
+    def list_clients(self, request: ListClientsRequest) -> Any:
         """The clients of the first store: each is listed in all."""
-        return cast("ClientList", self._stores[0].list_clients(request))
+        return self._stores[0].list_clients(request)
 
-    def list_units(self, request: ListUnitsRequest) -> UnitList:
+    def list_units(self, request: ListUnitsRequest) -> list[UnitInfo]:
         """The storage units of all stores. A name begins with the number of the store."""
-        found = [(number, store.list_units(replace(request)).units) for number, store in enumerate(self._stores)]
-        return UnitList(units=[_named(number, unit) for number, units in found for unit in units])
-
-
-def _named(number: int, unit: UnitInfo) -> UnitInfo:
-    return replace(unit, name=f"{number}{_SEPARATOR}{unit.name}")
+        return [
+            replace(unit, name=f"{number}{_SEPARATOR}{unit.name}")
+            for number, store in enumerate(self._stores)
+            for unit in store.list_units(copy(request))
+        ]
 
 
 def spread_over(cls: type[Backend], num_ledgers: int) -> type[SpreadBackend]:
@@ -183,7 +180,5 @@ def spread_over(cls: type[Backend], num_ledgers: int) -> type[SpreadBackend]:
         *("opens_in_forks", "opens_anywhere", "contract_version", "Config"),
     )
     members = {name: getattr(cls, name) for name in same}
-    members |= {
-        name: _routed(name) for name in required_operations(cls.capabilities) if name not in vars(SpreadBackend)
-    }
+    members |= {name: _routed(name) for name in required_operations(cls.capabilities) if OPERATIONS[name].routed}
     return type(cls.__name__, (SpreadBackend,), {**members, "store_class": cls, "num_ledgers": num_ledgers})

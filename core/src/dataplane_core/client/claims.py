@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from dataplane_core.arguments import check_count, check_meta
 from dataplane_core.client.checks import check_counts, check_name, check_names, check_sampler, check_seconds
@@ -17,7 +18,7 @@ from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import BackendError, ClaimTimeoutError, ClientClosedError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Claim, ClaimRequest, SettleReply, check_tag_filter, lengths_of
+from dataplane_core.spec import Capability, Claim, ClaimRequest, check_tag_filter, lengths_of
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
@@ -182,5 +183,5 @@ def settle(
         def copied() -> Any:
             return replace(request, sample_ids=list(tokens), lease_tokens=list(tokens.values()))
 
-        reply = connection.call_once(operation, copied, SettleReply, request.deadline)
-        check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply.num_samples)
+        reply = connection.call_once(operation, copied, int, request.deadline)
+        check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply)

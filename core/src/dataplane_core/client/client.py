@@ -39,7 +39,6 @@ from dataplane_core.spec import (
     Capability,
     ClaimRequest,
     ClientInfo,
-    ConsumptionReply,
     ConsumptionRequest,
     IfExists,
     ListUnitsRequest,
@@ -50,7 +49,6 @@ from dataplane_core.spec import (
     TagFilter,
     TagValue,
     UnitInfo,
-    UnitList,
     new_id,
 )
 
@@ -417,7 +415,7 @@ class DataPlaneClient(ClientFacts):
         with self._connection.operation("check_consumption_status", partition_id, needs=Capability.CLAIMS):
             tasks = check_names("task_names", task_names)
             request = ConsumptionRequest(partition_id, tasks)
-            return self._connection.call("check_consumption", request, ConsumptionReply).consumed
+            return self._connection.call("check_consumption", request, bool)
 
     def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the tasks get no more samples: all are written, and each has consumed those that can be given.
@@ -738,7 +736,7 @@ class DataPlaneClient(ClientFacts):
             [('unit-0', 512), ('unit-1', 512)]
         """
         with self._connection.operation("list_units", needs=Capability.UNITS):
-            return list(self._connection.call("list_units", ListUnitsRequest(), UnitList).units)
+            return list(self._connection.call("list_units", ListUnitsRequest(), list))
 
     def phase(
         self, name: str, *, partition_id: str | None = None, groups: Sequence[str] = ()

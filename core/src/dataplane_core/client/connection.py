@@ -49,7 +49,6 @@ from dataplane_core.spec import (
     NackRequest,
     PartitionInfo,
     Scope,
-    SettleReply,
 )
 
 _R = TypeVar("_R")
@@ -244,7 +243,7 @@ class Connection:
                 deadline=time.monotonic() + _GIVE_BACK_S,
             )
             with suppress(DataPlaneError):  # the leases end by themselves
-                self.call("nack", nack, SettleReply)
+                self.call("nack", nack, int)
 
     def _stop_all(self, *, suppress: bool) -> None:
         """Stops all that is not stopped yet. What one of them raises is raised when all are stopped."""

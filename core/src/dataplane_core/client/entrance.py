@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pluggy
 
 from dataplane_core.backends import Backend
 from dataplane_core.errors import UnsupportedOperationError
+from dataplane_core.spec.operations import OPERATIONS, hookimpl
 
 _R = TypeVar("_R")
 
@@ -51,11 +52,14 @@ class Entrance:
             self._inside.discard(this)
 
     def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
-        """Lets the hooks of a backend be called through this.
+        """Registers the operations of a backend, as the innermost hooks, so that they are called through this."""
+        operations = {
+            name: self._guarded(name, getattr(backend, name)) for name in OPERATIONS if hasattr(backend, name)
+        }
+        manager.register(SimpleNamespace(**operations), name=f"backend {backend.name}")
 
-        pluggy declares the function of a hook as final, but has no other way to put something around the innermost one.
-        """
-        for caller in manager.get_hookcallers(backend) or ():
-            for hook in caller.get_hookimpls():
-                if hook.plugin is backend:
-                    hook.function = partial(self.enter, caller.name, hook.function)  # type: ignore[misc]
+    def _guarded(self, name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
+        def hook(request: Any) -> _R:
+            return self.enter(name, operation, request)
+
+        return hookimpl(hook)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
+from msgspec import structs
+
 from dataplane_core.client.announcing import Work, describe_client
 from dataplane_core.client.connection import ADVICE_S, Connection
 from dataplane_core.client.verdict import Facts, judge, question_of, room_is_wanted
@@ -23,15 +25,12 @@ from dataplane_core.spec import (
     Capability,
     ClaimRequest,
     ClientInfo,
-    ClientList,
-    ConsumptionReply,
     ConsumptionRequest,
     InspectRequest,
     ListClientsRequest,
     ListPartitionsRequest,
     ListRequest,
     PartitionDescription,
-    PartitionList,
     Question,
     SampleList,
     TagValue,
@@ -63,16 +62,16 @@ def judged(
 def clients_of(connection: Connection, *, ended: bool, deadline: float = math.inf) -> list[ClientInfo]:
     """The clients of the store, sorted. ``ended``: also those that are gone, with what this host knows of them."""
     request = ListClientsRequest(ended=ended, deadline=deadline)
-    found = connection.call("list_clients", request, ClientList).clients
+    found: list[ClientInfo] = connection.call("list_clients", request, list)
     if ended:
-        found = [replace(each, state=_state_of(each)) for each in found]
+        found = [structs.replace(each, state=_state_of(each)) for each in found]
     return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
 
 
 def list_partitions(connection: Connection, deadline: float = math.inf) -> list[str]:
     """The names of all registered partitions, sorted."""
     request = ListPartitionsRequest(deadline=deadline)
-    return sorted(connection.call("list_partitions", request, PartitionList).partition_ids)
+    return sorted(connection.call("list_partitions", request, list))
 
 
 def _facts(connection: Connection, partition_id: str | None, deadline: float) -> Facts:
@@ -113,7 +112,7 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
         has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
         for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
             consumption = ConsumptionRequest(name, [task], deadline=deadline)
-            if connection.call("check_consumption", consumption, ConsumptionReply).consumed:
+            if connection.call("check_consumption", consumption, bool):
                 finished.add((name, task))
     facts = Facts(
         partitions=partitions,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
+from msgspec.structs import replace
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.client.checks import check_counts, check_enum, check_ids, check_name, check_names, strings_of
@@ -38,7 +38,6 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
-    ClearReply,
     ClearRequest,
     ExportRequest,
     FieldList,
@@ -49,11 +48,9 @@ from dataplane_core.spec import (
     ListRequest,
     PartitionDescription,
     PartitionState,
-    PutReply,
     PutRequest,
     SampleList,
     SetCursorRequest,
-    SettleReply,
     TagFilter,
     WireBatch,
     check_tag_filter,
@@ -173,8 +170,8 @@ def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] |
     elif not ids:
         return
     work = connection.work.begin("clear_samples", partition_id)
-    cleared = connection.call("clear_samples", ClearRequest(partition_id, ids), ClearReply)
-    work.end(0 if ids is None else cleared.num_samples)
+    cleared = connection.call("clear_samples", ClearRequest(partition_id, ids), int)
+    work.end(0 if ids is None else cleared)
 
 
 def describe(connection: Connection, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:
@@ -320,8 +317,8 @@ def _commit(connection: Connection, where: str, request: PutRequest) -> None:
             tags=None if request.tags is None else [dict(row) for row in request.tags],
         )
 
-    reply = connection.call_once("put_samples", copied, PutReply, request.deadline)
-    check_counts(where, len(request.sample_ids), rows=reply.num_samples)
+    reply = connection.call_once("put_samples", copied, int, request.deadline)
+    check_counts(where, len(request.sample_ids), rows=reply)
 
 
 def list_fields(connection: Connection, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
@@ -352,7 +349,7 @@ def set_cursor(
     with connection.operation(what, partition_id, needs=Capability.CURSORS):
         check_name("task_name", task_name)
         request = SetCursorRequest(partition_id, task_name, list(sample_ids), create)
-        return connection.call("set_cursor", request, SettleReply).num_samples
+        return connection.call("set_cursor", request, int)
 
 
 def common_fields(fields: Iterable[list[str]]) -> list[str]:

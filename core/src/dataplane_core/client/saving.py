@@ -366,7 +366,7 @@ def _load_partition(
     what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
     """
     partition_id = entry["partition_id"]
-    names = Registration.__annotations__
+    names = Registration.__struct_fields__
     registration = {name: entry["registration"][name] for name in names} | {"consumer_tasks": []}
     register(connection, partition_id, **registration)
     _clear_again(connection, partition_id, entry)

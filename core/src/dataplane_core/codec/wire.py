@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from tensordict import (
     NonTensorData,
     NonTensorStack,

@@ -3,7 +3,6 @@
 Trainers call `connect`; the command line lists what is installed.
 """
 
-from dataplane_core.connecting.manager import OPERATION_NAMES
 from dataplane_core.connecting.registry import Bootstrap, connect, connect_async, connect_backend, load_backend
 from dataplane_core.entry_points import BACKEND_GROUP, KNOWN_BACKENDS, MIDDLEWARE_GROUP, PluginRecord, find_plugins
 
@@ -11,7 +10,6 @@ __all__ = [
     "BACKEND_GROUP",
     "KNOWN_BACKENDS",
     "MIDDLEWARE_GROUP",
-    "OPERATION_NAMES",
     "Bootstrap",
     "PluginRecord",
     "connect",

@@ -5,48 +5,32 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import pluggy
 
-from dataplane_core.backends import Backend, required_operations
+from dataplane_core.backends import Backend
 from dataplane_core.errors import ConfigError, PluginSignatureError
-from dataplane_core.spec import CONTRACT_VERSION, DataPlaneSpec
-
-#: The names of all hooks.
-OPERATION_NAMES: Final[tuple[str, ...]] = tuple(
-    name for name, member in vars(DataPlaneSpec).items() if not name.startswith("_") and inspect.isfunction(member)
-)
+from dataplane_core.spec.operations import CONTRACT_VERSION, OPERATIONS, required_operations
 
 
-class _Manager(pluggy.PluginManager):
-    """Recognises a backend's hooks by operation name, as pytest does for ``pytest_*``."""
-
-    def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
-        opts = super().parse_hookimpl_opts(plugin, name)
-        if opts is None and isinstance(plugin, Backend) and name in OPERATION_NAMES:
-            opts = {
-                "wrapper": False,
-                "hookwrapper": False,
-                "optionalhook": False,
-                "tryfirst": False,
-                "trylast": False,
-                "specname": None,
-            }
-        return opts
+@pluggy.HookspecMarker("dataplane")(firstresult=True)
+def _spec(request: Any) -> Any:
+    """What pluggy knows of each operation."""
 
 
 def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginManager:
-    """Registers a backend and, around it, middleware (outermost first).
+    """Checks a backend, and registers the middleware around it (outermost first).
+
+    The client registers the backend itself: see `Entrance.guard`.
 
     Raises:
         PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.
         ConfigError: A middleware object is listed twice.
     """
     check_backend_class(type(backend), backend.name)
-    manager = _Manager("dataplane")
-    manager.add_hookspecs(DataPlaneSpec)
-    manager.register(backend, name=f"backend {backend.name}")
+    manager = pluggy.PluginManager("dataplane")
+    manager.add_hookspecs(type("Operations", (), dict.fromkeys(OPERATIONS, _spec)))
     # pluggy calls the wrapper that was registered last first, so the outermost is registered last
     for position, plugin in reversed(list(enumerate(middleware))):
         _check_middleware(plugin)
@@ -55,12 +39,11 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
                 f"middleware lists the same {type(plugin).__name__} object twice. Expected an object for each entry."
             )
         manager.register(plugin, name=f"middleware {position} {type(plugin).__name__}")
-    manager.check_pending()
     return manager
 
 
 def check_backend_class(cls: type[Backend], name: str = "") -> None:
-    """Checks a backend class against the hook specs.
+    """Checks a backend class against the table of operations.
 
     Args:
         cls: The class.
@@ -81,19 +64,19 @@ def check_backend_class(cls: type[Backend], name: str = "") -> None:
             f"{CONTRACT_VERSION}.",
             hint="Upgrade it: pip install --upgrade dataplane-core.",
         )
+    methods = _public_methods(cls)
     for operation in required_operations(cls.capabilities):
-        if not callable(getattr(cls, operation, None)):
-            near = difflib.get_close_matches(operation, _public_methods(cls), n=1, cutoff=0.75)
+        if operation not in methods:
+            near = difflib.get_close_matches(operation, methods, n=1, cutoff=0.75)
             raise PluginSignatureError(
                 f"{label} does not implement '{operation}', which its capabilities require.",
                 hint=f"Did you mean '{operation}' where you wrote '{near[0]}'?" if near else None,
             )
-    for method in _public_methods(cls):
-        if method in OPERATION_NAMES:
+    for method in methods:
+        near = [] if hasattr(Backend, method) else difflib.get_close_matches(method, OPERATIONS, n=1, cutoff=0.85)
+        if method in OPERATIONS:
             _check_signature(label, method, getattr(cls, method))
-            continue
-        near = difflib.get_close_matches(method, OPERATION_NAMES, n=1, cutoff=0.85)
-        if near and not hasattr(Backend, method):
+        elif near:
             raise PluginSignatureError(
                 f"{label} has a public method '{method}', which is not an operation, but similar to '{near[0]}'.",
                 hint=f"Rename it to '{near[0]}' if it is meant to be the hook, else begin its name with an underscore.",
@@ -101,34 +84,27 @@ def check_backend_class(cls: type[Backend], name: str = "") -> None:
 
 
 def _check_middleware(plugin: Any) -> None:
-    label = f"middleware '{type(plugin).__name__}'"
     cls = type(plugin)
-    found = 0
+    label = f"middleware '{cls.__name__}'"
+    wrappers = 0
     for method in _public_methods(cls):
         member = getattr(cls, method)
-        opts = getattr(member, "dataplane_impl", None)
-        if opts is None:
-            if method in OPERATION_NAMES:
-                raise PluginSignatureError(
-                    f"{label}: '{method}' is not marked. Expected @hookimpl(wrapper=True) on every hook."
-                )
+        marks = getattr(member, "dataplane_impl", None)
+        where = f"{label}, hook '{method}'"
+        if marks is None and method not in OPERATIONS:
             continue
-        if not opts.get("wrapper"):
+        if marks is None or not marks.get("wrapper"):
+            raise PluginSignatureError(f"{where}: is not marked as a wrapper. Expected @hookimpl(wrapper=True).")
+        if method not in OPERATIONS:
+            near = difflib.get_close_matches(method, OPERATIONS, n=1, cutoff=0.6)
             raise PluginSignatureError(
-                f"{label}: '{method}' is marked @hookimpl, not @hookimpl(wrapper=True). Middleware only wraps."
-            )
-        if method not in OPERATION_NAMES:
-            near = difflib.get_close_matches(method, OPERATION_NAMES, n=1, cutoff=0.6)
-            raise PluginSignatureError(
-                f"{label}: '{method}' is not an operation.", hint=f"Did you mean '{near[0]}'?" if near else None
+                f"{where}: is not an operation.", hint=f"Did you mean '{near[0]}'?" if near else None
             )
         _check_signature(label, method, member)
         if not inspect.isgeneratorfunction(member):
-            raise PluginSignatureError(
-                f"{label}, hook '{method}': is no generator. Expected 'reply = yield' where the operation is to run."
-            )
-        found += 1
-    if not found:
+            raise PluginSignatureError(f"{where}: is no generator. Expected 'reply = yield' where the operation runs.")
+        wrappers += 1
+    if not wrappers:
         raise PluginSignatureError(f"{label} wraps no operation. Expected methods marked @hookimpl(wrapper=True).")
 
 
@@ -137,23 +113,11 @@ def _public_methods(cls: type) -> list[str]:
 
 
 def _check_signature(label: str, operation: str, member: Any) -> None:
+    """Only ``(self, request)`` will do: pluggy would pass an argument with a default, or a keyword-only one, never."""
     where = f"{label}, hook '{operation}'"
     if inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member):
         raise PluginSignatureError(f"{where}: is async. Expected a plain method; run your event loop inside it.")
-    parameters = list(inspect.signature(member).parameters.values())
-    for parameter in parameters:
-        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise PluginSignatureError(f"{where}: takes '*{parameter.name}'. Expected (self, request).")
-        if parameter.default is not inspect.Parameter.empty:
-            raise PluginSignatureError(
-                f"{where}: argument '{parameter.name}' has a default, and pluggy would never pass it. "
-                "Expected (self, request)."
-            )
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            raise PluginSignatureError(
-                f"{where}: argument '{parameter.name}' is keyword-only, and pluggy would never pass it. "
-                "Expected (self, request)."
-            )
-    names = [parameter.name for parameter in parameters]
-    if isinstance(inspect.getattr_static(member, "__self__", None), type) or names != ["self", "request"]:
-        raise PluginSignatureError(f"{where}: takes ({', '.join(names)}). Expected (self, request).")
+    parameters = inspect.signature(member).parameters.values()
+    shown = inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters])
+    if isinstance(inspect.getattr_static(member, "__self__", None), type) or str(shown) != "(self, request)":
+        raise PluginSignatureError(f"{where}: takes {shown}. Expected (self, request).")

@@ -43,15 +43,13 @@ class AboutExtents(msgspec.Struct, array_like=True):
     syncs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CheckRoom(Request[None]):
+class CheckRoom(Request[None], frozen=True):
     """Raises `CapacityExceededError` if it is known that so many bytes get no room now."""
 
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate(Request[list[int]]):
+class Allocate(Request[list[int]], frozen=True):
     """Allocates an extent for each write of a put. Reply: where they begin in the arena.
 
     They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`.
@@ -79,8 +77,7 @@ class Allocate(Request[list[int]]):
                 raise InvalidRequestError("a write has columns that do not lie in its extent.")
 
 
-@dataclass(frozen=True, slots=True)
-class PutWhole(Request[None]):
+class PutWhole(Request[None], frozen=True):
     """`Allocate`, the bytes of the extents, and `Written`, in one request, for few bytes. Raises as `Allocate`."""
 
     put: int
@@ -93,8 +90,7 @@ class PutWhole(Request[None]):
             raise InvalidRequestError("a put has other bytes than those of its layouts.")
 
 
-@dataclass(frozen=True, slots=True)
-class Written(Request[None]):
+class Written(Request[None], frozen=True):
     """The bytes of a put are in shared memory.
 
     Attributes:
@@ -106,8 +102,7 @@ class Written(Request[None]):
     digests: list[bytes] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fill(Request[None]):
+class Fill(Request[None], frozen=True):
     """The bytes of a put follow this request: those of the extents of its writes."""
 
     followed = True
@@ -129,8 +124,7 @@ class Found:
     gone: list[Ref]
 
 
-@dataclass(frozen=True, slots=True)
-class Find(Request[Found]):
+class Find(Request[Found], frozen=True):
     """Finds rows of writes, and pins their extents under a number that the session draws.
 
     Attributes:
@@ -155,8 +149,7 @@ class Fetched:
     gone: list[Ref]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch(Request[Fetched]):
+class Fetch(Request[Fetched], frozen=True):
     """Fetches rows over the wire.
 
     Attributes:
@@ -166,15 +159,13 @@ class Fetch(Request[Fetched]):
     reads: list[tuple[int, list[int], list[int]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Drop(Request[None]):
+class Drop(Request[None], frozen=True):
     """Drops rows. Ignores those that do not exist. A put of any session that is not written yet ends."""
 
     refs: list[Ref]
 
 
-@dataclass(frozen=True, slots=True)
-class Retain(Request[None]):
+class Retain(Request[None], frozen=True):
     """Of the writes that an earlier process left, keeps these rows. See `KeptExtents.retain`.
 
     Attributes:
@@ -184,8 +175,7 @@ class Retain(Request[None]):
     live: dict[int, list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Memory(Request[ExtentStatistics]):
+class Memory(Request[ExtentStatistics], frozen=True):
     """Asks how much memory is used."""
 
 

@@ -9,19 +9,20 @@ requests, the host sends the lease token of a claim, or the ticket of a put, tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from dataplane_core import errors
+from dataplane_core.arguments import as_plain
 from dataplane_core.errors import BackendError, DataPlaneError
-from dataplane_core.ledger import Command, check_command, commands
-from dataplane_core.spec import Claim
+from dataplane_core.ledger import commands
+from dataplane_core.spec.replies import Claim
+from dataplane_core.spec.requests import Command
 
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
-VERSION: Final = 15
+VERSION: Final = 16
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")
@@ -60,8 +61,7 @@ class Welcome(msgspec.Struct, array_like=True):
     about: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
-@dataclass(frozen=True, slots=True)
-class Request(Generic[Reply]):
+class Request(msgspec.Struct, Generic[Reply], frozen=True, omit_defaults=True):
     """A request that is not a command of the ledger.
 
     Attributes:
@@ -73,36 +73,33 @@ class Request(Generic[Reply]):
     followed: ClassVar[bool] = False
 
     def check(self) -> None:
-        """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket, after
-        `check_command` of each part that is a command.
-        """
+        """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimOrWait(Request[Claim]):
+class ClaimOrWait(Request[Claim], frozen=True):
     """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimRequest`."""
 
     claim: commands.ClaimRequest
 
+    def check(self) -> None:
+        self.claim.check()
 
-@dataclass(frozen=True, slots=True)
-class StopWaiting(Request[None]):
+
+class StopWaiting(Request[None], frozen=True):
     """A claim, or a put that waits for room, no longer waits."""
 
     answered = False
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release(Request[None]):
+class Release(Request[None], frozen=True):
     """Ends pins. Numbers that hold nothing are ignored."""
 
     answered = False
     pins: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Together(Request[list[bytes]]):
+class Together(Request[list[bytes]], frozen=True):
     """Requests that are carried out one after the other, and none after one that is refused: its error is the reply.
 
     Attributes:
@@ -113,18 +110,8 @@ class Together(Request[list[bytes]]):
 
 
 def _plain(value: Any) -> object:
-    """A value of numpy, or of a subclass, as Python's own.
-
-    Raises:
-        NotImplementedError: Neither. That is how msgspec wants to be told.
-    """
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    raise NotImplementedError(f"a value of {type(value).__name__} cannot be sent")
+    """A value of numpy, or of a subclass, as Python's own."""
+    return value.item() if isinstance(value, np.generic) else as_plain(value)
 
 
 class _Failure(msgspec.Struct, array_like=True):
@@ -136,12 +123,11 @@ class _Failure(msgspec.Struct, array_like=True):
 
 
 class _Kind(msgspec.Struct):
-    """A kind of request, how it and its reply are read, and the names of its fields."""
+    """A kind of request, and how it and its reply are read."""
 
     number: int
     request: Any
     reply: Any
-    fields: list[str]
 
 
 def _reply_type(request: type[Any]) -> Any:
@@ -189,7 +175,7 @@ class Messages:
     """The requests that a host and its clients know: the ledger's commands, those of this wing, and the host's own.
 
     Args:
-        *own: Classes of the host's own requests, dataclasses. Their order is part of the form of messages.
+        *own: Classes of the host's own requests. Their order is part of the form of messages.
         errors: Further errors that may travel, beside those of `dataplane_core.errors`.
     """
 
@@ -198,8 +184,7 @@ class Messages:
         self._by_number: dict[int, _Kind] = {}
         for first, kinds in ((_WING, _OF_THE_WING), (_COMMANDS, commands.COMMANDS), (_OWN, own)):
             for number, request in enumerate(kinds, first):
-                names = [each.name for each in fields(request)]
-                kind = _Kind(number, _decoder(request), _decoder(_reply_type(request)), names)
+                kind = _Kind(number, _decoder(request), _decoder(_reply_type(request)))
                 self._kinds[request] = self._by_number[number] = kind
         self._errors = {each.__name__: each for each in errors}
 
@@ -219,14 +204,7 @@ class Messages:
             request = kind.request.decode(body)
         except (*_UNREADABLE, KeyError) as error:
             raise errors.InvalidRequestError(f"a message is no request: {error}.") from error
-        if isinstance(request, Command):
-            check_command(request)
-        else:
-            for name in kind.fields:
-                part = getattr(request, name)
-                if isinstance(part, Command):
-                    check_command(part)
-            request.check()
+        request.check()
         return request
 
     def encode_reply(self, reply: Any) -> bytes:

@@ -5,7 +5,6 @@ backends with it.
 """
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.queues import backoff_s
@@ -23,7 +22,6 @@ __all__ = [
     "Ref",
     "Reply",
     "backoff_s",
-    "check_command",
     "commands",
     "group_of",
     "pack_state",

@@ -1,19 +1,26 @@
 """The commands of the ledger: one object per operation, which is sent as it is to the host of the ledger.
 
-`Ledger.apply` runs it. Before that, it may be added to a log. The type in ``Command[...]`` is that of the reply.
-Most requests of hooks are commands as they are, and are given on here. The fields of the others mean the same as those
-of requests with the same names.
+`Ledger.apply` runs it. Before that, it may be added to a log. The type in ``Command[...]`` is that of the reply. Most
+requests of hooks are commands as they are, and are given on here. A host that reads commands from bytes checks them by
+their types, then by `Command.check`: one that clients do not make could leave the ledger in a state in which the calls
+of other clients fail.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
+from msgspec import Meta
+
+from dataplane_core.arguments import Index, Name, Seconds
+from dataplane_core.errors import Frozen
 from dataplane_core.ledger.rows import Ref
-from dataplane_core.spec import (
+from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.operations import OPERATIONS
+from dataplane_core.spec.requests import (
     AckRequest as AckRequest,
     AnnounceRequest as AnnounceRequest,
     ClaimRequest as ClaimRequest,
@@ -22,7 +29,6 @@ from dataplane_core.spec import (
     ConsumptionRequest as ConsumptionRequest,
     DescribeRequest as DescribeRequest,
     ExportRequest as ExportRequest,
-    FieldSpec,
     FieldsRequest as FieldsRequest,
     InspectRequest as InspectRequest,
     ListClientsRequest as ListClientsRequest,
@@ -31,18 +37,18 @@ from dataplane_core.spec import (
     NackRequest as NackRequest,
     RegisterRequest as RegisterRequest,
     RenewRequest as RenewRequest,
+    RequestId,
     SetCursorRequest as SetCursorRequest,
     SettleRequest as SettleRequest,
-    TagValue,
 )
+from dataplane_core.spec.tags import TagValue
 
 Reply = TypeVar("Reply", covariant=True)
-#: The id of a write, never used again; up to 128 bits.
-WriteId: TypeAlias = Annotated[int, "write id"]
+#: Payload bytes of a row, or of a put: at most 2**50, so that their sums stay small.
+_Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(Frozen, frozen=True):
     """One write of a put: fields whose payload is stored together.
 
     Attributes:
@@ -52,13 +58,12 @@ class Write:
             i.
     """
 
-    fields: Sequence[str]
-    row_bytes: Sequence[int]
-    positions: Sequence[int] | None = None
+    fields: Annotated[Sequence[str], Meta(min_length=1)]
+    row_bytes: Sequence[_Bytes]
+    positions: Sequence[Index] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BeginPut(Command[int]):
+class BeginPut(Frozen, Command[int], frozen=True):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
     Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed.
@@ -77,17 +82,16 @@ class BeginPut(Command[int]):
     """
 
     op = "begin_put"
-    partition_id: str
+    partition_id: Name
     sample_ids: Sequence[str]
     specs: Mapping[str, FieldSpec]
     writes: Sequence[Write]
     tags: Sequence[Mapping[str, TagValue]] | None = None
     epoch: str | None = None
-    _: KW_ONLY
-    write_id: WriteId | None = None
+    write_id: Index | None = None
     ticket: str | None = None
-    ttl_s: float
-    request_id: str | None = None
+    ttl_s: Seconds = 0.0
+    request_id: RequestId | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -104,9 +108,18 @@ class BeginPut(Command[int]):
         ids = accumulate((len(write.row_bytes) for write in self.writes), initial=write_id)
         return dict(zip(ids, self.writes, strict=False))
 
+    def check(self) -> None:
+        rows = self.sample_ids if self.tags is None else self.tags
+        self.expect(len(set(self.sample_ids)) == len(self.sample_ids) == len(rows), "sample_ids")
+        names = [name for write in self.writes for name in write.fields]
+        self.expect(len(names) == len(self.specs) and self.specs.keys() == set(names), "writes")
+        for write in self.writes:
+            of = range(len(rows)) if write.positions is None else write.positions
+            self.expect(len(of) == len(rows) and set(of) == set(range(len(write.row_bytes))), "writes")
+        self.expect(self.size_bytes <= 1 << 50, "writes")
 
-@dataclass(frozen=True, slots=True)
-class WaitForRoom(Command[None]):
+
+class WaitForRoom(Frozen, Command[None], frozen=True):
     """Adds a put that was refused for lack of room to the queue, or says that it still waits.
 
     Later puts then leave it its room (see `RoomQueue`). A put leaves the queue if it does not repeat this for some
@@ -120,12 +133,14 @@ class WaitForRoom(Command[None]):
 
     op = "wait_for_room"
     ticket: str
-    size_bytes: int
+    size_bytes: _Bytes
     wait_s: float
 
+    def check(self) -> None:
+        self.expect(not math.isnan(self.wait_s), "wait_s")
 
-@dataclass(frozen=True, slots=True)
-class CommitPut(Command[list[Ref]]):
+
+class CommitPut(Frozen, Command[list[Ref]], frozen=True):
     """Makes a begun put visible: its cells and tags at once. Reply: the refs that it replaced, which are now free.
 
     Raises:
@@ -137,33 +152,32 @@ class CommitPut(Command[list[Ref]]):
     """
 
     op = "commit_put"
-    write_id: WriteId
+    write_id: Index
 
 
-@dataclass(frozen=True, slots=True)
-class AbortPut(Command[list[Ref]]):
+class AbortPut(Frozen, Command[list[Ref]], frozen=True):
     """Aborts a begun put, unless it is committed. May be repeated. Reply: the put's refs that are free."""
 
     op = "abort_put"
-    write_id: WriteId
+    write_id: Index
 
 
-@dataclass(frozen=True, slots=True)
-class PutTags(Command[None]):
+class PutTags(Frozen, Command[None], frozen=True):
     """A put without payload, in one step. Raises as `BeginPut`. `SettleRequest` says what its last two fields are."""
 
     op = "put_tags"
-    partition_id: str
+    partition_id: Name
     sample_ids: Sequence[str]
     tags: Sequence[Mapping[str, TagValue]]
     epoch: str | None = None
-    _: KW_ONLY
-    request_id: str | None = None
-    left_s: float = 0.0
+    request_id: RequestId | None = None
+    left_s: Seconds = 0.0
+
+    def check(self) -> None:
+        self.expect(len(set(self.sample_ids)) == len(self.sample_ids) == len(self.tags), "sample_ids")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Frozen, frozen=True):
     """The rows of a read whose payload is in one write.
 
     Attributes:
@@ -181,8 +195,7 @@ class Part:
     positions: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(Frozen, frozen=True):
     """Where the payload of a read is."""
 
     parts: list[Part]
@@ -194,8 +207,7 @@ class Located:
         return [(part.write_id, position) for part in self.parts for position in part.positions]
 
 
-@dataclass(frozen=True, slots=True)
-class Locate(Command[Located]):
+class Locate(Frozen, Command[Located], frozen=True):
     """Finds the payload of a read. Reply: where it is.
 
     Raises:
@@ -205,48 +217,20 @@ class Locate(Command[Located]):
 
     op = "locate"
     reads = True
-    partition_id: str
+    partition_id: Name
     sample_ids: Sequence[str]
-    fields: Sequence[str]
+    fields: Annotated[Sequence[str], Meta(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Collected(Command[None]):
+class Collected(Frozen, Command[None], frozen=True):
     """Says that the payload of these refs was deleted."""
 
     op = "collected"
     refs: Sequence[Ref]
 
 
-#: All commands.
-COMMANDS: Final = (
-    *(
-        RegisterRequest,
-        DescribeRequest,
-        BeginPut,
-        WaitForRoom,
-        CommitPut,
-        AbortPut,
-        PutTags,
-        Locate,
-        ListRequest,
-    ),
-    *(
-        ListPartitionsRequest,
-        InspectRequest,
-        FieldsRequest,
-        ExportRequest,
-        SetCursorRequest,
-        AnnounceRequest,
-        ListClientsRequest,
-    ),
-    *(
-        ClaimRequest,
-        AckRequest,
-        NackRequest,
-        RenewRequest,
-        ConsumptionRequest,
-        ClearRequest,
-        Collected,
-    ),
+#: All commands. Their order is part of the form of messages.
+COMMANDS: Final[tuple[type[Command[Any]], ...]] = (
+    *(operation.request for operation in OPERATIONS.values() if issubclass(operation.request, Command)),
+    *(BeginPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, Collected),
 )

@@ -23,11 +23,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, Final, NoReturn
+
+from msgspec.structs import asdict, replace
 
 from dataplane_core.errors import (
     AlreadyDoneError,
@@ -52,7 +54,6 @@ from dataplane_core.spec import (
     FieldList,
     PartitionDescription,
     PartitionInfo,
-    PartitionList,
     PartitionState,
     Replaced,
     SampleList,
@@ -489,8 +490,8 @@ class Ledger:
         listed = [rows[name] for name in sample_ids if name in rows and matches(rows[name].tags, command.tag_filter)]
         return SampleList(sample_ids=[row.sample_id for row in listed], tags=[dict(row.tags) for row in listed])
 
-    def _list_partitions(self, command: commands.ListPartitionsRequest, now: float) -> PartitionList:
-        return PartitionList(partition_ids=list(self._partitions))
+    def _list_partitions(self, command: commands.ListPartitionsRequest, now: float) -> list[str]:
+        return list(self._partitions)
 
     def _inspect(self, command: commands.InspectRequest, now: float) -> PartitionDescription:
         return self.partition(command.partition_id).describe(now, command.questions)
@@ -528,10 +529,11 @@ class Ledger:
             self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
         return claim
 
-    def _settle(self, command: commands.SettleRequest, now: float) -> None:
+    def _settle(self, command: commands.SettleRequest, now: float) -> int:
         if command.request_id not in self._done:
             self.partition(command.partition_id).settle(command, now)
             self._note_done(command.request_id, command.left_s, now)
+        return len(command.sample_ids)
 
     def _consumed(self, command: commands.ConsumptionRequest, now: float) -> bool:
         partition = self._partitions.get(command.partition_id)

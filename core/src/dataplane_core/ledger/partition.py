@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from dataplane_core.errors import (
     InvalidRequestError,
     LeaseExpiredError,
@@ -145,7 +147,7 @@ class Partition:
         self.info = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers)
         if info.num_samples is None and command.num_samples is not None:
             self.seen.update(self.rows)
-            self.info = replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
+            self.info = structs.replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
             self.version += 1  # so that the commit of a put under way is checked again
 
     def _add_tasks(self, task_names: Iterable[str]) -> None:

@@ -11,11 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar, cast
+
+from msgspec.structs import replace
 
 from dataplane_core.errors import (
     CapacityExceededError,
@@ -30,10 +31,8 @@ from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.queues import LONGEST_PAUSE_S, WaitingClaims
 from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
-    AnnounceReply,
     Claim,
     ClientInfo,
-    ClientList,
     Command,
     PartitionDescription,
     Question,
@@ -122,11 +121,11 @@ class LedgerService:
                 return cast("Reply", self._claim(command, wake))
             case commands.AnnounceRequest():
                 num_clients = self._clients.announce(command.client, command.ttl_s, self._clock())
-                return cast("Reply", AnnounceReply(num_clients=num_clients))
+                return cast("Reply", num_clients)
             case commands.InspectRequest():
                 return cast("Reply", self._inspect(command))
             case commands.ListClientsRequest():
-                return cast("Reply", ClientList(clients=self._clients.listed(self._clock(), command.ended)))
+                return cast("Reply", self._clients.listed(self._clock(), command.ended))
             # other commands may leave a shortfall slightly outdated; these make it wrong
             case commands.RegisterRequest() | commands.SetCursorRequest() | commands.ClearRequest(sample_ids=None):
                 for key in [key for key in self._shortfalls if key[0] == command.partition_id]:

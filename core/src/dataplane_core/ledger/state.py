@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from dataplane_core.ledger.checks import check_command
 from dataplane_core.ledger.ledger import Ledger, LiveWrite, Pending
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.rows import Cells, Hold, RankBatches, Row, group_of
@@ -92,7 +91,7 @@ def unpack_state(data: bytes) -> Ledger:
     for packed in state.partitions:
         ledger._partitions[packed.partition_id] = _unpack_partition(packed, state.fields)
     for pending in state.pending.values():
-        check_command(pending.put)
+        pending.put.check()
     ledger._pending = state.pending
     ledger._garbage = {(write_id, pos): put for write_id, pos, put in state.garbage}
     for request_id, (ends_at, reply) in state.done.items():

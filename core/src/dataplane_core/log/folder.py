@@ -29,7 +29,6 @@ from xxhash import xxh3_64_intdigest
 from dataplane_core.durable_files import disk_hint, sync_path, write_file
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.log.base import Log, TakenError
-from dataplane_core.regular_files import read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class FolderLog(Log):
     def _read(self) -> float:
         """Reads the log of before. Returns the time of its last frame."""
         assert self._earlier is not None
-        data = read_regular(self._earlier / _NAME)
+        data = (self._earlier / _NAME).read_bytes()
         first = _body_at(data, 0)
         if first is None:
             raise CorruptDataError(
@@ -167,7 +166,7 @@ class FolderLog(Log):
             elif frame.name is not None:
                 self._take_note(frame.name, frame.value)
         with suppress(FileNotFoundError):
-            whole = int(read_regular(self._earlier / _ENDED) or b"0")  # the disk may have been full
+            whole = int((self._earlier / _ENDED).read_bytes() or b"0")  # the disk may have been full
             if end < whole:
                 raise CorruptDataError(
                     f"the log in {self._root} lacks {whole - end} of the {whole} bytes that it had when it was closed.",

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
 from dataplane_core.errors import Verdict
-from dataplane_core.spec import DataPlaneSpec, WireFormat, hookimpl
+from dataplane_core.spec import OPERATIONS, WireFormat, hookimpl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,6 @@ class OperationMiddleware(Middleware):
         return (yield)
 
 
-for _name in vars(DataPlaneSpec):
-    if not _name.startswith("_") and _name not in ("announce", "list_clients", "list_units"):
+for _name in OPERATIONS:
+    if _name not in ("announce", "list_clients", "list_units"):
         setattr(OperationMiddleware, _name, _wrapped(_name))

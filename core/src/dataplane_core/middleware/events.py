@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest
 
 from dataplane_core.codec import row_nbytes
 from dataplane_core.errors import ClaimTimeoutError, Verdict
-from dataplane_core.spec import Claim, ClaimRequest, ClearReply, SampleList, WireBatch
+from dataplane_core.spec import Claim, ClaimRequest, ClearRequest, SampleList, WireBatch
 
 with suppress(ImportError):  # Windows has none
     import fcntl
@@ -177,8 +177,8 @@ def observe(
             n_keys = len(sample_ids)
             if isinstance(reply, Claim) and got_nothing(request, reply):
                 status, name_of_error = "timeout", ClaimTimeoutError.__name__  # which the client raises
-        elif isinstance(reply, ClearReply) and request.sample_ids is None:
-            drops_all, n_keys = True, reply.num_samples
+        elif isinstance(request, ClearRequest) and request.sample_ids is None:
+            drops_all, n_keys = True, reply
         elif isinstance(reply, WireBatch):
             n_bytes = sum(row_nbytes(reply.columns, n_keys))
         return reply

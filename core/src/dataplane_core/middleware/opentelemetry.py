@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Final
 
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.codec import row_nbytes

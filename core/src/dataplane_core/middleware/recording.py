@@ -24,7 +24,6 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.middleware.events import is_held, unsealed
-from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.saves import tensor_rows, unpack_rows
 from dataplane_core.spec import FieldSpec, WireFormat, fits
 
@@ -299,7 +298,7 @@ class Recording:
             )
         start, size, digest = record.block
         try:
-            with open_regular(self.folder / (record.segment + ROWS_SUFFIX)) as file:
+            with (self.folder / (record.segment + ROWS_SUFFIX)).open("rb") as file:
                 end = os.fstat(file.fileno()).st_size
                 file.seek(min(start, end))
                 block = file.read(min(size, end))  # a forged size reserves no memory
@@ -395,7 +394,7 @@ class Recording:
     def _lines_of(self, name: str) -> bytes | None:
         """The lines of a segment. None if it was deleted to keep ``max_bytes`` meanwhile."""
         try:
-            return read_regular(self.folder / (name + LINES_SUFFIX))
+            return (self.folder / (name + LINES_SUFFIX)).read_bytes()
         except FileNotFoundError:
             self.dropped = self._read_dropped()
             if name not in (each.name for each in self.dropped):
@@ -406,7 +405,7 @@ class Recording:
         path = self.folder / DROPPED
         found: dict[str, DroppedSegment] = {}
         try:
-            lines = read_regular(path).split(b"\n")
+            lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
         for number, line in enumerate(lines, 1):
@@ -460,7 +459,7 @@ def read_mark(folder: Path) -> str:
         OSError: It cannot be read.
     """
     try:
-        held = json.loads(read_regular(folder / MARK))
+        held = json.loads((folder / MARK).read_bytes())
         if held["format"] != FORMAT:
             raise ValueError(f"format {held['format']!r}")
         version, run = held["version"], str(held["run"])

@@ -35,7 +35,6 @@ from dataplane_core.middleware.base import Middleware, MiddlewareContext
 from dataplane_core.spec import (
     FieldSpec,
     GetRequest,
-    PutReply,
     PutRequest,
     SharedRows,
     WireBatch,
@@ -62,7 +61,7 @@ class WireGuard(Middleware):
         self._wire = context.wire
 
     @hookimpl(wrapper=True)
-    def put_samples(self, request: PutRequest) -> Generator[None, PutReply, PutReply]:
+    def put_samples(self, request: PutRequest) -> Generator[None, int, int]:
         """Adds a column of checksums per field."""
         names = [
             name for name in request.columns if not name.startswith(_PREFIX)

@@ -31,7 +31,6 @@ from dataplane_core.errors import (
     SaveError,
     UnsupportedOperationError,
 )
-from dataplane_core.regular_files import open_regular, read_regular
 from dataplane_core.spec import fits
 
 MANIFEST: Final = "manifest.json"
@@ -105,7 +104,7 @@ def _named_rows(path: Path, kind: str) -> str | None:
         InvalidRequestError: The manifest is not that of a save of this kind.
     """
     try:
-        data = read_regular(path / MANIFEST)
+        data = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         return None
     for text in (data.partition(b"\n")[0], data):  # another program's may have several lines
@@ -175,7 +174,7 @@ class SavedFiles:
             while True:
                 self.body = _read_manifest(self._path, kind)
                 try:
-                    self._rows = open_regular(self._path / self.body["rows_file"])
+                    self._rows = (self._path / self.body["rows_file"]).open("rb")
                     return
                 except FileNotFoundError as error:
                     if self.body["rows_file"] == missing:
@@ -232,7 +231,7 @@ def _read_manifest(path: Path, kind: str) -> dict[str, Any]:
     """
     manifest = path / MANIFEST
     try:
-        head_line, _, rest = read_regular(manifest).partition(b"\n")
+        head_line, _, rest = manifest.read_bytes().partition(b"\n")
     except FileNotFoundError as error:
         raise MissingDataError(
             f"no save in '{path}': there is no {MANIFEST}.", hint="Name the folder that was saved to."

@@ -1,45 +1,40 @@
-"""The interface of a backend: hook specs with requests and replies, capabilities, wire format, field specs, tags.
+"""The interface of a backend: operations with their requests and replies, capabilities, wire format, field specs, tags.
 
 All other wings import it. Authors of backends and middleware write against it.
 """
 
-from dataplane_core.spec.capabilities import GUARANTEES, OPERATIONS, Capability, Scope, WireFormat
+from dataplane_core.spec.capabilities import GUARANTEES, Capability, Scope, WireFormat
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.forms import Seconds, fits
-from dataplane_core.spec.hooks import CONTRACT_VERSION, DataPlaneSpec, hookimpl
+from dataplane_core.spec.operations import (
+    CONTRACT_VERSION,
+    OPERATIONS,
+    Operation,
+    hookimpl,
+    required_operations,
+)
 from dataplane_core.spec.replies import (
-    AnnounceReply,
     Answer,
     CallInfo,
     Claim,
-    ClearReply,
     ClientInfo,
-    ClientList,
-    ConsumptionReply,
     FieldList,
     PartitionDescription,
     PartitionInfo,
-    PartitionList,
     PartitionState,
     PhaseInfo,
-    PutReply,
     Registration,
     Replaced,
     SampleList,
-    SettleReply,
     TaskDescription,
     UnitInfo,
-    UnitList,
     WireBatch,
     WorkInfo,
 )
 from dataplane_core.spec.requests import (
-    CANCELLATION,
     AckRequest,
     AnnounceRequest,
-    Bell,
-    Cancellation,
     ClaimRequest,
     ClearRequest,
     Command,
@@ -64,7 +59,6 @@ from dataplane_core.spec.requests import (
     Sampler,
     SetCursorRequest,
     SettleRequest,
-    Wake,
     new_id,
     this_process,
 )
@@ -79,6 +73,7 @@ from dataplane_core.spec.tags import (
     lengths_of,
     matches,
 )
+from dataplane_core.spec.waking import CANCELLATION, Bell, Cancellation, Wake
 
 __all__ = [
     "CANCELLATION",
@@ -87,7 +82,6 @@ __all__ = [
     "GUARANTEES",
     "OPERATIONS",
     "AckRequest",
-    "AnnounceReply",
     "AnnounceRequest",
     "Answer",
     "Bell",
@@ -96,14 +90,10 @@ __all__ = [
     "Capability",
     "Claim",
     "ClaimRequest",
-    "ClearReply",
     "ClearRequest",
     "ClientInfo",
-    "ClientList",
     "Command",
-    "ConsumptionReply",
     "ConsumptionRequest",
-    "DataPlaneSpec",
     "DescribeRequest",
     "ExportRequest",
     "FieldList",
@@ -118,12 +108,11 @@ __all__ = [
     "ListUnitsRequest",
     "NackRequest",
     "OnceRequest",
+    "Operation",
     "PartitionDescription",
     "PartitionInfo",
-    "PartitionList",
     "PartitionState",
     "PhaseInfo",
-    "PutReply",
     "PutRequest",
     "Question",
     "RegisterRequest",
@@ -136,14 +125,12 @@ __all__ = [
     "Scope",
     "Seconds",
     "SetCursorRequest",
-    "SettleReply",
     "SettleRequest",
     "SharedRows",
     "TagFilter",
     "TagValue",
     "TaskDescription",
     "UnitInfo",
-    "UnitList",
     "Wake",
     "WireBatch",
     "WireColumn",
@@ -158,5 +145,6 @@ __all__ = [
     "lengths_of",
     "matches",
     "new_id",
+    "required_operations",
     "this_process",
 ]

@@ -69,7 +69,6 @@ GUARANTEES: Final[frozenset[Capability]] = frozenset(
         Capability.NO_PICKLE,
     }
 )
-OPERATIONS: Final[frozenset[Capability]] = frozenset(Capability) - GUARANTEES
 
 
 class Scope(StrEnum):

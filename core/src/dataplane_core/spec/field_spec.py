@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
-from dataplane_core.errors import CorruptDataError
+from msgspec.structs import replace
+
+from dataplane_core.errors import CorruptDataError, Frozen
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,7 @@ _TEXT: Final = re.compile(
 ListsKind: TypeAlias = Literal["", "empty", "ints"]
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
+class FieldSpec(Frozen, frozen=True):
     """Kind, dtype, rank and trailing shape of a field's cells.
 
     A cell has rank 0 (one scalar per sample) or the shape ``(L, *trailing)``, where ``L`` may differ from row to row.

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
-from dataplane_core.errors import LeaseHolder, Shortfall, printable
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from dataplane_core.errors import Frozen, LeaseHolder, Shortfall, printable
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.tags import TagValue
 
 
-class Registration(TypedDict):
-    """The arguments of ``register_partition`` that `PartitionInfo` has, as values of JSON."""
+class Registration(Frozen, frozen=True, kw_only=True, omit_defaults=False):
+    """What `DataPlaneClient.register_partition` was given, besides the id."""
 
-    fields: Sequence[str]
+    fields: tuple[str, ...]
     num_samples: int | None
-    consumer_tasks: Sequence[str]
+    consumer_tasks: tuple[str, ...]
     grpo_group_size: int | None
-    enums: Mapping[str, Sequence[str]]
-    followers: Sequence[str]
+    enums: Mapping[str, tuple[str, ...]]
+    followers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replaced:
+class Replaced(Frozen, frozen=True, kw_only=True):
     """An earlier registration that a new one dropped.
 
     Attributes:
@@ -43,65 +45,30 @@ class Replaced:
     num_left: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionInfo:
-    """A partition's registration.
+class PartitionInfo(Registration, frozen=True, kw_only=True):
+    """A partition's registration. Its ``num_samples`` may be known only since the partition was finished.
 
     Attributes:
         epoch: The id of the registration, from `RegisterRequest.epoch`. No other registration has it.
-        fields: As registered.
-        num_samples: As registered, or as it was when the partition was finished.
-        consumer_tasks: As registered.
-        grpo_group_size: As registered.
-        enums: As registered.
-        followers: As registered.
         registered_by: The process that opened it, with its role. Empty if unknown.
         registered_at: When, in seconds since 1970 by that process' clock.
         replaced: In the reply to a registration: the one that it dropped, or None.
     """
 
     epoch: str
-    fields: tuple[str, ...]
-    num_samples: int | None
-    consumer_tasks: tuple[str, ...]
-    grpo_group_size: int | None
-    enums: Mapping[str, tuple[str, ...]]
-    followers: tuple[str, ...] = ()
     registered_by: str = ""
     registered_at: float = 0.0
     replaced: Replaced | None = None
 
     @classmethod
-    def of(cls, epoch: str, registration: Mapping[str, Any]) -> PartitionInfo:
-        """A registration from what `registration` returned, and who registered it, if it says that."""
-        return cls(
-            epoch=epoch,
-            fields=tuple(registration["fields"]),
-            num_samples=registration["num_samples"],
-            consumer_tasks=tuple(registration["consumer_tasks"]),
-            grpo_group_size=registration["grpo_group_size"],
-            enums={name: tuple(words) for name, words in registration["enums"].items()},
-            followers=tuple(registration["followers"]),
-            registered_by=registration.get("registered_by", ""),
-            registered_at=registration.get("registered_at", 0.0),
-        )
-
-    @classmethod
     def requested(cls, request: Any) -> PartitionInfo:
         """The registration that a `RegisterRequest`, or an object with the same attributes, asks for."""
-        names = (*Registration.__annotations__, "registered_by", "registered_at")
-        return cls.of(request.epoch, {name: getattr(request, name) for name in names})
+        return msgspec.convert(request, cls, from_attributes=True)
 
-    def registration(self) -> Registration:
-        """The arguments of ``register_partition`` besides the id, as values that JSON and msgpack can keep."""
-        return {
-            "fields": list(self.fields),
-            "num_samples": self.num_samples,
-            "consumer_tasks": list(self.consumer_tasks),
-            "grpo_group_size": self.grpo_group_size,
-            "enums": {name: list(words) for name, words in self.enums.items()},
-            "followers": list(self.followers),
-        }
+    def registration(self) -> dict[str, Any]:
+        """What is of a `Registration`, as values that JSON and msgpack can keep."""
+        plain: dict[str, Any] = msgspec.to_builtins(msgspec.convert(self, Registration, from_attributes=True))
+        return plain
 
     def extended(
         self,
@@ -111,31 +78,21 @@ class PartitionInfo:
         followers: Sequence[str] = (),
     ) -> PartitionInfo:
         """This registration with what ``if_exists="keep"`` adds: fields, tasks, strings of enums, and followers."""
+        names = dict.fromkeys((*self.enums, *enums))
         return replace(
             self,
-            fields=tuple(dict.fromkeys((*self.fields, *fields))),
-            consumer_tasks=tuple(dict.fromkeys((*self.consumer_tasks, *consumer_tasks))),
-            enums={
-                name: tuple(dict.fromkeys((*self.enums.get(name, ()), *enums.get(name, ()))))
-                for name in dict.fromkeys((*self.enums, *enums))
-            },
-            followers=tuple(dict.fromkeys((*self.followers, *followers))),
+            fields=_joined(self.fields, fields),
+            consumer_tasks=_joined(self.consumer_tasks, consumer_tasks),
+            enums={name: _joined(self.enums.get(name, ()), enums.get(name, ())) for name in names},
+            followers=_joined(self.followers, followers),
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutReply:
-    """The put is committed and visible to every client.
-
-    Attributes:
-        num_samples: Rows written.
-    """
-
-    num_samples: int
+def _joined(names: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*names, *others)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireBatch:
+class WireBatch(Frozen, frozen=True):
     """Columns read back, one row per requested id, in the order asked for.
 
     Attributes:
@@ -148,8 +105,7 @@ class WireBatch:
     specs: Mapping[str, FieldSpec]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(Frozen, frozen=True):
     """Samples handed out.
 
     Attributes:
@@ -184,48 +140,14 @@ class Claim:
         return bool(self.sample_ids) or self.exhausted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettleReply:
-    """The leases are settled or renewed."""
-
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsumptionReply:
-    """Whether every task has been given every sample that the partition holds, and has acked the leased ones."""
-
-    consumed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClearReply:
-    """The samples are gone.
-
-    Attributes:
-        num_samples: How many were there.
-    """
-
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleList:
+class SampleList(Frozen, frozen=True):
     """Ids in order of first write, with their tags."""
 
     sample_ids: Sequence[str]
     tags: Sequence[Mapping[str, TagValue]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionList:
-    """The names of all registered partitions, in any order."""
-
-    partition_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallInfo:
+class CallInfo(Frozen, frozen=True):
     """An operation that a client has under way.
 
     Attributes:
@@ -239,8 +161,7 @@ class CallInfo:
     running_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkInfo:
+class WorkInfo(Frozen, frozen=True):
     """What a client does again and again: puts of certain fields, claims for a task, or clears.
 
     Attributes:
@@ -273,8 +194,7 @@ class WorkInfo:
     unserved_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseInfo:
+class PhaseInfo(Frozen, frozen=True):
     """What the process of a client does outside of the store, as `DataPlaneClient.phase` was told.
 
     Attributes:
@@ -290,8 +210,7 @@ class PhaseInfo:
     groups: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientInfo:
+class ClientInfo(Frozen, frozen=True):
     """A client of a store, as it announced itself.
 
     Attributes:
@@ -327,26 +246,7 @@ class ClientInfo:
     state: Literal["open", "closed", "silent", "stopped", "gone"] = "open"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnounceReply:
-    """The client is listed, or no longer.
-
-    Attributes:
-        num_clients: How many clients are listed. The more there are, the less often each announces itself.
-    """
-
-    num_clients: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientList:
-    """The clients that were announced and whose time is not over, and others if they were asked for, in any order."""
-
-    clients: Sequence[ClientInfo]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitInfo:
+class UnitInfo(Frozen, frozen=True):
     """A storage unit: a process that holds payload.
 
     Attributes:
@@ -374,15 +274,7 @@ class UnitInfo:
     path: Literal["", "memory", "wire"] = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitList:
-    """All storage units, in order of their first start."""
-
-    units: Sequence[UnitInfo]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FieldList:
+class FieldList(Frozen, frozen=True):
     """Which fields samples have.
 
     Attributes:
@@ -394,8 +286,7 @@ class FieldList:
     index: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskDescription:
+class TaskDescription(Frozen, frozen=True):
     """What a consumer task was given of a partition.
 
     Attributes:
@@ -411,8 +302,7 @@ class TaskDescription:
     oldest_lease: LeaseHolder | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Frozen, frozen=True):
     """What a claim would find.
 
     Attributes:
@@ -424,8 +314,7 @@ class Answer:
     shortfall: Shortfall | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionDescription:
+class PartitionDescription(Frozen, frozen=True):
     """What a partition holds.
 
     Attributes:
@@ -474,8 +363,7 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionState:
+class PartitionState(Frozen, frozen=True):
     """What a partition knows besides its registration and its rows.
 
     Attributes:

@@ -1,6 +1,11 @@
 """What the hooks are asked. Requests are mutable, so that middleware can change them.
 
-A request that is also a `Command` is sent to the ledger as it is. `dataplane_core.ledger.commands` has the others.
+A request's docstring says what a backend does with it, and which errors it raises; what its values mean to a user is
+said by the method of `DataPlaneClient`. A request that is also a `Command` is sent to the ledger as it is.
+`dataplane_core.ledger.commands` has the others.
+
+Core checks before it calls a hook: sample ids are unique, non-empty strings; lists are not empty; tags are valid. A
+host that reads a request from a socket checks it by the same types, and then by its `Command.check`.
 """
 
 from __future__ import annotations
@@ -10,28 +15,26 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from contextlib import suppress
-from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass, field
-from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
+from msgspec import Meta, field
+
+from dataplane_core.arguments import Count, Index, Name, PositiveSeconds, Seconds
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec.columns import SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.replies import (
-    AnnounceReply,
     Claim,
     ClientInfo,
-    ClientList,
     FieldList,
     PartitionDescription,
     PartitionInfo,
-    PartitionList,
     PartitionState,
     SampleList,
 )
-from dataplane_core.spec.tags import TagValue
+from dataplane_core.spec.tags import FullTagFilter, TagValue, check_tag_filter
+from dataplane_core.spec.waking import Wake
 
 Reply = TypeVar("Reply", covariant=True)
 #: Which ready samples a claim gives. ``first_write``: in order of first write. ``freshest``: the last written first.
@@ -39,92 +42,10 @@ Reply = TypeVar("Reply", covariant=True)
 Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
 #: What a registration does with a partition of the same name: drops it, or keeps it.
 IfExists: TypeAlias = Literal["replace", "keep"]
-
-
-class Bell:
-    """Lets a thread wait until it is woken.
-
-    Any thread, and any signal handler or ``__del__`` in the middle of another call, may ring it: it takes no lock that
-    these could find taken, as `threading.Event` does.
-    """
-
-    __slots__ = ("_rung",)
-
-    def __init__(self) -> None:
-        self._rung: SimpleQueue[None] = SimpleQueue()
-
-    def ring(self) -> None:
-        """Ends the wait, or the next one."""
-        self._rung.put(None)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits at most ``timeout_s``. Returns whether it was rung. What rang so far does not end a further wait."""
-        with suppress(Empty):
-            self._rung.get(timeout=max(0.0, timeout_s))
-            while not self._rung.empty():
-                self._rung.get_nowait()
-            return True
-        return False
-
-
-class Cancellation:
-    """Ends the wait of a put for room when nobody wants the put any longer. `CANCELLATION` has that of this call.
-
-    Attributes:
-        is_set: Whether it is cancelled.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._listening: list[Callable[[], object]] = []
-
-    def listen(self, ring: Callable[[], object]) -> None:
-        """``ring`` is called from another thread when it is cancelled."""
-        self._listening.append(ring)
-        if self.is_set:
-            ring()
-
-    def cancel(self) -> None:
-        """Nobody wants it any longer."""
-        self.is_set = True
-        for ring in self._listening:
-            ring()
-
-
-#: That of the call that this thread makes for an `AsyncDataPlaneClient`.
-CANCELLATION: Final[ContextVar[Cancellation | None]] = ContextVar("CANCELLATION", default=None)
-
-
-class Wake:
-    """Wakes a claim that waits. The client makes it; a backend that declares ``wakes`` keeps it and calls it.
-
-    Args:
-        notify: Tells the client to ask again. Does not block.
-
-    Attributes:
-        at_end: Called once when the claim no longer waits, unless it is None. The backend sets it; it must not block.
-    """
-
-    __slots__ = ("_ended", "_notify", "at_end")
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
-        self._ended = False
-        self.at_end: Callable[[], None] | None = None
-
-    def __call__(self) -> bool:
-        """Tells the client to ask again. Any thread may call it. False: the claim no longer waits."""
-        if self._ended:
-            return False
-        self._notify()
-        return True
-
-    def end(self) -> None:
-        """The claim no longer waits."""
-        self._ended = True
-        at_end, self.at_end = self.at_end, None
-        if at_end is not None:
-            at_end()
+#: The id of a request that is known by it.
+RequestId: TypeAlias = Annotated[str, Meta(max_length=64)]
+#: The most data-parallel ranks of a claim: a ledger has a list of as many.
+_MOST_RANKS: Final = 1 << 20
 
 
 def new_id() -> str:
@@ -155,32 +76,35 @@ class Command(Generic[Reply]):
     op: ClassVar[str]
     reads: ClassVar[bool] = False
 
+    def check(self) -> None:
+        """The rules that join several of its values: raises `InvalidRequestError` if they do not fit together."""
 
-@dataclass(slots=True)
-class Request:
+    def expect(self, good: bool, name: str) -> None:
+        """Raises `InvalidRequestError`, which names the value, unless it is good."""
+        if not good:
+            raise InvalidRequestError(
+                f"{self.op} refused: its {name} cannot be right.",
+                hint="The command was damaged, or another program made it.",
+            )
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The base of all requests.
 
     Attributes:
-        deadline: On `time.monotonic`'s clock of the client, in seconds.
+        deadline: On `time.monotonic`'s clock of the client, in seconds. The hook returns or raises before it.
     """
 
-    _: KW_ONLY
     deadline: float = math.inf
 
 
-@dataclass(slots=True)
 class PartitionRequest(Request):
-    """A request about a partition.
+    """A request about a partition. Raises `UnknownPartitionError` if it is not registered, unless it says otherwise."""
 
-    Attributes:
-        partition_id: Its name.
-    """
-
-    partition_id: str
+    partition_id: Name
 
 
-@dataclass(slots=True)
-class OnceRequest(PartitionRequest):
+class OnceRequest(PartitionRequest, kw_only=True):
     """A request that a ledger carries out once, and answers alike if it comes again since its reply was lost.
 
     Attributes:
@@ -188,46 +112,49 @@ class OnceRequest(PartitionRequest):
             knows the request for a minute longer.
     """
 
-    _: KW_ONLY
-    left_s: float = 0.0
+    left_s: Seconds = 0.0
 
 
-@dataclass(slots=True)
-class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, int]]]]):
-    """Open a partition.
-
-    A ledger replies the registration, and the refs of one that was dropped, which are now free.
+class IdentifiedRequest(OnceRequest, kw_only=True):
+    """A `OnceRequest` that is known by an id.
 
     Attributes:
-        fields: Fields that producers are expected to write.
-        num_samples: Number of distinct ids that will be written, or None if unknown. With ``keep`` it may be 0.
-        consumer_tasks: The tasks that get a cursor.
-        grpo_group_size: Samples per group, or None.
-        enums: Field -> the strings that it may hold.
-        if_exists: What becomes of an earlier registration of the same name. ``replace``: it is dropped, with its rows.
-            ``keep``: it stays, with rows, tags, cursors, schema, epoch and ``num_samples``. Only the new ``fields``,
-            ``consumer_tasks``, ``enums`` and ``followers`` are added to it. If it has no ``num_samples``, it gets
-            those of the request, but at least as many as it holds samples.
+        request_id: Random bits drawn by the client (`new_id`). A client whose reply was lost repeats the request with
+            the same id. Middleware leaves it as it is. None, for a ledger: it is not repeated.
+    """
+
+    request_id: RequestId | None = field(default_factory=new_id)
+
+
+class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, int]]]]):
+    """Open a partition. On return, an earlier registration is dropped, or extended, as ``if_exists`` says.
+
+    A ledger replies the registration, and the refs of one that was dropped, which are now free. To finish a partition,
+    the client sends ``keep`` with ``num_samples`` 0: if the partition has no ``num_samples``, it gets those of the
+    request, but at least as many as it holds samples.
+
+    Attributes:
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
-        followers: Those of the tasks that follow the others: nobody who trains waits for them.
         registered_by: The process that asks, with its role, for messages.
         registered_at: When, in seconds since 1970 by that process' clock.
+
+    Raises:
+        InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size. Nothing changed.
     """
 
     op = "register"
-    fields: list[str] = field(default_factory=list)
-    num_samples: int | None = None
-    consumer_tasks: list[str] = field(default_factory=list)
-    grpo_group_size: int | None = None
-    enums: dict[str, list[str]] = field(default_factory=dict)
+    fields: list[Name] = field(default_factory=list)
+    num_samples: Index | None = None
+    consumer_tasks: list[Name] = field(default_factory=list)
+    grpo_group_size: Count | None = None
+    enums: dict[str, list[Name]] = field(default_factory=dict)
     epoch: str = field(default_factory=new_id)
     if_exists: IfExists = "replace"
-    followers: list[str] = field(default_factory=list)
+    followers: list[Name] = field(default_factory=list)
     registered_by: str = ""
     registered_at: float = 0.0
 
 
-@dataclass(slots=True)
 class DescribeRequest(PartitionRequest, Command[PartitionInfo]):
     """Read a partition's registration."""
 
@@ -235,59 +162,63 @@ class DescribeRequest(PartitionRequest, Command[PartitionInfo]):
     reads = True
 
 
-@dataclass(slots=True, kw_only=True)
-class PutRequest(PartitionRequest):
-    """Write cells, tags, or both.
+class PutRequest(IdentifiedRequest, kw_only=True):
+    """Commit cells and tags, then mark the cells as produced. Return once every client sees the commit.
+
+    Replies how many rows were written.
 
     Attributes:
-        sample_ids: Unique ids, one per row.
         columns: Field -> encoded column. It may alias the caller's memory. A backend that keeps it after the hook
             returns must copy it.
         specs: Field -> its spec; the same keys as ``columns``.
         tags: One dict per row, merged key by key into the tags that the sample has, or None.
-        epoch: The registration that the client checked the put against, or None. If another one is current, the
-            backend raises `StalePartitionError` and writes nothing.
-        request_id: The id of this put: random bits drawn by the client (`new_id`). The client repeats a put whose reply
-            was lost with the same id. Middleware leaves it as it is.
+        epoch: The registration that the client checked the put against, or None.
+
+    Raises:
+        SchemaMismatchError: A spec differs from the field's first write (`FieldSpec.after`). Its ``expected`` has the
+            specs of these fields. Nothing is written.
+        InvalidRequestError: An id has no ``_g``, a group would have too many members, or more distinct ids than
+            ``num_samples`` would have been written. Nothing is written.
+        StalePartitionError: ``epoch`` is not the current registration. Nothing is written.
+        CapacityExceededError: The store is full and configured to raise.
+        LostReplyError: The put was sent and its reply is lost.
+        OperationTimeoutError: Its ``outcome`` says whether the put is written.
     """
 
-    sample_ids: list[str]
+    sample_ids: list[Name]
     columns: dict[str, WireColumn | SharedRows]
     specs: dict[str, FieldSpec]
     tags: list[dict[str, TagValue]] | None
     epoch: str | None = None
-    request_id: str = field(default_factory=new_id)
 
 
-@dataclass(slots=True, kw_only=True)
-class GetRequest(PartitionRequest):
-    """Read cells."""
+class GetRequest(PartitionRequest, kw_only=True):
+    """Read exactly one row per id in every column asked for.
 
-    sample_ids: list[str]
-    fields: list[str]
+    Raises:
+        MissingDataError: Names the first missing samples or cells, and counts the rest.
+        LostSamplesError: The payload of produced cells is gone from the store.
+        OpenCellsError: Cells of one field are stored in different forms, since some were put while it was open
+            (`FieldSpec.reading`). The client then reads each group by itself.
+    """
+
+    sample_ids: list[Name]
+    fields: list[Name]
 
 
-@dataclass(slots=True)
 class ClaimRequest(OnceRequest, Command[Claim]):
-    """Hand out ready samples to a task. The hook never waits: the client asks again until its deadline.
+    """Hand out ready samples, each at most once per task; with leases, to one holder at a time.
+
+    The hook never waits: the client asks again until its deadline.
 
     Attributes:
-        task_name: The consumer task.
-        required_fields: Fields that must be produced.
-        batch_size: The most samples to hand out.
         all_or_nothing: Hand out ``batch_size`` samples or none; but hand out the rest if the partition can give no more
             than that.
-        lease_s: Seconds after which samples that were not acked return to the pool. None: each sample is handed out at
-            most once.
-        tag_filter: Full-form predicate on tags, or None.
+        tag_filter: In full form, or None.
         explain: Fill `Claim.num_ready` and `Claim.shortfall`.
         token: The lease token of the samples that this claim hands out: random bits drawn by the client (`new_id`). A
             claim that waits asks repeatedly with the same token.
         holder: Who claims, for the error messages of other clients (`this_process`).
-        sampler: Which ready samples it gives.
-        dp_rank: The data-parallel rank that claims, or None. All claims of a task with the same rank and
-            ``batch_index`` are given the same samples.
-        dp_size: The number of ranks. Required by ``balanced``, whose claims choose ``batch_size`` samples for each.
         batch_index: Which batch of this rank it asks for. 0 if ``batch_epoch`` is not the current registration.
         batch_epoch: The registration that ``batch_index`` counts in, or None for the current one.
         since: `Claim.version` of the last answer to the same waiting claim, or None. If nothing changed since then, a
@@ -295,137 +226,143 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         wake: Given by a claim that waits, for a backend that declares ``wakes``. If this call hands out nothing, the
             backend calls it when the claim can be answered. `Claim.ask_again_s` then says when the claim asks again
             without being called.
+
+    Raises:
+        UnknownTaskError: Not registered.
+        InvalidRequestError: ``batch_size`` is not a multiple of the group size. Or the batch of the rank was given
+            before, and its samples are cleared.
     """
 
     op = "claim"
-    task_name: str
-    required_fields: list[str]
-    batch_size: int
-    _: KW_ONLY
+    task_name: Name
+    required_fields: list[Name]
+    batch_size: Count
     all_or_nothing: bool
-    lease_s: float | None = None
-    tag_filter: dict[str, tuple[str, Any]] | None = None
+    lease_s: PositiveSeconds | None = None
+    tag_filter: FullTagFilter | None = None
     explain: bool = False
     token: str = field(default_factory=new_id)
     holder: str = field(default_factory=this_process)
     sampler: Sampler = "first_write"
-    dp_rank: int | None = None
-    dp_size: int | None = None
-    batch_index: int = 0
+    dp_rank: Annotated[int, Meta(ge=0, lt=_MOST_RANKS)] | None = None
+    dp_size: Annotated[int, Meta(ge=1, le=_MOST_RANKS)] | None = None
+    batch_index: Index = 0
     batch_epoch: str | None = None
     since: str | None = None
     wake: Wake | None = None
 
+    def check(self) -> None:
+        if self.dp_rank is None and self.dp_size is not None:
+            raise InvalidRequestError("claim_meta refused: dp_size needs a dp_rank: a claim gets the part of one rank.")
+        if self.dp_rank is not None and self.dp_size is not None and self.dp_rank >= self.dp_size:
+            said = f"dp_rank {self.dp_rank} is not below dp_size {self.dp_size}"
+            raise InvalidRequestError(f"claim_meta refused: {said}.")
+        if self.sampler == "balanced" and self.dp_size is None:
+            raise InvalidRequestError("claim_meta refused: sampler 'balanced' needs a dp_rank and a dp_size.")
+        check_tag_filter(self.tag_filter)
 
-@dataclass(slots=True)
-class SettleRequest(OnceRequest, Command[None]):
-    """A request about samples that a task has leased.
+
+class SettleRequest(IdentifiedRequest, Command[int]):
+    """A request about samples that a task has leased: all of the rows, or none. Replies how many they are.
 
     Attributes:
-        task_name: The consumer task.
-        sample_ids: Unique ids.
         lease_tokens: One per id.
-        request_id: As `PutRequest.request_id`. None, for a ledger: it is not repeated.
+
+    Raises:
+        LeaseExpiredError: Names the ids whose token is no longer valid.
     """
 
-    task_name: str
-    sample_ids: list[str]
+    task_name: Name
+    sample_ids: list[Name]
     lease_tokens: list[str]
-    _: KW_ONLY
-    request_id: str | None = field(default_factory=new_id)
+
+    def check(self) -> None:
+        self.expect(len(self.sample_ids) == len(self.lease_tokens), "lease_tokens")
 
 
-@dataclass(slots=True)
 class AckRequest(SettleRequest):
     """Settle leased samples as consumed. Acking again with the same token is allowed, since a reply may be lost."""
 
     op = "ack"
 
 
-@dataclass(slots=True)
 class NackRequest(SettleRequest):
     """Give leased samples back to the pool."""
 
     op = "nack"
 
 
-@dataclass(slots=True)
 class RenewRequest(SettleRequest):
     """Extend leases to ``lease_s`` seconds from now."""
 
     op = "renew"
-    lease_s: float
+    lease_s: PositiveSeconds
 
 
-@dataclass(slots=True)
 class ConsumptionRequest(PartitionRequest, Command[bool]):
-    """Ask whether tasks have been given all samples that the partition holds."""
+    """Ask whether every task has been given all samples that the partition holds, and has acked the leased ones.
+
+    Answered from the store's own state. False for an unknown partition or task, and before ``num_samples`` distinct ids
+    were written; without ``num_samples``, while no sample is held.
+    """
 
     op = "consumed"
     reads = True
-    task_names: list[str]
+    task_names: list[Name]
 
 
-@dataclass(slots=True)
-class ClearRequest(OnceRequest, Command[tuple[int, list[tuple[int, int]]]]):
-    """Drop samples, or the whole partition if ``sample_ids`` is None.
+class ClearRequest(IdentifiedRequest, Command[tuple[int, list[tuple[int, int]]]]):
+    """Drop samples with their tags and cursors, or the whole partition if ``sample_ids`` is None. Ignore those that are
+    not there.
 
-    A ledger replies how many samples were there, and all refs that are free and not yet `Collected`: theirs, and those
-    that abandoned puts and crashed hosts left.
-
-    Attributes:
-        request_id: As `SettleRequest.request_id`.
+    Replies how many samples were there. A ledger also replies all refs that are free and not yet `Collected`: theirs,
+    and those that abandoned puts and crashed hosts left.
     """
 
     op = "clear"
-    sample_ids: list[str] | None
-    _: KW_ONLY
-    request_id: str | None = field(default_factory=new_id)
+    sample_ids: list[Name] | None
 
 
-@dataclass(slots=True)
 class ListRequest(PartitionRequest, Command[SampleList]):
     """List ids and tags.
 
     Attributes:
-        tag_filter: Full-form predicate on tags, or None.
+        tag_filter: In full form, or None.
         sample_ids: Unique ids: list only these, in this order, as far as they are there. None: all samples.
     """
 
     op = "list_samples"
     reads = True
-    tag_filter: dict[str, tuple[str, Any]] | None = None
-    sample_ids: list[str] | None = None
+    tag_filter: FullTagFilter | None = None
+    sample_ids: list[Name] | None = None
+
+    def check(self) -> None:
+        check_tag_filter(self.tag_filter)
 
 
-@dataclass(slots=True)
-class ListPartitionsRequest(Request, Command[PartitionList]):
-    """List the registered partitions."""
+class ListPartitionsRequest(Request, Command[list[str]]):
+    """List the names of the registered partitions, in any order."""
 
     op = "list_partitions"
     reads = True
 
 
-@dataclass(slots=True, kw_only=True)
-class Question:
+class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a claim would find. It is given nothing.
 
     Attributes:
-        task_name: As of `ClaimRequest`, like the next two.
-        required_fields: Fields that must be produced.
-        tag_filter: Full-form predicate on tags, or None.
+        tag_filter: In full form, or None.
         explain: Whether to find the shortfall too, for which all samples are looked at.
     """
 
-    task_name: str
-    required_fields: list[str]
-    tag_filter: dict[str, tuple[str, Any]] | None = None
+    task_name: Name
+    required_fields: list[Name]
+    tag_filter: FullTagFilter | None = None
     explain: bool = False
 
 
-@dataclass(slots=True)
 class InspectRequest(PartitionRequest, Command[PartitionDescription]):
-    """Count what a partition holds.
+    """Count what a partition holds, and what its tasks were given.
 
     Attributes:
         questions: What else to answer.
@@ -437,17 +374,23 @@ class InspectRequest(PartitionRequest, Command[PartitionDescription]):
     questions: list[Question] = field(default_factory=list)
     count_rows: bool = True
 
+    def check(self) -> None:
+        for question in self.questions:
+            check_tag_filter(question.tag_filter)
 
-@dataclass(slots=True)
+
 class FieldsRequest(PartitionRequest, Command[FieldList]):
-    """Ask which fields samples have."""
+    """Ask which fields of samples are produced.
+
+    Raises:
+        MissingDataError: Names the first missing samples, and counts the rest.
+    """
 
     op = "list_fields"
     reads = True
-    sample_ids: list[str]
+    sample_ids: list[Name]
 
 
-@dataclass(slots=True)
 class ExportRequest(PartitionRequest, Command[PartitionState]):
     """Read what a partition knows besides its rows, to save it."""
 
@@ -455,41 +398,42 @@ class ExportRequest(PartitionRequest, Command[PartitionState]):
     reads = True
 
 
-@dataclass(slots=True)
 class SetCursorRequest(PartitionRequest, Command[int]):
-    """Set which samples a task has been given.
+    """Set which samples a task has been given, all at once. Replies how many of them are there.
 
     Attributes:
-        task_name: The consumer task.
         sample_ids: The samples that it has been given for good, in place of those before. Ids that are not there are
             ignored. Leases of the task end.
         create: Whether to add the task if the partition does not have it.
+
+    Raises:
+        UnknownTaskError: Not registered.
     """
 
     op = "set_cursor"
-    task_name: str
-    sample_ids: list[str]
+    task_name: Name
+    sample_ids: list[Name]
     create: bool = False
 
 
-@dataclass(slots=True)
-class AnnounceRequest(Request, Command[AnnounceReply]):
-    """Say that a client uses the store, and what it does.
+class AnnounceRequest(Request, Command[int]):
+    """List the client for ``ttl_s`` seconds in place of what it announced before.
+
+    Replies how many clients are listed. The more there are, the less often each announces itself.
 
     Attributes:
         client: The client. Its ``heard_s`` is 0.
-        ttl_s: Seconds for which the store lists it, unless it is announced again. 0: the client closes.
+        ttl_s: 0: the client closes, and is listed no longer.
     """
 
     op = "announce"
     reads = True
     client: ClientInfo
-    ttl_s: float
+    ttl_s: Seconds
 
 
-@dataclass(slots=True)
-class ListClientsRequest(Request, Command[ClientList]):
-    """List the clients that use the store.
+class ListClientsRequest(Request, Command[list[ClientInfo]]):
+    """List the clients that were announced and whose time is not over, in any order.
 
     Attributes:
         ended: Whether to list also those that closed, or were not heard of, in the last ten minutes.
@@ -500,6 +444,5 @@ class ListClientsRequest(Request, Command[ClientList]):
     ended: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
 class ListUnitsRequest(Request):
-    """List the storage units."""
+    """List the storage units, in order of their first start."""

@@ -12,6 +12,8 @@ from dataplane_core.schema import INPUT_LENGTHS_TAG, WEIGHT_VERSION_TAG
 TagValue: TypeAlias = bool | int | float | str | None
 #: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
 TagFilter: TypeAlias = Mapping[str, Any]
+#: A filter in full form: tag name -> ``(operator, operand)``.
+FullTagFilter: TypeAlias = dict[str, tuple[str, Any]]
 
 _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
     "==": operator.eq,
@@ -86,7 +88,7 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
     return rows
 
 
-def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]] | None:
+def check_tag_filter(tag_filter: TagFilter | None) -> FullTagFilter | None:
     """Brings a filter to its full form, ``{name: (operator, operand)}``.
 
     Raises:
@@ -96,7 +98,7 @@ def check_tag_filter(tag_filter: TagFilter | None) -> dict[str, tuple[str, Any]]
         return None
     if not isinstance(tag_filter, Mapping):
         raise InvalidRequestError(f"tag_filter must be a dict, got {type(tag_filter).__name__}.")
-    full: dict[str, tuple[str, Any]] = {}
+    full: FullTagFilter = {}
     for name, condition in tag_filter.items():
         if not isinstance(condition, (tuple, list)):
             condition = ("==", condition)

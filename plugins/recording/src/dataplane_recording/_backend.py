@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
+
+from msgspec.structs import replace
 
 from dataplane_core import errors, spec
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, RefsGoneError, RowStoreBackend
@@ -284,7 +285,7 @@ class RecordingBackend(RowStoreBackend):
                     raise self._not_put(what, now, sample_id, name)
 
     @_replayed
-    def _settle(self, now: Replay, request: spec.SettleRequest) -> spec.SettleReply:
+    def ack(self, now: Replay, request: spec.SettleRequest) -> int:
         """Settles leases, which do not run out in a replay."""
         lost = now.settle(request)
         if lost:
@@ -293,19 +294,19 @@ class RecordingBackend(RowStoreBackend):
                 f"refused: the lease on {preview(lost)} is not held. No row was changed.",
                 sample_ids=lost,
             )
-        return spec.SettleReply(num_samples=len(request.sample_ids))
+        return len(request.sample_ids)
 
-    ack = nack = renew = _settle  # type: ignore[assignment]  # a hook with its own signature
+    nack = renew = ack  # type: ignore[assignment]  # a hook with its own signature
 
     @_replayed
-    def check_consumption(self, now: Replay, request: spec.ConsumptionRequest) -> spec.ConsumptionReply:
+    def check_consumption(self, now: Replay, request: spec.ConsumptionRequest) -> bool:
         """See `Replay.is_consumed`."""
-        return spec.ConsumptionReply(consumed=all(map(now.is_consumed, request.task_names)))
+        return all(map(now.is_consumed, request.task_names))
 
     @_replayed
-    def set_cursor(self, now: Replay, request: spec.SetCursorRequest) -> spec.SettleReply:
+    def set_cursor(self, now: Replay, request: spec.SetCursorRequest) -> int:
         """Changes nothing: the recording says what a task is given."""
-        return spec.SettleReply(num_samples=len(request.sample_ids))
+        return len(request.sample_ids)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -366,7 +367,7 @@ class RecordingBackend(RowStoreBackend):
         )
 
     @_replayed
-    def put_samples(self, now: Replay, request: spec.PutRequest) -> spec.PutReply:
+    def put_samples(self, now: Replay, request: spec.PutRequest) -> int:
         """Takes what this process puts, and compares it with what the run put."""
         ids = request.sample_ids
         names = [name for name in request.columns if not name.startswith("~")]
@@ -380,7 +381,7 @@ class RecordingBackend(RowStoreBackend):
                 now.tags.setdefault(sample_id, {}).update(tags)
                 now.own.setdefault(sample_id, set()).update(names)
             now.stands_for.update(((ids[row], name), each.at) for (row, name), each in events.items() if each)
-        return spec.PutReply(num_samples=len(ids))
+        return len(ids)
 
     def _compare(self, request: spec.PutRequest, events: Mapping[tuple[int, str], Event]) -> None:
         """Compares the digests of cells with those of the recorded puts that they stand for."""
@@ -433,7 +434,7 @@ class RecordingBackend(RowStoreBackend):
         return error
 
     @_replayed
-    def clear_samples(self, now: Replay, request: spec.ClearRequest) -> spec.ClearReply:
+    def clear_samples(self, now: Replay, request: spec.ClearRequest) -> int:
         """Clears for this process."""
         super().clear_samples(request)
         there = now.sample_ids()
@@ -443,7 +444,7 @@ class RecordingBackend(RowStoreBackend):
             self._next[request.partition_id] = now.run.number + 1
         for sample_id in gone:
             now.clear(sample_id)
-        return spec.ClearReply(num_samples=len(gone))
+        return len(gone)
 
     @_replayed
     def list_samples(self, now: Replay, request: spec.ListRequest) -> spec.SampleList:

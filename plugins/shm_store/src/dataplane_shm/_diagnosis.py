@@ -141,7 +141,7 @@ def _contents(folder: Path) -> str:
             log = FolderLog(Path(copy, _JOURNAL), sync=False)
             try:
                 logged = LoggedLedger(log)
-                names = logged.call(commands.ListPartitionsRequest()).partition_ids
+                names = logged.call(commands.ListPartitionsRequest())
                 counts = {name: len(logged.call(commands.ListRequest(name)).sample_ids) for name in names}
                 rows = logged.ledger.payload().values()
                 size_bytes = sum(sizes[each] for sizes, positions in rows if sizes is not None for each in positions)

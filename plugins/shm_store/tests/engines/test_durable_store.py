@@ -122,7 +122,7 @@ class Life:
         self.call(commands.ClearRequest("p", ids))
 
     def has_partition(self):
-        return bool(self.call(commands.ListPartitionsRequest()).partition_ids)
+        return bool(self.call(commands.ListPartitionsRequest()))
 
     def ids_there(self):
         return list(self.call(commands.ListRequest("p")).sample_ids)

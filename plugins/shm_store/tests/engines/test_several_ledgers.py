@@ -57,7 +57,7 @@ def test_the_class_of_several_stores_says_what_that_of_one_says(tmp_path):
 def test_each_ledger_has_its_partitions_and_a_client_sees_them_all(client):
     fill(client)
     assert client.list_partitions() == sorted(PARTITIONS)
-    held = [set(store.list_partitions(_listing()).partition_ids) for store in backend_of(client)._stores]
+    held = [set(store.list_partitions(_listing())) for store in backend_of(client)._stores]
     assert held == [{name for name in PARTITIONS if ledger_of(name, 3) == number} for number in range(3)]
     assert all(held)
     for number, name in enumerate(PARTITIONS):

@@ -27,7 +27,7 @@ from dataplane_core.spec import (
     PutRequest,
     Scope,
     SharedRows,
-    UnitList,
+    UnitInfo,
     WireColumn,
     WireFormat,
 )
@@ -193,7 +193,7 @@ class TQSimpleBackend(QueueBackend["Engine"]):
         backend = cls(config)
         try:
             backend.start(bootstrap=False, deadline=deadline)
-            units = backend.list_units(ListUnitsRequest(deadline=deadline)).units
+            units = backend.list_units(ListUnitsRequest(deadline=deadline))
             yield from unit_paths(units, backend._connected().node)
         except BackendUnavailableError:  # none runs
             return
@@ -227,9 +227,9 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
         return self._connected().delete(refs, deadline)
 
-    def list_units(self, request: ListUnitsRequest) -> UnitList:
+    def list_units(self, request: ListUnitsRequest) -> list[UnitInfo]:
         """Asks the controller."""
-        return UnitList(units=self._connected().units(request.deadline))
+        return self._connected().units(request.deadline)
 
 
 class TransferQueueBackend(QueueBackend["TransferQueueEngine"], RowStoreBackend):

@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
 
 from dataplane_core.backends import (
     ExtentClient,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_core.hosting import Client, LedgerHost, lock_folder, sync_path

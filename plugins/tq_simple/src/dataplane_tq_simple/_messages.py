@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from dataplane_core.hosting import Messages, Request
@@ -12,8 +11,7 @@ from dataplane_tq_simple._book import View
 from dataplane_tq_simple._errors import UnitsGoneError
 
 
-@dataclass(frozen=True, slots=True)
-class BeginNear(Request[int]):
+class BeginNear(Request[int], frozen=True):
     """Begins a put whose rows go to the unit of a node, if it has room. Reply and errors as of `commands.BeginPut`.
 
     Attributes:
@@ -26,16 +24,17 @@ class BeginNear(Request[int]):
     node: str
     full: list[int]
 
+    def check(self) -> None:
+        self.put.check()
 
-@dataclass(frozen=True, slots=True)
-class ViewUnits(Request[View | None]):
+
+class ViewUnits(Request[View | None], frozen=True):
     """Reply: where rows are, unless this version is the newest."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRecords(Request[list[UnitInfo]]):
+class UnitRecords(Request[list[UnitInfo]], frozen=True):
     """Reply: the storage units."""
 
 

@@ -26,6 +26,6 @@ def note():
     def leave(engine, name, timeout_s=60.0):
         deadline = time.monotonic() + timeout_s
         engine.call(commands.RegisterRequest(name, ["x"], None, [], None, {}, name), deadline)
-        return list(engine.call(commands.ListPartitionsRequest(), deadline).partition_ids)
+        return list(engine.call(commands.ListPartitionsRequest(), deadline))
 
     return leave

@@ -85,7 +85,7 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(engine, ray_cluster, pyt
             call.result()
         ray.get(in_ray, timeout=60)
         other_job.result()
-    noted = engine.call(commands.ListPartitionsRequest(), soon()).partition_ids
+    noted = engine.call(commands.ListPartitionsRequest(), soon())
     assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
 
 

@@ -110,7 +110,7 @@ class Life:
             self.call(commands.Collected(refs))
 
     def ids_there(self):
-        if not self.call(commands.ListPartitionsRequest()).partition_ids:
+        if not self.call(commands.ListPartitionsRequest()):
             return set()
         return set(self.call(commands.ListRequest("p")).sample_ids)
 

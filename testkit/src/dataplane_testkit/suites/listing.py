@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from dataplane_core.spec import CallInfo, ClientInfo, PhaseInfo, WorkInfo
 from dataplane_testkit._base import Suite
@@ -55,9 +55,9 @@ class ListingSuite(Suite, chapter="listing"):
         mine, other = _client(role="rollout: 1 \u00e9\n\x00", calls=calls, num_calls=1, phases=phases), _client()
         for each in (replace(mine, calls=[], num_calls=0), other, mine):
             told = _announce(store, each, _LONG_S)
-        assert told.num_clients >= 2, "announce does not say how many clients there are"
+        assert told >= 2, "announce does not say how many clients there are"
         for hooks in (store.hooks, Hooks(backend_of(store.same_store_client()))):
-            listed = {each.client_id: each for each in hooks.ask("list_clients", ended=False).clients}
+            listed = {each.client_id: each for each in hooks.ask("list_clients", ended=False)}
             assert other.client_id in listed
             found = listed[mine.client_id]
             assert 0.0 <= found.heard_s < _LONG_S
@@ -77,7 +77,7 @@ class ListingSuite(Suite, chapter="listing"):
         made = {each.client_id for each in (closed, silent, back, other)}
 
         def listed(ended: bool) -> Any:
-            return store.hooks.ask("list_clients", ended=ended).clients
+            return store.hooks.ask("list_clients", ended=ended)
 
         def states(ended: bool) -> dict[str, str]:
             return {each.client_id: each.state for each in listed(ended) if each.client_id in made}

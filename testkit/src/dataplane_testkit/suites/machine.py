@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import NoneType
 from typing import Any, Final
 
 import torch
+from msgspec.structs import replace
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
@@ -554,7 +555,7 @@ class StoreMachine:
         """Lists the partitions. Others of the store are left out."""
         reply, _ = self.expected(step)
         mine = [each for each in self.client.list_partitions() if each.startswith(self.base)]
-        same("list_partitions", mine, sorted(map(self.partition, reply.partition_ids)), "the partitions")
+        same("list_partitions", mine, sorted(map(self.partition, reply)), "the partitions")
         return reply
 
     def take_list_fields(self, step: commands.FieldsRequest) -> Any:

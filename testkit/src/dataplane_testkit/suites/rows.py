@@ -136,15 +136,15 @@ class RowSuite(Suite, chapter="rows"):
     def test_hooks_say_what_they_did(self, store: Store) -> None:
         partition = store.register("x", "y", "z")
         fields = batch(2, x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=as_objects(1, 2), z=torch.ones(2))
-        assert store.hooks.put(partition, ids(2), fields).num_samples == 2
-        assert store.hooks.put(partition, ids(3), None, [{"n": 1}] * 3).num_samples == 3
+        assert store.hooks.put(partition, ids(2), fields) == 2
+        assert store.hooks.put(partition, ids(3), None, [{"n": 1}] * 3) == 3
         reply = store.hooks.ask("get_samples", partition, sample_ids=ids(2), fields=["y", "x"])
         assert {"x", "y"} <= set(reply.columns)
         x, y = reply.specs["x"], reply.specs["y"]
         assert (x.kind, x.dtype, x.rank, tuple(x.trailing)) == ("tensor", "bfloat16", 2, (4,))
         assert y.kind == "object"
         for names, cleared in ((["s0", "nobody"], 1), (["s0"], 0), (None, 2), (None, 0)):
-            assert store.hooks.ask("clear_samples", partition, sample_ids=names).num_samples == cleared
+            assert store.hooks.ask("clear_samples", partition, sample_ids=names) == cleared
 
     # --- saves --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
-PACKAGES := core testkit tools plugins/noop plugins/recording plugins/redis_store plugins/shm_store plugins/tq_simple \
+PACKAGES := core observe testkit tools plugins/noop plugins/recording plugins/redis_store plugins/shm_store plugins/tq_simple \
             plugins/tq_mooncake plugins/tq_mooncake_non_cuda integrations compat
 SOURCES  := $(wildcard $(addsuffix /src,$(PACKAGES)))
 REQUIRED := requirements-dev.txt requirements-docs.txt
@@ -27,7 +27,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
 # The first has the longest test: begun last, it would keep one worker busy when the others have nothing left.
 ENGINES = testkit/tests/engines $(filter-out testkit/%,$(wildcard plugins/*/tests/engines tests/engines */tests/engines))
-QUICK   = plugins integrations/tests tests testkit/tests core/tests compat/tests tools/tests
+QUICK   = plugins integrations/tests tests testkit/tests core/tests compat/tests tools/tests observe/tests
 LONG    = $(wildcard plugins/*/tests/long tests/long */tests/long)
 
 # Trainers need versions of their own, so each has an environment of its own, .venv-NAME, and its tests.

@@ -26,6 +26,7 @@ OUTSIDE = {
     "changelog.md": "CHANGELOG.md",
     "rules.md": "testkit/src/dataplane_testkit/rules.md",
     "packages/core.md": "core/README.md",
+    "packages/observe.md": "observe/README.md",
     "packages/testkit.md": "testkit/README.md",
     "packages/tools.md": "tools/README.md",
     "packages/compat.md": "compat/README.md",
@@ -50,14 +51,10 @@ def public_modules() -> list[str]:
     """The modules that users import from: those of the packages that are no backends, their sub-packages, each
     middleware, and the ledger's commands."""
     names = []
-    for source in (ROOT / folder / "src" for folder in ("core", "testkit", "tools", "integrations", "compat")):
-        for pattern in (
-            "dataplane_*/*.py",
-            "dataplane_*/*/__init__.py",
-            "dataplane_*/middleware/*.py",
-            "dataplane_*/ledger/commands.py",
-        ):
-            for path in source.glob(pattern):
+    folders = ("core", "observe", "testkit", "tools", "integrations", "compat")
+    for source in (ROOT / folder / "src" for folder in folders):
+        for pattern in ("*.py", "*/__init__.py", "middleware/*.py", "ledger/commands.py"):
+            for path in source.glob(f"dataplane_*/{pattern}"):
                 names.append(".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"))
     return sorted({name for name in names if "._" not in name})
 

@@ -78,8 +78,8 @@ class DataPath(ABC):
     `compute_reference_logprobs`, `train`, `finish_step`. The implementation keeps the step's rows between the calls.
     """
 
-    #: Shown in the output and written to the metrics.
-    name: str
+    name: str  #: shown in the output and written to the metrics
+    recording: Path | None = None  #: where its processes record what they do
     _timeout_s: float
     _draw: Draw
     #: The classes to run as actors; a path that needs more of them than plain methods names its own subclasses.

@@ -117,24 +117,23 @@ class DataPlanePath(DataPath):
     def __init__(
         self,
         config: RunConfig,
-        events_file: Path | None = None,
         recording: Path | None = None,
+        payload: str = "none",
         found: FoundRollouts | None = None,
     ) -> None:
         """Makes the path.
 
         Args:
             config: The run.
-            events_file: Where all processes write what they do, for ``dataplane flow``.
-            recording: An absolute folder where all processes record what they do, and the rows, to replay the run.
+            recording: An absolute folder where all processes record what they do, with this ``payload`` of puts.
             found: Counts the rollouts that were there when a step was begun again.
         """
         plane = config.data_plane
-        metrics = {"metrics": {"events_file": None if events_file is None else str(events_file)}}
         others = [each for each in plane.middleware if each != "metrics"]
-        recorder = [] if recording is None else [{"recorder": {"folder": str(recording), "payload": "all"}}]
-        plane = plane.model_copy(update={"middleware": [metrics, *recorder, *others]})
+        recorder = [] if recording is None else [{"recorder": {"folder": str(recording), "payload": payload}}]
+        plane = plane.model_copy(update={"middleware": ["metrics", *recorder, *others]})
         self.name = plane.backend
+        self.recording = recording
         self._config = config
         self._plane = plane
         self._timeout_s = config.ray.step_timeout_s

@@ -3,7 +3,7 @@
     python examples/grpo/train.py --config examples/grpo/config.yaml --in-memory
 
 Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``; over a
-data plane also ``events.jsonl`` (its operations), ``flow.html``, which draws them, and the rows of the last step.
+data plane also ``events``, a recording of its operations, ``flow.html``, which draws it, and the rows of the last step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -27,8 +28,8 @@ import torch
 
 from dataplane_core.cli import main as dataplane
 from dataplane_core.errors import ConfigError, DataPlaneError, PluginError
-from dataplane_core.middleware import is_recording
 from dataplane_integrations.rollout import FoundRollouts
+from dataplane_observe import is_recording
 from grpo.async_path import AsyncPath
 from grpo.checkpoint import Checkpoints
 from grpo.cluster import connect_actors, ray_session, required_cpus, start_actors
@@ -46,7 +47,7 @@ from grpo.task import Problem, read_problems, split_problems
 from grpo.trainer import LAST_ROWS, Trainer
 from grpo.weights import pack_weights
 
-_EVENTS = "events.jsonl"
+_EVENTS = "events"
 _FOUND = "found.jsonl"
 _EXAMPLES = Path(__file__).resolve().parent.parent
 
@@ -120,10 +121,10 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     if save is None:
         checkpoints.refuse_to_mix()
 
-    events, found = out / _EVENTS, out / _FOUND
-    if not going_on:
-        for file in (events, found):  # of an earlier run
-            file.unlink(missing_ok=True)
+    found = out / _FOUND
+    if not going_on:  # what an earlier run left
+        found.unlink(missing_ok=True)
+        shutil.rmtree(out / _EVENTS, ignore_errors=True)
 
     with ray_session(config.ray, required_cpus(config)):
         torch.set_num_threads(1)  # as in the actors: more threads would change the last bits
@@ -172,8 +173,8 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
         "seconds": round(time.monotonic() - start, 1),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    if not isinstance(path, InMemoryPath):
-        dataplane(["flow", str(events)])
+    if path.recording is not None:
+        dataplane(["flow", str(path.recording), "-o", str(out)])
         read = ["read", str(out / LAST_ROWS), "--tokenizer", "grpo.task:decode"]
         dataplane([*read, "--html", str(out / "answers.html")])
         print(
@@ -219,7 +220,7 @@ def _data_path(config: RunConfig, args: argparse.Namespace) -> DataPath:
     kind = AsyncPath if ahead else SamplingPath if config.dynamic_sampling.enabled else DataPlanePath
     out = args.out.resolve()
     kind = kind if args.replay is None else ReplayPath
-    return kind(config, out / _EVENTS, recording, FoundRollouts(out / _FOUND))
+    return kind(config, recording or out / _EVENTS, "all" if recording else "none", FoundRollouts(out / _FOUND))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -42,11 +42,11 @@ from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state, unpack_state
 from dataplane_core.log import LoggedLedger, newest_record
-from dataplane_core.middleware import Recording
-from dataplane_core.middleware.events import sealed, unsealed
 from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat
 from dataplane_integrations._packed_weights import next_version, read_version
+from dataplane_observe import Recording
+from dataplane_observe._lines import sealed, unsealed
 from dataplane_redis import _protocol as redis_protocol
 from dataplane_shm._backend import ShmBackend
 from dataplane_shm._messages import About

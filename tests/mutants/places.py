@@ -18,7 +18,7 @@ LIST = Path(__file__).with_name("mutants.jsonl")
 #: The two parts of the list: how many mutants, and the packages that they are drawn from.
 OTHERS = ("plugins/noop", "plugins/recording", "plugins/redis_store", "plugins/shm_store", "plugins/tq_simple")
 OTHERS += ("plugins/tq_mooncake", "integrations", "compat", "tools")
-PARTS = {"core": (200, ("core",)), "other": (100, OTHERS)}
+PARTS = {"core": (200, ("core", "observe")), "other": (100, OTHERS)}
 SEED = 20261128
 
 _OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "in": "not in", "is": "is not"}

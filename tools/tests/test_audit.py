@@ -11,8 +11,9 @@ from one_store import joined
 
 from dataplane_core import connect
 from dataplane_core.errors import LostSamplesError
-from dataplane_core.middleware import OperationMiddleware, Recording, recorder as recorder_module
-from dataplane_core.middleware.events import sealed, unsealed
+from dataplane_core.middleware import OperationMiddleware
+from dataplane_observe import Recording, recorder as recorder_module
+from dataplane_observe._lines import sealed, unsealed
 from dataplane_tools import _audit as audit_module
 from dataplane_tools._survey import survey
 from dataplane_tools.commands import audit

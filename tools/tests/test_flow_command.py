@@ -1,4 +1,4 @@
-"""`dataplane flow`: from the operations of real clients to a page, and what it says about files that are none."""
+"""`dataplane flow`: from the operations of real clients to a page, and what it says about folders without any."""
 
 import json
 import re
@@ -9,19 +9,22 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.middleware import EventFile
+from dataplane_observe import is_followed
+from dataplane_observe._lines import sealed
 from dataplane_tools._charts import show_bytes, show_seconds
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+def config(folder):
+    return {"backend": "noop", "middleware": [{"recorder": {"folder": str(folder), "payload": "none"}}]}
+
+
 @pytest.fixture
 def events(tmp_path):
     """A run of six steps over noop: 64 rows a step are put, claimed, read, acked and cleared."""
-    path = tmp_path / "run" / "events.jsonl"
-    config = {"backend": "noop", "middleware": [{"metrics": {"events_file": str(path)}}]}
-    marks = EventFile(path)
-    with connect(config) as client:
+    folder = tmp_path / "run" / "events"
+    with connect(config(folder)) as client:
         client.register_partition("train", ["tokens", "reward"], None, ["policy"])
         for step in range(1, 7):
             ids = [f"s{step}_p{row}" for row in range(64)]
@@ -31,9 +34,17 @@ def events(tmp_path):
             client.get_data(meta)
             client.ack(meta)
             client.clear_samples(ids if step < 6 else None, "train")
-            marks.step(step, staleness=step % 3)
-    marks.close()
-    return path
+            client.mark_step(step, staleness=step % 3)
+    return folder
+
+
+def recorded(folder, *lines):
+    """A recording with these lines of one client."""
+    connect(config(folder)).close()
+    (file,) = folder.glob("*.jsonl")
+    begin, *_ = file.read_bytes().splitlines()
+    file.write_bytes(b"".join(line + b"\n" for line in (begin, *(sealed(json.dumps(each).encode()) for each in lines))))
+    return folder
 
 
 def page(folder):
@@ -86,23 +97,26 @@ def areas(folder):
 @pytest.mark.parametrize(
     ("drop", "gone"),
     [
-        ({"op": "clear_samples", "rows": 2, "ids": ["a", "b"]}, 1.0),
+        ({"op": "clear_samples", "rows": 2, "ids": [0, 1]}, 1.0),
         ({"op": "clear_samples", "rows": 2, "drops_all": True}, 1.0),
         ({"op": "register_partition", "rows": 0, "drops_all": True}, 1.0),
-        ({"op": "clear_samples", "rows": 1, "ids": ["a"]}, 0.5),
+        ({"op": "clear_samples", "rows": 1, "ids": [0]}, 0.5),
         ({"op": "clear_samples", "rows": 1}, 0.0),  # of a sample that is not followed
     ],
 )
 def test_samples_are_held_until_they_are_dropped(tmp_path, drop, gone):
+    held, other = [name for name in map(str, range(99)) if is_followed(name)][:2], "0"
+    assert not is_followed(other)
+    if drop.get("ids"):
+        drop = {**drop, "ids": [held[number] for number in drop["ids"]]}
     common = {"partition": "p", "bytes": 8, "seconds": 0.0}
-    path = tmp_path / "events.jsonl"
-    events = [
-        {"at": 100.0, "op": "put_samples", "rows": 3, "fields": ["x"], "ids": ["a", "b"], **common},
+    folder = recorded(
+        tmp_path / "events",
+        {"at": 100.0, "op": "put_samples", "rows": 3, "fields": ["x"], "ids": [*held, other], **common},
         {"at": 150.0, **drop, **common},
         {"at": 200.0, "op": "get_samples", "rows": 1, "fields": ["x"], **common},
-    ]
-    path.write_text("".join(json.dumps(each) + "\n" for each in events))
-    assert main(["flow", str(path)]) == 0
+    )
+    assert main(["flow", str(folder)]) == 0
     found = areas(tmp_path)
     left, right = min(x for x, _ in found), max(x for x, _ in found)
     middle = (left + right) / 2
@@ -112,8 +126,7 @@ def test_samples_are_held_until_they_are_dropped(tmp_path, drop, gone):
 
 
 def test_failures_are_counted_apart(events, tmp_path, capsys):
-    config = {"backend": "noop", "middleware": [{"metrics": {"events_file": str(events)}}]}
-    with connect(config) as client:
+    with connect(config(events)) as client:
         client.register_partition("train", ["reward"], None, [])
         with pytest.raises(KeyError):
             client.get_samples(["none"], "train", ["reward"])
@@ -123,58 +136,35 @@ def test_failures_are_counted_apart(events, tmp_path, capsys):
     assert table["get reward"][-1] == "1 MissingDataError"
 
 
-def test_the_files_of_several_hosts_are_one_run(events, tmp_path):
-    lines = events.read_text().splitlines(keepends=True)
-    for name, part in (("a.jsonl", lines[::2]), ("b.jsonl", lines[1::2])):
-        (tmp_path / name).write_text("".join(part))
-    assert main(["flow", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 0
-    assert main(["flow", str(events)]) == 0
-    assert page(tmp_path)[1] == page(events.parent)[1]
+def test_the_recordings_of_several_hosts_are_one_run(events, tmp_path):
+    put = {"at": 5.0, "op": "put_samples", "partition": "p", "rows": 8, "bytes": 64, "seconds": 0.5, "fields": ["x"]}
+    hosts = [str(recorded(tmp_path / name, {**put, "rows": rows})) for name, rows in (("a", 8), ("b", 3))]
+    assert main(["flow", *hosts]) == 0
+    assert page(tmp_path)[1]["put x"][:2] == ["2", "11"]
 
 
 def test_a_last_line_that_is_cut_off_is_left_out_and_said(events, capsys):
-    events.write_bytes(events.read_bytes()[:-20])
+    (file,) = events.glob("*.jsonl")
+    *whole, _ = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(whole)[:-20])
     assert main(["flow", str(events)]) == 0
     assert "The last line of " in capsys.readouterr().err
     assert page(events.parent)[1]["clear"][1] == "384"  # the cut line is the last step's
 
 
-def test_broken_lines_in_the_middle_are_counted(events, capsys):
-    lines = events.read_text().splitlines()
-    lines[3] = lines[3][:30]
-    lines[4:4] = ["[1, 2]", '{"at": "x", "op": "put_samples"}']
-    events.write_text("\n".join(lines) + "\n")
-    assert main(["flow", str(events)]) == 0
-    err = capsys.readouterr().err
-    assert "1 line of " in err
-    assert "left out: not JSON." in err
-    assert "2 lines of " in err
-    assert "left out: not an operation." in err
-
-
-def test_the_metrics_of_a_run_lead_to_the_events_beside_it(events, capsys):
-    metrics = events.with_name("metrics.jsonl")
-    metrics.write_text('{"step": 1, "reward": 0.5}\n')
-    assert main(["flow", str(metrics)]) == 0
-    assert "has no operations of the data plane; " in capsys.readouterr().err
-    assert page(events.parent)[1]["clear"][1] == "384"
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("lines", "said"),
     [
-        (None, "flow cannot read "),
-        ("", "is empty"),
-        ('{"step": 1, "reward": 0.5}\n', "has no line with an operation"),
-        ("backend: noop\n", "For the config of a running store, add --seconds."),
-        ('{"at": 1.0, "op": "step", "step": 1}\n', "has no line with an operation"),
+        (None, "has no recording. Expected a folder of the middleware recorder"),
+        ([], "has no operation"),
+        ([{"at": 1.0, "op": "step", "step": 1}], "has no operation"),
     ],
 )
-def test_a_file_without_operations_is_an_error(tmp_path, capsys, content, said):
-    path = tmp_path / "some.jsonl"
-    if content is not None:
-        path.write_text(content)
-    assert main(["flow", str(path)]) == 1
+def test_a_folder_without_operations_is_an_error(tmp_path, capsys, lines, said):
+    folder = tmp_path / "events"
+    if lines is not None:
+        recorded(folder, *lines)
+    assert main(["flow", str(folder)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("dataplane: flow ")
@@ -184,9 +174,7 @@ def test_a_file_without_operations_is_an_error(tmp_path, capsys, content, said):
 
 def test_one_operation_is_a_dot_and_no_curve(tmp_path):
     line = {"at": 5.0, "op": "put_samples", "partition": "p", "rows": 8, "bytes": 64, "seconds": 0.5, "fields": ["x"]}
-    path = tmp_path / "events.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    assert main(["flow", str(path)]) == 0
+    assert main(["flow", str(recorded(tmp_path / "events", line))]) == 0
     rows_panel = ET.parse(tmp_path / "flow.svg").getroot().find(f"{SVG}g")
     assert len(rows_panel.findall(f".//{SVG}circle")) == 1
     assert rows_panel.findall(f".//{SVG}path[@class='line s0']") == []
@@ -194,12 +182,18 @@ def test_one_operation_is_a_dot_and_no_curve(tmp_path):
 
 def test_names_are_escaped(tmp_path):
     line = {"at": 5.0, "op": "claim", "partition": "p", "rows": 8, "bytes": 0, "seconds": 0.5, "task": "<b>&"}
-    path = tmp_path / "events.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    assert main(["flow", str(path)]) == 0
+    assert main(["flow", str(recorded(tmp_path / "events", line))]) == 0
     texts, table, _ = page(tmp_path)
     assert "8 claim <b>&" in texts
     assert list(table) == ["claim &lt;b&gt;&amp;"]
+
+
+def test_a_record_with_a_number_that_no_operation_has_is_left_out(tmp_path, capsys):
+    line = {"at": 5.0, "op": "put_samples", "partition": "p", "rows": 8, "bytes": 64, "seconds": 0.5}
+    folder = recorded(tmp_path / "events", {**line, "rows": 10**30}, {**line, "op": "claim", "task": "t"})
+    assert main(["flow", str(folder)]) == 0
+    assert "1 line of" in capsys.readouterr().err
+    assert list(page(tmp_path)[1]) == ["claim t"]
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
@@ -222,26 +216,3 @@ def test_the_time_to_look_is_checked(tmp_path, capsys, seconds):
 )
 def test_numbers_have_a_unit_and_no_exponent(show, value, text):
     assert show(value) == text
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        "[" * 200_000,
-        '{"a":' * 200_000,
-        '{"at": 1e999, "op": "put_samples", "partition": "p", "rows": 1, "bytes": 1, "seconds": 1}',
-        '{"at": 1, "op": "put_samples", "partition": "p", "rows": 1e999, "bytes": 1, "seconds": 1}',
-        f'{{"at": 1, "op": "put_samples", "partition": "p", "rows": 1{"0" * 400}, "bytes": 1, "seconds": 1}}',
-        f'{{"at": 1, "op": "put_samples", "partition": "p", "rows": 1{"0" * 5000}, "bytes": 1, "seconds": 1}}',
-        '{"at": 1, "op": "step", "step": 1, "staleness": NaN}',
-        '{"at": 1, "op": "step", "step": 1e999}',
-        '{"at": 1, "op": "put_samples", "partition": "p", "rows": 1, "bytes": 1, "seconds": 1, "ids": 1}',
-        "null",
-    ],
-    ids=["deep", "deep_maps", "late", "inf", "huge", "longer", "nan", "step", "ids", "null"],
-)
-def test_a_line_of_json_that_is_no_operation_is_left_out(events, tmp_path, capsys, values):
-    lines = events.read_text()
-    events.write_text(f"{values}\n{lines}")
-    assert main(["flow", str(events), "-o", str(tmp_path / "out")]) == 0
-    assert "1 line of" in capsys.readouterr().err

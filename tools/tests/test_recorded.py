@@ -1,7 +1,6 @@
 """`dataplane read`, `export` and `flow` of a recording: all rows that a run put, also those it cleared."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from contents import rows
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.middleware import Recording
+from dataplane_observe import Recording
 from dataplane_tools import _recorded, export_partition
 
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
@@ -187,39 +186,6 @@ def test_a_folder_is_not_followed_and_a_save_is_exported_too(folder, tmp_path, c
 
 
 # --- flow -------------------------------------------------------------------------------------------------------------
-
-
-def test_flow_draws_the_same_of_a_recording_as_of_a_file_of_events(folder, tmp_path, capsys):
-    events = tmp_path / "events" / "events.jsonl"
-    recorder = {"recorder": {"folder": folder, "payload": "none"}}
-    config = {"backend": "noop", "middleware": [{"metrics": {"events_file": events}}, recorder]}
-    with connect(config) as client:
-        client.register_partition("train", ["x"], None, ["policy"])
-        for step in range(1, 6):
-            ids = [f"s{step}_p{row}" for row in range(64)]
-            client.put_samples(ids, "train", {"x": torch.zeros(64, 10)})
-            meta = client.claim_meta("train", "policy", ["x"], 64, lease_s=60.0)
-            client.get_data(meta)
-            client.ack(meta)
-            client.clear_samples(ids if step < 5 else None, "train")
-            client.mark_step(step, staleness=step % 3, loss=0.5)
-        with pytest.raises(KeyError):
-            client.put_samples(["a"], "none", {"x": torch.zeros(1)})
-    assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert ": 26 operations over " in out
-    assert main(["flow", str(events)]) == 0
-    pages = [(each / "flow.html").read_text(encoding="utf-8") for each in (tmp_path, events.parent)]
-    shown, expected = (
-        re.findall(r"<td>([a-z]+ ?\w*)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", p) for p in pages
-    )
-    assert shown == expected
-    assert ("claim policy", "5", "320", "0 B") in shown
-    for text in ("2 partitions, 5 steps.", "Staleness", "Where they waited", "1 UnknownPartitionError"):
-        assert text in pages[0]
-    followed = [re.search(r"How many of the (\d+) followed samples", page).group(1) for page in pages]
-    assert followed[0] == followed[1]
 
 
 def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):

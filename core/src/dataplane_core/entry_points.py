@@ -29,12 +29,16 @@ KNOWN_BACKENDS: Final[dict[str, str]] = {
     "tq_simple": "dataplane-tq-simple",
     "tq_mooncake": "dataplane-mooncake-backend",
 }
+#: Middleware of this project that other distributions than core contain.
+_KNOWN_MIDDLEWARE: Final = dict.fromkeys(("opentelemetry", "prometheus", "recorder"), "dataplane-observe")
 #: Distribution of this project -> its folders in a checkout, from which it is installed. No index has it.
 _FOLDERS: Final = {
     "dataplane-core": ("core",),
-    "dataplane-tools": ("tools",),
+    "dataplane-observe": ("observe",),
+    "dataplane-tools": ("observe", "tools"),
     "dataplane-testkit": ("testkit",),
     **{package: (f"plugins/{name}",) for name, package in KNOWN_BACKENDS.items()},
+    "dataplane-recording": ("observe", "plugins/recording"),
     "dataplane-mooncake-backend": ("plugins/tq_mooncake", "plugins/tq_mooncake_non_cuda"),
 }
 #: Seconds after which it is said what is being imported.
@@ -63,6 +67,7 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
 #: Kind -> its known names, each with the distribution that contains it.
 _PACKAGES: Final[dict[str, dict[str, str]]] = {
     "backend": KNOWN_BACKENDS,
+    "middleware": _KNOWN_MIDDLEWARE,
     "command": {name: package for name, (package, _) in KNOWN_COMMANDS.items()},
 }
 

@@ -14,7 +14,19 @@ SOURCE = Path(dataplane_core.__file__).parent
 FORBIDDEN = ("ray", "megatron", "torch.distributed", "transfer_queue", "redis", "mooncake")
 OURS = tuple(
     f"dataplane_{name}"
-    for name in ["testkit", "tools", "compat", "noop", "redis", "shm", "tq_simple", "mooncake", "integrations"]
+    for name in [
+        "observe",
+        "testkit",
+        "tools",
+        "compat",
+        "noop",
+        "recording",
+        "redis",
+        "shm",
+        "tq_simple",
+        "mooncake",
+        "integrations",
+    ]
 )
 
 
@@ -144,6 +156,12 @@ def test_a_face_says_what_lives_in_the_wing_and_what_others_may_import(wing):
 
 PACKAGES = [path.parent for path in [*ROOT.glob("plugins/*/src/*/__init__.py"), *ROOT.glob("*/src/*/__init__.py")]]
 PACKAGES.remove(SOURCE)
+#: Who may import another package than core.
+ENTERED = {
+    ("dataplane_mooncake", "dataplane_tq_simple"),
+    ("dataplane_tools", "dataplane_observe"),
+    ("dataplane_recording", "dataplane_observe"),
+}
 
 
 @pytest.mark.parametrize("source", [SOURCE, *PACKAGES], ids=lambda source: source.name)
@@ -152,7 +170,7 @@ def test_no_circle_of_imports_within_a_package(source):
 
 
 def test_packages_stand_alone_and_enter_rooms_by_their_faces():
-    """Only tq_mooncake imports another package, tq_simple."""
+    """Only tq_mooncake imports another backend, tq_simple. Whoever reads recordings imports observe."""
     found = []
     for source in PACKAGES:
         others = {each.name for each in PACKAGES} - {source.name}
@@ -160,7 +178,7 @@ def test_packages_stand_alone_and_enter_rooms_by_their_faces():
         for path in source.rglob("*.py"):
             own = ".".join((source.name, *path.relative_to(source).parts[:1]))
             for module in modules_of(path):
-                entered = source.name == "dataplane_mooncake" and named(module, ["dataplane_tq_simple"])
+                entered = (source.name, module.split(".")[0]) in ENTERED
                 inside = "._" in module and named(module, others | rooms - {own})
                 if inside or (named(module, others) and not entered):
                     found.append(f"{path.relative_to(ROOT)}: {module}")

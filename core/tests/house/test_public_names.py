@@ -12,6 +12,9 @@ FACES = {
         StreamingDataset WireFormat connect connect_async kv_first_write materialize pack_jagged_fields read_columns
         shard_meta_for_dp stream to_arrow to_numpy write_columns
     """,
+    "dataplane_observe": """
+        Record Recorder Recording TensorBoardListener WandbListener Writer is_followed is_recording row_digests
+    """,
     "dataplane_testkit": """
         AuthorsClass BackendConformance ConformanceError Disturbance EngineConformance Faults Progress Report
         Settings Shim Suite Verdict backend_of chapter_of kill_owner limit_of rule_of run_chaos run_shim to_json

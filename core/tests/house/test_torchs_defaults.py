@@ -31,7 +31,7 @@ def _lacking(call):
 def test_every_new_tensor_names_its_device():
     files = [
         file
-        for folder in ("core", "tools", "plugins", "integrations", "compat")
+        for folder in ("core", "observe", "tools", "plugins", "integrations", "compat")
         for file in (_ROOT / folder).rglob("src/**/*.py")
     ]
     assert len(files) > 100

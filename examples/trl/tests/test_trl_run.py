@@ -179,16 +179,14 @@ def write_short_config(folder, **plane):
     config |= {"steps": 2 * KILLS, "prompts_per_step": 8, "answers_per_prompt": 4, "save_steps": 1}
     config["rollouts"] |= {"ahead": 0, "prompts_per_claim": 1}
     config["data_plane"]["options"] = {"namespace": f"trl-{folder.name[-20:]}", "capacity_bytes": 64 << 20, **plane}
-    config["data_plane"]["middleware"] = [{"metrics": {"events_file": str(folder / "events.jsonl")}}]
+    config["data_plane"]["middleware"] = [{"recorder": {"folder": str(folder / "events"), "payload": "none"}}]
     path.write_text(yaml.safe_dump(config))
     return path
 
 
 def wait_for_events(folder, more, run):
-    events = folder / "events.jsonl"
-
     def count():
-        return events.read_bytes().count(b"\n") if events.exists() else 0
+        return sum(path.read_bytes().count(b"\n") for path in (folder / "events").glob("*.jsonl"))
 
     give_up, first = time.monotonic() + PATIENCE_S, count()
     while count() < first + more:

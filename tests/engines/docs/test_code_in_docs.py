@@ -13,6 +13,7 @@ from dataplane_core.config import load_config
 from dataplane_core.connecting import load_backend
 from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
+from dataplane_observe import Recording
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -175,13 +176,13 @@ def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
 
     logged = []
     monkeypatch.chdir(tmp_path)
-    client = connect({"backend": "noop", "middleware": [{"metrics": {"events_file": "events.jsonl"}}]})
+    client = connect({"backend": "noop", "middleware": [{"recorder": {"folder": "events", "payload": "none"}}]})
     names = {"writer": Writer(), "client": client, "workers": InProcessWorkerGroup([DataPlaneWorkerMixin()])}
     names |= {"generate": list, "prompts": ["2 + 3 ="]}
     run_page("docs/operating.md", names)
     client.close()
     assert logged == [("dataplane/staleness", 0, 1)]
-    assert '"staleness": 0' in (tmp_path / "events.jsonl").read_text()
+    assert [each.values for each in Recording("events").records() if each.op == "step"] == [{"staleness": 0.0}]
 
 
 #: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.

@@ -24,6 +24,7 @@ from dataplane_core.errors import AlreadyRunningError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.rollout import FoundRollouts
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
+from dataplane_observe import Recording, is_recording
 from dataplane_testkit._timing import eventually
 
 ROWS = 32  # of a step
@@ -116,11 +117,9 @@ def committed(plane):
 def rows_put(out):
     """How many rows rollout workers have put, by partition. What a worker tries after the kill is an error."""
     rows = Counter()
-    events = out / "events.jsonl"
-    for line in events.read_text().splitlines(keepends=True) if events.exists() else ():
-        event = json.loads(line) if line.endswith("\n") and line.strip() else {}
-        if event.get("op") == "put_samples" and "status" not in event and "input_ids" in event["fields"]:
-            rows[event["partition"]] += event["rows"]
+    for record in Recording(out / "events").records() if is_recording(out / "events") else ():
+        if record.op == "put_samples" and record.status == "ok" and "input_ids" in record.fields:
+            rows[record.partition] += record.rows
     return rows
 
 

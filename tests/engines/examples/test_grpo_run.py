@@ -3,7 +3,7 @@
 import pytest
 from grpo_runs import assert_like, run, write_config
 
-from dataplane_core.middleware import Recording
+from dataplane_observe import Recording
 
 #: Up to two whole runs, of which the first is the one that tests share.
 pytestmark = pytest.mark.timeout(540)

@@ -60,8 +60,8 @@ finally:
 def test_a_command_of_a_package_that_is_not_installed_says_which_to_install(clean):
     done = clean.run("dataplane", "top", "run.yaml")
     assert done.returncode == 1
-    assert "Install 'top' in a checkout of dataplane: pip install ./tools" in done.stderr
-    assert "(pip install ./tools)" in " ".join(clean.run("dataplane", "--help").stdout.split())
+    assert "Install 'top' in a checkout of dataplane: pip install ./observe ./tools" in done.stderr
+    assert "(pip install ./observe ./tools)" in " ".join(clean.run("dataplane", "--help").stdout.split())
 
 
 @pytest.mark.parametrize(("command", "loaded"), [([], []), (["doctor"], []), (["conformance"], ["dataplane_testkit"])])

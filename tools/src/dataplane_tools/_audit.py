@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
-from dataplane_core.middleware import Recording
+from dataplane_observe import Recording
 from dataplane_tools._differences import differences, value_of
 from dataplane_tools._history import History
 from dataplane_tools._inspect import table

@@ -1,32 +1,26 @@
 """`dataplane flow`: draws how samples moved through the data plane, as an HTML page and as an SVG.
 
-It reads the files that the middleware `metrics` writes (``events_file``), or the recordings of the middleware
-`recorder`; or it looks at a running store for a while.
+It reads the recordings of the middleware `recorder`, with any payload; or it looks at a running store for a while.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
-from dataplane_core.middleware import Recording, is_followed
+from dataplane_observe import Record, Recording, is_followed, is_recording
 from dataplane_tools._charts import COLORS, STYLE, Bars, Panel, escape, picture, show_bytes, show_count, show_seconds
 
-#: Where a run keeps its events, beside its other files.
-_EVENTS_NAME: Final = "events.jsonl"
 #: No number of an operation is greater.
 _MOST: Final = 1e18
 #: Steps that the closer look shows; without marks of steps, this share of the run.
@@ -40,14 +34,14 @@ _MOST_BARS: Final = 12
 
 
 def draw_files(paths: Sequence[str], *, folder: str | None) -> int:
-    """Draws a run from its files of events, or its recordings, which may be those of several hosts.
+    """Draws a run from its recordings, which may be those of several hosts.
 
     Args:
-        paths: The files, or the folders of recordings; or a run's other file beside its ``events.jsonl``.
-        folder: Where to write ``flow.html`` and ``flow.svg``. None: beside the first file.
+        paths: Their folders.
+        folder: Where to write ``flow.html`` and ``flow.svg``. None: beside the first recording.
 
     Raises:
-        DataPlaneError: A file is not there, or holds no operation; or as `Recording` and its `records`.
+        DataPlaneError: A folder has no recording, or that has no operation; or as `Recording` and its `records`.
     """
     run = _Run()
     for path in paths:
@@ -108,7 +102,7 @@ def _write(folder: Path, page: tuple[str, str, str], remarks: Sequence[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """A line of the file."""
+    """A record, as it is drawn."""
 
     end: float
     stage: str
@@ -135,95 +129,49 @@ class _Run:
     remarks: list[str] = field(default_factory=list)
 
 
-def _read(path: Path, run: _Run, *, beside: bool = True) -> None:
-    remarks: list[str] = []
-    found = seen = other = 0
-    for values in (_records if path.is_dir() else _json_lines)(path, remarks):
-        seen += 1
-        try:
-            found += _take(values, run)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            other += 1
-    if not found:
-        sibling = path.with_name(_EVENTS_NAME)
-        if other and beside and path.name != _EVENTS_NAME and sibling.is_file():
-            run.remarks.append(f"'{path}' has no operations of the data plane; '{sibling}' beside it has.")
-            _read(sibling, run, beside=False)
-            return
-        what = "has no line with an operation of the data plane" if seen or remarks else "is empty"
+def _read(folder: Path, run: _Run) -> None:
+    if not is_recording(folder):
         raise DataPlaneError(
-            f"flow refused: '{path}' {what}. Expected a file that the middleware metrics writes: "
-            "middleware: [{metrics: {events_file: FILE}}], or a folder of the middleware recorder. For the config of a "
-            "running store, add --seconds."
+            f"flow refused: '{folder}' has no recording. Expected a folder of the middleware recorder: "
+            "middleware: [{recorder: {folder: FOLDER, payload: none}}]. For the config of a running store, add "
+            "--seconds."
         )
-    if other:
-        remarks.append(f"{_count(other, 'line')} of '{path}' left out: not an operation.")
-    run.remarks += remarks
-    run.names.append(path)
-
-
-def _json_lines(path: Path, remarks: list[str]) -> Iterator[Any]:
-    """The lines of a file of events."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataPlaneError(f"flow cannot read '{path}': {error.strerror}.") from error
-    *lines, cut = data.split(b"\n")  # the last part is what follows the last line feed
-    broken = 0
-    for line in filter(bytes.strip, lines):
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError):
-            broken += 1
-    if cut.strip():
-        try:
-            yield json.loads(cut)
-        except (ValueError, RecursionError):
-            remarks.append(f"The last line of '{path}' is cut off, as a killed run leaves it. It was left out.")
-    if broken:
-        remarks.append(f"{_count(broken, 'line')} of '{path}' left out: not JSON.")
-
-
-def _records(folder: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
-    """The records of a recording, as lines of a file of events have them."""
     recording = Recording(folder)
+    num_shown = num_odd = 0
     for record in recording.records():
-        if record.op == "end":
-            continue
-        ids = [name for name in record.ids if is_followed(name)]
-        yield {**record.values, **msgspec.structs.asdict(record), "ids": ids}
-    remarks += recording.remarks
+        numbers = (record.at, record.seconds, record.rows, record.bytes, record.step or 0, *record.values.values())
+        if not all(abs(number) <= _MOST for number in numbers):
+            num_odd += 1
+        elif record.op == "step":
+            run.steps.append((record.at, record.step or 0, record.values.get("staleness")))
+        elif record.op not in ("end", "lost"):
+            operation = _operation(record)
+            run.operations.append(operation)
+            num_shown += operation.counts
+    if not num_shown:
+        raise DataPlaneError(f"flow refused: the recording in '{folder}' has no operation.")
+    if num_odd:
+        run.remarks.append(f"{_count(num_odd, 'line')} of '{folder}' left out: a number that no operation has.")
+    run.remarks += recording.remarks
+    run.names.append(folder)
 
 
-def _take(values: dict[str, Any], run: _Run) -> int:
-    """Takes a line. Returns 1 for an operation that moved samples or failed, and 0 for the end of a step."""
-    end, op = float(values["at"]), str(values["op"])
-    numbers = (float(values.get(name) or 0.0) for name in ("at", "seconds", "rows", "bytes", "step", "staleness"))
-    if not all(abs(number) <= _MOST for number in numbers):
-        raise ValueError("a number that no operation has")
-    if op == "step":
-        stale = values.get("staleness")
-        run.steps.append((end, int(values["step"]), None if stale is None else float(stale)))
-        return 0
-    kind = op.removesuffix("_samples")
-    names = [str(name) for name in values.get("fields", ())] if kind in ("put", "get") else []
-    what = values.get("task") or (names[0] if names else "tags" if kind == "put" else "")
-    stage = " ".join(filter(None, (kind, what, f"+{len(names) - 1}" if len(names) > 1 else "")))
-    run.operations.append(
-        _Operation(
-            end=end,
-            stage=stage,
-            kind=kind,
-            rows=int(values["rows"]),
-            n_bytes=int(values["bytes"]),
-            seconds=float(values["seconds"]),
-            error=str(values.get("error", "")),
-            partition=str(values["partition"]),
-            ids=tuple(map(str, values.get("ids", ()))),
-            drops_all=bool(values.get("drops_all")),
-        )
+def _operation(record: Record) -> _Operation:
+    kind = record.op.removesuffix("_samples")
+    names = record.fields if kind in ("put", "get") else []
+    what = record.task or (names[0] if names else "tags" if kind == "put" else "")
+    return _Operation(
+        end=record.at,
+        stage=" ".join(filter(None, (kind, what, f"+{len(names) - 1}" if len(names) > 1 else ""))),
+        kind=kind,
+        rows=record.rows,
+        n_bytes=record.bytes,
+        seconds=record.seconds,
+        error=record.error,
+        partition=record.partition,
+        ids=tuple(name for name in record.ids if is_followed(name)),
+        drops_all=record.drops_all,
     )
-    return int(run.operations[-1].counts)
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------

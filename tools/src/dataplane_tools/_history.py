@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dataplane_core.middleware import Record, Recording, Writer
 from dataplane_core.spec import matches
+from dataplane_observe import Record, Recording, Writer
 from dataplane_tools._prompts import Prompts, several
 from dataplane_tools._samples import Batch, Cell, Given, Put, Row, Step
 from dataplane_tools._survey import Survey

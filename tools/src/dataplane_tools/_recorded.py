@@ -25,8 +25,8 @@ from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import MissingDataError, SchemaMismatchError, printable
 from dataplane_core.ledger import Command, LedgerService, Located, Ref, Reply, commands
-from dataplane_core.middleware import Record, Recording
 from dataplane_core.spec import SharedRows, WireColumn, WireFormat
+from dataplane_observe import Record, Recording
 
 #: The tag that says after which rows a step ended.
 _STEP: Final = "step"

@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
 from dataplane_core.errors import InvalidRequestError, LostSamplesError, MissingDataError, preview
-from dataplane_core.middleware import is_recording
 from dataplane_core.spec import Capability, FieldSpec, TagFilter
+from dataplane_observe import is_recording
 from dataplane_tools._inspect import attach
 from dataplane_tools._recorded import opened_recording
 from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of

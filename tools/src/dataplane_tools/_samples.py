@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dataplane_core.middleware import Record, Writer
+from dataplane_observe import Record, Writer
 from dataplane_tools._prompts import Prompt
 
 #: A tag: which weights generated a row. A value of a step: how many versions old its rows were.

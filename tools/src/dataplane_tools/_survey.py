@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from dataplane_core.middleware import Recording, Writer
+from dataplane_observe import Recording, Writer
 from dataplane_tools._prompts import Resume
 
 #: A tag that each row of `dataplane_integrations.weights` has.

@@ -181,8 +181,7 @@ def flow(parser: argparse.ArgumentParser) -> Command:
         "sources",
         nargs="+",
         metavar="FILE",
-        help="files of events (option events_file of the middleware metrics), or folders of the recorder; or, for a "
-        "running store, its config file",
+        help="folders of the middleware recorder; or, for a running store, its config file",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"

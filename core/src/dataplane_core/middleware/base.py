@@ -1,16 +1,38 @@
-"""The base class of middleware, and the context that it gets when its client starts."""
+"""The bases of middleware: wrappers of single hooks, of all hooks alike, and of one event per operation."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import logging
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
-from dataplane_core.errors import Verdict
-from dataplane_core.spec import OPERATIONS, WireFormat, hookimpl
+from dataplane_core.codec import cell_nbytes
+from dataplane_core.errors import ClaimTimeoutError, Verdict
+from dataplane_core.spec import (
+    OPERATIONS,
+    Claim,
+    ClaimRequest,
+    ClearRequest,
+    SampleList,
+    WireBatch,
+    WireFormat,
+    hookimpl,
+)
+
+#: How an operation ended: ``timeout`` for a `TimeoutError`, ``error`` for all others.
+Status: TypeAlias = Literal["ok", "error", "timeout"]
+
+_log = logging.getLogger(__name__)
+#: A claim that waits asks every 10 s at least. One that did not for so many seconds was cancelled.
+_ASKS_AGAIN_S: Final = 15.0
+#: If more claims wait, those that were cancelled are dropped.
+_MOST_WAITING: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +120,141 @@ class OperationMiddleware(Middleware):
 for _name in OPERATIONS:
     if _name not in ("announce", "list_clients", "list_units"):
         setattr(OperationMiddleware, _name, _wrapped(_name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationEvent:
+    """An operation that has ended.
+
+    Attributes:
+        op: Name of the hook, or ``why``: see ``verdict``.
+        partition_id: The partition.
+        n_keys: Samples named by the request, or handed out, listed or dropped by the reply.
+        n_bytes: Payload bytes written or read.
+        wall_ms: Milliseconds inside the hook, inner middleware included. Of a claim that waited, those that its user
+            waited.
+        status: How it ended. A claim that waited in vain ends with ``timeout``.
+        error: The name of the error's class, or "".
+        task: The consumer task of a claim, an ack and the like, or "".
+        fields: The fields of a put or a get.
+        sample_ids: Those samples. Empty where a whole partition is cleared.
+        cell_bytes: Field of a put or a get -> the bytes of each of its cells, int64 (N,), or one number if all are
+            equal. A cell that samples share counts for the first of them.
+        drops_all: Whether it drops what the partition held: a clear of all, or a registration that replaces another.
+        verdict: Why the claim waits, in an event of its own each time that the client finds it out (``warn_after_s`` of
+            the config). ``wall_ms`` is then the time for which the task has got nothing.
+    """
+
+    op: str
+    partition_id: str
+    n_keys: int = 0
+    n_bytes: int = 0
+    wall_ms: float
+    status: Status = "ok"
+    error: str = ""
+    task: str = ""
+    fields: Sequence[str] = ()
+    sample_ids: Sequence[str] = field(default=(), repr=False)
+    cell_bytes: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    drops_all: bool = False
+    verdict: Verdict | None = None
+
+
+def log_event(event: OperationEvent) -> None:
+    """Logs an event at level INFO. A target for ``on_event`` of `Metrics`."""
+    _log.info("%s", event)
+
+
+class EventMiddleware(OperationMiddleware):
+    """Base of middleware that gets one event per operation, in `note`. A claim that waits asks the store many times,
+    and is one operation, which ends with its answer.
+
+    Examples:
+        >>> class Printed(EventMiddleware):
+        ...     def note(self, event, request, outcome):
+        ...         print(event.op, event.n_bytes, event.wall_ms)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._claims_lock = threading.RLock()  # a signal handler may claim in the middle of a claim
+        self._claims: dict[str, tuple[float, float]] = {}  # token -> when it first asked, and when it asked last
+
+    def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        """Called when an operation has ended, in its thread. What it raises reaches the caller of the operation.
+
+        Args:
+            event: What there is to say of it.
+            request: Its request, as inner middleware left it.
+            outcome: Its reply, or the error that ended it.
+        """
+
+    def num_waiting_claims(self) -> int:
+        """How many claims of this client wait."""
+        since = time.perf_counter() - _ASKS_AGAIN_S
+        with self._claims_lock:
+            self._claims = {token: times for token, times in self._claims.items() if times[1] > since}
+            return len(self._claims)
+
+    def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        """Makes the event."""
+        start = time.perf_counter()
+        if isinstance(request, ClaimRequest):
+            with self._claims_lock:
+                start = self._claims.get(request.token, (start, start))[0]
+        columns = getattr(request, "columns", {})
+        fields = tuple(columns or getattr(request, "fields", ()))
+        sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
+        n_keys = len(sample_ids)
+        cell_bytes = {name: cell_nbytes(column, n_keys) for name, column in columns.items()}
+        drops_all = getattr(request, "if_exists", "") == "replace"
+        status: Status = "ok"
+        name_of_error, outcome = "", None
+        try:
+            outcome = yield
+            if isinstance(outcome, (Claim, SampleList)):
+                sample_ids = outcome.sample_ids
+                n_keys = len(sample_ids)
+            elif isinstance(request, ClearRequest) and request.sample_ids is None:
+                drops_all, n_keys = True, outcome
+            elif isinstance(outcome, WireBatch):
+                cell_bytes = {name: cell_nbytes(column, n_keys) for name, column in outcome.columns.items()}
+            if isinstance(outcome, Claim) and request.all_or_nothing and not outcome.answered:
+                status, name_of_error = "timeout", ClaimTimeoutError.__name__  # which the client raises
+            return outcome
+        except BaseException as error:
+            status = "timeout" if isinstance(error, TimeoutError) else "error"
+            name_of_error, outcome = type(error).__name__, error
+            raise
+        finally:
+            waits = status == "timeout" and isinstance(outcome, Claim) and not request.explain
+            if isinstance(request, ClaimRequest):
+                self._note_claim(request.token, start if waits else None)
+            if not waits:
+                sizes = cell_bytes.values()
+                event = OperationEvent(
+                    op=operation,
+                    partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
+                    n_keys=n_keys,
+                    n_bytes=sum(size * n_keys if isinstance(size, int) else int(size.sum()) for size in sizes),
+                    wall_ms=(time.perf_counter() - start) * 1e3,
+                    status=status,
+                    error=name_of_error,
+                    task=getattr(request, "task_name", ""),
+                    fields=fields,
+                    sample_ids=sample_ids,
+                    cell_bytes=cell_bytes,
+                    drops_all=drops_all,
+                )
+                self.note(event, request, outcome)
+
+    def _note_claim(self, token: str, began: float | None) -> None:
+        """A claim has asked. With the time of its begin, it will ask again."""
+        with self._claims_lock:
+            if began is None:
+                self._claims.pop(token, None)
+            else:
+                self._claims[token] = began, time.perf_counter()
+            are_many = len(self._claims) > _MOST_WAITING
+        if are_many:
+            self.num_waiting_claims()

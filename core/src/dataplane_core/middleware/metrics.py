@@ -1,121 +1,26 @@
 """The metrics middleware: one event per operation, totals, and the bytes that this client put and has not cleared.
 
-Live bytes are the bytes that this client put, minus those that it dropped itself with a clear or a new registration. It
-does not know what other clients clear. If others clear its samples, its live bytes only grow, and it keeps a small dict
-per sample.
-
-Its cost is one dict update per cell written and two clock reads per operation; `benchmarks/backends.py` prints it.
+It does not know what other clients clear: if they clear its samples, its live bytes only grow, and it keeps a small
+dict per sample. `benchmarks/middleware.py` prints its cost.
 """
 
 from __future__ import annotations
 
-import math
 import pkgutil
 import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.arguments import check_iterable, takes
-from dataplane_core.codec import cell_nbytes
 from dataplane_core.errors import InvalidRequestError, Verdict
-from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import EventFile, OperationEvent, WaitingClaims, observe
-from dataplane_core.spec import (
-    ClearRequest,
-    PutRequest,
-    RegisterRequest,
-    SharedRows,
-    WireColumn,
-    hookimpl,
-)
+from dataplane_core.middleware.base import EventMiddleware, MiddlewareContext, OperationEvent
 
-#: Buckets of times per doubling. A bucket is then 9 % wide, which limits the error of a percentile.
-_PER_DOUBLING: Final = 8
-#: Shorter times, in milliseconds, count as this one.
-_SHORTEST_MS: Final = 1e-3
-#: The times of a higher bucket are no floats.
-_LAST_BUCKET: Final = 1023 * _PER_DOUBLING
-#: The percentiles of a snapshot, by their names.
-_PERCENTILES: Final = {"p50_ms": 0.5, "p90_ms": 0.9}
-#: What the snapshots of several clients say in sum.
-_SUMMED: Final = (
-    "total_ops",
-    "total_keys",
-    "total_bytes",
-    "bytes_outstanding",
-    "peak_bytes_outstanding",
-    "n_keys_outstanding",
-)
 #: When there are so many partitions, those without live bytes are forgotten.
 _MOST_PARTITIONS: Final = 1024
-
-
-@dataclass(slots=True)
-class _Total:
-    calls: int = 0
-    errors: int = 0
-    n_keys: int = 0
-    n_bytes: int = 0
-    wall_ms: float = 0.0
-    max_ms: float = 0.0
-    times: dict[int, int] = field(default_factory=dict)  # bucket -> calls
-
-    def told(self) -> dict[str, Any]:
-        """As a snapshot has it."""
-        percentiles = {name: min(self._percentile_ms(share), self.max_ms) for name, share in _PERCENTILES.items()}
-        return {**asdict(self), **percentiles}
-
-    def add(self, told: Mapping[str, Any]) -> None:
-        """Adds what another one told."""
-        for name in ("calls", "errors", "n_keys", "n_bytes", "wall_ms"):
-            setattr(self, name, getattr(self, name) + told[name])
-        self.max_ms = max(self.max_ms, told["max_ms"])
-        for bucket, calls in told["times"].items():
-            if calls < 1 or int(bucket) > _LAST_BUCKET:
-                raise ValueError(f"{calls} calls in bucket {bucket} of times")
-            self._count(int(bucket), calls)  # JSON makes strings of the keys
-
-    def note(self, event: OperationEvent) -> None:
-        """Adds an operation."""
-        self.calls += 1
-        self.errors += event.status != "ok"
-        self.n_keys += event.n_keys
-        self.n_bytes += event.n_bytes
-        self.wall_ms += event.wall_ms
-        self.max_ms = max(self.max_ms, event.wall_ms)
-        self._count(math.floor(math.log2(max(event.wall_ms, _SHORTEST_MS)) * _PER_DOUBLING), 1)
-
-    def _count(self, bucket: int, calls: int) -> None:
-        self.times[bucket] = self.times.get(bucket, 0) + calls
-
-    def _percentile_ms(self, share: float) -> float:
-        """The time that this share of the calls did not exceed. Inside its bucket, calls count as evenly spread."""
-        wanted = share * self.calls
-        below = 0
-        for bucket, calls in sorted(self.times.items()):
-            if below + calls >= wanted:
-                return float(2 ** ((bucket + (wanted - below) / calls) / _PER_DOUBLING))
-            below += calls
-        return 0.0
-
-
-@dataclass(slots=True)
-class _SharedCell:
-    size: int
-    num_samples: int = 0
-
-
-@dataclass(slots=True)
-class _Held:
-    cells: dict[str, dict[str, int | _SharedCell]] = field(default_factory=dict)  # sample -> field -> bytes
-    live_bytes: int = 0
-    peak_bytes: int = 0
 
 
 class MetricsConfig(BaseModel):
@@ -126,9 +31,6 @@ class MetricsConfig(BaseModel):
     on_event: Callable[[OperationEvent], None] | str | None = None
     """Called with every `OperationEvent`, in the thread of the operation. Its exceptions reach the caller. In a config
     file, the name of a function that every process can import: ``package.module:function``, or with dots only."""
-    events_file: Path | None = None
-    """Where to append every event as a line, for ``dataplane flow``; see `EventFile`. Processes of a host may share it;
-    ``{host}`` in its name stands for the name of the host."""
 
     @field_validator("on_event")
     @classmethod
@@ -136,22 +38,28 @@ class MetricsConfig(BaseModel):
         if not isinstance(value, str):
             return value
         try:
-            found = pkgutil.resolve_name(value)
+            function = pkgutil.resolve_name(value)
         except (ValueError, ImportError, AttributeError) as error:
             raise ValueError(
                 f"on_event {value!r} was not found: {error}. Expected 'package.module:function'."
             ) from error
-        if not callable(found):
-            raise ValueError(f"on_event {value!r} is a {type(found).__name__}. Expected a function.")
-        return found
+        if not callable(function):
+            raise ValueError(f"on_event {value!r} is a {type(function).__name__}. Expected a function.")
+        return function
 
 
-class Metrics(OperationMiddleware):
+@dataclass(slots=True)
+class _Held:
+    cells: dict[str, dict[str, int]] = field(default_factory=dict)  # sample -> field -> bytes
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Metrics(EventMiddleware):
     """Measures the operations of one client.
 
     Args:
         on_event: As `MetricsConfig.on_event`.
-        events_file: As `MetricsConfig.events_file`.
         options: Those of a class that derives from this one.
 
     Raises:
@@ -161,19 +69,12 @@ class Metrics(OperationMiddleware):
     Config: ClassVar[type[BaseModel]] = MetricsConfig
     config: MetricsConfig
 
-    def __init__(
-        self,
-        on_event: Callable[[OperationEvent], None] | str | None = None,
-        events_file: Path | str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(on_event=on_event, events_file=events_file, **options)
+    def __init__(self, on_event: Callable[[OperationEvent], None] | str | None = None, **options: Any) -> None:
+        super().__init__(on_event=on_event, **options)
         self._on_event: Any = self.config.on_event
-        self._event_file: EventFile | None = None
         self._moved_rows: Mapping[str, int] = {}
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of `snapshot`
-        self._totals: dict[str, _Total] = {}
-        self._waiting = WaitingClaims()
+        self._operations: dict[str, dict[str, Any]] = {}
         self._held: dict[str, _Held] = {}
         self._live_bytes = 0  # of all partitions
         self._peak_bytes = 0
@@ -181,22 +82,14 @@ class Metrics(OperationMiddleware):
         self._last_bytes_per_key = 0
 
     def start(self, context: MiddlewareContext) -> None:
-        """Opens the file of events, if there is to be one."""
+        """Takes the backend's counts of rows."""
         self._moved_rows = context.moved_rows
-        if self.config.events_file is not None:
-            self._event_file = EventFile(self.config.events_file)
-
-    def stop(self) -> None:
-        """Closes it."""
-        file, self._event_file = self._event_file, None
-        if file is not None:
-            file.close()
 
     def snapshot(self, *, reset: bool = False) -> dict[str, Any]:
         """What this client did so far, and what it put and has not cleared.
 
         Where other clients clear what this one put, its live and peak bytes are upper bounds. `merge_snapshots` joins
-        those of several clients, also of other processes.
+        the snapshots of several clients, also of other processes.
 
         Args:
             reset: The next snapshot counts the operations from here on, for numbers per step. Bytes that live do not
@@ -204,41 +97,56 @@ class Metrics(OperationMiddleware):
 
         Returns:
             ``operations``: per operation ``calls``, ``errors``, ``n_keys``, ``n_bytes``; ``wall_ms``, the sum of the
-            times in the hook in milliseconds, the longest (``max_ms``), and those that 50 and 90 percent of the calls
-            did not exceed (``p50_ms``, ``p90_ms``, to within 9 percent); and ``times``, which they are counted from:
-            calls per bucket, of which bucket ``b`` begins at ``2 ** (b / 8)`` ms. ``partitions``: live and
-            peak payload bytes per partition; of very
-            many, those without live bytes are forgotten. And over all partitions: ``total_ops``, ``total_keys`` and
-            ``total_bytes``, the sums over all operations; ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``;
-            ``n_keys_outstanding``, the samples with live bytes; ``max_bytes_per_key_seen``, the most that a put wrote
-            for one sample; ``last_put_bytes_per_key``, the mean over the samples of the last put; and ``moved_rows``,
-            the rows by their path, such as ``memory`` that is shared and ``wire``, on backends that have several.
+            times in the hook in milliseconds, and the longest (``max_ms``). ``partitions``: ``live_bytes`` and
+            ``peak_bytes`` of the payload of each; of very many, those without live bytes are forgotten. And over all
+            partitions: ``total_ops``, ``total_keys`` and ``total_bytes``, the sums over all operations;
+            ``bytes_outstanding`` (live) and ``peak_bytes_outstanding``; ``n_keys_outstanding``, the samples with live
+            bytes; ``max_bytes_per_key_seen``, the most that a put wrote for one sample; ``last_put_bytes_per_key``, the
+            mean over the samples of the last put; ``moved_rows``, the rows by their path, such as ``memory`` that is
+            shared and ``wire``, on backends that have several; and ``num_clients``, 1.
         """
         with self._lock:
-            operations, totals = self._totals, self._totals.values()
+            operations = {op: dict(total) for op, total in self._operations.items()}
             if reset:
-                self._totals = {}
+                self._operations = {}
+            sums = {
+                f"total_{name}": sum(total[counted] for total in operations.values())
+                for name, counted in (("ops", "calls"), ("keys", "n_keys"), ("bytes", "n_bytes"))
+            }
             return {
-                "operations": {op: total.told() for op, total in operations.items()},
+                "operations": operations,
                 "partitions": {
                     partition_id: {"live_bytes": held.live_bytes, "peak_bytes": held.peak_bytes}
                     for partition_id, held in self._held.items()
                 },
-                "total_ops": sum(total.calls for total in totals),
-                "total_keys": sum(total.n_keys for total in totals),
-                "total_bytes": sum(total.n_bytes for total in totals),
+                **sums,
                 "bytes_outstanding": self._live_bytes,
                 "peak_bytes_outstanding": self._peak_bytes,
                 "n_keys_outstanding": sum(len(held.cells) for held in self._held.values()),
                 "max_bytes_per_key_seen": self._max_bytes_per_key,
                 "last_put_bytes_per_key": self._last_bytes_per_key,
                 "moved_rows": dict(self._moved_rows),
+                "num_clients": 1,
             }
 
-    def note_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes it to the file of events."""
-        if self._event_file is not None:
-            self._event_file.step(step, **values)
+    def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        """Counts an operation, and the bytes that it put or dropped."""
+        with self._lock:
+            total = self._operations.setdefault(
+                event.op, {"calls": 0, "errors": 0, "n_keys": 0, "n_bytes": 0, "wall_ms": 0.0, "max_ms": 0.0}
+            )
+            total["calls"] += 1
+            total["errors"] += event.status != "ok"
+            total["n_keys"] += event.n_keys
+            total["n_bytes"] += event.n_bytes
+            total["wall_ms"] += event.wall_ms
+            total["max_ms"] = max(total["max_ms"], event.wall_ms)
+            if event.status == "ok" and event.op == "put_samples":
+                self._put(event)
+            elif event.status == "ok" and (event.drops_all or event.op == "clear_samples"):
+                self._drop(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def note_verdict(self, verdict: Verdict) -> None:
         """Tells the listener why a claim of this client waits. It is no operation, and is not counted."""
@@ -246,162 +154,82 @@ class Metrics(OperationMiddleware):
             event = OperationEvent(
                 op="why",
                 partition_id=verdict.partition_id,
-                n_keys=0,
-                n_bytes=0,
                 wall_ms=verdict.waited_s * 1e3,
-                status="ok",
                 task=verdict.task_name,
                 verdict=verdict,
             )
             self._on_event(event)
 
-    # --- the operations -----------------------------------------------------------------------------------------------
-
-    def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
-        """Counts an operation."""
-        return (yield from observe(operation, request, lambda event, _: self._count(event), self._waiting, n_bytes))
-
-    @hookimpl(wrapper=True)
-    def register_partition(self, request: RegisterRequest) -> Generator[None, Any, Any]:
-        """Counts. The live bytes of a new partition start at zero."""
-        info = yield from self.around("register_partition", request)
-        if request.if_exists == "replace":
-            with self._lock:
-                self._drop(request.partition_id, None)
-        return info
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request: PutRequest) -> Generator[None, Any, Any]:
-        """Counts keys and bytes, and remembers the bytes of every cell."""
-        num_samples = len(request.sample_ids)
-        sizes = {
-            name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples).tolist()
-            for name, column in request.columns.items()
-        }
-        rows = [sum(row) for row in zip(*sizes.values(), strict=True)]
-        n_bytes = sum(rows)
-        # before the call, which may change the request
-        columns = {name: _cells_of(column, sizes[name]) for name, column in request.columns.items()}
-        reply = yield from self.around("put_samples", request, n_bytes)
-        with self._lock:
-            if len(self._held) >= _MOST_PARTITIONS and request.partition_id not in self._held:
-                self._held = {name: held for name, held in self._held.items() if held.cells}
-            held = self._held.setdefault(request.partition_id, _Held())
-            before = held.live_bytes
-            held.live_bytes += n_bytes
-            for name, column in columns.items():
-                for sample_id, cell in zip(request.sample_ids, column, strict=True):
-                    cells = held.cells.setdefault(sample_id, {})
-                    if name in cells:
-                        held.live_bytes -= _freed(cells[name])
-                    cells[name] = cell
-            held.peak_bytes = max(held.peak_bytes, held.live_bytes)
-            self._live_bytes += held.live_bytes - before
-            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-            if rows:
-                self._max_bytes_per_key = max(self._max_bytes_per_key, *rows)
-                self._last_bytes_per_key = n_bytes // num_samples
-        return reply
-
-    @hookimpl(wrapper=True)
-    def clear_samples(self, request: ClearRequest) -> Generator[None, Any, Any]:
-        """Counts keys, and subtracts the rows' bytes from the live bytes."""
-        reply = yield from self.around("clear_samples", request)
-        with self._lock:
-            self._drop(request.partition_id, request.sample_ids)
-        return reply
-
-    def _count(self, event: OperationEvent) -> None:
-        with self._lock:
-            self._totals.setdefault(event.op, _Total()).note(event)
-        if self._event_file is not None:
-            self._event_file(event)
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def _drop(self, partition_id: str, sample_ids: list[str] | None) -> None:
-        held = self._held.get(partition_id)
+    def _put(self, event: OperationEvent) -> None:
+        held = self._held.get(event.partition_id)
         if held is None:
-            return
-        freed = 0
-        for sample_id in list(held.cells) if sample_ids is None else sample_ids:
-            freed += sum(map(_freed, held.cells.pop(sample_id, {}).values()))
-        held.live_bytes -= freed
-        self._live_bytes -= freed
+            if len(self._held) >= _MOST_PARTITIONS:
+                self._held = {name: other for name, other in self._held.items() if other.cells}
+            held = self._held[event.partition_id] = _Held()
+        count, rows = event.n_keys, np.zeros(event.n_keys, dtype=np.int64)
+        for name, size in event.cell_bytes.items():
+            rows += size
+            for sample_id, cell in zip(event.sample_ids, np.broadcast_to(size, count).tolist(), strict=True):
+                cells = held.cells.setdefault(sample_id, {})
+                self._grow(held, cell - cells.get(name, 0))
+                cells[name] = cell
+        held.peak_bytes = max(held.peak_bytes, held.live_bytes)
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        if event.cell_bytes:
+            self._max_bytes_per_key = max(self._max_bytes_per_key, int(rows.max()))
+            self._last_bytes_per_key = event.n_bytes // count
+
+    def _drop(self, event: OperationEvent) -> None:
+        held = self._held.get(event.partition_id)
+        if held is not None:
+            for sample_id in list(held.cells) if event.drops_all else event.sample_ids:
+                self._grow(held, -sum(held.cells.pop(sample_id, {}).values()))
+
+    def _grow(self, held: _Held, n_bytes: int) -> None:
+        held.live_bytes += n_bytes
+        self._live_bytes += n_bytes
 
 
 @takes(snapshots=check_iterable)
 def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins what several clients did, of any processes, into one snapshot.
 
-    Counts and bytes are sums. Percentiles are counted anew from the joined times, since a mean of percentiles is none.
-
     Args:
         snapshots: What `Metrics.snapshot` gave in each process, or this function; also after JSON. Empty ones count as
             those of clients without the middleware.
 
     Returns:
-        A snapshot, and ``num_clients``. ``peak_bytes`` and ``peak_bytes_outstanding`` are sums, and so upper bounds:
-        the clients may have held most at different times. ``last_put_bytes_per_key`` is left out.
+        A snapshot: sums, and the greatest of what begins with ``max``. ``peak_bytes`` and ``peak_bytes_outstanding``
+        are sums too, and so upper bounds: the clients may have held most at different times.
+        ``last_put_bytes_per_key`` is left out.
 
     Raises:
         InvalidRequestError: Something is no snapshot.
         InvalidTypeError: ``snapshots`` is no list.
 
     Examples:
-        >>> from dataplane_core import connect
-        >>> from dataplane_core.middleware import Metrics
-        >>> metrics = Metrics()
-        >>> with connect({"backend": "noop", "middleware": [metrics]}) as client:
-        ...     client.register_partition("p", ["x"], None, ["t"])
-        >>> joined = merge_snapshots([metrics.snapshot(), metrics.snapshot()])
-        >>> joined["num_clients"], joined["operations"]["register_partition"]["calls"]
-        (2, 2)
+        >>> joined = merge_snapshots([metrics.snapshot(), metrics_of_a_worker])
+        >>> joined["num_clients"], joined["operations"]["put_samples"]["calls"]
+        (2, 64)
     """
-    operations: dict[str, _Total] = {}
-    partitions: dict[str, Counter[str]] = {}
-    sums: Counter[str] = Counter(dict.fromkeys((*_SUMMED, "num_clients"), 0))
-    moved: Counter[str] = Counter()
-    max_bytes_per_key = 0
-    for number, each in enumerate(snapshots):
-        if not each:
-            continue
+    merged = {**Metrics().snapshot(), "num_clients": 0}
+    for number, snapshot in enumerate(snapshots):
         try:
-            for op, told in each["operations"].items():
-                operations.setdefault(op, _Total()).add(told)
-            for partition_id, held in each["partitions"].items():
-                partitions.setdefault(partition_id, Counter()).update(held)
-            moved.update(each["moved_rows"])
-            sums.update({name: each[name] for name in _SUMMED})
-            sums["num_clients"] += each.get("num_clients", 1)
-            max_bytes_per_key = max(max_bytes_per_key, each["max_bytes_per_key_seen"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            _add(merged, snapshot)
+        except (AttributeError, TypeError) as error:
             raise InvalidRequestError(
                 f"merge_snapshots refused: number {number} is no snapshot: {type(error).__name__}: {error}. Expected "
                 "what Metrics.snapshot() returned, of the same version."
             ) from error
-    return {
-        "operations": {op: total.told() for op, total in operations.items()},
-        "partitions": {partition_id: dict(held) for partition_id, held in partitions.items()},
-        **sums,
-        "max_bytes_per_key_seen": max_bytes_per_key,
-        "moved_rows": dict(moved),
-    }
+    del merged["last_put_bytes_per_key"]
+    return merged
 
 
-def _cells_of(column: WireColumn | SharedRows, sizes: list[int]) -> Sequence[int | _SharedCell]:
-    """The cells of a column whose sizes `cell_nbytes` gave."""
-    if not isinstance(column, SharedRows):
-        return sizes
-    cells: dict[int, _SharedCell] = {}
-    for row, size in zip(column.index, sizes, strict=True):
-        cells.setdefault(row, _SharedCell(size)).num_samples += 1
-    return [cells[row] for row in column.index]
-
-
-def _freed(cell: int | _SharedCell) -> int:
-    """The bytes that are free when a sample no longer has a cell: those of a shared one when no sample has it."""
-    if isinstance(cell, int):
-        return cell
-    cell.num_samples -= 1
-    return 0 if cell.num_samples else cell.size
+def _add(merged: dict[str, Any], snapshot: Mapping[str, Any]) -> None:
+    for name, value in snapshot.items():
+        if isinstance(value, Mapping):
+            _add(merged.setdefault(name, {}), value)
+        elif name.startswith("max_"):
+            merged[name] = max(merged.get(name, 0), value)
+        else:
+            merged[name] = merged.get(name, 0) + value

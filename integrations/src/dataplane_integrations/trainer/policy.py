@@ -450,9 +450,9 @@ class DataPlanePolicy:
         self._abort_train_step(self._timeout_s)
 
     def metrics(self, *, reset: bool = False) -> dict[str, Any]:
-        """What the clients of the driver and of all workers did, joined by `merge_snapshots`: counts, bytes, p50 and
-        p90 of each operation. Needs the middleware ``metrics`` in the config. Other processes, such as rollout actors,
-        are not in it: join what their ``data_plane_metrics()`` returns to it.
+        """What the clients of the driver and of all workers did, joined by `merge_snapshots`: counts, bytes and
+        times of each operation. Needs the middleware ``metrics`` in the config. Other processes, such as rollout
+        actors, are not in it: join what their ``data_plane_metrics()`` returns to it.
 
         Args:
             reset: The next call counts from here on, for numbers per step.

@@ -19,7 +19,7 @@ from dataplane_core import errors, spec
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, RefsGoneError, RowStoreBackend
 from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest, take_rows
 from dataplane_core.errors import preview
-from dataplane_core.middleware import row_digests
+from dataplane_observe import row_digests
 from dataplane_recording._differences import cell, in_words
 from dataplane_recording._replay import Replay
 from dataplane_recording._timeline import Event, Registration, Timeline

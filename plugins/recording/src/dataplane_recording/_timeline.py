@@ -11,7 +11,7 @@ import msgspec
 
 from dataplane_core.codec import Columns
 from dataplane_core.errors import InvalidRequestError, MissingDataError, preview
-from dataplane_core.middleware import Record, Recording
+from dataplane_observe import Record, Recording
 
 #: Blocks of rows that stay decoded.
 _BLOCKS: Final = 4

@@ -1,12 +1,11 @@
-"""What processes write beside each other: recordings and files of events, also if one is killed or a disk is full."""
+"""Recordings that processes write beside each other, also if one is killed or a disk is full."""
 
-import json
 import signal
 import subprocess
 
 import pytest
 
-from dataplane_core.middleware import EventFile, OperationEvent, Recording, is_recording
+from dataplane_observe import Recording, is_recording
 
 WRITES = """
 import sys, torch
@@ -80,43 +79,3 @@ with connect({"backend": "noop", "middleware": [{"recorder": {"folder": sys.argv
     assert num_lost > 0
     assert puts == [*map(str, range(10 - num_lost)), *more]
     assert all("could not write" in remark for remark in recording.remarks)
-
-
-EVENTS = """
-import resource, signal, sys
-from dataplane_core.middleware import EventFile, OperationEvent
-path, name, count, most_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
-file = EventFile(path)
-for number in range(count):
-    ids = [f"{name}_{number}_{row}" for row in range(200)]
-    event = {"op": "get_samples", "partition_id": name, "n_keys": 200, "n_bytes": 1, "wall_ms": 1.0, "status": "ok"}
-    file(OperationEvent(**event, fields=("x",), sample_ids=ids))
-file.close()
-"""
-
-
-def test_processes_that_share_a_file_of_events_do_not_mix_their_lines(tmp_path, python):
-    path = tmp_path / "events.jsonl"
-    started = [python.start("-c", EVENTS, path, name, 500, 1 << 30) for name in ("a", "b", "c")]
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(found) == 1500
-    assert all(name.startswith(f"{line['partition']}_") for line in found for name in line["ids"])
-
-
-def test_after_a_full_disk_the_next_event_begins_on_a_line_of_its_own(tmp_path, python):
-    """Of two processes, one writes until its file may not grow, which cuts a line as a full disk does."""
-    path = tmp_path / "events.jsonl"
-    done = python.run("-c", EVENTS, path, "cut", 3, 700)
-    assert "No space left" in done.stderr or "File too large" in done.stderr, done.stderr
-    assert len(path.read_bytes()) == 700
-    file = EventFile(path)
-    file(OperationEvent(op="put_samples", partition_id="next", n_keys=2, n_bytes=8, wall_ms=1.5, status="ok"))
-    file.close()
-    *whole, cut, last = path.read_text().splitlines()
-    assert {json.loads(line)["partition"] for line in whole} == {"cut"}
-    assert json.loads(last)["partition"] == "next"
-    with pytest.raises(ValueError):
-        json.loads(cut)

@@ -1,7 +1,7 @@
 """The middleware `prometheus`: a client's operations as Prometheus metrics, on one HTTP endpoint per process.
 
 Labels are the backend, the operation and the class of an error, never a partition or a sample, whose number has no
-bound. It needs the package ``prometheus_client``, which ``dataplane-core[prometheus]`` installs.
+bound. It needs the package ``prometheus_client``, which ``dataplane-observe[prometheus]`` installs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, Field
 
-from dataplane_core.middleware.base import MiddlewareContext
-from dataplane_core.middleware.events import OperationEvent
-from dataplane_core.middleware.metrics import Metrics, MetricsConfig
+from dataplane_core.middleware import Metrics, MetricsConfig, MiddlewareContext, OperationEvent
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 except ImportError as error:
     raise ImportError(
-        "the middleware 'prometheus' needs prometheus_client: pip install 'dataplane-core[prometheus]'"
+        "the middleware 'prometheus' needs prometheus_client: pip install 'dataplane-observe[prometheus]'"
     ) from error
 
 _LABELS: Final = ("backend", "operation")
@@ -85,15 +83,15 @@ class Prometheus(Metrics):
         if endpoint is not None:
             endpoint.leave(self)
 
-    def around(self, operation: str, request: Any, n_bytes: int = 0) -> Generator[None, Any, Any]:
+    def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         """Counts an operation, and that it is under way."""
         assert self._endpoint is not None
-        in_flight = self._endpoint.in_flight.labels(self._backend, operation)
-        with in_flight.track_inprogress():
-            return (yield from super().around(operation, request, n_bytes))
+        with self._endpoint.in_flight.labels(self._backend, operation).track_inprogress():
+            return (yield from super().around(operation, request))
 
-    def _count(self, event: OperationEvent) -> None:
-        super()._count(event)
+    def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        """Counts an operation that has ended."""
+        super().note(event, request, outcome)
         endpoint = self._endpoint
         if endpoint is None:
             return
@@ -133,12 +131,12 @@ class _Endpoint:
         self.bytes = Counter("dataplane_bytes", "Payload bytes moved.", _LABELS, registry=registry)
         self.in_flight = Gauge("dataplane_operations_in_flight", "Operations under way.", _LABELS, registry=registry)
         waiting = Gauge("dataplane_waiting_claims", "Claims that wait.", registry=registry)
-        waiting.set_function(lambda: sum(client._waiting.num_waiting() for client in list(self.clients)))
+        waiting.set_function(lambda: sum(client.num_waiting_claims() for client in list(self.clients)))
         moved = Gauge("dataplane_moved_rows", "Rows put and read, by their path.", ("path",), registry=registry)
         for path in ("memory", "wire"):
             moved.labels(path).set_function(partial(self._moved_rows, path))
         live = Gauge("dataplane_live_bytes", "Payload bytes put and not cleared by this process.", registry=registry)
-        live.set_function(lambda: sum(client._live_bytes for client in list(self.clients)))
+        live.set_function(lambda: sum(client.snapshot()["bytes_outstanding"] for client in list(self.clients)))
         self._server, self._thread = start_http_server(config.port, config.host, registry)
         port = self._server.server_port
         host = socket.gethostname() if config.host in ("", "0.0.0.0", "::") else config.host
@@ -152,7 +150,7 @@ class _Endpoint:
             new.replace(self._file)  # Prometheus never reads half a file
 
     def _moved_rows(self, path: str) -> int:
-        return sum(client._moved_rows.get(path, 0) for client in list(self.clients))
+        return sum(client.snapshot()["moved_rows"].get(path, 0) for client in list(self.clients))
 
     def leave(self, client: Prometheus) -> None:
         """A client closes."""

@@ -1,6 +1,6 @@
 """The middleware `opentelemetry`: a span per operation, and links from the span of a claim to those of its puts.
 
-It needs the package ``opentelemetry-api``, which ``dataplane-core[opentelemetry]`` installs. Where the spans go is up
+It needs the package ``opentelemetry-api``: ``dataplane-observe[opentelemetry]`` installs it. Where the spans go is up
 to the program, which sets up OpenTelemetry's SDK; without it nothing is recorded, and the middleware costs little.
 """
 
@@ -13,18 +13,15 @@ from typing import Any, ClassVar, Final
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
-from dataplane_core.codec import row_nbytes
-from dataplane_core.errors import ClaimTimeoutError
-from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import WaitingClaims, got_nothing
-from dataplane_core.spec import Claim, SampleList, TagValue, WireBatch, hookimpl
+from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
+from dataplane_core.spec import Claim, SampleList, TagValue, hookimpl
 
 try:
     from opentelemetry import trace
     from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
 except ImportError as error:
     raise ImportError(
-        "the middleware 'opentelemetry' needs opentelemetry-api: pip install 'dataplane-core[opentelemetry]'"
+        "the middleware 'opentelemetry' needs opentelemetry-api: pip install 'dataplane-observe[opentelemetry]'"
     ) from error
 
 #: Begins the names of the tags that carry the context of a put. The rest is the first of its fields, so that puts of
@@ -41,7 +38,7 @@ class OpenTelemetryConfig(BaseModel):
     """The most puts that the span of a claim links to: those of the first samples."""
 
 
-class OpenTelemetry(OperationMiddleware):
+class OpenTelemetry(EventMiddleware):
     """Records a span for each operation of a client.
 
     A span is named ``dataplane.`` and the hook, such as ``dataplane.put_samples``. Its parent is the current span of
@@ -67,7 +64,6 @@ class OpenTelemetry(OperationMiddleware):
         super().__init__(**options)
         self._tracer: Tracer = trace.NoOpTracer()
         self._backend = ""
-        self._waiting = WaitingClaims()
 
     def start(self, context: MiddlewareContext) -> None:
         """Takes the program's tracer."""
@@ -75,45 +71,36 @@ class OpenTelemetry(OperationMiddleware):
         self._tracer = trace.get_tracer("dataplane_core")
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
-        """A span."""
-        with self._begin(operation, request) as span:
-            reply = yield
-            if span.is_recording():
-                if isinstance(reply, WireBatch):
-                    span.set_attribute("dataplane.bytes", sum(row_nbytes(reply.columns, len(request.sample_ids))))
-                elif isinstance(reply, SampleList):
-                    span.set_attribute("dataplane.samples", len(reply.sample_ids))
-            return reply
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request: Any) -> Generator[None, Any, Any]:
-        """A span, whose context the samples carry."""
-        with self._begin("put_samples", request, kind=SpanKind.PRODUCER) as span:
+        """A span around an operation. That of a claim is made when it is answered."""
+        if operation == "claim":
+            return (yield from super().around(operation, request))
+        kind = SpanKind.PRODUCER if operation == "put_samples" else SpanKind.INTERNAL
+        attributes = self._attributes(request)
+        with self._tracer.start_as_current_span(f"dataplane.{operation}", kind=kind, attributes=attributes) as span:
             context = span.get_span_context()
-            if span.is_recording():
-                span.set_attribute("dataplane.bytes", sum(row_nbytes(request.columns, len(request.sample_ids))))
-            if context.is_valid and context.trace_flags.sampled:
+            if operation == "put_samples" and context.is_valid and context.trace_flags.sampled:
                 mark = {_TAG + min(request.columns, default=""): _traceparent(context)}
                 rows: Iterable[Mapping[str, TagValue]] = request.tags or [{}] * len(request.sample_ids)
                 request.tags = [{**row, **mark} for row in rows]
-            return (yield)
+            if not span.is_recording():
+                return (yield)
+            return (yield from super().around(operation, request))
+
+    def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        """Says in the span what an operation moved."""
+        if event.op == "claim":
+            self._end_claim(event, request, outcome)
+            return
+        span = trace.get_current_span()
+        if event.op in ("put_samples", "get_samples"):
+            span.set_attribute("dataplane.bytes", event.n_bytes)
+        elif event.op == "list_samples":
+            span.set_attribute("dataplane.samples", event.n_keys)
 
     @hookimpl(wrapper=True)
     def claim(self, request: Any) -> Generator[None, Claim, Claim]:
-        """One span for all questions of a claim that waits."""
-        began = self._waiting.began(request)
-        claim: Claim | None = None
-        error: BaseException | None = None
-        try:
-            claim = yield
-            if got_nothing(request, claim):
-                error = ClaimTimeoutError("it waited in vain")
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            if not self._waiting.goes_on(request, began, claim):
-                self._end_claim(request, began, claim, error)
+        """One span for all questions of a claim that waits. The tags that carry contexts are left out."""
+        claim: Claim = yield from self.around("claim", request)
         return replace(claim, tags=_without_marks(claim.tags))
 
     @hookimpl(wrapper=True)
@@ -124,22 +111,17 @@ class OpenTelemetry(OperationMiddleware):
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
-    def _begin(self, op: str, request: Any, **options: Any) -> Any:
-        """A context manager for the span of an operation."""
-        return self._tracer.start_as_current_span(f"dataplane.{op}", attributes=self._attributes(request), **options)
-
-    def _end_claim(self, request: Any, began: float, claim: Claim | None, error: BaseException | None) -> None:
+    def _end_claim(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        links = _links(outcome.tags, self.config.max_links) if isinstance(outcome, Claim) else []
+        start = time.time_ns() - int(event.wall_ms * 1e6)
+        attributes = {**self._attributes(request), "dataplane.samples": event.n_keys}
         span: Span = self._tracer.start_span(
-            "dataplane.claim",
-            kind=SpanKind.CONSUMER,
-            attributes=self._attributes(request),
-            links=[] if claim is None else _links(claim.tags, self.config.max_links),
-            start_time=time.time_ns() - int((time.perf_counter() - began) * 1e9),
+            "dataplane.claim", kind=SpanKind.CONSUMER, attributes=attributes, links=links, start_time=start
         )
-        span.set_attribute("dataplane.samples", 0 if claim is None else len(claim.sample_ids))
-        if error is not None:
-            span.record_exception(error)
-            span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        if isinstance(outcome, BaseException):
+            span.record_exception(outcome)
+        if event.status != "ok":
+            span.set_status(Status(StatusCode.ERROR, event.error))
         span.end()
 
     def _attributes(self, request: Any) -> dict[str, str | int]:

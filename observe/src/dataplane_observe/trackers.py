@@ -1,6 +1,6 @@
 """Listeners for experiment trackers: what a process moved through the data plane, as scalars per training step.
 
-They take the tracker's object from the trainer, so core needs neither package.
+They take the tracker's object from the trainer, so neither package is needed here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from dataplane_core.middleware.events import OperationEvent
+from dataplane_core.middleware import OperationEvent
 
 
 class _StepListener(ABC):

@@ -1,6 +1,6 @@
 """The recorder and its reader: what a recording says, what is left of one that is cut or damaged, what it refuses.
 
-Kills, full disks and several processes: engines/middleware/test_written_files.py.
+Kills, full disks and several processes: engines/test_written_files.py.
 """
 
 import json
@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     UnsupportedOperationError,
 )
-from dataplane_core.middleware import Recording, recorder as recorder_module
+from dataplane_observe import Recording, _lines, recorder as recorder_module
 
 
 def recorded(folder, payload="digests", backend="noop", **options):
@@ -300,6 +300,28 @@ def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
         assert recording.is_open(kept.client)
         still_open.list_partitions()
     assert len(recording.dropped) >= 2
+
+
+def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "lines.jsonl"
+    file = _lines.LineFile(path, shared=False)
+    with path.open("rb") as asking:
+        fcntl.flock(asking.fileno(), fcntl.LOCK_SH)
+        assert not _lines.is_held(path), "another process asks the same"
+        pauses = []
+
+        def pause(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                fcntl.flock(asking.fileno(), fcntl.LOCK_UN)
+
+        monkeypatch.setattr(_lines.time, "sleep", pause)
+        file.hold()
+        assert len(pauses) == 3
+    assert _lines.is_held(path)
+    file.close()
+    assert not _lines.is_held(path)
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ with wandb.init(project="p", mode="offline") as run:
 """
     done = subprocess.run(  # wandb keeps a process and threads until its process ends
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2] / "middleware",
+        cwd=Path(__file__).parents[1],
         env={**os.environ, **places, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The listeners for TensorBoard and Weights & Biases. The real wandb: engines/middleware/test_wandb.py."""
+"""The listeners for TensorBoard and Weights & Biases. The real wandb: engines/test_wandb.py."""
 
 from unittest.mock import MagicMock
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dataplane_core import connect
-from dataplane_core.middleware import Metrics, TensorBoardListener, WandbListener
+from dataplane_core.middleware import Metrics
+from dataplane_observe import TensorBoardListener, WandbListener
 
 
 def train(listener):

@@ -7,42 +7,34 @@ All processes of a run may use one folder. Each client writes segments of its ow
     <client>-000000.rows            the rows that its lines refer to: blocks of `dataplane_core.saves`
     dropped.jsonl                   which segments were deleted to keep ``max_bytes``
 
-A line is that of `EventFile`, with all ids, and with what its operation needs to be understood, or done again: see
-`dataplane_core.middleware.recording.Record`. A killed process leaves at most its last line cut off.
+A line has what its operation needs to be understood, or done again: see `Record`. A killed process leaves at most its
+last line cut off.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.codec import cell_digests, decode_columns, row_nbytes, take_rows
+from dataplane_core.codec import cell_digests, decode_columns, take_rows
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
-from dataplane_core.middleware.base import MiddlewareContext, OperationMiddleware
-from dataplane_core.middleware.events import (
-    LineFile,
-    OperationEvent,
-    WaitingClaims,
-    finite,
-    is_followed,
-    is_held,
-    line_of,
-    observe,
-)
-from dataplane_core.middleware.recording import (
+from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
+from dataplane_core.saves import pack_rows, tensor_rows
+from dataplane_core.spec import Claim, ClaimRequest, PutRequest, WireFormat, hookimpl, new_id
+from dataplane_observe._lines import LineFile, is_held
+from dataplane_observe.recording import (
     DROPPED,
     FORMAT,
     LINES_SUFFIX,
@@ -50,12 +42,11 @@ from dataplane_core.middleware.recording import (
     ROWS_SUFFIX,
     SEGMENT_NAME,
     VERSION,
+    is_followed,
     pack_digests,
     read_mark,
     row_digests,
 )
-from dataplane_core.saves import pack_rows, tensor_rows
-from dataplane_core.spec import Claim, ClaimRequest, PutRequest, WireFormat, hookimpl, new_id
 
 __all__ = ["Recorder", "RecorderConfig"]
 
@@ -119,7 +110,7 @@ class RecorderConfig(BaseModel):
         return value
 
 
-class Recorder(OperationMiddleware):
+class Recorder(EventMiddleware):
     """Records what one client does. List it before `wire_guard`, whose checksums are not recorded.
 
     Every put, read, claim, ack, nack, clear and registration is recorded when it has ended, also one that failed; a
@@ -141,7 +132,7 @@ class Recorder(OperationMiddleware):
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of a line
         self._segment: _Segment | None = None
         self._wire = WireFormat()
-        self._waiting = WaitingClaims()
+        self._contents: dict[int, tuple[dict[str, Any], bytes]] = {}  # of puts under way
         self._num_lost = 0
         self._failed = False
         self._pid = os.getpid()
@@ -190,21 +181,20 @@ class Recorder(OperationMiddleware):
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:
         """Records it."""
-        self._append({"op": "step", "step": int(step), "values": finite(values)}, b"")
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}  # JSON has no others
+        self._append({"op": "step", "step": int(step), "values": finite}, b"")
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
-        """Records an operation that is no put."""
+        """Records an operation."""
         if operation not in _RECORDED:
             return (yield)
-        return (yield from observe(operation, request, partial(self._note, request, {}, b""), self._waiting))
+        return (yield from super().around(operation, request))
 
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, Any, Any]:
         """Records a put, with digests and rows of its cells."""
-        n_bytes = sum(row_nbytes(request.columns, len(request.sample_ids))) if request.columns else 0
-        more, block = self._content(request)
-        note = partial(self._note, request, more, block)
-        return (yield from observe("put_samples", request, note, self._waiting, n_bytes))
+        self._contents[id(request)] = self._content(request)  # before inner middleware may change it
+        return (yield from self.around("put_samples", request))
 
     # --- what a line says ---------------------------------------------------------------------------------------------
 
@@ -242,25 +232,39 @@ class Recorder(OperationMiddleware):
             more["left_out"] = left_out
         return more, block
 
-    def _note(self, request: Any, more: Mapping[str, Any], block: bytes, event: OperationEvent, reply: Any) -> None:
-        if isinstance(reply, Claim):
-            if not self._tells(request, reply):
-                return
-            event = replace(event, status="ok", error="")  # a recording has what the store answered, in time or not
-        line = line_of(event, event.sample_ids)
-        found = {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
-        line |= {name: value for name, value in found.items() if value is not None}
-        if event.op == "claim" and reply is not None:
-            line |= {"tags": reply.tags, "exhausted": reply.exhausted}
-            if reply.num_ranks is not None:
-                line["num_ranks"] = reply.num_ranks
-            if request.batch_epoch not in (None, reply.epoch):
+    def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        """Writes the line of an operation that has ended."""
+        more, block = self._contents.pop(id(request), ({}, b""))
+        failed = isinstance(outcome, BaseException)
+        if isinstance(outcome, Claim) and not self._tells(request, outcome):
+            return
+        line: dict[str, Any] = {
+            "op": event.op,
+            "partition": event.partition_id,
+            "rows": event.n_keys,
+            "bytes": event.n_bytes,
+            "seconds": round(event.wall_ms / 1e3, 6),
+        }
+        optional: dict[str, Any] = {
+            "task": event.task,
+            "fields": [name for name in event.fields if not name.startswith("~")],
+            "drops_all": event.drops_all,
+            "ids": event.sample_ids,
+        }
+        if failed:  # a claim that was answered in vain has not: a recording has what the store answered
+            optional |= {"status": event.status, "error": event.error}
+        line |= {name: value for name, value in optional.items() if value}
+        asked = {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
+        line |= {name: value for name, value in asked.items() if value is not None}
+        if isinstance(outcome, Claim):
+            line |= {"tags": outcome.tags, "exhausted": outcome.exhausted}
+            if outcome.num_ranks is not None:
+                line["num_ranks"] = outcome.num_ranks
+            if request.batch_epoch not in (None, outcome.epoch):
                 line["batch_index"] = 0  # the first batch of another registration than the client knew
-        elif event.op == "register_partition" and reply is not None:
-            line["epoch"] = reply.epoch
-        if event.status == "ok":
-            line |= more
-        self._append(line, block if event.status == "ok" else b"")
+        elif event.op == "register_partition" and not failed:
+            line["epoch"] = outcome.epoch
+        self._append(line if failed else line | more, b"" if failed else block)
 
     def _tells(self, request: ClaimRequest, reply: Claim) -> bool:
         """Whether a claim is worth a line. Those that get nothing come often: the first of several alike is."""
@@ -305,7 +309,7 @@ class _Segment:
         self._rows_path = folder / (name + ROWS_SUFFIX)
         self._rows: int | None = None
         self._rows_end = 0
-        self._lines = LineFile(folder / (name + LINES_SUFFIX), shared=False, sealed=True)
+        self._lines = LineFile(folder / (name + LINES_SUFFIX), shared=False)
         self._lines.hold()
         self._lines.write({"op": "begin", "format": FORMAT, "version": VERSION, **about, "segment": number})
 
@@ -392,7 +396,7 @@ def _drop_oldest(folder: Path, max_bytes: int) -> None:
             continue
         size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
         until = round(files[name + LINES_SUFFIX].st_mtime, 6)
-        note = LineFile(folder / DROPPED, sealed=True)
+        note = LineFile(folder / DROPPED, shared=True)
         try:
             note.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
         finally:

@@ -11,7 +11,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, MissingDataError, PluginImportError
-from dataplane_core.middleware import prometheus
+from dataplane_observe import prometheus
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import Background, eventually
 
@@ -114,4 +114,4 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(PluginImportError) as caught:
         connect(config())
-    assert "pip install 'dataplane-core[prometheus]'" in f"{caught.value} {caught.value.hint}"
+    assert "pip install 'dataplane-observe[prometheus]'" in f"{caught.value} {caught.value.hint}"

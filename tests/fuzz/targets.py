@@ -493,14 +493,14 @@ def _arena() -> Arena:
     return Arena.create(_ARENA_BYTES)
 
 
-def _layout(num_rows: int) -> hosting.Layout:
-    layout = hosting.Layout([])
+def _layout(num_rows: int) -> hosting.extents.Layout:
+    layout = hosting.extents.Layout([])
     layout.add_dense(num_rows, 8, 1)
     return layout
 
 
-def _ragged_layout(num_rows: int) -> hosting.Layout:
-    layout = hosting.Layout([])
+def _ragged_layout(num_rows: int) -> hosting.extents.Layout:
+    layout = hosting.extents.Layout([])
     layout.add_ragged(num_rows, 5, 1, codec.DTYPE_CODES[torch.uint8])
     return layout
 
@@ -509,23 +509,23 @@ _STORE: Final = Store.messages
 
 
 def _store_requests() -> list[bytes]:
-    wanted = [hosting.Wanted(1000, _layout(2), 2), hosting.Wanted(1003, _ragged_layout(2), 2)]
+    wanted = [hosting.extents.Wanted(1000, _layout(2), 2), hosting.extents.Wanted(1003, _ragged_layout(2), 2)]
     made: list[Any] = [
-        hosting.CheckRoom(100),
+        hosting.extent_host.CheckRoom(100),
         hosting.Allocate(1000, wanted),
         hosting.PutWhole(1000, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
-        hosting.Written(1000, [bytes(16)]),
-        hosting.Fill(1000),
-        hosting.Find([(400, [0]), (1000, [1, 0])], 7),
-        hosting.Fetch([(1000, [0], [1, 0])]),
+        hosting.extent_host.Written(1000, [bytes(16)]),
+        hosting.extent_host.Fill(1000),
+        hosting.extent_host.Find([(400, [0]), (1000, [1, 0])], 7),
+        hosting.extent_host.Fetch([(1000, [0], [1, 0])]),
         hosting.Drop([(1000, 0), (9, 5)]),
         hosting.Memory(),
-        hosting.Release([7]),
-        hosting.ClaimOrWait(_claim("u", "m")),
-        hosting.StopWaiting("m"),
+        hosting.messages.Release([7]),
+        hosting.messages.ClaimOrWait(_claim("u", "m")),
+        hosting.messages.StopWaiting("m"),
         commands.CommitPut(1000),
-        hosting.Together(
-            [_STORE.encode_request(each)[4:] for each in (hosting.Written(1000), commands.CommitPut(1000))]
+        hosting.messages.Together(
+            [_STORE.encode_request(each)[4:] for each in (hosting.extent_host.Written(1000), commands.CommitPut(1000))]
         ),
         *(_BEFORE[1], _BEFORE[3]),
         *_THEN,
@@ -541,21 +541,21 @@ def _read_store_request(data: bytes) -> None:
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
     store.answer(_begin("d", ["a"], 400), other)
-    store.answer(hosting.PutWhole(400, [hosting.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
+    store.answer(hosting.PutWhole(400, [hosting.extents.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
     store.answer(commands.CommitPut(400), other)
     for command in _BEFORE[:5]:
         if isinstance(command, commands.CommitPut):
-            store.answer(hosting.Written(command.write_id), forger)
+            store.answer(hosting.extent_host.Written(command.write_id), forger)
         store.answer(command, forger)
         if isinstance(command, commands.BeginPut):
             rows = ((key, len(each.row_bytes)) for key, each in command.by_id(command.write_id or 0).items())
-            wanted = [hosting.Wanted(key, _layout(count), count) for key, count in rows]
+            wanted = [hosting.extents.Wanted(key, _layout(count), count) for key, count in rows]
             store.answer(hosting.Allocate(command.write_id or 0, wanted), forger)
     store.answer(_begin("d", ["b", "c"], 1000), forger)
-    store.answer(hosting.Allocate(1000, [hosting.Wanted(1000, _layout(2), 2)]), forger)
+    store.answer(hosting.Allocate(1000, [hosting.extents.Wanted(1000, _layout(2), 2)]), forger)
     attempt(lambda: store.answer(request, forger))
-    attempt(lambda: store.answer(hosting.Written(1000), forger))
-    found: Any = attempt(lambda: store.answer(hosting.Find([(400, [0])], 9), other))
+    attempt(lambda: store.answer(hosting.extent_host.Written(1000), forger))
+    found: Any = attempt(lambda: store.answer(hosting.extent_host.Find([(400, [0])], 9), other))
     if found is not None and not found.gone:
         offset = found.places[400].offset
         assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
@@ -564,14 +564,14 @@ def _read_store_request(data: bytes) -> None:
     store.answer(hosting.Memory(), other)
 
 
-def _found() -> hosting.Found:
-    places = {100: hosting.Place(0, _layout(2), 2), 200: hosting.Place(4096, _ragged_layout(2), 2)}
-    return hosting.Found(places, [None, [1, 0]], [])
+def _found() -> hosting.extent_host.Found:
+    places = {100: hosting.extents.Place(0, _layout(2), 2), 200: hosting.extents.Place(4096, _ragged_layout(2), 2)}
+    return hosting.extent_host.Found(places, [None, [1, 0]], [])
 
 
 def _store_replies() -> list[bytes]:
     service = LedgerService(ledger=_filled(), clock=lambda: 0.0)
-    replies = [(hosting.Find, _found()), (hosting.Memory, (1, 2, 3, 4, 5, 6)), (hosting.Allocate, [0, 64])]
+    replies = [(hosting.extent_host.Find, _found()), (hosting.Memory, (1, 2, 3, 4, 5, 6)), (hosting.Allocate, [0, 64])]
     made = [(_KINDS.index(kind), _STORE.encode_reply(reply)[4:]) for kind, reply in replies]
     for command in (*_BEFORE, *_THEN):
         try:
@@ -584,14 +584,15 @@ def _store_replies() -> list[bytes]:
 
 def _read_store_reply(data: bytes) -> object:
     request: Any = _ASKED[data[0] % len(_ASKED)] if data else hosting.Memory()
-    attempt(lambda: hosting.decode_about(hosting.decode_welcome(data[1:]), About))
+    attempt(lambda: hosting.decode_about(hosting.messages.decode_welcome(data[1:]), About))
     return _STORE.decode_reply(request, data[1:])
 
 
 #: One of each request.
 _ASKED: Final = (
-    *(hosting.Allocate(1, []), hosting.Written(1), hosting.Find([], 1), hosting.Fetch([]), hosting.Memory()),
-    hosting.ClaimOrWait(_claim("t", "k")),
+    *(hosting.Allocate(1, []), hosting.extent_host.Written(1), hosting.extent_host.Find([], 1)),
+    *(hosting.extent_host.Fetch([]), hosting.Memory()),
+    hosting.messages.ClaimOrWait(_claim("t", "k")),
     *{type(command): command for command in (*_BEFORE, *_THEN)}.values(),
 )
 _KINDS: Final = tuple(map(type, _ASKED))
@@ -662,7 +663,7 @@ def _tq_requests() -> list[bytes]:
         tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [commands.Write(["x"], [8])], ttl_s=9.0), "n0", [1]),
         tq.ViewUnits(-1),
         tq.UnitRecords(),
-        hosting.ClaimOrWait(_claim("u", "m")),
+        hosting.messages.ClaimOrWait(_claim("u", "m")),
     ]
     return [tq.MESSAGES.encode_request(each)[4:] for each in made]
 

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,14 +28,11 @@ from dataplane_core.errors import (
 )
 from dataplane_core.host_memory import Arena, copy_arrays
 from dataplane_core.hosting import (
-    Address,
     Allocate,
     ExtentHost,
     ExtentService,
-    Fetch,
-    Fill,
-    Find,
     KeptExtentHost,
+    KeptExtents,
     Memory,
     PutWhole,
     Retain,
@@ -44,14 +40,12 @@ from dataplane_core.hosting import (
     Session,
     TcpAddress,
     UnixAddress,
-    Wanted,
-    Written,
-    listen_as,
     listen_on,
-    new_socket_name,
+    listen_unseen,
     new_token,
-    open_extents,
 )
+from dataplane_core.hosting.extent_host import Fetch, Fill, Find, Written
+from dataplane_core.hosting.extents import Wanted
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import FieldSpec
 from dataplane_testkit._timing import eventually
@@ -66,45 +60,33 @@ SPECS = {
 SLOTS = {name: slot for slot, name in enumerate(SPECS)}
 
 
-class Words(Address):
-    """What an address of these tests makes of a failure."""
-
-    def failure(self, what, error, *, connecting):
-        kind = OperationTimeoutError if isinstance(error, TimeoutError) else BackendUnavailableError
-        return kind(f"{what}: {error}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unix(Words, UnixAddress):
-    token: bytes
-
-
-@dataclass(frozen=True)
-class Tcp(Words, TcpAddress):
-    pass
+def failure(what, error, connecting):
+    kind = OperationTimeoutError if isinstance(error, TimeoutError) else BackendUnavailableError
+    return kind(f"{what}: {error}")
 
 
 class Unit:
     """A host of extents in this process. In a folder, its rows outlive it."""
 
     def __init__(self, size_bytes: int = ARENA_BYTES, folder: Path | None = None) -> None:
-        self.name, self.token = new_socket_name(), new_token()
+        (self.name, memory), self.token = listen_unseen(), new_token()
         wire = listen_on("127.0.0.1")
         self.port = wire.getsockname()[1]
         if folder is None:
             host = ExtentHost(ExtentService(Arena.create(size_bytes)))
         else:
             self.notes = NotesLog(folder / "notes")
-            host = KeptExtentHost(open_extents(folder, size_bytes, self.notes, None), self.notes.commit_or_end)
-        self.server = Server(host, listen_as(self.name), wire, token=self.token)
+            host = KeptExtentHost(KeptExtents(folder, size_bytes, self.notes), self.notes)
+        self.server = Server(host, memory, wire, token=self.token)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         self._watcher = self.session("memory")
 
     def session(self, path: str) -> Session:
-        address = Unix(self.name, token=self.token) if path == "memory" else Tcp("127.0.0.1", self.port, self.token)
+        tcp = TcpAddress("127.0.0.1", self.port, self.token)
+        address = UnixAddress(self.name, self.token) if path == "memory" else tcp
         watch = SimpleNamespace(check=lambda: None, describe=str)  # as units have, whose clients look after them
-        return Session(address, ExtentHost.messages, soon(), None if path == "memory" else lambda: watch)
+        return Session(address, ExtentHost.messages, soon(), failure, None if path == "memory" else lambda: watch)
 
     def client(self, path: str, **options: bool) -> ExtentClient:
         return ExtentClient(self.session(path), **options)
@@ -288,7 +270,7 @@ def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped_or_
     session, made = begun(unit, "wire")
     channel = session._take("fill", soon())
     channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
-    arena = unit.client("memory")._memory.arena
+    arena = unit.client("memory").arena
     eventually(lambda: arena.bytes[:1000].tobytes() == b"\7" * 1000, WAIT_S)
     other = unit.client("wire")
     if breaks:
@@ -381,7 +363,7 @@ import torch
 sys.path.insert(0, sys.argv[4])
 from test_extent_client import *
 token = bytes.fromhex(sys.argv[2])
-session = Session(Unix("\\0" + sys.argv[1], token=token), ExtentHost.messages, soon())
+session = Session(UnixAddress("\\0" + sys.argv[1], token), ExtentHost.messages, soon(), failure)
 client = ExtentClient(session, views=True)
 if sys.argv[3] == "reads":
     found = client.get([ExtentRead(1, SLOTS, [0], [0])], SPECS, soon())

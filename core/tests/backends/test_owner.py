@@ -101,6 +101,30 @@ def test_of_two_that_bootstrap_at_once_one_starts_the_owner_of_both(path):
         client.close()
 
 
+def test_rows_of_a_put_that_no_owner_knows_are_deleted_when_it_is_repeated(path, monkeypatch):
+    """The log of an owner has the begin of a put only within a second."""
+    unknown = 7 << 40
+    with open_client(path) as client:
+        backend = backend_of(client)
+        owner, call = backend._owner, backend._owner.call
+
+        def killed(deadline, command, wake=None):
+            if isinstance(command, commands.BeginPut) and not begun:
+                begun.append(command)
+                return unknown
+            owner.num_sessions += command == commands.CommitPut(unknown)  # the next one answers
+            return call(deadline, command, wake)
+
+        begun = []
+        monkeypatch.setattr(owner, "call", killed)
+        client.register_partition("p", ["x"], None, ["t"])
+        client.put_samples(["a", "b"], "p", {"x": torch.tensor([1, 2])})
+        assert client.get_samples(["a", "b"], "p", ["x"])["x"].tolist() == [1, 2]
+        for handle in (unknown, unknown + 1):
+            with pytest.raises(RefsGoneError):
+                backend.get_rows([handle], time.monotonic() + 60)
+
+
 def test_an_owner_with_nothing_to_do_says_that_it_is_there(path):
     with open_client(path) as client:
 

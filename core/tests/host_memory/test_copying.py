@@ -106,20 +106,6 @@ def test_numbers_of_another_dtype_are_converted(threads):
         assert target.tolist() == source.tolist()
 
 
-@pytest.mark.parametrize("sizes", [[800], [100] * 8, [1] * 800, [0, 790, 10, 0]], ids=str)
-def test_threads_share_the_bytes_wherever_columns_end(sizes):
-    target, source = arrays(sum(sizes))
-    cuts = np.cumsum([0, *sizes]).tolist()
-    copies = [(target[start:stop], source[start:stop]) for start, stop in pairwise(cuts)]
-    shares = list(copying._shares(copies, 104))
-    assert max(sum(len(part) for part, _ in share) for share in shares) <= 104
-    assert len(shares) <= 9
-    assert sum(map(len, shares)) <= len(sizes) + len(shares)
-    for share in shares:
-        copying._copy(share)
-    assert target.tobytes() == source.tobytes()
-
-
 def test_the_caller_and_a_helper_copy_at_the_same_time(watch):
     watch.together = threading.Barrier(2)
     target, source = arrays(1000)
@@ -241,40 +227,22 @@ def test_interrupts_while_it_waits_are_raised_when_it_has_waited(watch):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 FORK = """
-import mmap, os, threading, time
-from collections import deque
+import mmap, os, threading
 import numpy as np
 from dataplane_core.host_memory import copy_arrays, copying
 
-copying._LEAST_BYTES, copying._IDLE_S = 16, 60
-source = np.ones(1000, dtype=np.uint8)
+copying._LEAST_BYTES, copying._PAGE = 16, 8
+source, target = np.ones(1000, dtype=np.uint8), np.zeros(1000, dtype=np.uint8)
 shared = np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8)
-target = np.zeros(1000, dtype=np.uint8)
-copy_arrays([(target, source)], 4)
-assert len(copying._helpers._threads) == 3
-# helpers that are busy leave this to the fork, whose parent may have given the memory to others since
-busy = [copying._Help(deque(), [], lambda: None) for _ in range(3)]
 held = threading.Event()
-for each in busy:
-    each.give = held.wait
-copying._helpers.ask(busy)
+# a helper that is busy leaves this to the fork, whose parent may have given the memory to others since
+copying._helpers.ask([copying._Help(held.wait)])
 while not copying._helpers._asked.empty():
     pass
-copying._helpers.ask([copying._Help(deque([lambda: copying._copy([(shared[:1000], source)])]), [], lambda: None)])
+copying._helpers._asked.put(copying._Help(lambda: copying._copy([(shared[:1000], source)])))
 pid = os.fork()
 if pid == 0:
-    copy, both = copying._copy, [threading.Barrier(2)]
-    def together(copies):
-        if both:
-            both[0].wait(60)
-            both.clear()
-        copy(copies)
-    copying._copy = together
-    target[:] = 0
-    copying._PAGE, copying._IDLE_S = 8, 0.1
     copy_arrays([(target, source)], 2)  # with a helper of its own
-    while copying._helpers._threads:
-        time.sleep(0.01)
     os._exit(0 if target.all() and not shared.any() else 1)
 assert os.waitpid(pid, 0)[1] == 0
 held.set()

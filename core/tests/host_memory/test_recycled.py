@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.host_memory import recycled, recycled_bytes
+from dataplane_core.host_memory import copying, recycled_bytes
 
 MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def unused():
-    recycled._unused.clear()
-    yield recycled._unused
-    recycled._unused.clear()
+    copying._unused.clear()
+    yield copying._unused
+    copying._unused.clear()
 
 
 def address(array):

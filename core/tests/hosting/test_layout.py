@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from dataplane_core.hosting.layout import Layout, offsets_at, squeeze
+from dataplane_core.hosting.extents import Layout, offsets_at, squeeze
 
 
 @st.composite

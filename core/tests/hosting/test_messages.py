@@ -6,8 +6,19 @@ import msgspec
 import pytest
 
 from dataplane_core.errors import BackendError, BackendUnavailableError, CapacityExceededError, InvalidRequestError
-from dataplane_core.hosting import ClaimOrWait, Messages, Release, StopWaiting, Together
-from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, decode_welcome, encode
+from dataplane_core.hosting.messages import (
+    VERSION,
+    ClaimOrWait,
+    Hello,
+    Messages,
+    Release,
+    StopWaiting,
+    Together,
+    Welcome,
+    decode_hello,
+    decode_welcome,
+    encode,
+)
 from dataplane_core.ledger import Located, commands
 from dataplane_core.spec import FieldSpec
 

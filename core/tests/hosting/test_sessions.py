@@ -29,14 +29,14 @@ from dataplane_core.hosting import (
     Server,
     Session,
     TcpAddress,
-    Together,
     UnixAddress,
     listen_at,
     listen_on,
     new_token,
     server,
+    session as sessions,
 )
-from dataplane_core.hosting.messages import VERSION, Hello, encode
+from dataplane_core.hosting.messages import VERSION, Hello, Together, encode
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 
@@ -74,20 +74,9 @@ class TestHost(LedgerHost):
         return super().answer(request, client)
 
 
-class Failing:
-    """What an address of these tests makes of a failure."""
-
-    def failure(self, what, error, *, connecting):
-        kind = OperationTimeoutError if isinstance(error, TimeoutError) else LostReplyError
-        return kind(f"{what} failed: {error or 'no answer'}")
-
-
-class Unix(Failing, UnixAddress):
-    pass
-
-
-class Tcp(Failing, TcpAddress):
-    pass
+def failure(what, error, connecting):
+    kind = OperationTimeoutError if isinstance(error, TimeoutError) else LostReplyError
+    return kind(f"{what} failed: {error or 'no answer'}")
 
 
 @contextlib.contextmanager
@@ -108,13 +97,13 @@ def running(address_of):
 
 def over_tcp(ip="127.0.0.1"):
     listener, token = listen_on(ip), new_token()
-    return listener, token, Tcp(ip, listener.getsockname()[1], token)
+    return listener, token, TcpAddress(ip, listener.getsockname()[1], token)
 
 
 @pytest.fixture(params=["unix", "tcp"])
 def hosted(request, tmp_path):
     path = tmp_path / "s"
-    with running(over_tcp if request.param == "tcp" else lambda: (listen_at(path), b"", Unix(path))) as found:
+    with running(over_tcp if request.param == "tcp" else lambda: (listen_at(path), b"", UnixAddress(path))) as found:
         yield found
 
 
@@ -123,7 +112,7 @@ def soon():
 
 
 def session_with(address, **options):
-    return Session(address, TestHost.messages, soon(), **options)
+    return Session(address, TestHost.messages, soon(), failure, **options)
 
 
 def eventually(condition):
@@ -328,7 +317,7 @@ def test_who_does_not_know_the_token_is_not_served(garbage):
 
 def test_a_host_that_does_not_know_the_token_is_not_believed():
     with running(over_tcp) as (_, server_, address):
-        server_._token = server_._token[: server.HALF_BYTES] + os.urandom(server.HALF_BYTES)
+        server_._token = server_._token[: sessions.HALF_BYTES] + os.urandom(sessions.HALF_BYTES)
         with pytest.raises(LostReplyError, match="does not know the token"):
             session_with(address)
 
@@ -391,7 +380,7 @@ def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):
                 channel.setblocking(False)
                 channel.connect(str(path))
         with pytest.raises(OperationTimeoutError):
-            Session(Unix(path), Messages(), time.monotonic() + 0.1)
+            Session(UnixAddress(path), Messages(), time.monotonic() + 0.1, failure)
 
 
 def test_what_listens_and_speaks_something_else_is_an_error():
@@ -406,4 +395,4 @@ def test_what_listens_and_speaks_something_else_is_an_error():
         with ThreadPoolExecutor(1) as pool:
             pool.submit(speak)
             with pytest.raises(BackendError, match="cannot read"):
-                Session(Tcp("127.0.0.1", listener.getsockname()[1], b""), Messages(), soon())
+                Session(TcpAddress("127.0.0.1", listener.getsockname()[1], b""), Messages(), soon(), failure)

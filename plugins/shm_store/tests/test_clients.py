@@ -99,7 +99,7 @@ def test_a_view_is_the_shared_memory_until_its_last_tensor_is_gone_also_after_cl
         read = client.get_samples(IDS, "p", ["x", "y"])
         assert [row.tolist() for row in read["x"].unbind()] == ROWS
         some = client.get_samples(IDS[1:3], "p", ["y"])["y"]
-        arena = backend_of(client)._extents._memory._seen
+        arena = backend_of(client)._extents._seen
         places = [tensor.data_ptr() for tensor in (read["x"].values(), read["y"], some)]
         assert all(arena.address <= place < arena.address + arena.size_bytes for place in places)
         view = read["x"].values()[2:]
@@ -281,7 +281,7 @@ def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owne
 
 def test_the_memory_is_not_inherited_and_the_ledgers_process_imports_no_torch(owner, config):
     """So it starts in a fraction of the time, and stays small. Who attaches has the owner's limits."""
-    assert not os.get_inheritable(backend_of(owner)._extents._memory.arena.fd)
+    assert not os.get_inheritable(backend_of(owner)._extents.arena.fd)
     maps = Path(f"/proc/{backend_of(owner)._process.pid}/maps").read_text()
     assert ("msgspec" in maps, "libtorch" in maps) == (True, False)
     with connect({**config, "options": {"namespace": config["options"]["namespace"]}}, bootstrap=False) as client:

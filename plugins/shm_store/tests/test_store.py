@@ -9,7 +9,10 @@ from tiers import in_long
 
 from dataplane_core.errors import CapacityExceededError, StalePartitionError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import Allocate, ExtentService, Find, Layout, Memory, Release, Wanted, Written
+from dataplane_core.hosting import Allocate, ExtentService, Memory
+from dataplane_core.hosting.extent_host import Find, Written
+from dataplane_core.hosting.extents import Layout, Wanted
+from dataplane_core.hosting.messages import Release
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 from dataplane_shm._store import Store

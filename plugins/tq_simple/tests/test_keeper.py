@@ -120,7 +120,7 @@ class Cluster:
         unit = self.units.get(actor.removeprefix("a/"))
         return unit if unit is not None and unit.alive else None
 
-    def _session(self, address: Any, messages: Any, deadline: float) -> Any:
+    def _session(self, address: Any, messages: Any, deadline: float, failure: Any) -> Any:
         unit = next(each for each in self.units.values() if each._port == address.port)
 
         def check(what: str) -> None:

@@ -9,7 +9,7 @@ from test_flow_command import page
 
 from dataplane_core import connect
 from dataplane_core.cli import main
-from dataplane_core.hosting import is_open
+from dataplane_core.ownership import is_open
 from dataplane_tools import _inspect
 
 

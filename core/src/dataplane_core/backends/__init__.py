@@ -17,17 +17,15 @@ from dataplane_core.backends.ledger_backend import (
     LedgerBackend,
     RefsGoneError,
 )
-from dataplane_core.backends.owned_process import OwnedProcess, last_words
-from dataplane_core.backends.private_folder import PrivateFolder
 from dataplane_core.backends.row_store import RowStoreBackend, RowStoreOptions, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
 from dataplane_core.backends.writes import columns_of, writes_of
 from dataplane_core.config import SizeBytes
+from dataplane_core.ownership import OwnedProcess, PrivateFolder, last_words
 
 if TYPE_CHECKING:
-    from dataplane_core.backends.extent_client import ExtentClient
-    from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, plans_of, read_stored, stored_columns
-    from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory, reads_of
+    from dataplane_core.backends.extent_client import ExtentClient, ExtentRead, reads_of
+    from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, plans_of, read_stored
 
 __all__ = [
     "LEDGER_CAPABILITIES",
@@ -46,7 +44,6 @@ __all__ = [
     "RefsGoneError",
     "RowStoreBackend",
     "RowStoreOptions",
-    "SharedMemory",
     "SizeBytes",
     "StoredRows",
     "check_announced_address",
@@ -60,15 +57,13 @@ __all__ = [
     "read_stored",
     "reads_of",
     "spread_over",
-    "stored_columns",
     "writes_of",
 ]
 
 #: Name -> its module, which imports torch.
 _LAZY: Final = {
-    "ExtentClient": "extent_client",
-    **dict.fromkeys(("ExtentPlan", "StoredRows", "plans_of", "read_stored", "stored_columns"), "extent_columns"),
-    **dict.fromkeys(("ExtentRead", "SharedMemory", "reads_of"), "shared_memory"),
+    **dict.fromkeys(("ExtentClient", "ExtentRead", "reads_of"), "extent_client"),
+    **dict.fromkeys(("ExtentPlan", "StoredRows", "plans_of", "read_stored"), "extent_columns"),
 }
 
 

@@ -4,36 +4,35 @@ wire.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from contextlib import nullcontext, suppress
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, stored_columns
 from dataplane_core.backends.ledger_backend import RefsGoneError
-from dataplane_core.backends.shared_memory import ExtentRead, SharedMemory
 from dataplane_core.codec import StoredColumn
 from dataplane_core.errors import BackendError, CorruptDataError
-from dataplane_core.host_memory import copy_arrays, extent_bytes, recycled_bytes
-from dataplane_core.hosting import (
+from dataplane_core.host_memory import Arena, Uses, copy_arrays, extent_bytes, recycled_bytes
+from dataplane_core.hosting.extent_host import (
     AboutExtents,
     Allocate,
-    Bytes,
     CheckRoom,
-    Column,
     Drop,
     Fetch,
     Fetched,
     Fill,
     Find,
-    Layout,
+    Found,
     PutWhole,
-    Session,
-    Wanted,
     Written,
-    decode_about,
-    digest_of,
 )
+from dataplane_core.hosting.extents import Column, Layout, Wanted
+from dataplane_core.hosting.kept_extents import digest_of
+from dataplane_core.hosting.messages import decode_about
+from dataplane_core.hosting.session import Bytes, Pin, Session
 from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import FieldSpec
 
@@ -41,17 +40,42 @@ from dataplane_core.spec import FieldSpec
 _FEW_BYTES: Final = 16 << 10
 
 
+class ExtentRead(NamedTuple):
+    """Rows of a write that a read asks for.
+
+    Attributes:
+        write_id: The write.
+        slots: Field -> its place among the columns of the write.
+        positions: Positions in the write.
+        rows: Where these rows stand in the read, one for each.
+    """
+
+    write_id: int
+    slots: Mapping[str, int]
+    positions: Sequence[int]
+    rows: Sequence[int]
+
+
+def reads_of(parts: Sequence[commands.Part]) -> list[ExtentRead]:
+    """What a read asks for, of what the ledger located."""
+    return [
+        ExtentRead(part.write_id, dict(zip(part.fields, part.slots, strict=True)), part.positions, part.rows)
+        for part in parts
+    ]
+
+
 class ExtentClient:
     """A connection to an `ExtentHost`. Thread-safe.
 
     Args:
         session: The session with it. Over a Unix socket it has brought the descriptor of the host's memory, which this
-            process then shares. Over TCP, bytes go over the wire.
+            object takes over: the process then shares the memory. Over TCP, bytes go over the wire.
         views: Whether reads return views of shared memory. Such memory is mapped read-only.
 
     Attributes:
         session: The session.
         syncs: Whether this client has the bytes of its puts on the host's disk before they are written.
+        arena: The memory of the host, for puts. None: bytes go over the wire.
 
     Raises:
         OSError: The memory cannot be mapped.
@@ -60,17 +84,28 @@ class ExtentClient:
     def __init__(self, session: Session, *, views: bool = False) -> None:
         self.session = session
         self.syncs = False
-        self._memory: SharedMemory | None = None
-        if session.descriptors:
-            self._memory = SharedMemory(session, views=views)
-            about = decode_about(session.welcome, AboutExtents)
-            self.syncs = about.syncs
-            self._memory.touch_in_background(about.touched_bytes)
+        self.arena: Arena | None = None
+        self._uses: Uses | None = None
+        self._views = views
+        if not session.descriptors:
+            return
+        about = decode_about(session.welcome, AboutExtents)
+        self.syncs = about.syncs
+        descriptor = session.descriptors[0]
+        os.set_inheritable(descriptor, False)  # a program that inherits it would keep the memory
+        self.arena = self._seen = Arena(descriptor)
+        if os.fstat(descriptor).st_nlink:  # a file, which another process may open when this one's host has ended
+            self._uses = Uses(descriptor)
+        if views:
+            self._seen = Arena(os.dup(descriptor), read_only=True)
+        with suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
+            for arena in {self.arena, self._seen}:
+                arena.touch_in_background(0, about.touched_bytes)
 
     @property
     def path(self) -> Literal["memory", "wire"]:
         """How bytes get to the host and back: in memory that this process shares with it, or over the wire."""
-        return "wire" if self._memory is None else "memory"
+        return "wire" if self.arena is None else "memory"
 
     def put(
         self,
@@ -102,11 +137,11 @@ class ExtentClient:
         first: list[Any] = [] if begin is None else [CheckRoom(size_bytes), begin]
         last: list[Any] = [] if begin is None else [commands.CommitPut(put)]
         if size_bytes <= _FEW_BYTES and not self.syncs:
-            data = [b"".join(each.data for each in _whole(plan)) for plan in plans.values()]
+            data = [b"".join(array.data for array in _whole(plan)) for plan in plans.values()]
             commits()
             self.session.call_all(what, deadline, [*first, PutWhole(put, writes, data), *last])
             return
-        if self._memory is None:
+        if self.arena is None:
             self.session.call_all(what, deadline, [*first, Allocate(put, writes)])
             sources = [array for plan in plans.values() for array in _whole(plan)]
             self.session.call(what, deadline, Fill(put), sources=sources)
@@ -114,26 +149,28 @@ class ExtentClient:
                 commits()
                 self.session.call_all(what, deadline, last)
             return
-        arena = self._memory.arena
+        arena = self.arena
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
             *_, offsets = self.session.call_all(what, deadline, [*first, Allocate(put, writes, held.number)])
             placed = list(zip(offsets, plans.values(), strict=True))
             bounds = [(offset, offset + extent_bytes(plan.layout.size_bytes)) for offset, plan in placed]
-            with self._memory.writing(bounds):
+            # no later owner of the memory gives it to others meanwhile
+            with self._uses.during(bounds, lambda: self.check(what)) if self._uses is not None else nullcontext():
                 copies = [copy for offset, plan in placed for copy in plan.copies_into(arena.bytes[offset:])]
                 # the disk works while this process copies the rest and makes the digests
                 copy_arrays(copies, threads, copied=arena.begin_sync if self.syncs else None)
-                digests = [digest_of(arena.bytes[slice(*each)]) for each in bounds] if self.syncs else None
-                for each in bounds if self.syncs else ():
-                    arena.sync(*each)
+                digests = [digest_of(arena.bytes[start:stop]) for start, stop in bounds] if self.syncs else None
+                for start, stop in bounds if self.syncs else ():
+                    arena.sync(start, stop)
                 commits()
                 self.session.call_all(what, deadline, [Written(put, digests), *last])
         finally:
             held.release()
 
     def get(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
-        """Where rows are: in shared memory, pinned as long as the columns live, or in memory of this process.
+        """Where rows are: in shared memory, pinned as long as the columns live, or in memory of this process. Call
+        `check` when they are copied.
 
         Args:
             reads: The rows.
@@ -144,26 +181,41 @@ class ExtentClient:
             RefsGoneError: Some do not exist. Its refs name them.
             DataPlaneError: As `Session.call`.
         """
-        if self._memory is None:
+        if self.arena is None:
             return self._fetch(reads, specs, deadline)
         pin = self.session.new_pin()
         try:
-            wanted = [(each.write_id, list(each.positions)) for each in reads]
+            wanted = [(read.write_id, list(read.positions)) for read in reads]
             found = self.session.call("get_samples", deadline, Find(wanted, pin.number))
             _refuse_gone(found.gone)
         except BaseException:
             pin.release()  # the traceback refers to it
             raise
-        there = [
-            read if moved is None else ExtentRead(read.write_id, read.slots, moved, read.rows)
-            for read, moved in zip(reads, found.rows, strict=True)
-        ]
-        return self._memory.rows(there, found.places, specs, pin)
+        return self._rows(reads, found, specs, pin)
+
+    def _rows(
+        self, reads: Sequence[ExtentRead], found: Found, specs: Mapping[str, FieldSpec], pin: Pin
+    ) -> list[StoredRows]:
+        if self._views and self._uses is not None:
+            bounds = [place.bounds for place in found.places.values()]
+            self._uses.as_long_as(pin, bounds, lambda: self.check("get_samples"))
+        memory = self._seen.window(owner=pin)
+        parts = []
+        for read, rows in zip(reads, found.rows, strict=True):
+            place = found.places[read.write_id]
+            extent = memory[slice(*place.bounds)]
+            columns = stored_columns(extent, place.layout, place.num_rows, read.slots, specs)
+            parts.append(StoredRows(columns, read.positions if rows is None else rows, read.rows, self._views))
+        return parts
 
     def check(self, what: str) -> None:
-        """After a copy out of what `get` gave: as `SharedMemory.check`."""
-        if self._memory is not None:
-            self._memory.check(what)
+        """After a copy out of what `get` gave: that the host has kept it in its place until now.
+
+        Raises:
+            DataPlaneError: The host has ended, and another process may have its memory.
+        """
+        if self._uses is not None:
+            self.session.check(what)
 
     def drop(self, refs: Sequence[Ref], deadline: float) -> None:
         """Drops rows. Ignores those that do not exist."""
@@ -175,18 +227,18 @@ class ExtentClient:
 
         def receive(fetched: Fetched, fill: Callable[[Bytes], None]) -> None:
             _refuse_gone(fetched.gone)
-            if [len(each) for each in fetched.columns] != [len(read.slots) for read in reads]:
+            if [len(columns) for columns in fetched.columns] != [len(read.slots) for read in reads]:
                 raise BackendError("a storage unit sent other columns than were asked for.")
             for read, columns in zip(reads, fetched.columns, strict=True):
                 count = len(read.positions)
-                found: dict[str, StoredColumn] = {}
+                stored: dict[str, StoredColumn] = {}
                 for name, column in zip(read.slots, columns, strict=True):
                     data, layout = _received(column, count, fill)
-                    found |= stored_columns(data, layout, count, {name: 0}, specs)
-                parts.append(StoredRows(found, range(count), read.rows, in_place=True))
+                    stored |= stored_columns(data, layout, count, {name: 0}, specs)
+                parts.append(StoredRows(stored, range(count), read.rows, in_place=True))
 
-        asked = [(each.write_id, list(each.slots.values()), list(each.positions)) for each in reads]
-        self.session.call("get_samples", deadline, Fetch(asked), receive=receive)
+        wanted = [(read.write_id, list(read.slots.values()), list(read.positions)) for read in reads]
+        self.session.call("get_samples", deadline, Fetch(wanted), receive=receive)
         return parts
 
 

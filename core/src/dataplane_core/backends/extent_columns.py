@@ -28,7 +28,8 @@ from dataplane_core.codec import (
 )
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.host_memory import Copy, copy_arrays
-from dataplane_core.hosting import Bytes, Column, Layout, offsets_at
+from dataplane_core.hosting.extents import Column, Layout, offsets_at
+from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec, SharedRows, WireColumn
 

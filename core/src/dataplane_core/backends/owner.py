@@ -17,9 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final, TypeAlias
 
 from dataplane_core.errors import (
     AlreadyRunningError,
@@ -29,24 +28,12 @@ from dataplane_core.errors import (
     LostReplyError,
     OperationTimeoutError,
 )
-from dataplane_core.hosting import (
-    Client,
-    LedgerHost,
-    Messages,
-    Server,
-    Session,
-    TcpAddress,
-    decode_about,
-    listen_as,
-    listen_on,
-    new_certificate,
-    new_socket_name,
-    new_token,
-    serve_tls,
-)
+from dataplane_core.hosting.messages import Messages, decode_about
+from dataplane_core.hosting.server import Client, LedgerHost, Server, behind_tls, listen_on, new_token
+from dataplane_core.hosting.session import Session, TcpAddress
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.log.base import EXIT_STATUS, TakenError
-from dataplane_core.log.engine import EngineLog, Lease, LogEngine, newest_record
+from dataplane_core.log.engine import EngineLog, Lease, newest_record
 from dataplane_core.log.ledger import LoggedLedger
 from dataplane_core.spec import new_id
 
@@ -65,17 +52,8 @@ _REACH_S: Final = 2.0
 _WRITE_BITS: Final = 32
 
 
-class OwnedStore(LogEngine, Protocol):
-    """A backend whose ledger has an owner; see `RowStoreBackend`."""
-
-    config: Any
-    exclusive: bool
-
-    def open_engine(self, *, bootstrap: bool, deadline: float) -> None: ...
-    def close_engine(self) -> None: ...
-    def owner_ip(self) -> str: ...
-    def owner_uses_tls(self) -> bool: ...
-    def owner_options(self) -> dict[str, Any]: ...
+#: A `RowStoreBackend` that keeps a log. Its module imports this one.
+Store: TypeAlias = Any
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -85,22 +63,17 @@ class _GoneError(BackendUnavailableError):
     """The owner is gone, or another one has taken its place. The call may be repeated there."""
 
 
-@dataclass(frozen=True)
-class _Address(TcpAddress):
-    """Where an owner is."""
-
-    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
-        if isinstance(error, TimeoutError):
-            return OperationTimeoutError(
-                f"{what}: the owner of the store at {self.ip}:{self.port} did not answer in time."
-            )
-        return _GoneError(f"{what}: the owner of the store at {self.ip}:{self.port} cannot be reached: {error}.")
+def _failure(address: TcpAddress, what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    where = f"{what}: the owner of the store at {address.ip}:{address.port}"
+    if isinstance(error, TimeoutError):
+        return OperationTimeoutError(f"{where} did not answer in time.")
+    return _GoneError(f"{where} cannot be reached: {error}.")
 
 
 class _Watch:
     """Whether an owner that does not answer is still the owner."""
 
-    def __init__(self, engine: OwnedStore, lease: Lease, address: _Address) -> None:
+    def __init__(self, engine: Store, lease: Lease, address: TcpAddress) -> None:
         self._engine, self._lease, self._address = engine, lease, address
         self._look_at = 0.0
 
@@ -114,7 +87,7 @@ class _Watch:
             if not error.retryable:
                 raise
             return  # the owner waits for the engine, too
-        if newest is None or newest.address is None or _Address(*newest.address) != self._address:
+        if newest is None or newest.address is None or TcpAddress(*newest.address) != self._address:
             raise _GoneError("another process owns the store.")
         if self._lease.is_over(number):
             raise _GoneError("the owner of the store is dead.")
@@ -137,7 +110,7 @@ class OwnerClient:
         As `Backend.start`.
     """
 
-    def __init__(self, backend: OwnedStore, *, bootstrap: bool, deadline: float) -> None:
+    def __init__(self, backend: Store, *, bootstrap: bool, deadline: float) -> None:
         self._backend = backend
         self._lock = threading.RLock()  # which only the thread that holds it can release
         self._lease = Lease()
@@ -240,11 +213,11 @@ class OwnerClient:
                     hint="Close this client, connect again, register the partitions and produce their samples again.",
                 )
             if newest is not None and newest.address is not None:
-                address = _Address(*newest.address)
+                address = TcpAddress(*newest.address)
                 try:
                     until = min(deadline, time.monotonic() + _REACH_S)
                     watch = partial(_Watch, self._backend, self._lease, address)
-                    session = Session(address, _MESSAGES, until, watch)
+                    session = Session(address, _MESSAGES, until, partial(_failure, address), watch)
                     self.num_sessions += 1
                     self._forget()  # that process has its owner: itself, or one that was faster
                     return session
@@ -343,7 +316,7 @@ def main() -> None:
     cls: Any = importlib.import_module(module)
     for part in name.split("."):
         cls = getattr(cls, part)
-    backend: OwnedStore = cls(cls.Config.model_validate(words["options"]))
+    backend: Store = cls(cls.Config.model_validate(words["options"]))
     backend.open_engine(bootstrap=False, deadline=time.monotonic() + _OPEN_S)
     try:
         _serve(backend, words["owner"], words["dead"])
@@ -353,15 +326,12 @@ def main() -> None:
         backend.close_engine()
 
 
-def _serve(backend: OwnedStore, owner: str, dead: int) -> None:
+def _serve(backend: Store, owner: str, dead: int) -> None:
     token, listener = new_token(), listen_on(backend.owner_ip())
     ip, port = listener.getsockname()[:2]
     certificate = ""
     if backend.owner_uses_tls():
-        name = new_socket_name()
-        certificate, key = new_certificate(ip)
-        serve_tls(listener, certificate, key, name)
-        listener = listen_as(name)
+        listener, certificate, _ = behind_tls(listener)
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     log = EngineLog(backend, owner, (ip, port, token, certificate), limits, dead=dead)
     # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated

@@ -69,6 +69,7 @@ class RowStoreBackend(LedgerBackend):
         super().__init__(config)
         self._service: LedgerThread | None = None
         self._owner: OwnerClient | None = None
+        self._tries: dict[str | None, range] = {}  # id of a put whose owner is gone -> the handles of its last try
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -208,12 +209,32 @@ class RowStoreBackend(LedgerBackend):
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
         """A put that an owner began, and the next one does not know, is repeated."""
         before = None if self._owner is None else self._owner.num_sessions
+        is_lost = False
         try:
             return super().put_once(request, writes, ticket)
+        except LostReplyError:
+            is_lost = True
+            raise
         except StalePartitionError as error:
-            if self._owner is not None and self._owner.num_sessions != before:
+            is_lost = self._owner is not None and self._owner.num_sessions != before
+            if is_lost:
                 raise LostReplyError(error.message) from error
             raise
+        finally:
+            if not is_lost:
+                self._tries.pop(request.request_id, None)
+
+    def begin_put(
+        self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> int:
+        """Once it has begun again, no try before was committed. No ledger may know the rows that such a try wrote."""
+        write_id = super().begin_put(begin, columns, deadline)
+        if self._owner is not None:
+            before = self._tries.get(begin.request_id)
+            self._tries[begin.request_id] = handles = range(write_id, write_id + begin.num_ids)
+            if before is not None and before != handles:
+                self.delete_rows(before, deadline)
+        return write_id
 
     def new_write_id(self, num_ids: int) -> int | None:
         """The ledger numbers the writes."""

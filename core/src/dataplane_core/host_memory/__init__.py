@@ -4,11 +4,9 @@ that is used again, and copies by several threads.
 Backends use it for payload, the codec for what reads return. Nothing here knows backends, partitions or samples.
 """
 
-from dataplane_core.host_memory.arena import Arena, Uses
-from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads
-from dataplane_core.host_memory.extents import GRANULE, Extent, Extents, extent_bytes
+from dataplane_core.host_memory.arena import GRANULE, Arena, Extent, Extents, Uses, extent_bytes
+from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads, recycled_bytes
 from dataplane_core.host_memory.limits import MemoryLimit, arena_bytes_for, check_capacity, memory_limit
-from dataplane_core.host_memory.recycled import recycled_bytes
 
 __all__ = [
     "GRANULE",

@@ -1,8 +1,12 @@
-"""`Arena`: shared memory, mapped once per process.
+"""`Arena`: shared memory, mapped once per process; and `Extents`: which parts of one are in use.
 
 The memory is a memfd: a file without a name, whose memory the kernel frees when the last process that has it open or
 mapped ends. So nothing is left after any crash, and the size of /dev/shm does not limit it. Or it is a file, which
 outlives its processes. Another process gets the arena as a file descriptor, over a Unix socket.
+
+The classic ways to allocate leave holes that no request fits (Wilson et al., "Dynamic Storage Allocation: A Survey and
+Critical Review", 1995). Extents can be moved as long as nobody reads or writes them, so a request fits whenever enough
+bytes are free between two extents that are pinned.
 """
 
 from __future__ import annotations
@@ -15,10 +19,16 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from sortedcontainers import SortedList
+
+with contextlib.suppress(ImportError):  # Windows has none, and no arena
+    import fcntl
 
 #: Values of `madvise` that Python's mmap module lacks (Linux 5.14): fill page tables ahead of use.
 _POPULATE_READ: Final = 22
@@ -41,6 +51,7 @@ class Arena:
     Attributes:
         fd: The file descriptor.
         size_bytes: The size of the arena. Memory is used only for pages that were touched.
+        bytes: The whole arena as an array (size_bytes,) uint8. A view.
         address: Where the arena begins in this process.
 
     Raises:
@@ -53,12 +64,11 @@ class Arena:
         self.size_bytes = os.fstat(fd).st_size
         access = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
         self._mapping = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED, prot=access)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # this kernel gives shared memory no huge pages
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # this kernel gives shared memory no huge pages
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._populate = _POPULATE_READ if read_only else _POPULATE_WRITE
-        self._bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._mapping, dtype=np.uint8)
-        self.address = int(self._bytes.ctypes.data)
+        self.bytes: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "dataplane") -> Arena:
@@ -71,8 +81,6 @@ class Arena:
         Raises:
             OSError: The system has no memfd, or ``ulimit -f`` is less than the size.
         """
-        import fcntl  # Windows has none
-
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
@@ -104,11 +112,6 @@ class Arena:
         return cls(fd)
 
     @property
-    def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The whole arena as an array (size_bytes,) uint8. A view."""
-        return self._bytes
-
-    @property
     def touched_bytes(self) -> int:
         """How much memory of the system the arena uses: the pages that any process has touched."""
         return os.fstat(self.fd).st_blocks * 512
@@ -126,11 +129,10 @@ class Arena:
         nothing on kernels before Linux 5.14.
         """
         page = mmap.PAGESIZE
-        address, start = self.address, start // page * page
         stop = min(-(-stop // page) * page, self.size_bytes)
-        for begin in range(start, stop, _TOUCH_STEP):
-            length = min(_TOUCH_STEP, stop - begin)
-            if _madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(length), self._populate):
+        for begin in range(start // page * page, stop, _TOUCH_STEP):
+            length = ctypes.c_size_t(min(_TOUCH_STEP, stop - begin))
+            if ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address + begin), length, self._populate):
                 return
 
     def touch_in_background(self, start: int, stop: int) -> threading.Thread:
@@ -171,9 +173,7 @@ class Arena:
 
     def used_by_others(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Parts of these bytes that somebody says to use (`Uses`), also who got this descriptor; ascending."""
-        import fcntl  # Windows has none
-
-        found, asked = [], [(start, stop)]
+        uses, asked = [], [(start, stop)]
         while asked:  # the kernel tells any one of the uses
             start, stop = asked.pop()
             if start < stop:
@@ -181,9 +181,9 @@ class Arena:
                 kind, _, at, count, _ = _LOCK_WORDS.unpack(words)
                 if kind != fcntl.F_UNLCK:
                     first, last = max(at, start), min(at + count, stop) if count else stop
-                    found.append((first, last))
+                    uses.append((first, last))
                     asked += [(start, first), (last, stop)]
-        return sorted(found)
+        return sorted(uses)
 
     def window(self, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The whole arena as an array (size_bytes,) uint8. It keeps ``owner`` alive, as do all arrays and tensors that
@@ -194,7 +194,7 @@ class Arena:
             >>> arena.window(owner=object())[64:67].tolist()
             [0, 0, 0]
         """
-        return np.asarray(_Window(self._bytes, self.address, owner))
+        return np.asarray(_Window(self.bytes, self.address, owner))
 
 
 class Uses:
@@ -268,8 +268,6 @@ class Uses:
         check()
 
     def _set(self, start: int, stop: int, *, begin: bool) -> None:
-        import fcntl  # Windows has none
-
         words = _lock_words(fcntl.F_RDLCK if begin else fcntl.F_UNLCK, start, stop)
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, words)
 
@@ -292,5 +290,194 @@ class _Window:
         self.__array_interface__ = {"shape": memory.shape, "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _madvise(address: ctypes.c_void_p, length: ctypes.c_size_t, advice: int) -> int:
-    return int(ctypes.CDLL(None).madvise(address, length, advice))
+# --- extents ----------------------------------------------------------------------------------------------------------
+
+#: Offsets and sizes of extents are multiples of it.
+GRANULE: Final = 64
+
+
+def extent_bytes(size_bytes: int) -> int:
+    """The size of an extent that has room for so many bytes."""
+    return max(-(-size_bytes // GRANULE), 1) * GRANULE
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A part of the arena."""
+
+    offset: int  # changes when it is moved
+    size_bytes: int  # a multiple of 64
+    pins: int = 0  # how many use its bytes now; it is moved only while this is 0
+
+
+class Extents:
+    """The extents of an arena and the holes between them.
+
+    Allocating and freeing take O(log n). `make_room` takes O(n log n), and moves as few bytes as it can.
+
+    Args:
+        size_bytes: The size of the arena.
+
+    Example:
+        >>> extents = Extents(1024)
+        >>> first, second = extents.allocate(512), extents.allocate(100)
+        >>> second.offset, second.size_bytes, extents.used_bytes
+        (512, 128, 640)
+        >>> extents.free(first)
+        >>> extents.allocate(600) is None
+        True
+        >>> extents.make_room(600, move=lambda source, target, size_bytes: None)
+        True
+        >>> second.offset, extents.allocate(600).offset
+        (0, 128)
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes // GRANULE * GRANULE
+        self.used_bytes = 0
+        #: Where the highest extent so far ended: the memory that was ever used lies below.
+        self.high_water = 0
+        self._extents: dict[int, Extent] = {}  # offset -> extent
+        self._ends: dict[int, int] = {}  # end of a hole -> its offset
+        self._holes: dict[int, int] = {}  # offset of a hole -> its size
+        self._by_size = SortedList()  # (size, offset) of each hole
+        self._add_hole(0, self.size_bytes)
+
+    @classmethod
+    def of(cls, size_bytes: int, places: Iterable[tuple[int, int]]) -> tuple[Extents, list[Extent]]:
+        """Extents that lie at given places.
+
+        Args:
+            size_bytes: The size of the arena.
+            places: The offset and size in bytes of each, ascending.
+
+        Raises:
+            ValueError: They overlap, or do not lie in the arena on the bounds of extents.
+        """
+        made, extents = cls(size_bytes), []
+        made._remove_hole(0)
+        end = 0
+        for offset, size in places:
+            if not end <= offset <= offset + size <= made.size_bytes or offset % GRANULE or size % GRANULE or not size:
+                raise ValueError(f"an extent of {size} bytes at {offset} does not fit behind one that ends at {end}")
+            made._add_hole(end, offset - end)
+            extent = made._extents[offset] = Extent(offset, size)
+            made.used_bytes += size
+            end = made.high_water = offset + size
+            extents.append(extent)
+        made._add_hole(end, made.size_bytes - end)
+        return made, extents
+
+    @property
+    def all(self) -> Iterable[Extent]:
+        """The extents, in any order."""
+        return self._extents.values()
+
+    def allocate(self, size_bytes: int) -> Extent | None:
+        """A new extent of at least ``size_bytes``, in the smallest hole that it fits. None if it fits none."""
+        size_bytes = extent_bytes(size_bytes)
+        at = self._by_size.bisect_left((size_bytes, 0))
+        if at == len(self._by_size):
+            return None
+        size, offset = self._by_size[at]
+        self._remove_hole(offset)
+        self._add_hole(offset + size_bytes, size - size_bytes)
+        extent = self._extents[offset] = Extent(offset, size_bytes)
+        self.used_bytes += size_bytes
+        self.high_water = max(self.high_water, offset + size_bytes)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Frees an extent, which must not be pinned."""
+        assert not extent.pins
+        del self._extents[extent.offset]
+        self.used_bytes -= extent.size_bytes
+        self._add_hole(extent.offset, extent.size_bytes)
+
+    def shrink(self, extent: Extent, size_bytes: int) -> None:
+        """Frees the end of an extent: all but its first ``size_bytes``."""
+        size_bytes = extent_bytes(size_bytes)
+        freed = extent.size_bytes - size_bytes
+        assert freed >= 0
+        extent.size_bytes = size_bytes
+        self.used_bytes -= freed
+        self._add_hole(extent.offset + size_bytes, freed)
+
+    def make_room(self, size_bytes: int, move: Callable[[int, int, int], None]) -> bool:
+        """Moves extents that are not pinned to lower offsets, until a hole of ``size_bytes`` exists.
+
+        Of all ways to make such a hole by sliding neighbours together, it takes the one that moves the fewest bytes.
+
+        Args:
+            size_bytes: The size of the hole.
+            move: Called as ``move(source, target, size_bytes)`` to move bytes to a lower offset. Both ranges may
+                overlap.
+
+        Returns:
+            Whether such a hole exists now. If not, nothing was moved.
+        """
+        if self._by_size and self._by_size[-1][0] >= size_bytes:
+            return True
+        enough = self.size_bytes - self.used_bytes >= size_bytes
+        window = self._cheapest_window(size_bytes) if enough else None
+        if window is None:
+            return False
+        for extent in window:
+            source, before = extent.offset, self._ends.get(extent.offset)
+            if before is None:
+                continue
+            self._remove_hole(before)
+            move(source, before, extent.size_bytes)
+            del self._extents[source]
+            extent.offset = before
+            self._extents[before] = extent
+            self._add_hole(before + extent.size_bytes, source - before)
+        return True
+
+    def _cheapest_window(self, size_bytes: int) -> list[Extent] | None:
+        """Neighbours, none of them pinned, with enough free bytes before, between and after them."""
+        extents = sorted(self._extents.values(), key=attrgetter("offset"))
+        best: tuple[int, int, int] | None = None  # bytes to move, first, past the last
+        first, free, moved = 0, 0, 0  # of the window that ends with this extent
+        for index, extent in enumerate(extents):
+            # a pinned extent cannot slide, so no window reaches over it
+            if extent.pins:
+                first, free, moved = index + 1, 0, 0
+                continue
+            if index == first:
+                free = self._hole_before(extent)
+            moved += extent.size_bytes
+            free += self._holes.get(extent.offset + extent.size_bytes, 0)
+            # leaves out extents at the front as long as the room is enough: they would be moved for nothing
+            while first < index and free - self._hole_before(extents[first]) >= size_bytes:
+                free -= self._hole_before(extents[first])
+                moved -= extents[first].size_bytes
+                first += 1
+            if free >= size_bytes and (best is None or moved < best[0]):
+                best = (moved, first, index + 1)
+        return None if best is None else extents[best[1] : best[2]]
+
+    def _hole_before(self, extent: Extent) -> int:
+        offset = self._ends.get(extent.offset)
+        return 0 if offset is None else self._holes[offset]
+
+    def _add_hole(self, offset: int, size_bytes: int) -> None:
+        """Adds free bytes, joined with the holes beside them."""
+        if not size_bytes:
+            return
+        end = offset + size_bytes
+        if end in self._holes:
+            end += self._remove_hole(end)
+        before = self._ends.get(offset)
+        if before is not None:
+            self._remove_hole(before)
+            offset = before
+        self._holes[offset] = end - offset
+        self._ends[end] = offset
+        self._by_size.add((end - offset, offset))
+
+    def _remove_hole(self, offset: int) -> int:
+        size_bytes = self._holes.pop(offset)
+        del self._ends[offset + size_bytes]
+        self._by_size.remove((size_bytes, offset))
+        return size_bytes

@@ -1,13 +1,17 @@
-"""Copies of large memory by several threads.
+"""Copies of large memory: by several threads, into private memory that is used again.
 
 numpy copies large arrays without the interpreter's lock, so a few Python threads are as fast as torch's. The calling
 thread copies too. It never waits for a thread that has not begun, so a copy ends also where no thread can be started,
 and where all threads are busy.
+
+New memory can cost more than the copy into it, because each of its pages faults. Memory that was used before has no
+faults, and with huge pages the first use has few. What is too large to be kept gets no huge pages.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import mmap
 import sys
 import threading
 from collections import deque
@@ -19,6 +23,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from dataplane_core.host_memory.limits import usable_cores
+from dataplane_core.ownership import not_in_forks
 
 #: A target and a source: arrays (n,) of the same length. If their dtypes differ, numpy converts.
 Copy: TypeAlias = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -36,6 +41,12 @@ _SHARES: Final = 4
 _PAGE: Final = 4096
 #: A thread that nobody needed for so long ends.
 _IDLE_S: Final = 1.0
+
+#: Arrays of fewer bytes are left to malloc, which reuses its memory too.
+_LEAST_RECYCLED: Final = 1 << 20
+#: How much unused memory this process keeps for later. The blocks that were unused for longest are given up first.
+_KEPT_BYTES: Final = 128 << 20
+_HUGE_PAGE: Final = 2 << 20
 
 
 def default_copy_threads() -> int:
@@ -67,20 +78,23 @@ def copy_arrays(
         [1, 1, 1]
     """
     size_bytes = sum(target.nbytes for target, _ in copies)
-    most = size_bytes // _LEAST_BYTES
+    most = max(1, size_bytes // _LEAST_BYTES)
     if len(copies) > most * _MOST_ARRAYS:
         most = 1
     if most > 1:
         most = min(most, default_copy_threads() if threads is None else threads)
-    if most < 2 and copied is None:
+    if most == 1 and copied is None:
         _copy(copies)
         return
-    share_bytes = -(-size_bytes // (max(most, 1) * _SHARES * _PAGE)) * _PAGE
-    work = (
-        partial(_copy, share) if copied is None else partial(_copy_and_tell, share, copied)
-        for share in _shares(copies, share_bytes)
-    )
-    in_threads(work, max(most, 1))
+
+    def copy(share: list[Copy]) -> None:
+        _copy(share)
+        targets = [target for target, _ in share if target.nbytes]
+        if targets and copied is not None:
+            copied(targets[0], targets[-1])
+
+    share_bytes = -(-size_bytes // (most * _SHARES * _PAGE)) * _PAGE
+    in_threads((partial(copy, share) for share in _shares(copies, share_bytes)), most)
 
 
 def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callable[[], None] = lambda: None) -> None:
@@ -96,11 +110,12 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callabl
     """
     left = deque(work)
     errors: list[BaseException] = []
-    helps = [_Help(left, errors, cancel) for _ in range(threads - 1)]
+    do = partial(_do, left, errors, cancel)
+    helps = [_Help(do) for _ in range(threads - 1)]
     try:
         try:
             _helpers.ask(helps)
-            _do(left, errors, cancel)
+            do()
         finally:
             _end(helps, left, cancel)
     finally:
@@ -112,13 +127,6 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callabl
 def _copy(copies: Iterable[Copy]) -> None:
     for target, source in copies:
         target[:] = source
-
-
-def _copy_and_tell(copies: list[Copy], copied: Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]) -> None:
-    _copy(copies)
-    targets = [target for target, _ in copies if target.nbytes]
-    if targets:
-        copied(targets[0], targets[-1])
 
 
 def _do(left: deque[Callable[[], None]], errors: list[BaseException], cancel: Callable[[], None]) -> None:
@@ -156,12 +164,8 @@ def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
 class _Help:
     """What one helper is asked: to do pieces of work as long as there are any."""
 
-    def __init__(
-        self, left: deque[Callable[[], None]], errors: list[BaseException], cancel: Callable[[], None]
-    ) -> None:
-        self._left = left
-        self._errors = errors
-        self._cancel = cancel
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
         self._busy = False
         self._ended = threading.Lock()  # taken until the helper has ended
         self._ended.acquire()
@@ -170,7 +174,7 @@ class _Help:
         """Does them. Called by a helper."""
         try:
             self._busy = True  # before it takes a piece
-            _do(self._left, self._errors, self._cancel)
+            self._do()
         except BaseException:  # the caller gets it
             pass
         finally:
@@ -189,8 +193,8 @@ def _end(helps: Sequence[_Help], left: deque[Callable[[], None]], cancel: Callab
     while True:
         try:
             left.clear()
-            for each in helps:
-                each.wait()
+            for help_ in helps:
+                help_.wait()
             break
         except BaseException as error:
             interrupt = error
@@ -203,13 +207,18 @@ class _Helpers:
     """The threads of this process that help. They start when they are needed, and end when they are idle."""
 
     def __init__(self) -> None:
+        self.forget_in_fork()
+        not_in_forks(self)
+
+    def forget_in_fork(self) -> None:
+        """A fork has no helpers, and must not copy what its parent asked for."""
         self._asked: SimpleQueue[_Help] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
 
     def ask(self, helps: Sequence[_Help]) -> None:
         """Asks as many helpers. Does not wait for them."""
-        for each in helps:
-            self._asked.put(each)
+        for help_ in helps:
+            self._asked.put(help_)
         # no lock: a signal handler may ask too. Of callers at the same time, each may start one too many
         while len(self._threads) < len(helps):
             thread = threading.Thread(target=self._work, name="dataplane copy", daemon=True)
@@ -240,11 +249,68 @@ class _Helpers:
 _helpers = _Helpers()
 
 
-def _forget_in_fork() -> None:
-    """A fork has no helpers, and must not copy what its parent asked for."""
-    global _helpers
-    _helpers = _Helpers()
+# --- memory that is used again ----------------------------------------------------------------------------------------
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
-    os.register_at_fork(after_in_child=_forget_in_fork)
+_unused: Final[deque[_Block]] = deque()
+
+
+def recycled_bytes(size_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An array (size_bytes,) uint8 with undefined content.
+
+    Its memory belongs to the array and to all arrays and tensors that are made from it. When the last of them is gone,
+    a later array may get the memory. The process keeps at most 128 MiB in this way.
+
+    Example:
+        >>> recycled_bytes(3).shape
+        (3,)
+    """
+    if size_bytes < _LEAST_RECYCLED:
+        return np.empty(size_bytes, dtype=np.uint8)
+    return np.asarray(_Lease(_take(size_bytes), size_bytes))
+
+
+class _Block:
+    """A mapping."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        # Windows has no flags
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self.mapping = mmap.mmap(-1, -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE, **private)
+        whole = size_bytes // _HUGE_PAGE * _HUGE_PAGE  # the rest would take a huge page for a part of one
+        if size_bytes > _KEPT_BYTES:  # used once: where free memory is in pieces, finding huge pages takes far longer
+            whole = 0
+        if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                self.mapping.madvise(mmap.MADV_HUGEPAGE, 0, whole)
+        self.address = int(np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data)
+
+
+class _Lease:
+    """Holds a block for an array, and gives it back when the array is gone."""
+
+    def __init__(self, block: _Block, size_bytes: int) -> None:
+        self._block = block
+        data = (block.address, False)
+        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": data, "version": 3}
+
+    def __del__(self) -> None:
+        _unused.append(self._block)
+        with contextlib.suppress(IndexError, RuntimeError):  # another thread gave back or took one meanwhile
+            while sum(block.size_bytes for block in _unused) > _KEPT_BYTES:
+                _unused.popleft()
+
+
+def _take(size_bytes: int) -> _Block:
+    """The smallest unused block that is large enough and not more than twice too large, or a new one."""
+    while True:
+        try:
+            fitting = [block for block in _unused if size_bytes <= block.size_bytes <= 2 * size_bytes]
+            if not fitting:
+                return _Block(size_bytes)
+            block = min(fitting, key=lambda block: block.size_bytes)
+            _unused.remove(block)
+            return block
+        except (RuntimeError, ValueError):  # another thread was faster
+            continue

@@ -16,17 +16,11 @@ _ROOT: Final = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Memory that may still be used.
-
-    Attributes:
-        available_bytes: How much.
-        source: What limits it, for messages: ``this machine`` or ``the container's limit``.
-        most_bytes: How much there would be if nothing else used memory. It is the least of all limits.
-    """
+    """Memory that may still be used."""
 
     available_bytes: int
-    source: str
-    most_bytes: int = 0
+    source: str  # what limits it, for messages: ``this machine`` or ``the container's limit``
+    most_bytes: int = 0  # how much there would be if nothing else used memory: the least of all limits
 
 
 def memory_limit(root: Path = _ROOT) -> MemoryLimit:
@@ -53,8 +47,8 @@ def memory_limit(root: Path = _ROOT) -> MemoryLimit:
             continue
         left = limit - used + _droppable_bytes(limit_file.parent)
         limits.append(MemoryLimit(max(0, left), "the container's limit", limit))
-    least = min(limits, key=lambda each: each.available_bytes)
-    return replace(least, most_bytes=min(each.most_bytes for each in limits))
+    least = min(limits, key=lambda limit: limit.available_bytes)
+    return replace(least, most_bytes=min(limit.most_bytes for limit in limits))
 
 
 def check_capacity(capacity_bytes: int | None) -> None:
@@ -126,7 +120,7 @@ def _control_groups(
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    pairs = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -137,6 +131,6 @@ def _control_groups(
             continue
         folder = home / path.strip("/")
         while folder.is_relative_to(home):
-            found.append((folder / files[0], folder / files[1]))
+            pairs.append((folder / files[0], folder / files[1]))
             folder = folder.parent
-    return found
+    return pairs

@@ -8,18 +8,19 @@ out of them (`Find`), or gets rows over the wire (`Fetch`).
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
-from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Holds, Place, Wanted
-from dataplane_core.hosting.host import Client, Host, Receiving, Sending
-from dataplane_core.hosting.layout import Bytes, Column, arrays_of_rows
+from dataplane_core.host_memory import Extent
+from dataplane_core.hosting.extents import Column, ExtentService, ExtentStatistics, Place, Wanted, arrays_of_rows
 from dataplane_core.hosting.messages import Messages, Release, Request
+from dataplane_core.hosting.server import Client, Host, Receiving, Sending
+from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 
 #: The most rows of a write.
@@ -32,15 +33,10 @@ _MOST_LATE: Final = 100_000
 
 
 class AboutExtents(msgspec.Struct, array_like=True):
-    """What a host of extents says about itself to a client that connects. Another host may say more after it.
+    """What a host of extents says about itself to a client that connects. Another host may say more after it."""
 
-    Attributes:
-        touched_bytes: How much of the arena is ready.
-        syncs: Whether bytes must be on the disk when a put is written. A client that shares the memory sees to it.
-    """
-
-    touched_bytes: int
-    syncs: bool
+    touched_bytes: int  # how much of the arena is ready
+    syncs: bool  # bytes must be on the disk when a put is written; a client that shares the memory sees to it
 
 
 class CheckRoom(Request[None], frozen=True):
@@ -52,28 +48,21 @@ class CheckRoom(Request[None], frozen=True):
 class Allocate(Request[list[int]], frozen=True):
     """Allocates an extent for each write of a put. Reply: where they begin in the arena.
 
-    They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`.
-
-    Attributes:
-        put: The number of the put: the id of its first write.
-        writes: Its writes.
-        pin: A pin of the session, which keeps the extents where they are while it writes to them. 0: it has none.
-
-    Raises:
-        CapacityExceededError: There is no room for all of them.
+    They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`. Raises
+    `CapacityExceededError` if there is no room for all of them.
     """
 
-    put: int
+    put: int  # the id of its first write
     writes: list[Wanted]
-    pin: int = 0
+    pin: int = 0  # of the session, which keeps the extents where they are while it writes to them; 0: it has none
 
     def check(self) -> None:
-        if len({each.write_id for each in self.writes}) != len(self.writes):
+        if len({write.write_id for write in self.writes}) != len(self.writes):
             raise InvalidRequestError("a put has two writes of one id.")
-        for each in self.writes:
-            if not 1 <= each.num_rows <= _MOST_ROWS:
-                raise InvalidRequestError(f"a write has {each.num_rows} rows. Expected 1 to {_MOST_ROWS}.")
-            if not each.layout.fits(len(each.layout.columns), each.num_rows):
+        for write in self.writes:
+            if not 1 <= write.num_rows <= _MOST_ROWS:
+                raise InvalidRequestError(f"a write has {write.num_rows} rows. Expected 1 to {_MOST_ROWS}.")
+            if not write.layout.fits(write.num_rows):
                 raise InvalidRequestError("a write has columns that do not lie in its extent.")
 
 
@@ -86,17 +75,12 @@ class PutWhole(Request[None], frozen=True):
 
     def check(self) -> None:
         Allocate(self.put, self.writes).check()
-        if [len(each) for each in self.data] != [each.layout.size_bytes for each in self.writes]:
+        if [len(data) for data in self.data] != [write.layout.size_bytes for write in self.writes]:
             raise InvalidRequestError("a put has other bytes than those of its layouts.")
 
 
 class Written(Request[None], frozen=True):
-    """The bytes of a put are in shared memory.
-
-    Attributes:
-        put: The put.
-        digests: `digest_of` the extent of each write, from a client that had them synced. None: they were not synced.
-    """
+    """The bytes of a put are in shared memory. ``digests`` as for `ExtentService.keep`."""
 
     put: int
     digests: list[bytes] | None = None
@@ -111,26 +95,16 @@ class Fill(Request[None], frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where writes lie.
-
-    Attributes:
-        places: By write id. They are pinned until this session releases the pin.
-        rows: The rows of the extent for the positions that were asked for. None: they are the same numbers.
-        gone: What does not exist. If there is any, nothing is pinned.
-    """
+    """Where writes lie, by their ids. They are pinned until this session releases the pin."""
 
     places: dict[int, Place]
-    rows: list[list[int] | None]
-    gone: list[Ref]
+    rows: list[list[int] | None]  # of the extents, for the positions that were asked for; None: the same numbers
+    gone: list[Ref]  # what does not exist; if there is any, nothing is pinned
 
 
 class Find(Request[Found], frozen=True):
-    """Finds rows of writes, and pins their extents under a number that the session draws.
-
-    Attributes:
-        wanted: Write ids, and positions in the write.
-        pin: The number.
-    """
+    """Finds rows, ``wanted`` by write ids and positions, and pins their extents under a number that the session
+    draws."""
 
     wanted: list[tuple[int, list[int]]]
     pin: int
@@ -138,23 +112,14 @@ class Find(Request[Found], frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The columns of a `Fetch`. Their bytes follow one another: of each its table, if it has one, and its values.
+    """The columns of a `Fetch`. Their bytes follow one another: of each its table, if it has one, and its values."""
 
-    Attributes:
-        columns: For each read, its columns as in their extent, so where they begin says nothing.
-        gone: What does not exist. If there is any, no bytes follow.
-    """
-
-    columns: list[list[Column]]
-    gone: list[Ref]
+    columns: list[list[Column]]  # of each read, as in their extent, so where they begin says nothing
+    gone: list[Ref]  # what does not exist; if there is any, no bytes follow
 
 
 class Fetch(Request[Fetched], frozen=True):
-    """Fetches rows over the wire.
-
-    Attributes:
-        reads: Write id, columns by their slots, and positions in the write.
-    """
+    """Fetches rows over the wire: of each read the write id, columns by their slots, and positions in the write."""
 
     reads: list[tuple[int, list[int], list[int]]]
 
@@ -166,11 +131,7 @@ class Drop(Request[None], frozen=True):
 
 
 class Retain(Request[None], frozen=True):
-    """Of the writes that an earlier process left, keeps these rows. See `KeptExtents.retain`.
-
-    Attributes:
-        live: Write id -> positions in the write.
-    """
+    """Of the writes that an earlier process left, keeps these positions, by write id. See `KeptExtents.retain`."""
 
     live: dict[int, list[int]]
 
@@ -179,13 +140,26 @@ class Memory(Request[ExtentStatistics], frozen=True):
     """Asks how much memory is used."""
 
 
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    """A put that is not written yet: whose it is, its writes, their extents, and its `Fill`, if that is under way."""
+
+    client: _Client
+    number: int
+    writes: list[Wanted]
+    extents: list[Extent]
+    fill: Receiving | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Client(Client):
-    """Also the puts that are not written yet: their writes, and their `Fill`, if that is under way."""
+    """Also the puts that are not written yet, and number of a pin -> the extents that it reads or views."""
 
-    holds: Holds = field(default_factory=Holds)
-    puts: dict[int, list[Wanted]] = field(default_factory=dict)
-    fills: dict[int, Receiving] = field(default_factory=dict)
+    puts: dict[int, _Put] = field(default_factory=dict)
+    pins: dict[int, list[Extent]] = field(default_factory=dict)
 
 
 class ExtentHost(Host):
@@ -201,39 +175,38 @@ class ExtentHost(Host):
         Host.__init__(self)
         self._extents = extents
         self.descriptors = (extents.arena.fd,)
-        self._writers: dict[int, tuple[_Client, int]] = {}  # write id -> whose put is not written yet
-        self._pins = itertools.count(-1, -1)  # of reads over the wire; clients draw numbers above 0
+        self._writers: dict[int, _Put] = {}  # write id -> its put that is not written yet
         self._late: tuple[set[int], set[int]] = (set(), set())  # write ids: the newer ones, and those before
         self._forget_at = time.monotonic() + _LATE_S
+        extents.touch_ahead()
 
     def about(self) -> AboutExtents:
-        """How much of the arena is ready, and who syncs."""
         return AboutExtents(self._extents.touch_until, self._extents.syncs)
 
     def end_session(self, client: Client) -> None:
         """Also ends the client's pins, and drops what it has not written whole."""
         super().end_session(client)
         assert isinstance(client, _Client)
-        for put in list(client.puts):
-            self._end_put(client, put)
-        self._extents.release_all(client.holds)
+        for number in list(client.pins):
+            self._unpin(client, number)
+        for put in list(client.puts.values()):
+            self._end_put(put)
 
     def _new_client(self, number: int) -> Client:
         return _Client(number)
-
-    # --- puts ---------------------------------------------------------------------------------------------------------
 
     def _check_room(self, request: CheckRoom, client: _Client) -> None:
         self._extents.check_room(request.size_bytes)
 
     def _allocate(self, request: Allocate | PutWhole, client: _Client) -> list[int]:
-        if any(each.write_id in late for late in self._late for each in request.writes):
+        write_ids = [write.write_id for write in request.writes]
+        if any(write_id in late for late in self._late for write_id in write_ids):
             raise BackendError("a put was dropped before it came.")
-        if request.put in client.puts or any(self._extents.holds(each.write_id) for each in request.writes):
+        if request.put in client.puts or any(map(self._extents.holds, write_ids)):
             raise InvalidRequestError("a put was begun that had been begun before.")
-        offsets = self._extents.allocate(client.holds, request.put, request.writes)
-        if offsets is None:
-            size_bytes, most_bytes = sum(each.layout.size_bytes for each in request.writes), self._extents.most_bytes
+        extents = self._extents.allocate(request.writes)
+        if extents is None:
+            size_bytes, most_bytes = sum(write.layout.size_bytes for write in request.writes), self._extents.most_bytes
             raise CapacityExceededError(
                 f"{size_bytes} bytes with tables do not fit into the arena, of whose "
                 f"{most_bytes} bytes {self._extents.used_bytes} are used, also by cleared samples that are still "
@@ -244,61 +217,74 @@ class ExtentHost(Host):
                 if size_bytes <= most_bytes
                 else "Write smaller batches, or raise the limit of the memory.",
             )
-        client.puts[request.put] = request.writes
-        self._writers.update((each.write_id, (client, request.put)) for each in request.writes)
+        put = client.puts[request.put] = _Put(client, request.put, request.writes, extents)
+        self._writers.update(dict.fromkeys(write_ids, put))
         if isinstance(request, Allocate) and request.pin > 0:
-            self._extents.pin(client.holds, request.pin, [each.write_id for each in request.writes])
-        return offsets
+            self._pin(client, request.pin, write_ids)
+        self._extents.touch_ahead()
+        return [extent.offset for extent in extents]
 
     def _put_whole(self, request: PutWhole, client: _Client) -> None:
         offsets = self._allocate(request, client)
         self.settle()  # what lay there before is given up for good, as it is when a client writes
         for offset, data in zip(offsets, request.data, strict=True):
             self._extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
-        self._seal(client, request.put)
+        self._seal(client.puts[request.put])
 
     def _written(self, request: Written, client: _Client) -> None:
-        if request.put not in client.puts or request.put in client.fills:
+        self._seal(self._put_of(client, request.put), request.digests)
+
+    def _put_of(self, client: _Client, number: int) -> _Put:
+        put = client.puts.get(number)
+        if put is None or put.fill is not None:
             raise StalePartitionError("put_samples refused: the put was given up before it was written.")
-        self._seal(client, request.put, request.digests)
+        return put
 
     def _fill(self, request: Fill, client: _Client) -> Receiving:
-        put = request.put
-        if put not in client.puts or put in client.fills:
-            raise StalePartitionError("put_samples refused: the put was given up before its bytes came.")
-        extents = zip(client.puts[put], client.holds.writing[put], strict=True)
+        put = self._put_of(client, request.put)
         targets = [
-            self._extents.arena.bytes[extent.offset : extent.offset + wanted.layout.size_bytes]
-            for wanted, extent in extents
+            self._extents.bytes_of(extent)[: write.layout.size_bytes]
+            for write, extent in zip(put.writes, put.extents, strict=True)
         ]
 
         def lost() -> None:
-            if client.fills.get(put) is receiving:
-                self._end_put(client, put)
+            if client.puts.get(put.number) is put:
+                self._end_put(put)
 
-        receiving = client.fills[put] = Receiving(targets, lambda: self._seal(client, put), lost)
-        return receiving
+        put.fill = Receiving(targets, lambda: self._seal(put), lost)
+        return put.fill
 
-    def _seal(self, client: _Client, put: int, digests: list[bytes] | None = None) -> None:
+    def _seal(self, put: _Put, digests: list[bytes] | None = None) -> None:
         """A put is written whole."""
-        self._extents.keep(put, digests)
-        for each in client.puts.pop(put):
-            del self._writers[each.write_id]
-        client.fills.pop(put, None)
-        self._extents.stop_writing(client.holds, put)
+        self._extents.keep([write.write_id for write in put.writes], digests)
+        self._forget(put)
+        self._extents.unpin(put.extents)
 
-    def _end_put(self, client: _Client, put: int) -> None:
+    def _end_put(self, put: _Put) -> None:
         """Nobody writes a put any more that is not written whole."""
-        writes = client.puts.pop(put)
-        fill = client.fills.pop(put, None)
-        if fill is not None:
-            fill.cancelled = True
-        for each in writes:
-            del self._writers[each.write_id]
-        self._extents.forget(each.write_id for each in writes)
-        self._extents.stop_writing(client.holds, put)
+        if put.fill is not None:
+            put.fill.cancelled = True
+        self._forget(put)
+        self._extents.forget(write.write_id for write in put.writes)
+        self._extents.unpin(put.extents)
 
-    # --- reads --------------------------------------------------------------------------------------------------------
+    def _forget(self, put: _Put) -> None:
+        del put.client.puts[put.number]
+        for write in put.writes:
+            del self._writers[write.write_id]
+
+    def _pin(self, client: _Client, number: int, write_ids: Iterable[int]) -> None:
+        """Pins writes under a number that the client draws. One that is used again holds what it names last."""
+        extents = self._extents.pin(write_ids)
+        self._unpin(client, number)  # only now: what both pins name must not slide in between
+        client.pins[number] = extents
+
+    def _unpin(self, client: _Client, number: int) -> None:
+        self._extents.unpin(client.pins.pop(number, ()))
+
+    def _release(self, request: Release, client: _Client) -> None:
+        for number in request.pins:
+            self._unpin(client, number)
 
     def _find(self, request: Find, client: _Client) -> Found:
         places: dict[int, Place] = {}
@@ -312,46 +298,37 @@ class ExtentHost(Host):
                 rows_found.append(None if rows is positions else rows)
         if gone:
             return Found({}, [], gone)
-        self._extents.pin(client.holds, request.pin, places)
+        self._pin(client, request.pin, places)
         return Found(places, rows_found, [])
 
-    def _fetch(self, request: Fetch, client: _Client) -> Any:
-        reads: list[tuple[Place, list[int], list[int]]] = []
+    def _fetch(self, request: Fetch, client: _Client) -> Fetched | Sending:
+        columns: list[list[Column]] = []
+        sources: list[Bytes] = []
         gone: list[Ref] = []
         for write_id, slots, positions in request.reads:
             place, rows, gone_positions = self._extents.find(write_id, positions)
             gone += [(write_id, position) for position in gone_positions]
-            if place is not None:
-                reads.append((place, slots, rows))
-        if gone:
-            return Fetched([], gone)
-        columns: list[list[Column]] = []
-        sources: list[Bytes] = []
-        for place, slots, rows in reads:
+            if place is None or gone:
+                continue
             if not all(0 <= slot < len(place.layout.columns) for slot in slots):
                 raise InvalidRequestError("a put has other columns than those that are asked for.")
             extent = self._extents.arena.bytes[slice(*place.bounds)]
             columns.append([place.layout.columns[slot] for slot in slots])
             for column in columns[-1]:
                 sources += arrays_of_rows(extent, column, place.num_rows, rows)
-        pin = next(self._pins)
-        self._extents.pin(client.holds, pin, {write_id for write_id, _, _ in request.reads})
-        return Sending(Fetched(columns, []), sources, lambda: self._extents.release(client.holds, pin))
-
-    def _release(self, request: Release, client: _Client) -> None:
-        for pin in request.pins:
-            self._extents.release(client.holds, pin)
-
-    # --- the end ------------------------------------------------------------------------------------------------------
+        if gone:
+            return Fetched([], gone)
+        extents = self._extents.pin({write_id for write_id, _, _ in request.reads})
+        return Sending(Fetched(columns, []), sources, lambda: self._extents.unpin(extents))
 
     def _drop(self, request: Drop, client: _Client) -> None:
         write_ids = {write_id for write_id, _ in request.refs}
         for write_id in self._writers.keys() & write_ids:
             if write_id in self._writers:  # else it ended with another write of its put
-                self._end_put(*self._writers[write_id])
+                self._end_put(self._writers[write_id])
         if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
             self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
-        self._late[0].update(each for each in write_ids if not self._extents.holds(each))
+        self._late[0].update(write_id for write_id in write_ids if not self._extents.holds(write_id))
         self._extents.drop(request.refs)
 
     def _retain(self, request: Retain, client: _Client) -> None:

@@ -1,8 +1,10 @@
-"""`ExtentService`: which parts of an arena hold what. It knows no ledger, so any process can host it.
+"""`ExtentService`: which parts of an arena hold what, and where the columns of a put lie there. It knows no ledger.
 
-A put has an extent for each of its writes. An extent is pinned while a client writes, reads or views it. What is pinned
-keeps its place and its bytes, even when its rows are dropped. Rows that were dropped are room for others: extents with
-such rows are squeezed, and extents slide together.
+A put has an extent for each of its writes. An extent is pinned while a client writes, reads or views it: it keeps its
+place and its bytes, even when its rows are dropped. Rows that were dropped are room for others: extents with such rows
+are squeezed, and extents slide together.
+
+Numpy only: processes that host extents have no torch.
 """
 
 from __future__ import annotations
@@ -11,27 +13,157 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from dataplane_core.host_memory import Arena, Extent, Extents
-from dataplane_core.hosting.layout import Bytes, Layout, squeeze
+from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 
 #: Bytes of an extent without rows that are squeezed at least. Less is not worth the work.
 _LEAST_DEAD: Final = 64
 
 
-class Place(msgspec.Struct, array_like=True):
-    """Where a write lies.
+# --- where the columns of a put lie in its extent ---------------------------------------------------------------------
 
-    Attributes:
-        offset: Where its extent begins in the arena.
-        layout: Where its columns lie in the extent.
-        num_rows: How many rows the extent holds.
+
+class Column(msgspec.Struct, array_like=True, frozen=True):
+    """One column of a put. Dense: its rows, one after the other. Ragged: a table of N + 1 offsets (int64, in elements),
+    then its rows end to end.
     """
+
+    start: int  # where its values begin in the extent
+    step: int  # bytes of one row (dense), or of one element of the ragged dim
+    table: int = -1  # where its offsets begin in the extent; -1 for a dense column
+    length: int = 0  # size of the first dim of each cell of a dense column of rank 1 or more
+    dtype: int = 0  # what the writer says of the dtype of its cells, for the reader; 0: it is that of the field
+
+
+def _aligned(offset: int, size_bytes: int) -> int:
+    """Where ``size_bytes`` may begin at or after ``offset``. A lower offset or size never gives a higher result."""
+    alignment = 64 if size_bytes >= 1024 else 16
+    return -(-offset // alignment) * alignment
+
+
+class Layout(msgspec.Struct, array_like=True):
+    """The columns of a put, in the order of its slots, and the bytes that they take with their tables."""
+
+    columns: list[Column] = []
+    size_bytes: int = 0
+
+    def add_dense(self, num_rows: int, step: int, length: int = 0, dtype: int = 0) -> Column:
+        size_bytes = num_rows * step
+        start = _aligned(self.size_bytes, size_bytes)
+        return self._add(Column(start, step, length=length, dtype=dtype), size_bytes)
+
+    def add_ragged(self, num_rows: int, num_elements: int, step: int, dtype: int = 0) -> Column:
+        table_bytes, size_bytes = 8 * (num_rows + 1), num_elements * step
+        table = _aligned(self.size_bytes, table_bytes)
+        start = _aligned(table + table_bytes, size_bytes)
+        return self._add(Column(start, step, table, dtype=dtype), size_bytes)
+
+    def _add(self, column: Column, size_bytes: int) -> Column:
+        self.columns.append(column)
+        self.size_bytes = column.start + size_bytes
+        return column
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether all columns lie in its bytes."""
+        return all(
+            min(column.start, column.step, column.length) >= 0
+            and (
+                column.start + num_rows * column.step <= self.size_bytes
+                if column.table < 0
+                else max(column.start, column.table + 8 * (num_rows + 1)) <= self.size_bytes
+            )
+            for column in self.columns
+        )
+
+
+def offsets_at(extent: Bytes, column: Column, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The table of a ragged column; a view."""
+    return extent[column.table : column.table + 8 * (num_rows + 1)].view(np.int64)
+
+
+def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[int]) -> list[Bytes]:
+    """The bytes of some rows of a column, in any order: the table of their offsets, if it has one, and then the rows,
+    in runs."""
+    wanted = np.asarray(rows, dtype=np.int64)
+    arrays: list[Bytes] = []
+    if column.table < 0:
+        begins = wanted * column.step
+        ends = begins + column.step
+    else:
+        offsets = offsets_at(extent, column, num_rows)
+        begins, ends = offsets[wanted], offsets[wanted + 1]
+        table = np.zeros(len(wanted) + 1, dtype=np.int64)
+        np.cumsum(ends - begins, out=table[1:])
+        arrays.append(table.view(np.uint8))
+        begins, ends = begins * column.step, ends * column.step
+    for begin, end in runs(begins, ends):
+        arrays.append(extent[column.start + begin : column.start + end])
+    return arrays
+
+
+def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -> Layout:
+    """Moves the rows that are kept together, in place, at the extent's start.
+
+    Args:
+        extent: The bytes of the put. Nobody may use them meanwhile.
+        layout: Where its columns lie.
+        num_rows: How many rows it holds.
+        rows: Those to keep, ascending.
+
+    Returns:
+        The layout of the kept rows. Its offsets are never higher than before.
+    """
+    kept = np.asarray(rows, dtype=np.int64)
+    squeezed = Layout([])
+    for column in layout.columns:
+        if column.table < 0:
+            new = squeezed.add_dense(len(kept), column.step, column.length, column.dtype)
+            begins, sizes = kept * column.step, np.full(len(kept), column.step)
+        else:
+            offsets = offsets_at(extent, column, num_rows).copy()
+            lengths = np.diff(offsets)[kept]
+            new = squeezed.add_ragged(len(kept), int(lengths.sum()), column.step, column.dtype)
+            table = offsets_at(extent, new, len(kept))
+            table[0] = 0
+            np.cumsum(lengths, out=table[1:])
+            begins, sizes = offsets[kept] * column.step, lengths * column.step
+        target = new.start
+        for begin, end in runs(begins, begins + sizes):  # ascending, to lower offsets; numpy copies overlaps right
+            extent[target : target + end - begin] = extent[column.start + begin : column.start + end]
+            target += end - begin
+    return squeezed
+
+
+def runs(begins: Any, ends: Any) -> list[tuple[int, int]]:
+    """Joins ranges that lie side by side: where each run of them begins and ends. The ranges ascend."""
+    if not len(begins):
+        return []
+    breaks = np.flatnonzero(begins[1:] != ends[:-1]) + 1
+    firsts = np.concatenate(([0], breaks))
+    lasts = np.concatenate((breaks - 1, [len(begins) - 1]))
+    return list(zip(begins[firsts].tolist(), ends[lasts].tolist(), strict=True))
+
+
+# --- the extents of an arena ------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """An extent to be allocated: the write that it is for, its layout, and its rows."""
+
+    write_id: int
+    layout: Layout
+    num_rows: int
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where a write lies: the offset of its extent in the arena, its layout there, and how many rows the extent has."""
 
     offset: int
     layout: Layout
@@ -43,66 +175,27 @@ class Place(msgspec.Struct, array_like=True):
         return self.offset, self.offset + self.layout.size_bytes
 
 
-class Wanted(NamedTuple):
-    """An extent to be allocated: the write that it is for, its layout, and its rows."""
-
-    write_id: int
-    layout: Layout
-    num_rows: int
-
-
 class ExtentStatistics(NamedTuple):
-    """How much memory is used, and for what.
+    """How much memory is used, and for what."""
 
-    Attributes:
-        size_bytes: Size of the arena.
-        held_bytes: Bytes of the rows that exist, with their tables. A put can get the rest, but for what is pinned.
-        pinned_bytes: Bytes of those that are read, viewed or written now.
-        touched_bytes: Memory of the system that the arena uses.
-        num_extents: Number of extents.
-        num_sessions: Number of connected clients, as their host says.
-    """
-
-    size_bytes: int
-    held_bytes: int
-    pinned_bytes: int
-    touched_bytes: int
+    size_bytes: int  # of the arena
+    held_bytes: int  # of the rows that exist, with their tables; a put can get the rest, but for what is pinned
+    pinned_bytes: int  # of those that are read, viewed or written now
+    touched_bytes: int  # memory of the system that the arena uses
     num_extents: int
-    num_sessions: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Holds:
-    """What one client holds.
-
-    Attributes:
-        writing: A put -> the extents that it writes.
-        pins: Number of a pin -> the extents that it reads or views.
-    """
-
-    writing: dict[int, list[Extent]] = field(default_factory=dict)
-    pins: dict[int, list[Extent]] = field(default_factory=dict)
+    num_sessions: int = 0  # connected clients, as their host says
 
 
 @dataclass(slots=True, eq=False)
 class Payload:
-    """The payload of one write, as the service knows it.
-
-    Attributes:
-        extent: Where it lies.
-        layout: Where its columns lie in it.
-        num_rows: How many rows lie there.
-        num_live: How many of them exist.
-        rows: Position in the write -> row of the extent, -1 if it is gone. None: all, in order.
-        num_positions: How many rows the write had.
-    """
+    """The payload of one write."""
 
     extent: Extent
     layout: Layout
-    num_rows: int
-    num_live: int
-    num_positions: int
-    rows: list[int] | None = None
+    num_rows: int  # in the extent
+    num_live: int  # of them, those that exist
+    num_positions: int  # rows that the write had
+    rows: list[int] | None = None  # position in the write -> row of the extent, -1 if it is gone; None: all, in order
 
     def drop(self, position: int) -> None:
         """Marks a row as gone. Ignores a position that does not exist."""
@@ -129,7 +222,7 @@ class Payload:
 
 
 class ExtentService:
-    """The extents of an arena. One thread uses it.
+    """Which parts of an arena hold what. One thread uses it.
 
     Args:
         arena: The memory.
@@ -137,19 +230,20 @@ class ExtentService:
 
     Attributes:
         syncs: Whether the bytes of a put must be on a disk before it is kept.
+        touch_until: How much of the arena is ready, or will be soon.
     """
 
     syncs = False
 
     def __init__(self, arena: Arena, touch_ahead_bytes: int = 0) -> None:
-        self._arena = arena
+        self.arena = arena
         self._extents = Extents(arena.size_bytes)
-        self._payloads: dict[int, Payload] = {}
+        self._payloads: dict[int, Payload] = {}  # by write id
         self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
         #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
         self._least_refused: int | None = None
         self._touch_ahead_bytes = touch_ahead_bytes
-        self.touch_until = 0  # how much of the arena is ready, or will be soon
+        self.touch_until = 0
         self._toucher: threading.Thread | None = None
 
     @property
@@ -157,30 +251,27 @@ class ExtentService:
         """The most bytes that all extents may take."""
         return self._extents.size_bytes
 
-    # --- writing and reading ------------------------------------------------------------------------------------------
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all extents."""
+        return self._extents.used_bytes
 
-    def allocate(self, holds: Holds, put: int, wanted: Sequence[Wanted]) -> list[int] | None:
-        """Extents for the writes of a put, pinned until `stop_writing`.
-
-        Returns:
-            Where they begin, or None if there is no room for all of them.
-        """
-        extents = self._allocate_all([each.layout.size_bytes for each in wanted])
-        if extents is None:
-            return None
-        holds.writing[put] = extents
-        for each, extent in zip(wanted, extents, strict=True):
-            self._payloads[each.write_id] = Payload(extent, each.layout, *(each.num_rows,) * 3)
-        return [extent.offset for extent in extents]
+    def allocate(self, wanted: Sequence[Wanted]) -> list[Extent] | None:
+        """Extents for the writes of a put, pinned. None: there is no room for all of them."""
+        extents = self._allocate_all([write.layout.size_bytes for write in wanted])
+        if extents is not None:
+            for write, extent in zip(wanted, extents, strict=True):
+                self._payloads[write.write_id] = Payload(extent, write.layout, *(write.num_rows,) * 3)
+        return extents
 
     def check_room(self, size_bytes: int) -> None:
         """Raises `CapacityExceededError` if it is known that a put of so many bytes can get no room now."""
 
-    def keep(self, put: int, digests: Sequence[bytes] | None = None) -> None:
-        """The bytes of a put are there, which is still pinned. What outlives its process notes where they lie.
+    def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
+        """The bytes of writes are there, whose extents are still pinned. What outlives its process notes where.
 
         Args:
-            put: The put.
+            write_ids: The writes.
             digests: `digest_of` the extent of each write, from who wrote the bytes and then had them synced. None: they
                 were not synced.
         """
@@ -188,22 +279,15 @@ class ExtentService:
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:
         """Of what an earlier process left, only these positions exist. Here nothing is."""
 
-    def stop_writing(self, holds: Holds, put: int) -> None:
-        """A put no longer writes."""
-        self._unpin_all(holds.writing.pop(put, ()))
-
     def find(self, write_id: int, positions: list[int]) -> tuple[Place | None, list[int], list[int]]:
-        """Where rows of a write are.
-
-        Returns:
-            The place of the write, None if it is gone; the rows of its extent; and which positions are gone.
-        """
+        """Where rows of a write are: the place of the write, None if it is gone; the rows of its extent; and which
+        positions are gone."""
         payload = self._payloads.get(write_id)
         if payload is None:
             return None, [], positions
         place = Place(payload.extent.offset, payload.layout, payload.num_rows)
         if positions and not (min(positions) >= 0 and max(positions) < payload.num_positions):
-            return place, [], [each for each in positions if not 0 <= each < payload.num_positions]
+            return place, [], [position for position in positions if not 0 <= position < payload.num_positions]
         if payload.rows is None:
             return place, positions, []
         rows = [payload.rows[position] for position in positions]
@@ -213,42 +297,37 @@ class ExtentService:
         """Whether it has rows of a write."""
         return write_id in self._payloads
 
-    def forget(self, write_ids: Iterable[int]) -> None:
-        """Drops writes whole. Ignores those that do not exist."""
-        self._least_refused = None
-        for write_id in write_ids:
-            if write_id in self._payloads:
-                self._remove(write_id)
-
-    def pin(self, holds: Holds, number: int, write_ids: Iterable[int]) -> None:
-        """Pins writes under a number that the client draws. One that is used again holds what it names last."""
+    def pin(self, write_ids: Iterable[int]) -> list[Extent]:
+        """Pins the extents of writes until `unpin`."""
         extents = [self._payloads[write_id].extent for write_id in write_ids]
-        # before the release: what both the old and the new pin name must not slide in between
         for extent in extents:
             extent.pins += 1
-        self.release(holds, number)
-        holds.pins[number] = extents
+        return extents
 
-    def release(self, holds: Holds, number: int) -> None:
-        """Ends a pin. Ignores a number that holds nothing."""
-        self._unpin_all(holds.pins.pop(number, ()))
-
-    def release_all(self, holds: Holds) -> None:
-        """A client is gone, and holds nothing any more."""
-        for pin in list(holds.pins):
-            self.release(holds, pin)
-        for put in list(holds.writing):
-            self.stop_writing(holds, put)
+    def unpin(self, extents: Iterable[Extent]) -> None:
+        """Ends a pin."""
+        for extent in extents:
+            extent.pins -= 1
+            self._least_refused = None
+            if not extent.pins and extent in self._doomed:
+                del self._doomed[extent]
+                self._free(extent)
 
     def drop(self, refs: Iterable[Ref]) -> None:
         """Rows are no longer needed. Ignores those that do not exist."""
         self._least_refused = None
         for write_id, position in refs:
             payload = self._payloads.get(write_id)
-            if payload is None:
-                continue
-            payload.drop(position)
-            if not payload.num_live:
+            if payload is not None:
+                payload.drop(position)
+                if not payload.num_live:
+                    self._remove(write_id)
+
+    def forget(self, write_ids: Iterable[int]) -> None:
+        """Drops writes whole. Ignores those that do not exist."""
+        self._least_refused = None
+        for write_id in write_ids:
+            if write_id in self._payloads:
                 self._remove(write_id)
 
     def _remove(self, write_id: int) -> None:
@@ -262,27 +341,15 @@ class ExtentService:
     def _free(self, extent: Extent) -> None:
         self._extents.free(extent)
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    @property
-    def arena(self) -> Arena:
-        """The memory."""
-        return self._arena
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all extents."""
-        return self._extents.used_bytes
-
     def statistics(self) -> ExtentStatistics:
         """How much memory is used now."""
-        extents = [*self._doomed, *(each.extent for each in self._payloads.values())]
-        dead_bytes = sum(each.dead_bytes for each in self._payloads.values())
+        extents = [*self._doomed, *(payload.extent for payload in self._payloads.values())]
+        dead_bytes = sum(payload.dead_bytes for payload in self._payloads.values())
         return ExtentStatistics(
             size_bytes=self.most_bytes,
-            held_bytes=self._extents.used_bytes - dead_bytes - sum(each.size_bytes for each in self._doomed),
-            pinned_bytes=sum(each.size_bytes for each in extents if each.pins),
-            touched_bytes=self._arena.touched_bytes,
+            held_bytes=self.used_bytes - dead_bytes - sum(extent.size_bytes for extent in self._doomed),
+            pinned_bytes=sum(extent.size_bytes for extent in extents if extent.pins),
+            touched_bytes=self.arena.touched_bytes,
             num_extents=len(extents),
         )
 
@@ -294,23 +361,22 @@ class ExtentService:
         if ahead and self.touch_until < min(high_water + ahead // 2 + 1, size_bytes):
             start, self.touch_until = self.touch_until, min(high_water + ahead, size_bytes)
             with contextlib.suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
-                self._toucher = self._arena.touch_in_background(start, self.touch_until)
+                self._toucher = self.arena.touch_in_background(start, self.touch_until)
 
     def _allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Pinned extents of these sizes, or None if there is no room for all of them."""
         extents: list[Extent] = []
         refused_before = self._least_refused
         for size_bytes in sizes:
             extent = self._allocate(size_bytes)
             if extent is None:
-                for each in extents:
-                    self._extents.free(each)
+                for extent in extents:
+                    self._extents.free(extent)
                 if extents:  # the size was refused for want of the room that these had
                     self._least_refused = refused_before
                 return None
             extents.append(extent)
-        for each in extents:  # not before: an extent slides to make room for the others
-            each.pins += 1
+        for extent in extents:  # not before: an extent slides to make room for the others
+            extent.pins += 1
         return extents
 
     def _allocate(self, size_bytes: int) -> Extent | None:
@@ -337,9 +403,9 @@ class ExtentService:
         """The writes with dropped rows, those with most first."""
         # pinned ones are left alone: a client reads them by the offsets of the layout that it was told
         dead = {
-            write_id: -each.dead_bytes
-            for write_id, each in self._payloads.items()
-            if not each.extent.pins and each.dead_bytes >= _LEAST_DEAD
+            write_id: -payload.dead_bytes
+            for write_id, payload in self._payloads.items()
+            if not payload.extent.pins and payload.dead_bytes >= _LEAST_DEAD
         }
         return sorted(dead, key=dead.__getitem__)
 
@@ -347,21 +413,14 @@ class ExtentService:
         """Frees the bytes of dropped rows. Returns how many."""
         payload = self._payloads[write_id]
         before = payload.extent.size_bytes
-        payload.squeeze(self._bytes_of(payload.extent))
+        payload.squeeze(self.bytes_of(payload.extent))
         self._extents.shrink(payload.extent, payload.layout.size_bytes)
         return before - payload.extent.size_bytes
 
-    def _bytes_of(self, extent: Extent) -> Bytes:
-        return self._arena.bytes[extent.offset : extent.offset + extent.size_bytes]
+    def bytes_of(self, extent: Extent) -> Bytes:
+        """The bytes of an extent; a view."""
+        return self.arena.bytes[extent.offset : extent.offset + extent.size_bytes]
 
     def _move(self, source: int, target: int, size_bytes: int) -> None:
-        data = self._arena.bytes
+        data = self.arena.bytes
         data[target : target + size_bytes] = data[source : source + size_bytes]
-
-    def _unpin_all(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            extent.pins -= 1
-            self._least_refused = None
-            if not extent.pins and extent in self._doomed:
-                del self._doomed[extent]
-                self._free(extent)

@@ -1,4 +1,4 @@
-"""`KeptExtents`: extents of an arena that is a file. They outlive the process that serves them.
+"""`KeptExtents`: extents of an arena that is a file in a folder. They outlive the process that serves them.
 
 Where the extents of a put lie is noted before the put is committed, and again when they move. Nothing that is noted is
 ever overwritten: extents do not slide together, and an extent without its dropped rows is a copy elsewhere, whose old
@@ -23,20 +23,26 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 import xxhash
 
+from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
 from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
-from dataplane_core.hosting.extents import ExtentService, Holds, Payload, Place, Wanted
-from dataplane_core.hosting.layout import Bytes, Layout, runs
+from dataplane_core.hosting.extent_host import ExtentHost
+from dataplane_core.hosting.extents import ExtentService, Layout, Payload, Place, Wanted, runs
+from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 
 _log = logging.getLogger(__name__)
 
+#: The version of what is noted: where the extents lie, and the memory that they are in.
+_VERSION: Final = 1
+_ARENA: Final = "arena"
 #: How many times the bytes that extents may take the file is long.
 ADDRESSES: Final = 4
 #: The file system sets room aside, and frees it, in blocks of so many bytes.
@@ -52,11 +58,12 @@ _JOURNAL_BYTES: Final = 4 << 20
 #: Seconds after which a put that found the file system full asks again.
 _ASK_AGAIN_S: Final = 1.0
 _DIGEST_BYTES: Final = 16
-_PREFIX: Final = "extent "
+_EXTENT_NOTE: Final = "extent "  # and the write id
+_MEMORY_NOTE: Final = "memory"  # in which the bytes of the arena are
 
 
 class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`FolderLog`).
+    """Keeps values by name for a later process, in the order in which they were noted (`FolderLog`, `NotesLog`).
 
     If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
     """
@@ -65,6 +72,16 @@ class Notes(Protocol):
     def notes(self) -> Mapping[str, bytes]: ...
     def note(self, name: str, value: bytes | None) -> None: ...
     def commit_or_end(self) -> None: ...
+
+
+class _Memory(msgspec.Struct, array_like=True):
+    """Identifies a file of the arena, and the machine's memory since it was started: unsynced bytes are only there."""
+
+    version: int
+    size_bytes: int = 0
+    device: int = 0
+    inode: int = 0
+    boot_id: str = ""
 
 
 class _Kept(msgspec.Struct, array_like=True):
@@ -79,98 +96,170 @@ class _Kept(msgspec.Struct, array_like=True):
     digest: bytes | None
 
 
+def digest_of(data: Bytes) -> bytes:
+    """The digest of the bytes of an extent."""
+    return xxhash.xxh3_128_digest(data.data)
+
+
+def check_extents(folder: Path, notes: Mapping[str, bytes]) -> int:
+    """Checks that the arena in a folder may be the one that the process before noted. Changes nothing, reads no rows.
+
+    Returns:
+        The most bytes that all extents could take, 0 if there are none yet.
+
+    Raises:
+        CorruptDataError: It is cut or removed, of another version, or nothing is noted of its rows.
+        OSError: It cannot be read.
+    """
+    return _memory_before(folder, notes).size_bytes // ADDRESSES
+
+
+def _memory_before(folder: Path, notes: Mapping[str, bytes]) -> _Memory:
+    path, note = folder / _ARENA, notes.get(_MEMORY_NOTE)
+    before = _Memory(_VERSION) if note is None else msgspec.msgpack.decode(note, type=_Memory)
+    there_bytes = path.stat().st_size if path.exists() else 0
+    if before.version != _VERSION:
+        raise CorruptDataError(
+            f"the folder {folder} is of version {before.version}. Expected {_VERSION}.",
+            hint="Another version of dataplane wrote it: use that one, or name an empty folder.",
+        )
+    if there_bytes < before.size_bytes:
+        raise CorruptDataError(
+            f"the file {path} has {there_bytes} bytes. Expected {before.size_bytes}: it was cut or removed.",
+            hint="Restore a whole copy of the folder.",
+        )
+    if note is None and there_bytes and _holds_bytes(path):  # one that was just made when its process ended has none
+        raise CorruptDataError(
+            f"the folder {folder} holds rows, and nothing that says which: its journal was removed.",
+            hint="Restore a whole copy of the folder, or remove it: its rows are lost then.",
+        )
+    return before
+
+
+def _holds_bytes(path: Path) -> bool:
+    """Whether there is anything but zeros in a file, which may be long and empty."""
+    with path.open("rb") as file, suppress(OSError):  # only holes follow
+        at = 0
+        while piece := os.pread(file.fileno(), 1 << 20, at := os.lseek(file.fileno(), at, os.SEEK_DATA)):
+            if piece.strip(b"\0"):
+                return True
+            at += len(piece)
+    return False
+
+
 class KeptExtents(ExtentService):
-    """The extents of an arena that is a file. One thread uses it.
+    """The extents of the arena in a folder that this process has locked. Call `retain` before they are used.
 
     Args:
-        arena: The memory, of at least `ADDRESSES` times ``most_bytes``.
+        folder: The folder.
         most_bytes: The most bytes that all extents may take.
-        notes: Keeps where they lie.
-        live: Write id -> the positions of the rows that exist, of the writes whose extents are to come back. None: all
-            that were noted, until `retain`.
-        same_memory: Whether the bytes are those that the process before left in memory. If not, an extent without a
-            digest may have lost some, and does not come back.
+        notes: Keeps where they lie. Has what the process before noted.
         sync: Whether a put may be committed only when its bytes are on the disk.
         touch_ahead_bytes: How much memory is made ready before it is used, if the file system has room for all extents.
 
     Raises:
-        CorruptDataError: What was noted contradicts itself.
+        CorruptDataError: What is in the folder is damaged, or of another version.
+        OSError: It cannot be used.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        folder: Path,
         most_bytes: int,
         notes: Notes,
-        live: Mapping[int, Sequence[int]] | None,
         *,
-        same_memory: bool,
         sync: bool = False,
         touch_ahead_bytes: int = 0,
     ) -> None:
+        before = _memory_before(folder, notes.notes)
+        self._most_bytes = most_bytes
+        arena = Arena.open(folder / _ARENA, most_bytes * ADDRESSES)
+        for path in (folder / _ARENA, folder):  # the file must be there after a loss of power, with its size
+            sync_path(path)
         # memory that is ready takes room of the file system, which must be left to rows and to the journal
         has_room = arena.free_bytes + arena.touched_bytes >= most_bytes * (1 + _SPARE_SHARE)
         super().__init__(arena, touch_ahead_bytes if has_room else 0)
-        self._most_bytes = most_bytes
         self._notes = notes
         self.syncs = sync
         self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
-        self._writes: dict[int, list[int]] = {}  # a put that is under way -> its writes
         self._to_hash: dict[int, None] = {}
         self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
         #: The size of the last put that got no room of the file system, and how much that had left.
         self._refused: tuple[int, int] | None = None
-        self._restore(live, same_memory)
+        status = os.fstat(arena.fd)
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        now = _Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id)
+        self._restore(is_same_memory=msgspec.structs.replace(before, size_bytes=now.size_bytes) == now)
+        self._restored: set[int] | None = set(self._payloads)  # None: their rows are known
+        notes.note(_MEMORY_NOTE, msgspec.msgpack.encode(now))
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that all extents may take."""
         return self._most_bytes
 
     # --- what comes back ----------------------------------------------------------------------------------------------
 
-    def _restore(self, live: Mapping[int, Sequence[int]] | None, same_memory: bool) -> None:
-        kept: dict[int, _Kept] = {}
+    def _restore(self, *, is_same_memory: bool) -> None:
         try:
-            for name, value in self._notes.notes.items():
-                if name.startswith(_PREFIX):
-                    kept[int(name[len(_PREFIX) :], 16)] = msgspec.msgpack.decode(value, type=_Kept)
-            for write_id in [each for each in kept if live is not None and not live.get(each)]:
-                del kept[write_id]
-                self._forget_note(write_id)
-            in_order = sorted(kept, key=lambda write_id: kept[write_id].offset)
-            places = [(kept[write_id].offset, kept[write_id].size_bytes) for write_id in in_order]
+            kept = {
+                int(name[len(_EXTENT_NOTE) :], 16): msgspec.msgpack.decode(value, type=_Kept)
+                for name, value in self._notes.notes.items()
+                if name.startswith(_EXTENT_NOTE)
+            }
+            writes = {(note.offset, note.size_bytes): write_id for write_id, note in kept.items()}
+            if len(writes) < len(kept):
+                raise ValueError("two of them lie at one place")
+            places = sorted(writes)
             held = self._held_between(places)
-            self._extents, extents = Extents.of(self._arena.size_bytes, sorted([*places, *held]))
-            self._left = [each for each in extents if (each.offset, each.size_bytes) in held]
-            noted = [each for each in extents if (each.offset, each.size_bytes) not in held]
-            for write_id, extent in zip(in_order, noted, strict=True):
-                self._payloads[write_id] = _payload_of(kept[write_id], extent, None if live is None else live[write_id])
+            self._extents, extents = Extents.of(self.arena.size_bytes, sorted([*places, *held]))
         except (ValueError, msgspec.MsgspecError) as error:
             raise CorruptDataError(
                 f"what is noted of the extents contradicts itself: {error}.", hint="Restore a whole copy of the folder."
             ) from error
-        self._restored = set(in_order)
-        for write_id in in_order:
-            digest = kept[write_id].digest
-            if digest is not None:
-                self._to_check[write_id] = digest
-            elif same_memory:
+        for extent in extents:
+            write_id = writes.get((extent.offset, extent.size_bytes))
+            if write_id is None:
+                self._left.append(extent)
+                continue
+            note = kept[write_id]
+            num_live = note.num_rows if note.rows is None else sum(row >= 0 for row in note.rows)
+            payload = Payload(extent, note.layout, note.num_rows, num_live, note.num_positions, note.rows)
+            self._payloads[write_id] = payload
+            if note.digest is None and is_same_memory:
                 self._to_hash[write_id] = None
-            else:
-                self._lose(write_id)
-        self._has_room[:] = True  # perhaps: the process before did not say
-        self._free_spare()
-        self._has_room[:] = False
+            else:  # without a digest, some bytes may never have reached the disk
+                self._to_check[write_id] = note.digest or b""
+
+    def _held_between(self, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The offset and size of what is used between extents: its rows do not exist any more, but views of them do."""
+        held = []
+        size_bytes = self.arena.size_bytes // GRANULE * GRANULE
+        used = self.arena.used_by_others(0, size_bytes)
+        end = 0
+        for offset, size in [*places, (size_bytes, 0)]:
+            for start, stop in used:
+                start = max(start // GRANULE * GRANULE, end)
+                stop = min(-(-stop // GRANULE) * GRANULE, offset)
+                if start < stop:
+                    held.append((start, stop - start))
+                    end = stop
+            end = offset + size
+        return held
 
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:
         """Of the writes that came back, keeps the positions of the rows that exist. Others are dropped."""
+        if self._restored is None:
+            return
         for write_id in self._restored & self._payloads.keys():
-            for position in set(range(self._payloads[write_id].num_positions)).difference(live.get(write_id, ())):
-                self.drop([(write_id, position)])
-        self._restored.clear()
+            gone = set(range(self._payloads[write_id].num_positions)).difference(live.get(write_id, ()))
+            super().drop((write_id, position) for position in gone)
+        self._restored = None
+        given = self._has_room.copy()
+        self._has_room[:] = True  # perhaps: the process before did not say
+        self._free_spare()
+        self._has_room &= given
 
     def _lose(self, write_id: int) -> None:
         """The bytes of a write are not what was put."""
@@ -180,108 +269,89 @@ class KeptExtents(ExtentService):
         )
         self._remove(write_id)
 
-    # --- what is noted ------------------------------------------------------------------------------------------------
-
-    def keep(self, put: int, digests: Sequence[bytes] | None = None) -> None:
-        """As `ExtentService.keep`. With ``sync``, returns when the bytes are on the disk. Raises `OSError`."""
-        writes = self._writes[put]
-        if not self._payloads.keys() >= set(writes):
-            return  # it was given up meanwhile: the ledger refuses its commit
-        if digests is not None:
-            if [len(each) for each in digests] != [_DIGEST_BYTES] * len(writes):
-                raise InvalidRequestError("a put has digests of other extents than its own.")
-            for write_id, digest in zip(writes, digests, strict=True):
-                self._note(write_id, digest)
-            return
-        for write_id in writes:
-            extent = self._payloads[write_id].extent
-            if self.syncs:
-                self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
-            now = self.syncs or extent.size_bytes <= _FEW_BYTES
-            self._note_kept(write_id, now=now)
-            if not now:
-                self._to_hash[write_id] = None
-
-    def _note_kept(self, write_id: int, *, now: bool) -> None:
-        """Notes where a write lies, with a digest of it if that is made now."""
-        self._note(write_id, digest_of(self._bytes_of(self._payloads[write_id].extent)) if now else None)
-
-    def _note(self, write_id: int, digest: bytes | None) -> None:
-        payload = self._payloads[write_id]
-        kept = _Kept(
-            payload.extent.offset,
-            payload.extent.size_bytes,
-            payload.layout,
-            payload.num_rows,
-            payload.num_positions,
-            payload.rows,
-            digest,
-        )
-        self._notes.note(f"{_PREFIX}{write_id:x}", msgspec.msgpack.encode(kept))
-
-    def _forget_note(self, write_id: int) -> None:
-        name = f"{_PREFIX}{write_id:x}"
-        if name in self._notes.notes:
-            self._notes.note(name, None)
-
     # --- as a service -------------------------------------------------------------------------------------------------
 
-    def allocate(self, holds: Holds, put: int, wanted: Sequence[Wanted]) -> list[int] | None:
-        """As `ExtentService.allocate`.
-
-        Raises:
-            CapacityExceededError: The file system is full.
-        """
-        offsets = super().allocate(holds, put, wanted)
-        if offsets is not None:
-            self._writes[put] = [each.write_id for each in wanted]
-            try:
-                for extent in holds.writing[put]:
-                    self._give_room(extent)
-            except OSError as error:
-                self.stop_writing(holds, put)
-                self.forget(each.write_id for each in wanted)
-                self._refused = sum(each.layout.size_bytes for each in wanted), self._arena.free_bytes
-                raise _full() from error
-        return offsets
+    def allocate(self, wanted: Sequence[Wanted]) -> list[Extent] | None:
+        """As `ExtentService.allocate`. Raises `CapacityExceededError` if the file system is full."""
+        extents = super().allocate(wanted)
+        try:
+            for extent in extents or ():
+                self._give_room(extent)
+        except OSError as error:
+            self.unpin(extents or ())
+            self.forget(write.write_id for write in wanted)
+            self._refused = sum(write.layout.size_bytes for write in wanted), self.arena.free_bytes
+            raise _full() from error
+        return extents
 
     def check_room(self, size_bytes: int) -> None:
         """As `ExtentService.check_room`: the file system had no room for so many, and nothing was freed since then."""
-        if self._refused is None:
-            return
-        refused_bytes, free_bytes = self._refused
-        if size_bytes >= refused_bytes and self._arena.free_bytes <= free_bytes + _BLOCK:
-            raise _full()
+        if self._refused is not None:
+            refused_bytes, free_bytes = self._refused
+            if size_bytes >= refused_bytes and self.arena.free_bytes <= free_bytes + _BLOCK:
+                raise _full()
 
-    def stop_writing(self, holds: Holds, put: int) -> None:
-        """As `ExtentService.stop_writing`."""
-        self._writes.pop(put, None)
-        super().stop_writing(holds, put)
+    def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
+        """As `ExtentService.keep`. With ``sync``, returns when the bytes are on the disk. Raises `OSError`."""
+        if not self._payloads.keys() >= set(write_ids):
+            return  # it was given up meanwhile: the ledger refuses its commit
+        if digests is not None and [len(digest) for digest in digests] != [_DIGEST_BYTES] * len(write_ids):
+            raise InvalidRequestError("a put has digests of other extents than its own.")
+        for index, write_id in enumerate(write_ids):
+            extent = self._payloads[write_id].extent
+            if digests is not None:
+                self._note(write_id, digests[index])
+                continue
+            if self.syncs:
+                self.arena.sync(extent.offset, extent.offset + extent.size_bytes)
+            if self.syncs or extent.size_bytes <= _FEW_BYTES:
+                self._note(write_id, digest_of(self.bytes_of(extent)))
+            else:
+                self._note(write_id, None)
+                self._to_hash[write_id] = None
 
-    def drop(self, refs: Iterable[Ref]) -> None:
-        """As `ExtentService.drop`. A full file system gets the room back that no extent needs."""
-        try:
-            super().drop(refs)
-        finally:
-            if self._arena.free_bytes < _BLOCK:
-                self._free_spare()
+    def _note(self, write_id: int, digest: bytes | None) -> None:
+        """Notes where a write lies."""
+        payload = self._payloads[write_id]
+        kept = _Kept(
+            *(payload.extent.offset, payload.extent.size_bytes, payload.layout, payload.num_rows),
+            *(payload.num_positions, payload.rows, digest),
+        )
+        self._notes.note(f"{_EXTENT_NOTE}{write_id:x}", msgspec.msgpack.encode(kept))
 
     def find(self, write_id: int, positions: list[int]) -> tuple[Place | None, list[int], list[int]]:
         """As `ExtentService.find`, after the bytes of the write were checked."""
         self._is_whole(write_id)
         return super().find(write_id, positions)
 
+    def drop(self, refs: Iterable[Ref]) -> None:
+        """As `ExtentService.drop`. A full file system gets the room back that no extent needs."""
+        try:
+            super().drop(refs)
+        finally:
+            if self.arena.free_bytes < _BLOCK:
+                self._free_spare()
+
+    def _remove(self, write_id: int) -> None:
+        name = f"{_EXTENT_NOTE}{write_id:x}"
+        if name in self._notes.notes:
+            self._notes.note(name, None)  # it may fail, and what is noted is never overwritten
+        super()._remove(write_id)
+        self._end_hashing(write_id)
+
+    # --- digests ------------------------------------------------------------------------------------------------------
+
     def _is_whole(self, write_id: int) -> bool:
         """Checks the bytes of a write, if that was not done yet."""
         digest = self._to_check.get(write_id)
         if digest is None:
             return True
-        whole = digest == digest_of(self._bytes_of(self._payloads[write_id].extent))
-        if whole:
+        is_whole = digest == digest_of(self.bytes_of(self._payloads[write_id].extent))
+        if is_whole:
             self._end_hashing(write_id)
         else:
             self._lose(write_id)
-        return whole
+        return is_whole
 
     def work_aside(self) -> bool:
         """Makes or checks a part of a digest. False: there is nothing to do."""
@@ -291,17 +361,16 @@ class KeptExtents(ExtentService):
                 return False
             self._hashing = write_id, 0, xxhash.xxh3_128()
         write_id, done, state = self._hashing
-        data = self._bytes_of(self._payloads[write_id].extent)
+        data = self.bytes_of(self._payloads[write_id].extent)
         state.update(data[done : done + _STEP].data)
         self._hashing = write_id, done + _STEP, state
         if done + _STEP < len(data):
             return True
         self._hashing = None
-        wanted = self._to_check.get(write_id, state.digest())
         try:
             if write_id in self._to_hash:
-                self._note(write_id, wanted)
-            elif state.digest() != wanted:
+                self._note(write_id, state.digest())
+            elif state.digest() != self._to_check[write_id]:
                 self._lose(write_id)
         except BackendUnavailableError as error:  # no room on the disk: later
             _log.warning("a digest is not kept yet: %s", error)
@@ -314,11 +383,6 @@ class KeptExtents(ExtentService):
         while self.work_aside():
             pass
 
-    def _remove(self, write_id: int) -> None:
-        self._forget_note(write_id)  # it may fail, and what is noted is never overwritten
-        super()._remove(write_id)
-        self._end_hashing(write_id)
-
     def _end_hashing(self, write_id: int) -> None:
         """The bytes of a write are gone, or its digest is known."""
         self._to_check.pop(write_id, None)
@@ -329,7 +393,9 @@ class KeptExtents(ExtentService):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _allocate(self, size_bytes: int) -> Extent | None:
-        self._free_left()
+        left, self._left = self._left, []
+        for extent in left:
+            self._free(extent)
         if self.used_bytes + size_bytes > self._most_bytes and not self._make_room(size_bytes):
             return None
         return self._new_extent(size_bytes)
@@ -346,7 +412,7 @@ class KeptExtents(ExtentService):
             return 0
         payload = self._payloads[write_id]
         before = payload.extent
-        data = self._bytes_of(before).copy()
+        data = self.bytes_of(before).copy()
         squeezed = replace(payload)
         squeezed.squeeze(data)
         extent = self._new_extent(squeezed.layout.size_bytes)
@@ -356,71 +422,17 @@ class KeptExtents(ExtentService):
         try:
             self._give_room(extent)
             self._settle_notes()
-            self._bytes_of(extent)[:] = data[: extent.size_bytes]
+            self.bytes_of(extent)[:] = data[: extent.size_bytes]
             if self.syncs:
-                self._arena.sync(extent.offset, extent.offset + extent.size_bytes)
+                self.arena.sync(extent.offset, extent.offset + extent.size_bytes)
         except OSError:
             self._free(extent)
             return 0
         self._payloads[write_id] = squeezed
         self._end_hashing(write_id)
-        self._note_kept(write_id, now=True)
+        self._note(write_id, digest_of(self.bytes_of(extent)))
         self._free(before)
         return before.size_bytes - extent.size_bytes
-
-    def _give_room(self, extent: Extent) -> None:
-        """Has the file system set room aside for an extent. Raises `OSError` if it has none."""
-        first, last = _blocks(extent.offset, extent.offset + extent.size_bytes)
-        if self._has_room[first:last].all():
-            return
-        missing = first + np.flatnonzero(~self._has_room[first:last])
-        if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self._most_bytes * (1 + _SPARE_SHARE):
-            self._free_spare()
-        if missing.size and self._arena.free_bytes < len(missing) * _BLOCK + _JOURNAL_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for start, stop in runs(missing, missing + 1):
-            self._arena.give_room(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
-            self._has_room[start:stop] = True
-
-    def _settle_notes(self) -> None:
-        """Has the disk know what is noted no longer, before its place is used again."""
-        if self.syncs:
-            self._notes.commit_or_end()
-
-    def _free_spare(self) -> None:
-        """Gives back the room of blocks in which no extent lies, if the file system takes it."""
-        self._settle_notes()
-        spare = self._has_room.copy()
-        for extent in self._extents.all:
-            spare[slice(*_blocks(extent.offset, extent.offset + extent.size_bytes))] = False
-        for used in self._arena.used_by_others(0, self._arena.size_bytes):
-            spare[slice(*_blocks(*used))] = False
-        blocks = np.flatnonzero(spare)
-        for start, stop in runs(blocks, blocks + 1):
-            with suppress(OSError):
-                self._arena.give_back(start * _BLOCK, min(stop * _BLOCK, self._arena.size_bytes))
-                self._has_room[start:stop] = False
-
-    # --- clients of the process before --------------------------------------------------------------------------------
-
-    def _held_between(self, places: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """The offset and size of what is used between extents: its rows do not exist any more, but views of them do."""
-        held = set()
-        size_bytes = self._arena.size_bytes // GRANULE * GRANULE
-        used = self._arena.used_by_others(0, size_bytes)
-        end = 0
-        for offset, size in [*places, (size_bytes, 0)]:
-            for start, stop in used:
-                start = max(start // GRANULE * GRANULE, end)
-                stop = min(-(-stop // GRANULE) * GRANULE, offset)
-                if start < stop:
-                    held.add((start, stop - start))
-                    end = stop
-            end = offset + size
-        return held
-
-    def _is_used(self, extent: Extent) -> bool:
-        return bool(self._arena.used_by_others(extent.offset, extent.offset + extent.size_bytes))
 
     def _new_extent(self, size_bytes: int) -> Extent | None:
         """An extent in which nobody writes or reads any more."""
@@ -435,22 +447,41 @@ class KeptExtents(ExtentService):
         else:
             self._extents.free(extent)
 
-    def _free_left(self) -> None:
-        """Frees what clients of the process before used when it was to be freed, and use no more."""
-        if self._left:
-            left, self._left = self._left, []
-            for extent in left:
-                self._free(extent)
+    def _is_used(self, extent: Extent) -> bool:
+        return bool(self.arena.used_by_others(extent.offset, extent.offset + extent.size_bytes))
 
+    def _give_room(self, extent: Extent) -> None:
+        """Has the file system set room aside for an extent. Raises `OSError` if it has none."""
+        first, last = _blocks(extent.offset, extent.offset + extent.size_bytes)
+        if self._has_room[first:last].all():
+            return
+        missing = first + np.flatnonzero(~self._has_room[first:last])
+        if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self._most_bytes * (1 + _SPARE_SHARE):
+            self._free_spare()
+        if missing.size and self.arena.free_bytes < len(missing) * _BLOCK + _JOURNAL_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for start, stop in runs(missing, missing + 1):
+            self.arena.give_room(start * _BLOCK, min(stop * _BLOCK, self.arena.size_bytes))
+            self._has_room[start:stop] = True
 
-def _payload_of(kept: _Kept, extent: Extent, live: Sequence[int] | None) -> Payload:
-    """What came back of a write: of the rows that lie in its extent, those that exist; all if ``live`` is None."""
-    payload = Payload(extent, kept.layout, kept.num_rows, kept.num_rows, kept.num_positions, kept.rows)
-    if kept.rows is not None:
-        payload.num_live = sum(row >= 0 for row in kept.rows)
-    for position in () if live is None else set(range(kept.num_positions)).difference(live):
-        payload.drop(position)
-    return payload
+    def _settle_notes(self) -> None:
+        """Has the disk know what is noted no longer, before its place is used again."""
+        if self.syncs:
+            self._notes.commit_or_end()
+
+    def _free_spare(self) -> None:
+        """Gives back the room of blocks in which no extent lies, if the file system takes it."""
+        self._settle_notes()
+        spare = self._has_room.copy()
+        for extent in self._extents.all:
+            spare[slice(*_blocks(extent.offset, extent.offset + extent.size_bytes))] = False
+        for used in self.arena.used_by_others(0, self.arena.size_bytes):
+            spare[slice(*_blocks(*used))] = False
+        blocks = np.flatnonzero(spare)
+        for start, stop in runs(blocks, blocks + 1):
+            with suppress(OSError):
+                self.arena.give_back(start * _BLOCK, min(stop * _BLOCK, self.arena.size_bytes))
+                self._has_room[start:stop] = False
 
 
 def _full() -> CapacityExceededError:
@@ -462,10 +493,19 @@ def _full() -> CapacityExceededError:
     )
 
 
-def digest_of(data: Bytes) -> bytes:
-    """The digest of the bytes of an extent."""
-    return xxhash.xxh3_128_digest(data.data)
-
-
 def _blocks(start: int, stop: int) -> tuple[int, int]:
     return start // _BLOCK, -(-stop // _BLOCK)
+
+
+class KeptExtentHost(ExtentHost):
+    """As `ExtentHost`, of extents that outlive the process. It answers when all that was noted is kept."""
+
+    def __init__(self, extents: KeptExtents, notes: Notes) -> None:
+        super().__init__(extents)
+        self._kept, self._notes = extents, notes
+
+    def settle(self) -> None:
+        self._notes.commit_or_end()
+
+    def work_aside(self) -> bool:
+        return self._kept.work_aside()

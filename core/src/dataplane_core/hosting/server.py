@@ -1,4 +1,4 @@
-"""`Server`: one thread that answers the clients of a host, over a Unix socket or over TCP.
+"""`Server`: one thread that answers the clients of a `Host`, over a Unix socket or over TCP, also behind TLS.
 
 A request whose client has hung up is not carried out: it was given up, and what the client does next, such as to abort
 a put or to end a pin, may have been read already. Over a Unix socket, that is so only if several connections have
@@ -7,42 +7,232 @@ something to be read, or if the connection is new, and only then the server look
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import datetime
 import hmac
+import ipaddress
+import itertools
 import logging
-import os
 import secrets
 import selectors
 import socket
-import struct
+import ssl
+import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import msgspec
 
-from dataplane_core.hosting.host import Client, Host, Receiving, Sending
-from dataplane_core.hosting.layout import Bytes
-from dataplane_core.hosting.messages import VERSION, Hello, Welcome, decode_hello, encode
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
+from dataplane_core.hosting.messages import (
+    VERSION,
+    ClaimOrWait,
+    Hello,
+    Messages,
+    StopWaiting,
+    Together,
+    Welcome,
+    decode_hello,
+    encode,
+)
+from dataplane_core.hosting.session import (
+    HALF_BYTES,
+    RECEIVE_BYTES,
+    Bytes,
+    advance,
+    check_user,
+    next_arrays,
+    set_tcp_options,
+    take_message,
+)
+from dataplane_core.ledger import Command, commands
+from dataplane_core.spec import Claim, new_id
 
 _log = logging.getLogger(__name__)
 
-#: Size of each half of a token. A client shows the first half, and the server answers with the second.
-HALF_BYTES: Final = 32
-_RECEIVE_BYTES: Final = 1 << 18
 #: About how many bytes beside messages one connection moves before the others get their turn.
 _TURN_BYTES: Final = 4 << 20
-#: The most arrays that one call of the system takes.
-_MOST_ARRAYS: Final = 512
 #: Seconds until clients are accepted again that could not be, and between two looks for those that say nothing.
 _LOOK_S: Final = 1.0
 #: Seconds in which who connects must say who it is, and the bytes that it may take for that.
 _GREETING_S: Final = 30.0
 _GREETING_BYTES: Final = 1 << 12
+#: For how many days a certificate is valid.
+_DAYS: Final = 3650
+
+
+# --- what is served ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A client, as its host sees it: from the begin of its session to the end, however it ends."""
+
+    number: int  # never used again by this host
+    key: str = field(default_factory=new_id)  # identifies it among the sessions of all hosts
+    waits: set[str] = field(default_factory=set)  # tokens of its claims that wait
+    tickets: set[str] = field(default_factory=set)  # those of its puts that wait for room
+    ended: bool = False
+    #: Tells it that what has this token or ticket is to ask again. False if it is gone. Never blocks.
+    wake: Callable[[str], bool] = lambda token: False
+
+
+@dataclass(slots=True)
+class Receiving:
+    """What a host answers to a request that bytes follow: they go into these arrays, one after the other.
+
+    The host keeps this memory until ``finish``, ``lost``, the end of the client's session, or ``cancelled``.
+    """
+
+    into: Sequence[Bytes]
+    finish: Callable[[], Any]  # called when all have come; what it returns is the reply
+    lost: Callable[[], Any]  # called if the connection ends before
+    cancelled: bool = False  # set by the host: no more bytes may be written, and the connection ends
+
+
+@dataclass(slots=True)
+class Sending:
+    """A reply that bytes follow: those of ``sources``, one array after the other. The host keeps their memory until
+    ``finish`` is called: when all are sent, or the connection has ended.
+    """
+
+    reply: Any
+    sources: Sequence[Bytes]
+    finish: Callable[[], Any]
+
+
+class Host:
+    """What a server serves. The server's thread calls it, one call after the other.
+
+    Attributes:
+        messages: The requests that it knows.
+        descriptors: The file descriptors that each client gets that connects over a Unix socket.
+        handlers: Type of a request -> its handler.
+    """
+
+    messages: Messages
+    descriptors: Sequence[int] = ()
+    handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
+
+    def __init__(self) -> None:
+        self._clients: dict[str, Client] = {}  # by key
+        self._numbers = itertools.count(1)
+
+    def begin_session(self) -> Client:
+        """A client connects."""
+        client = self._new_client(next(self._numbers))
+        self._clients[client.key] = client
+        return client
+
+    def _new_client(self, number: int) -> Client:
+        return Client(number)
+
+    def client(self, key: str) -> Client | None:
+        """The client with that key, or None if its session has ended, or is one of another host."""
+        return self._clients.get(key)
+
+    def end_session(self, client: Client) -> None:
+        """A client is gone. A subclass gives up what it held."""
+        client.ended = True
+        del self._clients[client.key]
+
+    def about(self) -> Any:
+        """What clients are told when they connect."""
+        return None
+
+    def answer(self, request: Any, client: Client) -> Any:
+        """Answers a request or a command, by its handler. Must not block: it would delay every client.
+
+        It may return `Receiving` or `Sending` in place of a reply.
+
+        Raises:
+            DataPlaneError: As the request says. The client raises it.
+        """
+        if isinstance(request, Together):
+            return [self._answer_part(part, client) for part in request.requests]
+        handler = self.handlers.get(type(request))
+        if handler is None:
+            raise InvalidRequestError(f"this host knows no {type(request).__name__}.")
+        return handler(self, request, client)
+
+    def _answer_part(self, message: bytes, client: Client) -> bytes:
+        """The reply to one of several requests, without its length."""
+        request = self.messages.decode_request(message)
+        if isinstance(request, Together) or getattr(request, "followed", False):
+            raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
+        reply = self.answer(request, client)
+        if isinstance(reply, Sending):
+            reply.finish()
+            raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
+        return self.messages.encode_reply(reply)[4:]
+
+    def settle(self) -> None:
+        """Called before replies are sent, once for all requests that had arrived together. Must not raise."""
+
+    def work_aside(self) -> bool:
+        """Does a part of what is to be done while there are no requests. False: nothing is left until the next one."""
+        return False
+
+
+class LedgerHost(Host):
+    """A host of a ledger. Clients that wait are woken, and a client that is gone keeps nobody waiting.
+
+    Args:
+        service: The ledger with a clock: a `LedgerService`, or one that is logged.
+    """
+
+    messages = Messages()
+
+    def __init__(self, service: Any) -> None:
+        Host.__init__(self)
+        self._service = service
+
+    def answer(self, request: Any, client: Client) -> Any:
+        """As `Host.answer`. What has no handler is a command, which goes to the ledger as it is."""
+        if isinstance(request, Command) and type(request) not in self.handlers:
+            return self._service.call(request)
+        return super().answer(request, client)
+
+    def end_session(self, client: Client) -> None:
+        """Gives up what the client waited for: others get the samples, and the room."""
+        super().end_session(client)
+        for token in client.waits:
+            self._service.stop_waiting(token)
+        for ticket in client.tickets:
+            self._service.call(commands.WaitForRoom(ticket, 0, wait_s=0.0))
+
+    def _claim_or_wait(self, request: ClaimOrWait, client: Client) -> Claim:
+        token = request.claim.token
+        client.waits.discard(token)
+        claim: Claim = self._service.call(request.claim, partial(client.wake, token))
+        if not (claim.answered or request.claim.explain):
+            client.waits.add(token)
+        return claim
+
+    def _stop_waiting(self, request: StopWaiting, client: Client) -> None:
+        client.waits.discard(request.token)
+        self._service.stop_waiting(request.token)
+
+    def _wait_for_room(self, request: commands.WaitForRoom, client: Client) -> None:
+        (client.tickets.add if request.wait_s > 0 else client.tickets.discard)(request.ticket)
+        self._service.call(request, partial(client.wake, request.ticket))
+
+
+LedgerHost.handlers = {
+    ClaimOrWait: LedgerHost._claim_or_wait,
+    StopWaiting: LedgerHost._stop_waiting,
+    commands.WaitForRoom: LedgerHost._wait_for_room,
+}
+
+
+# --- where it listens -------------------------------------------------------------------------------------------------
 
 
 def listen_at(path: Path) -> socket.socket:
@@ -57,20 +247,16 @@ def listen_at(path: Path) -> socket.socket:
     return listener
 
 
-def listen_as(name: str) -> socket.socket:
-    """A Unix socket without a file (Linux), for this user's processes in the same network namespace.
+def listen_unseen() -> tuple[str, socket.socket]:
+    """A Unix socket without a file (Linux), for this user's processes in the same network namespace, and its name.
 
     Nothing of it is left when the process ends. ``UnixAddress(name)`` reaches it.
     """
+    name = f"\0dataplane-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(name)
     listener.listen(1024)
-    return listener
-
-
-def new_socket_name() -> str:
-    """A name for `listen_as` that no other socket has."""
-    return f"\0dataplane-{secrets.token_hex(16)}"
+    return name, listener
 
 
 def listen_on(ip: str) -> socket.socket:
@@ -78,46 +264,103 @@ def listen_on(ip: str) -> socket.socket:
     return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1024)
 
 
-def set_tcp_options(channel: socket.socket) -> None:
-    """Sends at once what is written, and notices within two minutes that the other side's node is gone."""
-    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):  # not everywhere
-            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def new_token() -> bytes:
     """A token for a server that is reached over TCP."""
     return secrets.token_bytes(2 * HALF_BYTES)
 
 
-class _Connection:
-    """A connection.
+def behind_tls(listener: socket.socket) -> tuple[socket.socket, str, Callable[[], object]]:
+    """Puts TLS in front of a TCP socket: a thread passes on what its clients send, and what they are sent.
 
-    Attributes:
-        client: Whose it is; None before its `Hello`.
-        begins: Whether it began the session, which then ends with it.
-        until: When it must have said who it is.
-        is_new: Whether it has asked nothing yet. It may have waited to be accepted.
-        is_unix: Whether it is a Unix socket.
-        receiving: Where the bytes go that follow its request.
-        sending: The reply whose bytes follow what is unsent.
+    Returns:
+        What a `Server` is given in its place; the certificate that clients must know; and what ends the thread.
+
+    Raises:
+        BackendUnavailableError: The package cryptography is not installed.
     """
+    certificate, key = _new_certificate(listener.getsockname()[0])
+    set_tcp_options(listener)  # which its connections inherit
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(certificate + key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    name, inner_listener = listen_unseen()
 
-    def __init__(self, channel: socket.socket) -> None:
-        self.channel = channel
-        self.is_unix = channel.family == socket.AF_UNIX
-        self.client: Client | None = None
-        self.receiving: Receiving | None = None
-        self.sending: Sending | None = None
-        self.arrays: deque[memoryview] = deque()  # what is left of these bytes
-        self.begins = False
-        self.until = time.monotonic() + _GREETING_S
-        self.is_new = True
-        self.events = selectors.EVENT_READ  # that the server waits for
-        self.received = bytearray()
-        self.unsent = bytearray()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            inner, out = await asyncio.open_unix_connection(name, limit=RECEIVE_BYTES)
+            await asyncio.gather(_pass_on(reader, out), _pass_on(inner, writer))
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, sock=listener, ssl=context, limit=RECEIVE_BYTES):
+            await ended.wait()
+
+    def run_loop() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(run())
+
+    ended, loop = asyncio.Event(), asyncio.new_event_loop()
+    threading.Thread(target=run_loop, name="dataplane-tls", daemon=True).start()
+    return inner_listener, certificate, lambda: loop.call_soon_threadsafe(ended.set)
+
+
+async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    try:
+        while data := await source.read(RECEIVE_BYTES):
+            target.write(data)
+            await target.drain()
+    finally:
+        target.close()
+
+
+def _new_certificate(ip: str) -> tuple[str, str]:
+    """A certificate for this address that signs itself, and its key, in PEM."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "the process of the ledger cannot use TLS: the package cryptography is not installed.",
+            retryable=False,
+            hint="pip install cryptography",
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "dataplane")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(ip))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    secret = key.private_bytes(serialization.Encoding.PEM, *form)
+    return certificate.public_bytes(serialization.Encoding.PEM).decode(), secret.decode()
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    channel: socket.socket
+    client: Client | None = None  # whose it is; None before its `Hello`
+    begins: bool = False  # the session, which then ends with it
+    until: float = field(default_factory=lambda: time.monotonic() + _GREETING_S)  # when it must have said who it is
+    is_new: bool = True  # it has asked nothing yet, and may have waited to be accepted
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    receiving: Receiving | None = None  # where the bytes go that follow its request
+    sending: Sending | None = None  # the reply whose bytes follow what is unsent
+    arrays: deque[memoryview] = field(default_factory=deque)  # what is left of these bytes
+    events: int = selectors.EVENT_READ  # that the server waits for
 
 
 class Server:
@@ -127,35 +370,23 @@ class Server:
         host: The host.
         *listeners: Where clients connect. Over a Unix socket, those of another user are refused.
         token: What clients must know. Without one, everybody who can connect is served.
-        between: Called before the server waits for requests.
-        aside: Work for the time in which there are no requests. It is called until it returns False, and again when
-            requests were answered.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        *listeners: socket.socket,
-        token: bytes = b"",
-        between: Callable[[], None] = lambda: None,
-        aside: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, host: Host, *listeners: socket.socket, token: bytes = b"") -> None:
         self._host = host
         self._messages = host.messages
         self._token = token
-        self._between = between
-        self._aside = aside
-        self._has_work = True  # perhaps
         self._listeners = listeners
         for listener in listeners:
             listener.setblocking(False)
         self._is_unix = all(listener.family == socket.AF_UNIX for listener in listeners)
         self._may_be_late = True  # whether what came now may have been given up, and something after it been read
+        self._settles = type(host).settle is not Host.settle
+        self._has_work = self._works_aside = type(host).work_aside is not Host.work_aside
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
         self._strangers: set[_Connection] = set()
         self._sessions: set[_Connection] = set()  # those that began one
-        self._settles = type(host).settle is not Host.settle
         self._replies: list[tuple[_Connection, bytes]] = []  # that are sent once they are settled
         self._close, self._closed = socket.socketpair()
         self._selector.register(self._closed, selectors.EVENT_READ)
@@ -163,22 +394,19 @@ class Server:
     def run(self) -> None:
         """Answers clients until `close`."""
         while True:
-            self._between()
             now = time.monotonic()
             if self._accept_at is not None and now >= self._accept_at:
                 for listener in self._listeners:
                     self._selector.register(listener, selectors.EVENT_READ)
                 self._accept_at = None
-            if self._strangers:
-                for stranger in [each for each in self._strangers if now >= each.until]:
-                    self._drop(stranger)
+            for stranger in [stranger for stranger in self._strangers if now >= stranger.until]:
+                self._drop(stranger)
             looks = self._strangers or self._accept_at is not None
-            works_aside = self._aside is not None and self._has_work
-            ready = self._selector.select(0 if works_aside else _LOOK_S if looks else None)
-            if not ready and self._aside is not None and works_aside:
-                self._has_work = self._aside()
+            ready = self._selector.select(0 if self._has_work else _LOOK_S if looks else None)
+            if not ready and self._has_work:
+                self._has_work = self._host.work_aside()
                 continue
-            self._has_work = True
+            self._has_work = self._works_aside
             self._may_be_late = len(ready) > 1 or not self._is_unix
             for key, events in ready:
                 connection: _Connection | None = key.data
@@ -196,11 +424,11 @@ class Server:
                 except Exception as error:
                     self._fail(connection, error)
             if self._replies:
-                self._reply()
+                self._send_settled()
 
     def has_clients(self) -> bool:
         """Whether a session is open at both ends. Also from another thread, and while the host settles."""
-        return any(not _hung_up(each.channel) for each in list(self._sessions))
+        return any(not _hung_up(connection.channel) for connection in list(self._sessions))
 
     def close(self) -> None:
         """Ends all connections and `run`. From another thread."""
@@ -213,14 +441,6 @@ class Server:
         for listener in self._listeners:
             listener.close()
 
-    def _fail(self, connection: _Connection, error: Exception) -> None:
-        """Ends a connection. No message of one client may end the service of all."""
-        if not isinstance(error, (OSError, EOFError, msgspec.MsgspecError)):  # else the client is gone, or none of ours
-            _log.error("a client's connection is closed", exc_info=error)
-        self._drop(connection)
-
-    # --- connections --------------------------------------------------------------------------------------------------
-
     def _accept(self, listener: socket.socket) -> None:
         if self._accept_at is not None:  # another listener could not accept in this turn
             return
@@ -230,17 +450,14 @@ class Server:
             return
         except OSError as error:  # most likely too many open files
             _log.warning("no client is accepted for %s s: %s", _LOOK_S, error)
-            for each in self._listeners:
-                self._selector.unregister(each)
+            for listener in self._listeners:
+                self._selector.unregister(listener)
             self._accept_at = time.monotonic() + _LOOK_S
             return
         try:
             channel.setblocking(False)
             if channel.family == socket.AF_UNIX:
-                credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                _, user, _ = struct.unpack("3i", credentials)
-                if user != os.getuid():
-                    raise PermissionError(f"user {user} is another one")
+                check_user(channel)
             else:
                 set_tcp_options(channel)
             connection = _Connection(channel)
@@ -249,6 +466,12 @@ class Server:
             channel.close()
             return
         self._strangers.add(connection)
+
+    def _fail(self, connection: _Connection, error: Exception) -> None:
+        """Ends a connection. No message of one client may end the service of all."""
+        if not isinstance(error, (OSError, EOFError, msgspec.MsgspecError)):  # else the client is gone, or none of ours
+            _log.error("a client's connection is closed", exc_info=error)
+        self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
         self._strangers.discard(connection)
@@ -268,134 +491,28 @@ class Server:
             except Exception as error:  # as on a full disk: what it held ends by its time
                 _log.error("what a client held that is gone could not be given up: %s", error)
 
+    # --- requests -----------------------------------------------------------------------------------------------------
+
     def _read(self, connection: _Connection) -> None:
         if connection.receiving is not None:
             self._receive(connection, connection.receiving)
             return
         try:
-            data = connection.channel.recv(_RECEIVE_BYTES)
+            data = connection.channel.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
         if not data:
             raise EOFError
         received = connection.received
         received += data
-        while len(received) >= 4 and connection.receiving is None:
-            # who is not known may not make this process keep a message of 4 GiB
-            end = 4 + int.from_bytes(received[:4], "little")
-            if connection.client is None and end > _GREETING_BYTES:
-                raise EOFError
-            if len(received) < end:
-                return
-            message = bytes(received[4:end])
-            del received[:end]
+        while connection.receiving is None and (message := take_message(received)) is not None:
             if connection.client is None:
                 self._welcome(connection, decode_hello(message))
             else:
                 self._answer(connection, connection.client, message)
-
-    def _answer(self, connection: _Connection, client: Client, message: bytes) -> None:
-        if client.ended:
+        # who is not known may not make this process keep much
+        if connection.client is None and len(received) > _GREETING_BYTES:
             raise EOFError
-        request = self._messages.decode_request(message)
-        answered = getattr(request, "answered", True)
-        if answered and (self._may_be_late or connection.is_new) and _hung_up(connection.channel):
-            raise EOFError
-        connection.is_new = False
-        result: Any = None
-        try:
-            result = self._host.answer(request, client)
-            sent = result.reply if isinstance(result, Sending) else result
-            reply = b"" if isinstance(result, Receiving) else self._messages.encode_reply(sent)
-        except Exception as error:  # the client raises it
-            if getattr(request, "followed", False):  # what follows is no request
-                raise EOFError from error
-            reply = self._messages.encode_error(error)
-            if isinstance(result, Sending):
-                result.finish()
-                result = None
-        if isinstance(result, Receiving):
-            self._begin_receiving(connection, result)
-            return
-        if not answered:
-            return
-        if isinstance(result, Sending):
-            connection.sending, connection.arrays = result, _arrays(result.sources)
-        if self._settles:
-            self._replies.append((connection, reply))
-        else:
-            self._send(connection, reply)
-
-    # --- bytes beside messages ----------------------------------------------------------------------------------------
-
-    def _begin_receiving(self, connection: _Connection, receiving: Receiving) -> None:
-        connection.receiving = receiving
-        connection.arrays = _arrays(receiving.into)
-        came = memoryview(bytes(connection.received))  # with the request
-        connection.received.clear()
-        while came and connection.arrays:
-            target = connection.arrays[0]
-            count = min(len(came), len(target))
-            target[:count] = came[:count]
-            came = came[count:]
-            advance(connection.arrays, count)
-        if came:
-            raise EOFError
-        self._end_receiving(connection, receiving)
-
-    def _receive(self, connection: _Connection, receiving: Receiving) -> None:
-        """Receives what has come of the bytes that follow a request."""
-        client = connection.client
-        if client is None or client.ended or receiving.cancelled:  # the memory is no longer the client's
-            raise EOFError
-        left = _TURN_BYTES
-        with contextlib.suppress(BlockingIOError):
-            while connection.arrays and left > 0:
-                count = connection.channel.recvmsg_into(next_arrays(connection.arrays))[0]
-                if not count:
-                    raise EOFError
-                advance(connection.arrays, count)
-                left -= count
-        self._end_receiving(connection, receiving)
-
-    def _end_receiving(self, connection: _Connection, receiving: Receiving) -> None:
-        if connection.arrays:
-            return
-        connection.receiving = None
-        try:
-            reply = self._messages.encode_reply(receiving.finish())
-        except Exception as error:  # the client raises it
-            reply = self._messages.encode_error(error)
-        if self._settles:
-            self._replies.append((connection, reply))
-        else:
-            self._send(connection, reply)
-
-    def _send_arrays(self, connection: _Connection, sending: Sending) -> None:
-        client = connection.client
-        if client is None or client.ended:  # the memory is no longer kept for it
-            raise EOFError
-        left = _TURN_BYTES
-        with contextlib.suppress(BlockingIOError):
-            while connection.arrays and left > 0:
-                count = connection.channel.sendmsg(next_arrays(connection.arrays))
-                advance(connection.arrays, count)
-                left -= count
-        if not connection.arrays:
-            connection.sending = None
-            sending.finish()
-
-    def _reply(self) -> None:
-        """Sends the replies to all requests that had arrived together."""
-        # one settle for all of them: with a journal on a disk it is one fdatasync
-        self._host.settle()
-        replies, self._replies = self._replies, []
-        for connection, reply in replies:
-            if connection.channel.fileno() >= 0:  # else it was dropped
-                try:
-                    self._send(connection, reply)
-                except Exception as error:
-                    self._fail(connection, error)
 
     def _welcome(self, connection: _Connection, hello: Hello) -> None:
         mine, theirs = self._token[:HALF_BYTES], self._token[HALF_BYTES:]
@@ -413,10 +530,55 @@ class Server:
         client.wake = partial(self._wake, connection)
         about = msgspec.Raw(msgspec.msgpack.encode(self._host.about()))
         welcome = encode(Welcome(VERSION, client.number, client.key, theirs, about))
-        if self._host.descriptors and connection.is_unix:
+        if self._host.descriptors and connection.channel.family == socket.AF_UNIX:
             socket.send_fds(connection.channel, [welcome], list(self._host.descriptors))
         else:
             self._send(connection, welcome)
+
+    def _answer(self, connection: _Connection, client: Client, message: bytes) -> None:
+        if client.ended:
+            raise EOFError
+        request = self._messages.decode_request(message)
+        answered = getattr(request, "answered", True)
+        if answered and (self._may_be_late or connection.is_new) and _hung_up(connection.channel):
+            raise EOFError
+        connection.is_new = False
+        result: Any = None
+        try:
+            result = self._host.answer(request, client)
+            if isinstance(result, Receiving):
+                self._begin_receiving(connection, result)
+                return
+            reply = self._messages.encode_reply(result.reply if isinstance(result, Sending) else result)
+        except Exception as error:  # the client raises it
+            if getattr(request, "followed", False):  # what follows is no request
+                raise EOFError from error
+            reply = self._messages.encode_error(error)
+            if isinstance(result, Sending):
+                result.finish()
+                result = None
+        if isinstance(result, Sending):
+            connection.sending, connection.arrays = result, _views(result.sources)
+        if answered:
+            self._reply(connection, reply)
+
+    def _reply(self, connection: _Connection, reply: bytes) -> None:
+        if self._settles:
+            self._replies.append((connection, reply))
+        else:
+            self._send(connection, reply)
+
+    def _send_settled(self) -> None:
+        """Sends the replies to all requests that had arrived together."""
+        # one settle for all of them: with a journal on a disk it is one fdatasync
+        self._host.settle()
+        replies, self._replies = self._replies, []
+        for connection, reply in replies:
+            if connection.channel.fileno() >= 0:  # else it was dropped
+                try:
+                    self._send(connection, reply)
+                except Exception as error:
+                    self._fail(connection, error)
 
     def _wake(self, connection: _Connection, token: str) -> bool:
         """Sends a token to the client that waits with it. False if the client is gone."""
@@ -442,6 +604,61 @@ class Server:
             connection.events = events
             self._selector.modify(connection.channel, events, connection)
 
+    # --- bytes beside messages ----------------------------------------------------------------------------------------
+
+    def _begin_receiving(self, connection: _Connection, receiving: Receiving) -> None:
+        connection.receiving = receiving
+        connection.arrays = _views(receiving.into)
+        came = memoryview(bytes(connection.received))  # with the request
+        connection.received.clear()
+        while came and connection.arrays:
+            target = connection.arrays[0]
+            count = min(len(came), len(target))
+            target[:count] = came[:count]
+            came = came[count:]
+            advance(connection.arrays, count)
+        if came:
+            raise EOFError
+        self._end_receiving(connection, receiving)
+
+    def _receive(self, connection: _Connection, receiving: Receiving) -> None:
+        """Receives what has come of the bytes that follow a request."""
+        client = connection.client
+        if client is None or client.ended or receiving.cancelled:  # the memory is no longer the client's
+            raise EOFError
+        self._move(connection, lambda arrays: connection.channel.recvmsg_into(arrays)[0])
+        self._end_receiving(connection, receiving)
+
+    def _end_receiving(self, connection: _Connection, receiving: Receiving) -> None:
+        if connection.arrays:
+            return
+        connection.receiving = None
+        try:
+            reply = self._messages.encode_reply(receiving.finish())
+        except Exception as error:  # the client raises it
+            reply = self._messages.encode_error(error)
+        self._reply(connection, reply)
+
+    def _send_arrays(self, connection: _Connection, sending: Sending) -> None:
+        client = connection.client
+        if client is None or client.ended:  # the memory is no longer kept for it
+            raise EOFError
+        self._move(connection, connection.channel.sendmsg)
+        if not connection.arrays:
+            connection.sending = None
+            sending.finish()
+
+    def _move(self, connection: _Connection, act: Callable[[list[memoryview]], int]) -> None:
+        """Moves bytes beside messages, as long as the socket takes or has some and it is this connection's turn."""
+        left = _TURN_BYTES
+        with contextlib.suppress(BlockingIOError):
+            while connection.arrays and left > 0:
+                count = act(next_arrays(connection.arrays))
+                if not count:
+                    raise EOFError
+                advance(connection.arrays, count)
+                left -= count
+
 
 def _hung_up(channel: socket.socket) -> bool:
     """Whether a client that has asked something does not wait for the reply any more."""
@@ -453,20 +670,5 @@ def _hung_up(channel: socket.socket) -> bool:
         return True
 
 
-def _arrays(arrays: Sequence[Bytes]) -> deque[memoryview]:
-    return deque(each.data for each in arrays if len(each))
-
-
-def next_arrays(arrays: deque[memoryview]) -> list[memoryview]:
-    """The first arrays, as many as one call of the system takes."""
-    return list(islice(arrays, _MOST_ARRAYS))
-
-
-def advance(arrays: deque[memoryview], count: int) -> None:
-    """Drops the first ``count`` bytes."""
-    while count:
-        first = arrays.popleft()
-        if len(first) > count:
-            arrays.appendleft(first[count:])
-            return
-        count -= len(first)
+def _views(arrays: Sequence[Bytes]) -> deque[memoryview]:
+    return deque(array.data for array in arrays if len(array))

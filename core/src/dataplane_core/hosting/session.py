@@ -14,19 +14,18 @@ import struct
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting.layout import Bytes
 from dataplane_core.hosting.messages import (
     VERSION,
     ClaimOrWait,
@@ -41,14 +40,21 @@ from dataplane_core.hosting.messages import (
     decode_welcome,
     encode,
 )
-from dataplane_core.hosting.server import HALF_BYTES, advance, next_arrays, set_tcp_options
-from dataplane_core.hosting.tls import connect_tls
 from dataplane_core.ledger import Command, commands
+from dataplane_core.ownership import not_in_forks
 
 Reply = TypeVar("Reply")
 _Moved = TypeVar("_Moved")
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+#: What a backend makes of the failure of a call, in its own words: of the operation; of `TimeoutError`, with what is
+#: known about the host, another `OSError`, or `EOFError`; and of whether the session was not begun yet.
+Failure: TypeAlias = Callable[[str, Exception, bool], DataPlaneError]
 
-_RECEIVE_BYTES: Final = 1 << 18
+#: Size of each half of a token. A client shows the first half, and the host answers with the second.
+HALF_BYTES: Final = 32
+RECEIVE_BYTES: Final = 1 << 18
+#: The most arrays that one call of the system takes.
+_MOST_ARRAYS: Final = 512
 _POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
 _RELEASE_S: Final = 1.0
@@ -57,6 +63,118 @@ _PATIENCE_S: Final = 1.0
 _LOOK_S: Final = 0.1
 #: The most descriptors that a host passes.
 _MOST_DESCRIPTORS: Final = 4
+
+
+# --- both ends of a connection ----------------------------------------------------------------------------------------
+
+
+def take_message(received: bytearray) -> bytes | None:
+    """Takes the first message out of what was received, without its length. None: it has not come whole."""
+    end = 4 + int.from_bytes(received[:4], "little")
+    if len(received) < max(end, 4):
+        return None
+    message = bytes(memoryview(received)[4:end])
+    del received[:end]
+    return message
+
+
+def next_arrays(arrays: deque[memoryview]) -> list[memoryview]:
+    """The first arrays, as many as one call of the system takes."""
+    return list(itertools.islice(arrays, _MOST_ARRAYS))
+
+
+def advance(arrays: deque[memoryview], count: int) -> None:
+    """Drops the first ``count`` bytes."""
+    while count:
+        first = arrays.popleft()
+        if len(first) > count:
+            arrays.appendleft(first[count:])
+            return
+        count -= len(first)
+
+
+def check_user(channel: socket.socket) -> None:
+    """Raises `PermissionError` if at the other end of a Unix socket is a process of another user."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise PermissionError(f"user {user} is another one")
+
+
+def set_tcp_options(channel: socket.socket) -> None:
+    """Sends at once what is written, and notices within two minutes that the other side's node is gone."""
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not everywhere
+            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# --- where a host is --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnixAddress:
+    """The path of a Unix socket of the same user, or the name of one without a file (`listen_unseen`)."""
+
+    path: Path | str
+    token: bytes = b""
+
+    def connect(self, deadline: float) -> socket.socket:
+        """A connection to it. Refuses the socket of another user. Raises `OSError`."""
+        with _closed_on_error(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as channel:
+            channel.settimeout(_left_s(deadline))
+            while True:
+                try:
+                    channel.connect(str(self.path))
+                    break
+                except BlockingIOError:  # more connect at once than the listening socket takes
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError from None
+                    time.sleep(_POLL_S)
+            try:
+                check_user(channel)
+            except PermissionError as error:
+                raise BackendUnavailableError(f"{self.path} belongs to another user.", retryable=False) from error
+            return channel
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    """The address and port of a host, its token, and the certificate that it shows, if it uses TLS."""
+
+    ip: str
+    port: int
+    token: bytes
+    certificate: str = ""
+
+    def connect(self, deadline: float) -> socket.socket:
+        """A connection to it. Raises `OSError`."""
+        family = socket.AF_INET6 if ":" in self.ip else socket.AF_INET
+        with _closed_on_error(socket.socket(family)) as channel:
+            set_tcp_options(channel)
+            channel.settimeout(_left_s(deadline))
+            channel.connect((self.ip, self.port))
+            if not self.certificate:
+                return channel
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False  # the certificate itself is known
+            context.load_verify_locations(cadata=self.certificate)
+            return context.wrap_socket(channel)
+
+
+@contextmanager
+def _closed_on_error(channel: socket.socket) -> Iterator[socket.socket]:
+    try:
+        yield channel
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _left_s(deadline: float) -> float:
+    """Seconds that are left; a little more than 0, which would mean not to wait at all."""
+    return max(deadline - time.monotonic(), 1e-3)
 
 
 class Watch(Protocol):
@@ -69,79 +187,7 @@ class Watch(Protocol):
         """What is known about it, as a sentence for the timeout's error."""
 
 
-class Address(ABC):
-    """Where a host is. A backend derives from it to say, in its own words, that a call failed.
-
-    Attributes:
-        token: What the host's clients must know.
-    """
-
-    token: bytes = b""
-
-    @abstractmethod
-    def connect(self, deadline: float) -> socket.socket:
-        """A connection to it. Raises `OSError`."""
-
-    @abstractmethod
-    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
-        """The error of a call.
-
-        Args:
-            what: The operation.
-            error: `TimeoutError`, with what is known about the host, another `OSError`, or `EOFError`.
-            connecting: Whether the session was not begun yet.
-        """
-
-
-@dataclass(frozen=True)
-class UnixAddress(Address):
-    """The path of a Unix socket of the same user, or the name of one without a file (`listen_as`)."""
-
-    path: Path | str
-
-    def connect(self, deadline: float) -> socket.socket:
-        """As `Address.connect`. Refuses the socket of another user."""
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            channel.settimeout(_left_s(deadline))
-            self._reach(channel, deadline)
-            _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user != os.getuid():
-                raise BackendUnavailableError(f"{self.path} belongs to another user.", retryable=False)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
-    def _reach(self, channel: socket.socket, deadline: float) -> None:
-        while True:
-            try:
-                return channel.connect(str(self.path))
-            except BlockingIOError:  # more connect at once than the listening socket takes
-                if time.monotonic() >= deadline:
-                    raise TimeoutError from None
-                time.sleep(_POLL_S)
-
-
-@dataclass(frozen=True)
-class TcpAddress(Address):
-    """The address and port of a host, its token, and the certificate that it shows, if it uses TLS."""
-
-    ip: str
-    port: int
-    token: bytes
-    certificate: str = ""
-
-    def connect(self, deadline: float) -> socket.socket:
-        channel = socket.socket(socket.AF_INET6 if ":" in self.ip else socket.AF_INET)
-        try:
-            set_tcp_options(channel)
-            channel.settimeout(_left_s(deadline))
-            channel.connect((self.ip, self.port))
-            return connect_tls(channel, self.certificate) if self.certificate else channel
-        except BaseException:
-            channel.close()
-            raise
+# --- the session ------------------------------------------------------------------------------------------------------
 
 
 class Pin:
@@ -165,6 +211,7 @@ class Session:
         address: Where the host is.
         messages: The requests that it knows.
         deadline: On `time.monotonic`'s clock, in seconds.
+        failure: Makes the errors of its calls.
         watch: Makes a watch of the host, for calls that wait long.
 
     Attributes:
@@ -172,14 +219,20 @@ class Session:
         descriptors: The file descriptors that it passed. They are the caller's.
 
     Raises:
-        DataPlaneError: What the address makes of a failure.
+        DataPlaneError: What ``failure`` makes.
     """
 
     def __init__(
-        self, address: Address, messages: Messages, deadline: float, watch: Callable[[], Watch] | None = None
+        self,
+        address: UnixAddress | TcpAddress,
+        messages: Messages,
+        deadline: float,
+        failure: Failure,
+        watch: Callable[[], Watch] | None = None,
     ) -> None:
         self._address = address
         self._messages = messages
+        self._fail = failure
         self._make_watch = watch
         self._pid = os.getpid()
         self._idle: deque[socket.socket] = deque()
@@ -191,17 +244,16 @@ class Session:
         self._waiting: dict[str, Callable[[], object]] = {}  # token of what waits -> how to wake it
         self._listener: threading.Thread | None = None
         self._listener_lock = threading.Lock()
-        self._connected = False
+        self._connecting = True
         self._first = self._open("connect", deadline, None)
-        _open_sessions.add(self)
+        not_in_forks(self)
         self._end = weakref.finalize(self, _end_session, self._first, self._idle)
         self._end.atexit = False  # threads may still write to shared memory; the kernel closes the sockets after them
         try:
             line = _Line(self._first, deadline, watch)
             self.welcome: Welcome = decode_welcome(line.message(with_descriptors=True))
             self.descriptors = line.descriptors
-            mine = address.token[HALF_BYTES:]
-            if not hmac.compare_digest(self.welcome.token, mine):
+            if not hmac.compare_digest(self.welcome.token, address.token[HALF_BYTES:]):
                 raise ConnectionAbortedError("the other side does not know the token")
         except (OSError, EOFError) as error:
             self._end()
@@ -214,7 +266,7 @@ class Session:
                 retryable=False,
                 hint="Install the same version of dataplane-core for all processes.",
             )
-        self._connected = True
+        self._connecting = False
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -238,7 +290,7 @@ class Session:
                 them. It takes all of them.
 
         Raises:
-            DataPlaneError: The reply is an error, or what the address makes of a failure.
+            DataPlaneError: The reply is an error, or what ``failure`` makes.
             OperationTimeoutError: No reply in time. It may have been carried out or not.
             ClientClosedError: The session was closed, or belongs to the process that this one is a fork of.
         """
@@ -251,7 +303,7 @@ class Session:
             message = self._messages.encode_request(Release(released)) + message
         with self._channel(what, deadline) as channel:
             line = _Line(channel, deadline, self._make_watch)
-            line.send([memoryview(message), *(each.data for each in sources if len(each))])
+            line.send([memoryview(message), *(array.data for array in sources if len(array))])
             self._unreleased.difference_update(released)
             message = line.message()
             if receive is not None:
@@ -266,17 +318,11 @@ class Session:
 
         If it refuses one, it does not carry out those after it. Raises as `call`, for the one that it refused.
         """
-        packed = [self._messages.encode_request(each)[4:] for each in requests]
+        packed = [self._messages.encode_request(request)[4:] for request in requests]
         replies = self.call(what, deadline, Together(packed))
-        return [self._messages.decode_reply(*each) for each in zip(requests, replies, strict=True)]
+        return [self._messages.decode_reply(request, reply) for request, reply in zip(requests, replies, strict=True)]
 
-    def call_waiting(
-        self,
-        what: str,
-        deadline: float,
-        command: Command[Reply],
-        wake: Callable[[], object],
-    ) -> Reply:
+    def call_waiting(self, what: str, deadline: float, command: Command[Reply], wake: Callable[[], object]) -> Reply:
         """As `call`, for a claim that waits, or a put that says that it waits for room.
 
         Unless the claim is answered, ``wake`` is called in a thread when it is to ask again, until `end_waiting`.
@@ -309,7 +355,24 @@ class Session:
         """Nothing waits with this token any longer. With ``tell``, the host does not know that yet."""
         self._waiting.pop(token, None)
         if tell:
-            self._tell(StopWaiting(token))
+            try:
+                channel = self._take("tell", time.monotonic() + _RELEASE_S)
+            except (BackendUnavailableError, OperationTimeoutError, ClientClosedError):
+                return  # the host has ended, or hangs
+            self._tell(channel, StopWaiting(token))
+
+    def _tell(self, channel: socket.socket, request: Request[None]) -> bool:
+        """Sends a request that has no reply. False: the host has ended, or hangs."""
+        try:
+            channel.settimeout(_RELEASE_S)
+            channel.sendall(self._messages.encode_request(request))
+        except BaseException as error:
+            channel.close()
+            if not isinstance(error, OSError):
+                raise
+            return False
+        self._idle.append(channel)
+        return True
 
     # --- pins and the end ---------------------------------------------------------------------------------------------
 
@@ -321,6 +384,20 @@ class Session:
             pin.release()
             raise self._failure("begin", EOFError("the session has ended"))
         return pin
+
+    def release(self, number: int) -> None:
+        """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
+        self._unreleased.add(number)
+        self._send_releases()
+        self._live_pins.discard(number)
+        self._end_if_finished()
+
+    def _send_releases(self) -> None:
+        with contextlib.suppress(IndexError):  # all sockets are in use: the request that ends next sends it
+            channel = self._idle.pop()
+            numbers = list(self._unreleased)
+            if self._tell(channel, Release(numbers)):
+                self._unreleased.difference_update(numbers)
 
     def check(self, what: str) -> None:
         """Raises as `call` if the host has ended: pins of this session hold nothing any more."""
@@ -352,46 +429,6 @@ class Session:
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
         self.finish()
-
-    def release(self, number: int) -> None:
-        """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
-        self._unreleased.add(number)
-        self._send_releases()
-        self._live_pins.discard(number)
-        self._end_if_finished()
-
-    def _send_releases(self) -> None:
-        try:
-            channel = self._idle.pop()
-        except IndexError:
-            return  # all sockets are in use: the request that ends next sends it
-        numbers = list(self._unreleased)
-        if self._send_on(channel, Release(numbers)):
-            self._unreleased.difference_update(numbers)
-
-    def _tell(self, request: Request[None]) -> None:
-        """Sends a request that has no reply."""
-        try:
-            channel = self._take("tell", time.monotonic() + _RELEASE_S)
-        except (BackendUnavailableError, OperationTimeoutError, ClientClosedError):
-            return  # the host has ended, or hangs
-        self._send_on(channel, request)
-
-    def _send_on(self, channel: socket.socket, request: Request[None]) -> bool:
-        try:
-            channel.settimeout(_RELEASE_S)
-            channel.sendall(self._messages.encode_request(request))
-        except BaseException as error:
-            channel.close()
-            if not isinstance(error, OSError):  # the host has ended, or hangs
-                raise
-            return False
-        self._idle.append(channel)
-        return True
-
-    def close_in_fork(self) -> None:
-        """Closes the sockets that a fork of the process inherited, without ending the session."""
-        _close_all(self._first, self._idle)
 
     # --- sockets ------------------------------------------------------------------------------------------------------
 
@@ -430,7 +467,9 @@ class Session:
 
     def _open(self, what: str, deadline: float, key: str | None) -> socket.socket:
         try:
-            channel = self._reach(deadline)
+            with _closed_on_error(self._reach(deadline)) as channel:
+                channel.sendall(encode(Hello(VERSION, key, self._address.token[:HALF_BYTES])))
+                return channel
         except DataPlaneError:
             raise
         except OSError as error:
@@ -441,14 +480,6 @@ class Session:
                     "socket.",
                 ) from error
             raise self._failure(what, error) from error
-        try:
-            channel.sendall(encode(Hello(VERSION, key, self._address.token[:HALF_BYTES])))
-        except BaseException as error:
-            channel.close()
-            if isinstance(error, OSError):
-                raise self._failure(what, error) from error
-            raise
-        return channel
 
     def _reach(self, deadline: float) -> socket.socket:
         """A connection. While there is no answer, the host is watched."""
@@ -466,17 +497,15 @@ class Session:
     def _failure(self, what: str, error: Exception) -> DataPlaneError:
         if self._closed:
             return ClientClosedError(f"{what}: this client is closed.")
-        return self._address.failure(what, error, connecting=not self._connected)
+        return self._fail(what, error, self._connecting)
+
+    def forget_in_fork(self) -> None:
+        """Closes the sockets that a fork inherited, without ending the session."""
+        _close_all(self._first, self._idle)
 
 
 class _Line:
-    """What a call sends and receives over its socket. While nothing moves, the host is watched.
-
-    Args:
-        channel: The socket.
-        deadline: On `time.monotonic`'s clock, in seconds.
-        make_watch: Makes the watch, if there is one.
-    """
+    """What a call sends and receives over its socket. While nothing moves, the host is watched."""
 
     def __init__(self, channel: socket.socket, deadline: float, make_watch: Callable[[], Watch] | None) -> None:
         self._channel = channel
@@ -484,12 +513,12 @@ class _Line:
         self._make_watch = make_watch
         self._watch: Watch | None = None
         self._moved_at = time.monotonic()
-        self._ahead = bytearray()  # what was received after a message
+        self._received = bytearray()
         self.descriptors: list[int] = []
 
     def send(self, arrays: list[memoryview]) -> None:
         """Sends arrays, one after the other."""
-        if len(arrays) == 1 and len(arrays[0]) < _RECEIVE_BYTES and self._make_watch is None:
+        if len(arrays) == 1 and len(arrays[0]) < RECEIVE_BYTES and self._make_watch is None:
             self._channel.settimeout(_left_s(self._deadline))
             self._channel.sendall(arrays[0])
             return
@@ -502,30 +531,26 @@ class _Line:
 
     def message(self, *, with_descriptors: bool = False) -> bytes:
         """The next message."""
-        received, end = self._ahead, 4
-        while len(received) < end:
+        while (message := take_message(self._received)) is None:
             if with_descriptors and self._channel.family == socket.AF_UNIX:
                 data, self.descriptors, _, _ = self._move(
-                    lambda: socket.recv_fds(self._channel, _RECEIVE_BYTES, _MOST_DESCRIPTORS)
+                    lambda: socket.recv_fds(self._channel, RECEIVE_BYTES, _MOST_DESCRIPTORS)
                 )
                 with_descriptors = False
             else:
-                data = self._move(lambda: self._channel.recv(_RECEIVE_BYTES))
+                data = self._move(lambda: self._channel.recv(RECEIVE_BYTES))
             if not data:
                 raise EOFError("the connection was closed")
-            received += data
-            if len(received) >= 4:
-                end = 4 + int.from_bytes(received[:4], "little")
-        self._ahead = received[end:]
-        return bytes(memoryview(received)[4:end])
+            self._received += data
+        return message
 
     def fill(self, array: Bytes) -> None:
         """Fills an array with the bytes that follow."""
         target = array.data
-        count = min(len(target), len(self._ahead))
+        count = min(len(target), len(self._received))
         if count:
-            target[:count] = self._ahead[:count]
-            del self._ahead[:count]
+            target[:count] = self._received[:count]
+            del self._received[:count]
             target = target[count:]
         while target:
             count = self._move(partial(self._channel.recv_into, target))
@@ -562,37 +587,18 @@ def _close_all(first: socket.socket, idle: deque[socket.socket]) -> None:
         idle.pop().close()
 
 
-def _left_s(deadline: float) -> float:
-    """Seconds that are left; a little more than 0, which would mean not to wait at all."""
-    return max(deadline - time.monotonic(), 1e-3)
-
-
 def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> None:
     """Wakes what waits, as the host says. When the connection ends, wakes all, so that they notice."""
     received = bytearray()
     try:
         first.settimeout(None)
-        while data := first.recv(_RECEIVE_BYTES):
+        while data := first.recv(RECEIVE_BYTES):
             received += data
-            while len(received) >= 4 and len(received) >= (end := 4 + int.from_bytes(received[:4], "little")):
-                wake = waiting.get(decode_wake(bytes(received[4:end])))
-                del received[:end]
+            while (message := take_message(received)) is not None:
+                wake = waiting.get(decode_wake(message))
                 if wake is not None:
                     wake()
     except (OSError, msgspec.MsgspecError):  # the host has ended, or sends what is no token
         pass
     for wake in list(waiting.values()):
         wake()
-
-
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for session in list(_open_sessions):
-        session.close_in_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    # a fork that lives on would otherwise keep the sessions of its parent, and their pins
-    os.register_at_fork(after_in_child=_close_in_fork)

@@ -194,7 +194,7 @@ class Ledger:
     def check_put(self, put: commands.BeginPut, now: float) -> None:
         """Raises what a put would raise now, and changes nothing but what the put does too before it is checked."""
         self._reap(now)
-        if self._begun(put) is None:
+        if self.begun(put) is None:
             self._check_begin(put, now)
 
     def partition(self, partition_id: str) -> Partition:
@@ -250,7 +250,7 @@ class Ledger:
 
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
-        begun = self._begun(command)
+        begun = self.begun(command)
         if begun is not None:
             return begun
         partition = self._check_begin(command, now)
@@ -281,7 +281,7 @@ class Ledger:
         self._pending[write_id] = Pending(put, partition.version, seqs, expires_at=now + command.ttl_s)
         return write_id
 
-    def _begun(self, put: commands.BeginPut) -> int | None:
+    def begun(self, put: commands.BeginPut) -> int | None:
         """The write id of a put that comes again while it is begun."""
         if put.request_id is None:
             return None

@@ -45,7 +45,7 @@ def _serve(options: Options) -> None:
     extents = ExtentService(arena, options.touch_ahead_bytes)
     ledger = LedgerService(capacity_bytes=options.capacity_bytes)
     store = Store(extents, ledger, options.capacity_bytes, options.on_full)
-    Server(store, listen_at(Path(options.folder) / SOCKET), between=extents.touch_ahead).run()
+    Server(store, listen_at(Path(options.folder) / SOCKET)).run()
 
 
 def _serve_folder(options: Options) -> None:
@@ -67,8 +67,7 @@ def _serve_folder(options: Options) -> None:
         sys.exit(str(error))
     gc.freeze()
     gc.enable()
-    listener, kept = listen_at(Path(options.folder) / SOCKET), store.kept
-    server = Server(store, listener, between=kept.touch_ahead, aside=kept.work_aside)
+    server = Server(store, listen_at(Path(options.folder) / SOCKET))
     signal.signal(signal.SIGTERM, lambda *_: server.close())
     server.run()
     store.close()

@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Final
 
+from dataplane_core.durable_files import disk_hint
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_core.hosting import Client, disk_hint, lock_folder, open_extents
+from dataplane_core.hosting import Client, KeptExtents
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog, LoggedLedger
+from dataplane_core.ownership import lock_folder
 from dataplane_shm._store import Store
 
 _JOURNAL: Final = "journal"
@@ -56,15 +58,10 @@ class DurableStore(Store):
             self._lock = lock_folder(folder, _JOURNAL, _ENDING_S, f"namespace '{namespace}'")
             self._log = FolderLog(folder / _JOURNAL, sync=sync)
             logged = LoggedLedger(self._log, capacity_bytes, lazy=(commands.BeginPut,), ends_holds=True)
-            live = {write_id: positions for write_id, (_, positions) in logged.ledger.payload().items()}
-            self.kept = open_extents(
-                folder,
-                arena_bytes_for(capacity_bytes),
-                self._log,
-                live,
-                sync=sync,
-                touch_ahead_bytes=touch_ahead_bytes,
+            self.kept = KeptExtents(
+                folder, arena_bytes_for(capacity_bytes), self._log, sync=sync, touch_ahead_bytes=touch_ahead_bytes
             )
+            self.kept.retain({write_id: positions for write_id, (_, positions) in logged.ledger.payload().items()})
         except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
             raise
         except OSError as error:
@@ -81,6 +78,9 @@ class DurableStore(Store):
 
     def settle(self) -> None:
         self._log.commit_or_end()
+
+    def work_aside(self) -> bool:
+        return self.kept.work_aside()
 
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""

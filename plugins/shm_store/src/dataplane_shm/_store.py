@@ -88,7 +88,7 @@ class Store(LedgerHost, ExtentHost):
     def _abort(self, command: commands.AbortPut, client: Any) -> list[Ref]:
         self._begun.pop(command.write_id, None)
         if command.write_id in client.puts:
-            self._end_put(client, command.write_id)
+            self._end_put(client.puts[command.write_id])
         self._ledger.call(command)
         self._sweep()
         return []

@@ -16,20 +16,11 @@ from shm_case import rows_found
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses, extent_bytes
-from dataplane_core.hosting import (
-    Allocate,
-    CheckRoom,
-    Find,
-    KeptExtents,
-    Layout,
-    PutWhole,
-    Together,
-    Wanted,
-    Written,
-    digest_of,
-    durable,
-    kept_extents,
-)
+from dataplane_core.hosting import Allocate, KeptExtents, PutWhole, kept_extents
+from dataplane_core.hosting.extent_host import CheckRoom, Find, Written
+from dataplane_core.hosting.extents import Layout, Wanted
+from dataplane_core.hosting.kept_extents import digest_of
+from dataplane_core.hosting.messages import Together
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog
 from dataplane_core.spec import FieldSpec
@@ -136,7 +127,7 @@ class Life:
         if found.gone:
             return [None if len(ids) == 1 else self.read([each])[0] for each in ids]
         rows = [bytes(each) for each in rows_found(self.store._extents.arena, parts, found, len(ids))]
-        self.store._extents.release(self.session.holds, 1)
+        self.store._unpin(self.session, 1)
         return rows
 
 
@@ -299,7 +290,7 @@ def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
 
 def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
     Life(folder).close()
-    monkeypatch.setattr(durable, "_VERSION", 2)
+    monkeypatch.setattr(kept_extents, "_VERSION", 2)
     with pytest.raises(CorruptDataError, match=r"is of version 1. Expected 2"):
         Life(folder)
 

@@ -14,7 +14,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self, TypeVar, cast
 
@@ -43,20 +42,16 @@ _BROKEN_S: Final = 5.0
 _Reply = TypeVar("_Reply")
 
 
-@dataclass(frozen=True)
-class _ControllerAddress(TcpAddress):
-    """Where the controller answers."""
-
-    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
-        """As `Address.failure`."""
-        if isinstance(error, TimeoutError):
-            return OperationTimeoutError(
-                f"{what}: no answer in time from the controller. It may have been executed or not.",
-                hint=str(error) or None,
-            )
-        return LineBrokenError(
-            f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
+def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    """What a failure of the line to the controller means."""
+    if isinstance(error, TimeoutError):
+        return OperationTimeoutError(
+            f"{what}: no answer in time from the controller. It may have been executed or not.",
+            hint=str(error) or None,
         )
+    return LineBrokenError(
+        f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
+    )
 
 
 class _ControllerWatch:
@@ -287,7 +282,7 @@ class QueueEngine(ABC):
             if self._session is None:
                 line = self._find_line(deadline)
                 watch = functools.partial(_ControllerWatch, self._instance, line)
-                self._session = Session(_ControllerAddress(*line), MESSAGES, deadline, watch)
+                self._session = Session(TcpAddress(*line), MESSAGES, deadline, _failure, watch)
             return self._session
         finally:
             self._finding.release()

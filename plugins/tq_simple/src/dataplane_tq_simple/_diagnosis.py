@@ -82,7 +82,7 @@ def _journal(config: QueueConfig) -> Finding:
 
 def _durable(folder: str, config: QueueConfig) -> str:
     """What lies in the durable folder of this node, and who has its journal open."""
-    from dataplane_core.hosting import is_open, owner_of
+    from dataplane_core.ownership import is_open, owner_of
     from dataplane_tq_simple._folders import folder_of, folders_in, units_of
 
     of_instance = folder_of(folder, config.instance)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -39,7 +38,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.host_memory import in_threads
-from dataplane_core.hosting import Address, ExtentHost, Session, TcpAddress, UnixAddress
+from dataplane_core.hosting import ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands
 from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
 from dataplane_tq_simple._book import LIFE_BITS, Life, View
@@ -297,14 +296,16 @@ class Engine(QueueEngine):
             ends = getattr(self._current, "ends", threading.Event())
             return UnitWatch(self._known, number, life, ends.is_set)
 
+        def open_at(address: UnixAddress | TcpAddress, views: bool) -> ExtentClient:
+            session = Session(address, ExtentHost.messages, deadline, partial(_failure, life.unit), watch)
+            return ExtentClient(session, views=views)
+
         started = life.started
         if self.own.share_memory:
-            unix = _UnixUnit(started.socket, token=started.secret, unit=life.unit)
             # it does not run here, its socket is not for this process, or its memory cannot be mapped
             with suppress(BackendUnavailableError, OSError):
-                return ExtentClient(Session(unix, ExtentHost.messages, deadline, watch), views=self.own.views)
-        address = _TcpUnit(started.ip, started.port, started.secret, unit=life.unit)
-        return ExtentClient(Session(address, ExtentHost.messages, deadline, watch))
+                return open_at(UnixAddress(started.socket, started.secret), self.own.views)
+        return open_at(TcpAddress(started.ip, started.port, started.secret), False)
 
     def _forget(self, numbers: list[int]) -> None:
         """Gives up connections. What views refer to stays."""
@@ -314,29 +315,11 @@ class Engine(QueueEngine):
             unit.session.finish()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OfUnit(Address):
-    """The address of a storage unit."""
-
-    unit: str
-
-    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
-        """As `Address.failure`."""
-        if isinstance(error, TimeoutError):
-            return OperationTimeoutError(
-                f"{what}: no answer in time from storage {self.unit}. It may have been executed or not.",
-                hint=str(error) or None,
-            )
-        return UnitsGoneError(f"{what} failed: storage {self.unit} ended, or its connection broke: {error}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _UnixUnit(_OfUnit, UnixAddress):
-    """Where it may share its memory with this process."""
-
-    token: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TcpUnit(_OfUnit, TcpAddress):
-    """Where it is reached over the wire."""
+def _failure(unit: str, what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    """What a failure of the connection to a storage unit means."""
+    if isinstance(error, TimeoutError):
+        return OperationTimeoutError(
+            f"{what}: no answer in time from storage {unit}. It may have been executed or not.",
+            hint=str(error) or None,
+        )
+    return UnitsGoneError(f"{what} failed: storage {unit} ended, or its connection broke: {error}.")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CorruptDataError
-from dataplane_core.hosting import KeptExtents, lock_folder
+from dataplane_core.hosting import KeptExtents
 from dataplane_core.log import NotesLog
+from dataplane_core.ownership import lock_folder
 from dataplane_core.spec import new_id
 
 _logger = logging.getLogger(__name__)

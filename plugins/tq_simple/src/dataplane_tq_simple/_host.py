@@ -14,10 +14,12 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
-from dataplane_core.hosting import Client, LedgerHost, lock_folder, sync_path
+from dataplane_core.hosting import Client, LedgerHost
 from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_core.log import FolderLog, LoggedLedger
+from dataplane_core.ownership import lock_folder
 from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
 from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._folders import ENDING_S
@@ -164,6 +166,9 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
+        before: int | None = self._ledger.ledger.begun(put)
+        if before is not None:  # its answer was lost, or that of its commit: its rows may be on a unit already
+            self._ledger.call(commands.AbortPut(before))
         write_id = self.book.choose(self._ledger.ledger.next_number, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))

@@ -230,10 +230,10 @@ class Keeper:
             self._book.waits(node, str(error))
 
     def _serves(self, node: str, process: _Process, started: Started) -> None:
-        address = _UnitAddress(started.ip, started.port, started.secret)
+        address = TcpAddress(started.ip, started.port, started.secret)
         if node in self._alive:
             with suppress(DataPlaneError):  # it cannot be reached now
-                process.session = Session(address, ExtentHost.messages, time.monotonic() + _REACH_S)
+                process.session = Session(address, ExtentHost.messages, time.monotonic() + _REACH_S, _failure)
         if process.started != started:
             process.started, process.settled, process.retain = started, True, started.kept
             process.act_at = 0.0
@@ -265,9 +265,5 @@ class Keeper:
                 self._book.give_up(life)
 
 
-class _UnitAddress(TcpAddress):
-    """Where a unit is reached."""
-
-    def failure(self, what: str, error: Exception, *, connecting: bool) -> DataPlaneError:
-        """As `Address.failure`."""
-        return BackendUnavailableError(f"{what}: {error}")
+def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    return BackendUnavailableError(f"{what}: {error}")

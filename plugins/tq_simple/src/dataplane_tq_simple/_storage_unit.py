@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,12 +19,10 @@ from dataplane_core.hosting import (
     KeptExtentHost,
     KeptExtents,
     Server,
-    has_extents,
-    listen_as,
+    check_extents,
     listen_on,
-    new_socket_name,
+    listen_unseen,
     new_token,
-    open_extents,
 )
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
@@ -112,27 +109,24 @@ class StorageUnit:
         options = self._options
 
         def open_in(path: Path, notes: NotesLog) -> KeptExtents:
-            new_bytes = None if has_extents(notes) else _default_bytes()
-            size_bytes, ahead = options.size_bytes or new_bytes, options.touch_ahead_bytes
-            return open_extents(path, size_bytes, notes, None, sync=options.sync, touch_ahead_bytes=ahead)
+            size_bytes = options.size_bytes or check_extents(path, notes.notes) or _default_bytes()
+            ahead = options.touch_ahead_bytes
+            return KeptExtents(path, size_bytes, notes, sync=options.sync, touch_ahead_bytes=ahead)
 
         opened = open_rows(units, names, new, self._instance, open_in, sync=options.sync)
         try:
-            host = KeptExtentHost(opened.extents, opened.notes.commit_or_end)
-            return self._serve(opened.name, host, opened.extents, opened.extents.work_aside)
+            host = KeptExtentHost(opened.extents, opened.notes)
+            return self._serve(opened.name, host, opened.extents)
         except BaseException:
             opened.close()  # it is tried again
             raise
 
-    def _serve(
-        self, token: str, host: ExtentHost, extents: ExtentService, aside: Callable[[], bool] | None = None
-    ) -> Started:
+    def _serve(self, token: str, host: ExtentHost, extents: ExtentService) -> Started:
         ip, node = own_address(), ray.get_runtime_context().get_node_id()
-        name, secret = new_socket_name(), new_token()
-        wire = listen_on(ip)
-        server = Server(host, listen_as(name), wire, token=secret, between=extents.touch_ahead, aside=aside)
+        (name, memory), wire, secret = listen_unseen(), listen_on(ip), new_token()
+        server = Server(host, memory, wire, token=secret)
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
-        port, kept = wire.getsockname()[1], aside is not None
+        port, kept = wire.getsockname()[1], self._options.folder is not None
         return Started(token, ip, port, node, name, secret, extents.most_bytes, kept)
 
 

@@ -23,7 +23,7 @@ from tiers import in_long
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, LostSamplesError
-from dataplane_core.hosting import lock_folder, owner_of
+from dataplane_core.ownership import lock_folder, owner_of
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._errors import UnitsGoneError
 

@@ -13,7 +13,8 @@ from power_loss import Disk
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import KeptExtentHost, KeptExtents, Layout, Wanted, extent_host, open_extents
+from dataplane_core.hosting import KeptExtentHost, KeptExtents, extent_host
+from dataplane_core.hosting.extents import Layout, Wanted
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _folders, _host, _storage_unit
@@ -33,7 +34,7 @@ def no_patience(monkeypatch):
 
 
 def opening(sync=False):
-    return lambda path, notes: open_extents(path, SIZE, notes, None, sync=sync)
+    return lambda path, notes: KeptExtents(path, SIZE, notes, sync=sync)
 
 
 class Life:
@@ -47,7 +48,7 @@ class Life:
         units = folder / "units"
         self._opened = open_rows(units, folders_in(units), "folder", "identity", opening(sync), sync=sync)
         self._controller = ControllerHost(ledger, self._log)
-        self._unit = KeptExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
+        self._unit = KeptExtentHost(self._opened.extents, self._opened.notes)
         started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
         book = self._controller.book
         book.begin()
@@ -225,7 +226,7 @@ def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_
     monkeypatch.setattr(_storage_unit, "ray", SimpleNamespace(get_runtime_context=lambda: node))
     monkeypatch.setattr(_storage_unit, "own_address", lambda: "127.0.0.1")
     monkeypatch.setattr(_storage_unit, "Server", lambda *_, **__: SimpleNamespace(run=lambda: None))
-    monkeypatch.setattr(_storage_unit, "listen_as", lambda name: None)
+    monkeypatch.setattr(_storage_unit, "listen_unseen", lambda: ("name", None))
     monkeypatch.setattr(_storage_unit, "listen_on", lambda ip: SimpleNamespace(getsockname=lambda: (ip, 1)))
     with monkeypatch.context() as patch:
 

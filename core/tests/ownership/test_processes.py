@@ -11,19 +11,16 @@ from pathlib import Path
 import pytest
 from tiers import in_long
 
-import dataplane_core.backends.owned_process as owned_process
-from dataplane_core.backends import OwnedProcess, last_words
+from dataplane_core.ownership import OwnedProcess, last_words
 from dataplane_testkit._timing import eventually
 
-#: Starts from a thread that ends at once, as a worker's may. Loads the module alone: the package takes seconds.
+#: Starts from a thread that ends at once, as a worker's may.
 _OWNER = """
-import importlib.util, json, sys, threading, time
+import json, sys, threading, time
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("owned_process", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+from dataplane_core.ownership import OwnedProcess
 made = []
-start = lambda: made.append(module.OwnedProcess(["sleep", "1000"], folder=Path(sys.argv[2])))
+start = lambda: made.append(OwnedProcess(["sleep", "1000"], folder=Path(sys.argv[1])))
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
@@ -47,7 +44,7 @@ def owner(tmp_path):
     def start():
         folder = tmp_path / f"folder{len(owners)}"
         folder.mkdir()
-        words = [sys.executable, "-c", _OWNER, owned_process.__file__, str(folder)]
+        words = [sys.executable, "-c", _OWNER, str(folder)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
         owners.append(process)
         return process.pid, *json.loads(process.stdout.readline()), folder

@@ -30,12 +30,14 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 #: A finite number of seconds above 0.
 PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
-_KINDS: Final = {"array": "list", "object": "dict", "null": "None"}
+#: msgspec's word for a type -> ours.
+_KINDS: Final = {"array": "a list", "object": "a dict", "null": "None", "str": "a str", "int": "an int"}
 #: What msgspec says of a value of the right type -> what is said of it here.
 _BOUNDS: Final = (
-    (re.compile(r"Expected `str` of length >= 1"), "must not be empty"),
+    (re.compile(r"Expected `\w+` of length >= 1"), "must not be empty"),
     (re.compile(r"Expected `\w+` >= ([-\d.e+]+)"), r"must be at least \1"),
     (re.compile(r"Expected `\w+` > ([-\d.e+]+)"), r"must be above \1"),
+    (re.compile(rf"Expected `float` <= {sys.float_info.max}"), "must be finite"),
     (re.compile(r"Expected `\w+` <= ([-\d.e+]+)"), r"must be at most \1"),
 )
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -44,11 +46,11 @@ _encoder: Final = msgspec.msgpack.Encoder()
 def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
     """An object of a type that declares what its values may be, such as a request.
 
-    A list may be given as any iterable but a str, and a str or a number as that of a subclass.
+    A list may be given as any iterable but a str, and a str or a number as one of a subclass.
 
     Args:
         where: The operation. The error's message begins with it.
-        form: A `msgspec.Struct`.
+        form: A `msgspec.Struct`. If it has a method ``check``, that is called.
         arguments: Its values. They are not changed.
 
     Raises:
@@ -56,7 +58,7 @@ def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
         InvalidRequestError: A value is out of bounds, a str is not valid Unicode, or values do not fit together.
 
     Example:
-        >>> from dataplane_core.spec import ConsumptionRequest
+        >>> from dataplane_core.spec.requests import ConsumptionRequest
         >>> checked("check_consumption_status", ConsumptionRequest, partition_id="step-1", task_names=("trainer",))
         ConsumptionRequest(partition_id='step-1', task_names=['trainer'], deadline=inf)
     """
@@ -65,20 +67,58 @@ def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
             made = msgspec.convert(arguments, form)
             break
         except msgspec.ValidationError as error:
-            place, value = _place_of(error, arguments)
-            if "`array" not in str(error) or place not in arguments or _is_listed(value):
-                raise _refusal(where, form, place, value, error) from None
-            arguments[place] = list(value)
-    try:
-        _encoder.encode(made)  # as it would go over a socket
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{where} refused: a text is not valid Unicode: {error}.") from error
-    except TypeError:  # a subclass of str or of a number
-        made = msgspec.msgpack.decode(msgspec.msgpack.encode(made, enc_hook=as_plain), type=form)
+            name, bracket, rest = _place_of(error).removeprefix(".").partition("[")
+            value: Any = arguments.get(name)
+            if bracket or not _is_to_be_list(value, error):
+                hints = get_type_hints(form, include_extras=True)
+                raise _refusal(f"{where}: {name}", bracket + rest, value, hints.get(name), error) from None
+            arguments[name] = list(value)
+    made = _sendable(where, form, made)
     check = getattr(made, "check", None)
     if check is not None:
         check()
     return made
+
+
+def checked_as(what: str, form: Any, value: Any) -> Any:
+    """As `checked`, for one value: ``what`` names it, and ``form`` is a type such as ``list[Name]``.
+
+    Example:
+        >>> checked_as("stream: prefetch", Count, 2)
+        2
+    """
+    try:
+        made = msgspec.convert(value, form)
+    except msgspec.ValidationError as error:
+        place = _place_of(error)
+        if not place and _is_to_be_list(value, error):
+            return checked_as(what, form, list(value))
+        raise _refusal(what, place, value, form, error) from None
+    return _sendable(what, form, made)
+
+
+def check_name(what: str, name: Any) -> None:
+    """Accepts a non-empty str of valid Unicode."""
+    if not (type(name) is str and name and name.isascii()):
+        checked_as(what, Name, name)
+
+
+def check_names(what: str, names: Any) -> list[str]:
+    """Accepts a list of names; returns it without repeats."""
+    return list(dict.fromkeys(checked_as(what, list[Name], names)))
+
+
+def _sendable(what: str, form: Any, made: Any) -> Any:
+    """A value that can be sent over a socket: without subclasses of str and numbers, and of valid Unicode."""
+    try:
+        _encoder.encode(made)
+        return made
+    except UnicodeEncodeError as error:
+        for name in getattr(made, "__struct_fields__", ()):
+            _sendable(f"{what}: {name}", Any, getattr(made, name))
+        raise InvalidRequestError(f"{what} is not valid Unicode: {error}.") from error
+    except TypeError:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(made, enc_hook=as_plain), type=form)
 
 
 def as_plain(value: Any) -> object:
@@ -94,36 +134,33 @@ def as_plain(value: Any) -> object:
     raise NotImplementedError(f"a value of {type(value).__name__} cannot be sent")
 
 
-def _is_listed(value: Any) -> bool:
-    return isinstance(value, (str, bytes, list, tuple)) or not hasattr(value, "__iter__")
+def _is_to_be_list(value: Any, error: Exception) -> bool:
+    """Whether an iterable was given where a list is due."""
+    is_other = not isinstance(value, (str, bytes, list, tuple)) and hasattr(value, "__iter__")
+    return is_other and str(error).startswith("Expected `array")
 
 
-def _place_of(error: msgspec.ValidationError, arguments: Mapping[str, Any]) -> tuple[str, Any]:
-    """Where a wrong value is, such as ``fields[3]``, and the value, as far as its place says."""
-    place = str(error).rpartition("`$.")[2].removesuffix("`")
-    name, _, indexes = place.partition("[")
-    value = arguments.get(name)
-    for index in indexes.removesuffix("]").split("]["):
-        if index.isdecimal() and isinstance(value, (list, tuple)):
-            value = value[int(index)]
-    return place, value
+def _place_of(error: msgspec.ValidationError) -> str:
+    """Where a wrong value is, such as ``.fields[3]``."""
+    place = re.search(r" - at `\$(.*)`$", str(error))
+    return place[1] if place else ""
 
 
-def _refusal(where: str, form: Any, place: str, value: Any, error: Exception) -> Exception:
+def _refusal(what: str, place: str, value: Any, form: Any, error: Exception) -> Exception:
     """The error for a value that is not what its type says."""
-    text = str(error).rpartition(" - at ")[0]
+    for index in re.findall(r"\[(\d+)\]", place):
+        value = list(value)[int(index)]
+    text = str(error).partition(" - at ")[0]
     wrong_type = re.fullmatch(r"Expected `(.+)`, got `.+`", text)
     if wrong_type:
         kinds = [_KINDS.get(kind, kind) for kind in wrong_type[1].split(" | ")]
-        hint = "For a single one, give a list of it." if "list" in kinds and isinstance(value, str) else None
-        said = f"{where} refused: {place} must be {' or '.join(kinds)}, got {type(value).__name__}."
-        return InvalidTypeError(said, hint=hint)
-    options = _options(get_type_hints(form).get(place))
-    words = f"must be one of {', '.join(map(repr, options))}" if options else text
-    for pattern, said in _BOUNDS:
-        if pattern.fullmatch(text):
-            words = pattern.sub(said, text)
-    return InvalidRequestError(f"{where} refused: {place} {words}, got {value!r:.100}.")
+        hint = "For a single one, give a list of it." if "a list" in kinds and isinstance(value, str) else None
+        return InvalidTypeError(f"{what}{place} must be {' or '.join(kinds)}, got {type(value).__name__}.", hint=hint)
+    options = _options(form)
+    said = f"must be one of {', '.join(map(repr, options))}" if options else text
+    for pattern, words in _BOUNDS:
+        said = pattern.sub(words, said)
+    return InvalidRequestError(f"{what}{place} {said}, got {value!r:.100}.")
 
 
 def _options(form: Any) -> tuple[Any, ...]:
@@ -148,12 +185,7 @@ def check_list(what: str, items: Any) -> list[Any]:
 
 def check_count(what: str, count: Any) -> None:
     """Accepts an int of at least 1, of 64 bits."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise InvalidTypeError(f"{what} must be an int, got {type(count).__name__}.")
-    if count < 1:
-        raise InvalidRequestError(f"{what} must be at least 1, got {count}.")
-    if count >= 1 << 63:
-        raise InvalidRequestError(f"{what} must be below 2**63, got {count}.")
+    checked_as(what, Count, count)
 
 
 def check_number(what: str, number: Any) -> None:

@@ -6,7 +6,6 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
-from dataplane_core.client.checks import check_seconds
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Connection, refuse_in_fork
 from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven, longest_wait_s
@@ -26,7 +25,6 @@ __all__ = [
     "StreamBatch",
     "Terms",
     "Uneven",
-    "check_seconds",
     "common_fields",
     "longest_wait_s",
     "program_name",

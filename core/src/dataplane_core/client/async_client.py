@@ -186,9 +186,8 @@ class AsyncDataPlaneClient(ClientFacts):
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         with connection.operation("claim_meta", given["partition_id"]):
-            blocking, timeout_s, batch_index = map(given.pop, ("blocking", "timeout_s", "batch_index"))
-            request = ClaimRequest(all_or_nothing=blocking, deadline=math.inf, **given)
-            checked_claim(connection, request, timeout_s, batch_index)
+            blocking, timeout_s = bool(given.pop("blocking")), given["timeout_s"]
+            request = checked_claim(connection, all_or_nothing=blocking, **given)
             return (await self._claim_until(request, timeout_s if blocking else None, connection.waiters))[0]
 
     # --- its end ------------------------------------------------------------------------------------------------------

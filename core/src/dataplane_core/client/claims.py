@@ -10,45 +10,41 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from dataplane_core.arguments import check_count, check_meta
-from dataplane_core.client.checks import check_counts, check_name, check_names, check_sampler, check_seconds
-from dataplane_core.client.connection import Connection
+from dataplane_core.arguments import Index, Seconds, check_meta, checked, checked_as
+from dataplane_core.client.connection import Connection, check_counts
 from dataplane_core.client.explaining import PATIENCE_S, begin_work, explain, look, work_of
 from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import BackendError, ClaimTimeoutError, ClientClosedError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Claim, ClaimRequest, check_tag_filter, lengths_of
+from dataplane_core.spec import Capability, Claim, ClaimRequest, TagFilter, check_tag_filter, lengths_of
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
 
 
 def checked_claim(
-    connection: Connection, request: ClaimRequest, timeout_s: float, batch_index: int | None
+    connection: Connection, timeout_s: float, batch_index: int | None, tag_filter: TagFilter | None, **claim: Any
 ) -> ClaimRequest:
-    """Checks a request of the arguments of `claim_meta`, and completes it. Changes and returns it."""
+    """The request of a claim, from the arguments of `claim_meta`, checked."""
     connection.require(Capability.CLAIMS, "claim_meta")
-    check_name("partition_id", request.partition_id)
-    check_name("task_name", request.task_name)
-    check_sampler(request.sampler, request.dp_rank, request.dp_size, batch_index)
+    checked_as("claim_meta: timeout_s", Seconds, timeout_s)
+    request = checked("claim_meta", ClaimRequest, tag_filter=check_tag_filter(tag_filter), **claim)
+    request.required_fields = list(dict.fromkeys(request.required_fields))
     if request.sampler != "first_write" or request.dp_rank is not None:
         connection.require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
+    if request.lease_s is not None:
+        connection.require(Capability.LEASES, "claim_meta(lease_s=...)")
+    if request.tag_filter is not None:
+        connection.require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
     if batch_index is None:
         with connection.state:
             key = (request.partition_id, request.task_name, request.dp_rank)
             request.batch_epoch, request.batch_index = connection.batches.get(key, (None, 0))
+    elif request.dp_rank is None:
+        raise InvalidRequestError("claim_meta refused: batch_index needs a dp_rank: it counts the batches of a rank.")
     else:
-        request.batch_index = batch_index
-    request.required_fields = check_names("required_fields", request.required_fields)
-    check_count("batch_size", request.batch_size)
-    check_seconds("timeout_s", timeout_s, at_least_zero=True)
-    if request.lease_s is not None:
-        connection.require(Capability.LEASES, "claim_meta(lease_s=...)")
-        check_seconds("lease_s", request.lease_s)
-    request.tag_filter = check_tag_filter(request.tag_filter)
-    if request.tag_filter is not None:
-        connection.require(Capability.TAG_FILTERS, "claim_meta(tag_filter=...)")
+        request.batch_index = checked_as("claim_meta: batch_index", Index, batch_index)
     return request
 
 

@@ -6,7 +6,6 @@ do not depend on the backend.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -15,8 +14,16 @@ from typing import Any, NoReturn, Self
 from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core._compiler_marks import with_methods_not_compiled
-from dataplane_core.arguments import check_count, check_meta
-from dataplane_core.client.checks import check_ids, check_name, check_names, check_seconds
+from dataplane_core.arguments import (
+    Name,
+    PositiveSeconds,
+    check_count,
+    check_meta,
+    check_name,
+    check_names,
+    checked,
+    checked_as,
+)
 from dataplane_core.client.claims import checked_claim, claim_until, settle
 from dataplane_core.client.connection import ClientFacts, Connection, note_step
 from dataplane_core.client.explaining import clients_of, judged, list_partitions
@@ -37,13 +44,13 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     AckRequest,
     Capability,
-    ClaimRequest,
     ClientInfo,
     ConsumptionRequest,
     IfExists,
     ListUnitsRequest,
     NackRequest,
     PartitionDescription,
+    RegisterRequest,
     RenewRequest,
     Sampler,
     TagFilter,
@@ -118,41 +125,33 @@ class DataPlaneClient(ClientFacts):
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
         with self._connection.operation("register_partition", partition_id):
-            if if_exists not in ("replace", "keep"):
-                raise InvalidRequestError(
-                    f"register_partition('{partition_id}') refused: if_exists must be 'replace' or 'keep', got "
-                    f"{if_exists!r}."
-                )
-            field_names = check_names("fields", fields)
-            tasks = check_names("consumer_tasks", consumer_tasks)
-            follow = check_names("followers", followers)
-            if unknown := [name for name in follow if name not in tasks]:
+            request = checked(
+                "register_partition",
+                RegisterRequest,
+                partition_id=partition_id,
+                fields=fields,
+                num_samples=num_samples,
+                consumer_tasks=consumer_tasks,
+                grpo_group_size=grpo_group_size,
+                enums=enums or {},
+                followers=followers,
+                if_exists=if_exists,
+            )
+            if unknown := [name for name in request.followers if name not in request.consumer_tasks]:
                 raise InvalidRequestError(
                     f"register_partition('{partition_id}') refused: followers names {preview(unknown)}. Expected some "
                     "of its consumer_tasks."
                 )
             if num_samples is not None:
-                check_count("num_samples", num_samples)
+                check_count("register_partition: num_samples", num_samples)
             if grpo_group_size is not None:
-                check_count("grpo_group_size", grpo_group_size)
                 self._connection.require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
                 if num_samples is not None and num_samples % grpo_group_size:
                     raise InvalidRequestError(
                         f"register_partition('{partition_id}') refused: num_samples {num_samples} is not a multiple of "
                         f"grpo_group_size {grpo_group_size}."
                     )
-            words = {name: check_names(f"enums['{name}']", each) for name, each in (enums or {}).items()}
-            register(
-                self._connection,
-                partition_id,
-                fields=field_names,
-                num_samples=num_samples,
-                consumer_tasks=tasks,
-                grpo_group_size=grpo_group_size,
-                enums=words,
-                followers=follow,
-                if_exists=if_exists,
-            )
+            register(self._connection, request)
 
     def finish_partition(self, partition_id: str) -> None:
         """Says that no more samples will be written to a partition that was registered without ``num_samples``.
@@ -178,9 +177,10 @@ class DataPlaneClient(ClientFacts):
         with self._connection.operation("finish_partition", partition_id):
             group_size = self._connection.describe(partition_id).grpo_group_size
             epoch = new_id()
-            info = register(
-                self._connection, partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
+            request = RegisterRequest(
+                partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
             )
+            info = register(self._connection, request)
             if info.epoch == epoch:  # it was cleared after it was described
                 self.clear_samples(None, partition_id)
                 raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
@@ -353,20 +353,21 @@ class DataPlaneClient(ClientFacts):
             ['p0_g0', 'p0_g1']
         """
         with self._connection.operation("claim_meta", partition_id):
-            request = ClaimRequest(
+            request = checked_claim(
+                self._connection,
+                timeout_s,
+                batch_index,
+                tag_filter,
                 partition_id=partition_id,
                 task_name=task_name,
-                required_fields=required_fields,  # type: ignore[arg-type] # `_checked_claim` makes a list of it
+                required_fields=required_fields,
                 batch_size=batch_size,
-                all_or_nothing=blocking,
+                all_or_nothing=bool(blocking),
                 lease_s=lease_s,
-                tag_filter=tag_filter,  # type: ignore[arg-type] # and brings this into its full form
                 sampler=sampler,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
-                deadline=math.inf,
             )
-            checked_claim(self._connection, request, timeout_s, batch_index)
             return claim_until(self._connection, request, timeout_s if blocking else None, self._connection.waiters)[0]
 
     def ack(self, meta: KVBatchMeta) -> None:
@@ -398,7 +399,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.ack(rest)
         """
         with self._connection.operation():
-            check_seconds("lease_s", lease_s)
+            checked_as("renew: lease_s", PositiveSeconds, lease_s)
         settle(self._connection, "renew", RenewRequest, meta, lease_s=lease_s)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
@@ -413,8 +414,8 @@ class DataPlaneClient(ClientFacts):
             True
         """
         with self._connection.operation("check_consumption_status", partition_id, needs=Capability.CLAIMS):
-            tasks = check_names("task_names", task_names)
-            request = ConsumptionRequest(partition_id, tasks)
+            about = {"partition_id": partition_id, "task_names": task_names}
+            request = checked("check_consumption_status", ConsumptionRequest, **about)
             return self._connection.call("check_consumption", request, bool)
 
     def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
@@ -432,7 +433,8 @@ class DataPlaneClient(ClientFacts):
         """
         with self._connection.operation("is_finished", partition_id, needs=Capability.CLAIMS):
             info = self._connection.describe(partition_id)
-            unknown = [name for name in check_names("task_names", task_names) if name not in info.consumer_tasks]
+            names = check_names("is_finished: task_names", task_names)
+            unknown = [name for name in names if name not in info.consumer_tasks]
             if unknown:
                 raise UnknownTaskError(
                     f"partition '{partition_id}' has no consumer task {preview(unknown)}.",
@@ -606,7 +608,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_sample_ids("step-1", fields=["reward", "advantages"])
             []
         """
-        wanted = check_names("fields", fields)
+        wanted = check_names("list_sample_ids: fields", fields)
         ids = self.list_samples(partition_id, tag_filter).sample_ids
         while wanted and ids:
             what = f"list_sample_ids('{partition_id}', fields={wanted})"
@@ -631,7 +633,7 @@ class DataPlaneClient(ClientFacts):
             [['input_ids', 'reward']]
         """
         check_name("partition_id", partition_id)
-        ids = check_ids(sample_ids)
+        ids = checked_as("list_fields: sample_ids", list[Name], sample_ids)
         if not ids:
             return []
         unique = list(dict.fromkeys(ids))
@@ -677,7 +679,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.claim_meta("step-1", "trainer", ["reward"], 3).sample_ids
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        set_cursor(self._connection, "reset_consumption", partition_id, task_name, check_ids(sample_ids), create=False)
+        set_cursor(self._connection, "reset_consumption", partition_id, task_name, sample_ids, create=False)
 
     def why(self, partition_id: str | None = None, task_name: str | None = None) -> list[Verdict]:
         """Why tasks get no samples: for each task its state, and the one cause with names. Changes nothing.

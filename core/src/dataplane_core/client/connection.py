@@ -18,9 +18,9 @@ from weakref import WeakSet
 
 import pluggy
 
+from dataplane_core.arguments import check_name
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, RunningCall, WorkLog
-from dataplane_core.client.checks import check_name
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.phases import Phases
@@ -388,6 +388,13 @@ class Connection:
                 ago_s = max(0.0, time.time() - info.registered_at)
                 told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago{gone}."
                 error.hint = f"{error.hint or ''} {told}".lstrip()
+
+
+def check_counts(where: str, num_samples: int, **counts: int) -> None:
+    """Refuses a backend's reply with a wrong number of items."""
+    for what, count in counts.items():
+        if count != num_samples:
+            raise BackendError(f"{where}: the backend's reply holds {count} {what} for {num_samples} samples.")
 
 
 def note_step(connection: Connection, step: int, values: Mapping[str, float]) -> None:

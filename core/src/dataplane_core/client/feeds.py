@@ -19,9 +19,8 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tensordict import TensorDict
 
-from dataplane_core.arguments import check_count
+from dataplane_core.arguments import Index, PositiveSeconds, Seconds, checked_as
 from dataplane_core.client.async_client import AsyncDataPlaneClient
-from dataplane_core.client.checks import check_seconds
 from dataplane_core.client.claims import checked_claim, claim_until
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.held import HeldMetas
@@ -76,13 +75,12 @@ class Terms:
     most_held_s: float = math.inf  # after which a batch that is not acked is given back
 
     def __post_init__(self) -> None:
-        check_seconds("lease_s", self.lease_s)
+        checked_as("stream: lease_s", PositiveSeconds, self.lease_s)
         if self.timeout_s is not None:
-            check_seconds("timeout_s", self.timeout_s, at_least_zero=True)
+            checked_as("stream: timeout_s", Seconds, self.timeout_s)
         if self.most_held_s != math.inf:
-            check_seconds("most_held_s", self.most_held_s)
-        if self.prefetch != 0:
-            check_count("prefetch", self.prefetch)
+            checked_as("stream: most_held_s", PositiveSeconds, self.most_held_s)
+        checked_as("stream: prefetch", Index, self.prefetch)
         if not self.claim.keys() <= _CLAIM_ARGUMENTS:
             raise InvalidRequestError(
                 f"of claim_meta only {sorted(_CLAIM_ARGUMENTS)} can be given here, got {sorted(self.claim)}."
@@ -108,17 +106,19 @@ class Terms:
         Raises:
             DataPlaneError: The arguments are refused.
         """
-        request = ClaimRequest(
+        claim = {"tag_filter": None, **self.claim}
+        return checked_claim(
+            client._connection,
+            0.0,
+            batch_index,
             partition_id=self.partition_id,
             task_name=self.task_name,
             required_fields=self.fields,
             batch_size=self.batch_size,
             all_or_nothing=True,
             lease_s=self.lease_s,
-            deadline=math.inf,
-            **self.claim,
+            **claim,
         )
-        return checked_claim(client._connection, request, 0.0, batch_index)
 
     def is_given(self, claim: Claim) -> bool:
         """Whether the loop gets a batch. All ranks decide the same.

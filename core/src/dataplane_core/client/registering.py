@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.connection import ADVICE_S, Connection
@@ -26,11 +25,12 @@ from dataplane_core.spec import (
 _log = logging.getLogger(__name__)
 
 
-def register(connection: Connection, partition_id: str, **registration: Any) -> PartitionInfo:
-    """Registers a partition as a `RegisterRequest` says. A finished one may have any number of samples."""
+def register(connection: Connection, request: RegisterRequest) -> PartitionInfo:
+    """Registers a partition, and says who does. A finished one may have any number of samples."""
+    partition_id = request.partition_id
     work = connection.work.begin("register_partition", partition_id)
-    by = f"{this_process()} ({connection.config.role or program_name()})"
-    request = RegisterRequest(partition_id, registered_by=by, registered_at=time.time(), **registration)
+    request.registered_by = f"{this_process()} ({connection.config.role or program_name()})"
+    request.registered_at = time.time()
     info = connection.remember(partition_id, connection.call("register_partition", request, PartitionInfo))
     work.end(0)
     if (dropped := info.replaced) is not None and dropped.num_samples and dropped.epoch not in connection.registered:
@@ -52,8 +52,7 @@ def open_partition(
         if set(tasks) <= set(info.consumer_tasks):
             return
         group_size = info.grpo_group_size
-    register(
-        connection,
+    request = RegisterRequest(
         partition_id,
         fields=list(fields),
         consumer_tasks=tasks,
@@ -61,6 +60,7 @@ def open_partition(
         if_exists="keep",
         deadline=deadline,
     )
+    register(connection, request)
 
 
 def must_prepare(connection: Connection, request: ClaimRequest) -> bool:

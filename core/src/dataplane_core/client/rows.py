@@ -11,8 +11,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from dataplane_core.client.checks import check_counts, check_enum, check_ids, check_name, check_names, strings_of
-from dataplane_core.client.connection import Connection
+from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
+from dataplane_core.client.connection import Connection, check_counts
 from dataplane_core.client.registering import check_fields, open_partition
 from dataplane_core.codec import (
     Columns,
@@ -47,6 +47,7 @@ from dataplane_core.spec import (
     InspectRequest,
     ListRequest,
     PartitionDescription,
+    PartitionInfo,
     PartitionState,
     PutRequest,
     SampleList,
@@ -83,7 +84,7 @@ def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[No
 
 def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fields: Any, tags: Any) -> KVBatchMeta:
     """Writes cells and tags. See `DataPlaneClient.put_samples`."""
-    ids = check_ids(sample_ids)
+    ids = checked_as("put_samples: sample_ids", list[Name], sample_ids)
     where = f"put_samples('{partition_id}', {len(ids)} samples)"
     if len(set(ids)) != len(ids):
         repeated = [each for each, count in Counter(ids).items() if count > 1]
@@ -136,8 +137,8 @@ def get(
     share_rows: bool,
 ) -> TensorDict:
     """Reads rows. See `DataPlaneClient.get_samples`."""
-    ids = check_ids(sample_ids)
-    names = [] if select_fields is None else check_names("select_fields", select_fields)
+    ids = checked_as("get_samples: sample_ids", list[Name], sample_ids)
+    names = [] if select_fields is None else check_names("get_samples: select_fields", select_fields)
     if select_fields is not None and not names:
         raise InvalidRequestError(
             f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
@@ -164,7 +165,7 @@ def get(
 
 def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> None:
     """Removes samples, or a partition. See `DataPlaneClient.clear_samples`."""
-    ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+    ids = None if sample_ids is None else check_names("clear_samples: sample_ids", sample_ids)
     if ids is None:
         connection.infos.pop(partition_id, None)
     elif not ids:
@@ -190,7 +191,7 @@ def list_samples(
     condition = check_tag_filter(tag_filter)
     if condition is not None:
         connection.require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
-    ids = None if sample_ids is None else list(dict.fromkeys(check_ids(sample_ids)))
+    ids = None if sample_ids is None else check_names("list_samples: sample_ids", sample_ids)
     if ids == []:
         return KVBatchMeta(partition_id, None, [], tags=[])
     listed = connection.call("list_samples", ListRequest(partition_id, condition, ids), SampleList)
@@ -273,7 +274,7 @@ def _put(connection: Connection, where: str, request: PutRequest, fields: Any) -
     words = {
         name: strings
         for name, spec in request.specs.items()
-        if spec.kind == "object" and (strings := strings_of(fields[name]))
+        if spec.kind == "object" and (strings := _strings_of(fields[name]))
     }
     if not words and not connection.field_names.strict:
         _commit(connection, where, request)
@@ -289,7 +290,7 @@ def _put(connection: Connection, where: str, request: PutRequest, fields: Any) -
         request.epoch = info.epoch
         try:
             for name, strings in words.items():
-                check_enum(where, name, strings, info)
+                _check_enum(where, name, strings, info)
             connection.field_names.tell(
                 "put", where, connection.field_names.unknown("put", request.specs, info), info, ()
             )
@@ -302,6 +303,23 @@ def _put(connection: Connection, where: str, request: PutRequest, fields: Any) -
                 and connection.describe(request.partition_id, request.deadline) == info
             ):
                 raise
+
+
+def _strings_of(column: Any) -> list[str]:
+    """The strings among the items of an object column."""
+    items = column.tolist() if hasattr(column, "tolist") else column
+    return [item for item in items if isinstance(item, str)]
+
+
+def _check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -> None:
+    """Accepts strings that the enum of the field contains, if it has one."""
+    words = info.enums.get(name)
+    unknown = [] if words is None else [word for word in dict.fromkeys(strings) if word not in set(words)]
+    if words is not None and unknown:
+        raise InvalidRequestError(
+            f"{where} refused: field '{name}' holds {preview(unknown)}. Expected strings of its enum: "
+            f"{preview(words, limit=8)}. Nothing was written."
+        )
 
 
 def _commit(connection: Connection, where: str, request: PutRequest) -> None:
@@ -347,8 +365,8 @@ def set_cursor(
 ) -> int:
     """Sets what a task has consumed. Returns how many samples that are."""
     with connection.operation(what, partition_id, needs=Capability.CURSORS):
-        check_name("task_name", task_name)
-        request = SetCursorRequest(partition_id, task_name, list(sample_ids), create)
+        about = {"partition_id": partition_id, "task_name": task_name, "sample_ids": sample_ids, "create": create}
+        request = checked(what, SetCursorRequest, **about)
         return connection.call("set_cursor", request, int)
 
 

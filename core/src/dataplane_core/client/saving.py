@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple, TypedDict
 
-from dataplane_core.client.checks import check_names
+from dataplane_core.arguments import check_names, checked
 from dataplane_core.client.connection import Connection
 from dataplane_core.client.explaining import list_partitions
 from dataplane_core.client.registering import register
@@ -37,6 +37,7 @@ from dataplane_core.spec import (
     FieldSpec,
     PartitionDescription,
     PartitionState,
+    RegisterRequest,
     Registration,
     TagValue,
     fits,
@@ -110,7 +111,7 @@ def save(
         with connection.operation("list_partitions", needs=Capability.LISTING):
             names = list_partitions(connection)
     else:
-        names = check_names("partitions", partitions)
+        names = check_names("save: partitions", partitions)
     saved: list[dict[str, Any]] = []
     body = {"metadata": given, "partitions": saved}  # filled while the blocks are written
     write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(connection, name, saved)))
@@ -312,7 +313,7 @@ class _Reader:
 
 def load(connection: Connection, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
-    wanted = None if partitions is None else check_names("partitions", partitions)
+    wanted = None if partitions is None else check_names("load: partitions", partitions)
     with SavedFiles(folder, _KIND) as saved:
         entries = _entries_of(saved.body, folder)
         held = [entry["partition_id"] for entry in entries]
@@ -366,9 +367,8 @@ def _load_partition(
     what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
     """
     partition_id = entry["partition_id"]
-    names = Registration.__struct_fields__
-    registration = {name: entry["registration"][name] for name in names} | {"consumer_tasks": []}
-    register(connection, partition_id, **registration)
+    registration = {**entry["registration"], "partition_id": partition_id, "consumer_tasks": []}
+    register(connection, checked("load", RegisterRequest, **registration))
     _clear_again(connection, partition_id, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry["registration"]["consumer_tasks"]}
     num_loaded = 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from dataplane_core.arguments import check_count, check_number, takes
-from dataplane_core.client import DataPlaneClient, check_seconds
+from dataplane_core.arguments import Seconds, check_count, check_number, checked_as, takes
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     ClaimTimeoutError,
     DataPlaneError,
@@ -30,7 +29,7 @@ _VERSION = "{version}"
     batch_size=check_count,
     oldest=check_number,
     newest=check_number,
-    timeout_s=functools.partial(check_seconds, at_least_zero=True),
+    timeout_s=lambda what, timeout_s: checked_as(what, Seconds, timeout_s),
 )
 def claim_versions(
     client: DataPlaneClient,

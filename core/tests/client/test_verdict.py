@@ -10,7 +10,6 @@ from dataplane_core.client import verdict as verdicts
 from dataplane_core.client.verdict import Facts, judge, question_of
 from dataplane_core.errors import LeaseHolder, Shortfall
 from dataplane_core.spec import (
-    Answer,
     CallInfo,
     ClientInfo,
     FieldSpec,
@@ -20,6 +19,7 @@ from dataplane_core.spec import (
     TaskDescription,
     WorkInfo,
 )
+from dataplane_core.spec.replies import Answer
 
 
 def client(role, *work, state="open", heard_s=0.5, pid=6, calls=()):

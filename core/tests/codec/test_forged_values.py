@@ -8,9 +8,10 @@ import msgpack
 import pytest
 import torch
 
+from dataplane_core.arguments import Seconds, fits
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.packed import unpack_msgpack, unpack_msgpack_stream
-from dataplane_core.spec import FieldSpec, Seconds, TagValue, fits
+from dataplane_core.spec import FieldSpec, TagValue
 
 
 def peak_of(call):

@@ -3,7 +3,8 @@
 import pytest
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.spec import check_tag_filter, check_tags
+from dataplane_core.spec import check_tag_filter
+from dataplane_core.spec.tags import check_tags
 
 LONE = "\udc80"
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from dataplane_core.arguments import fits
 from dataplane_core.codec import cell_digests, encode_columns
 from dataplane_core.errors import (
     CorruptDataError,
@@ -25,7 +26,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.saves import tensor_rows, unpack_rows
-from dataplane_core.spec import FieldSpec, WireFormat, fits
+from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_observe._lines import is_held, unsealed
 
 FORMAT: Final = "dataplane-recording"

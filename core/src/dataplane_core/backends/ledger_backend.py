@@ -41,24 +41,28 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.ledger.queues import LEAST_ROOM_PAUSE_S
 from dataplane_core.spec import (
-    CANCELLATION,
     GUARANTEES,
-    Bell,
-    Cancellation,
     Capability,
     Claim,
     ClaimRequest,
     ClearRequest,
     GetRequest,
-    OnceRequest,
     PartitionInfo,
     PutRequest,
     RegisterRequest,
-    Request,
     SharedRows,
     WireBatch,
     WireColumn,
     new_id,
+)
+from dataplane_core.spec.requests import (
+    OnceRequest,
+    Request,
+)
+from dataplane_core.spec.waking import (
+    CANCELLATION,
+    Bell,
+    Cancellation,
 )
 
 _Request = TypeVar("_Request", bound=Request)

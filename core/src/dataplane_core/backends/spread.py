@@ -19,12 +19,12 @@ from dataplane_core.backends.diagnosis import Finding
 from dataplane_core.errors import ConfigError
 from dataplane_core.spec import (
     AnnounceRequest,
-    ListClientsRequest,
     ListPartitionsRequest,
     ListUnitsRequest,
     UnitInfo,
 )
 from dataplane_core.spec.operations import OPERATIONS, required_operations
+from dataplane_core.spec.requests import ListClientsRequest
 
 #: Between the number of a store and the name that a storage unit has there.
 _SEPARATOR: Final = ":"

@@ -17,7 +17,8 @@ from dataplane_core.arguments import check_columns, check_iterable, takes
 from dataplane_core.batch.selection import objects_of
 from dataplane_core.codec import Ragged, as_column, host_tensor, ragged_of_dense, ragged_of_nested
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import TagValue, check_tags
+from dataplane_core.spec import TagValue
+from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -42,7 +42,7 @@ from dataplane_core.schema import (
     PLAN_KEYS,
     padded_length,
 )
-from dataplane_core.spec import check_tags
+from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:
     from dataplane_core.client import DataPlaneClient

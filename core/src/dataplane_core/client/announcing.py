@@ -21,7 +21,14 @@ from typing import Any, Final, Protocol
 from dataplane_core.backends import Backend
 from dataplane_core.client.phases import Phases
 from dataplane_core.config import DataPlaneConfig
-from dataplane_core.spec import AnnounceRequest, Bell, CallInfo, ClientInfo, WorkInfo, new_id
+from dataplane_core.spec import (
+    AnnounceRequest,
+    CallInfo,
+    ClientInfo,
+    WorkInfo,
+    new_id,
+)
+from dataplane_core.spec.waking import Bell
 
 #: Seconds after which a new client announces itself first. Short programs do not.
 _FIRST_S: Final = 1.0

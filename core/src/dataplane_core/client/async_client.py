@@ -25,7 +25,14 @@ from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.client.waiting import Waiters
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import CANCELLATION, Cancellation, Claim, ClaimRequest
+from dataplane_core.spec import (
+    Claim,
+    ClaimRequest,
+)
+from dataplane_core.spec.waking import (
+    CANCELLATION,
+    Cancellation,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

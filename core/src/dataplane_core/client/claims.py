@@ -17,7 +17,14 @@ from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
 from dataplane_core.errors import BackendError, ClaimTimeoutError, ClientClosedError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, Claim, ClaimRequest, TagFilter, check_tag_filter, lengths_of
+from dataplane_core.spec import (
+    Capability,
+    Claim,
+    ClaimRequest,
+    TagFilter,
+    check_tag_filter,
+)
+from dataplane_core.spec.tags import lengths_of
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096

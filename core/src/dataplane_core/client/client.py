@@ -42,21 +42,23 @@ from dataplane_core.errors import (
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
-    AckRequest,
     Capability,
     ClientInfo,
     ConsumptionRequest,
-    IfExists,
     ListUnitsRequest,
-    NackRequest,
     PartitionDescription,
     RegisterRequest,
-    RenewRequest,
     Sampler,
     TagFilter,
     TagValue,
     UnitInfo,
     new_id,
+)
+from dataplane_core.spec.requests import (
+    AckRequest,
+    IfExists,
+    NackRequest,
+    RenewRequest,
 )
 
 

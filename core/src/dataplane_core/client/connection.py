@@ -46,10 +46,10 @@ from dataplane_core.spec import (
     Claim,
     ClaimRequest,
     DescribeRequest,
-    NackRequest,
     PartitionInfo,
     Scope,
 )
+from dataplane_core.spec.requests import NackRequest
 
 _R = TypeVar("_R")
 

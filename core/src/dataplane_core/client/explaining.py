@@ -21,13 +21,11 @@ from dataplane_core.client.waiting import ClaimWait
 from dataplane_core.config import size_bytes
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, UnknownPartitionError, Verdict
 from dataplane_core.spec import (
-    Answer,
     Capability,
     ClaimRequest,
     ClientInfo,
     ConsumptionRequest,
     InspectRequest,
-    ListClientsRequest,
     ListPartitionsRequest,
     ListRequest,
     PartitionDescription,
@@ -35,6 +33,8 @@ from dataplane_core.spec import (
     SampleList,
     TagValue,
 )
+from dataplane_core.spec.replies import Answer
+from dataplane_core.spec.requests import ListClientsRequest
 
 #: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
 PATIENCE_S: Final = 60.0

@@ -18,9 +18,9 @@ from dataplane_core.spec import (
     PartitionInfo,
     Question,
     RegisterRequest,
-    Replaced,
     this_process,
 )
+from dataplane_core.spec.replies import Replaced
 
 _log = logging.getLogger(__name__)
 

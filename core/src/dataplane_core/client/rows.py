@@ -39,7 +39,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
     ClearRequest,
-    ExportRequest,
     FieldList,
     FieldSpec,
     FieldsRequest,
@@ -48,13 +47,16 @@ from dataplane_core.spec import (
     ListRequest,
     PartitionDescription,
     PartitionInfo,
-    PartitionState,
     PutRequest,
     SampleList,
     SetCursorRequest,
     TagFilter,
     WireBatch,
     check_tag_filter,
+)
+from dataplane_core.spec.replies import PartitionState
+from dataplane_core.spec.requests import ExportRequest
+from dataplane_core.spec.tags import (
     check_tags,
     lengths_of,
 )

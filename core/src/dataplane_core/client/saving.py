@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple, TypedDict
 
-from dataplane_core.arguments import check_names, checked
+from dataplane_core.arguments import check_names, checked, fits
 from dataplane_core.client.connection import Connection
 from dataplane_core.client.explaining import list_partitions
 from dataplane_core.client.registering import register
@@ -36,11 +36,12 @@ from dataplane_core.spec import (
     Capability,
     FieldSpec,
     PartitionDescription,
-    PartitionState,
     RegisterRequest,
-    Registration,
     TagValue,
-    fits,
+)
+from dataplane_core.spec.replies import (
+    PartitionState,
+    Registration,
 )
 
 _KIND: Final = "dataplane-partitions"

@@ -13,7 +13,14 @@ from dataplane_core.client.announcing import Work
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, Shortfall, Verdict, preview
 from dataplane_core.ledger import backoff_s
-from dataplane_core.spec import Bell, Claim, ClaimRequest, Wake
+from dataplane_core.spec import (
+    Claim,
+    ClaimRequest,
+)
+from dataplane_core.spec.waking import (
+    Bell,
+    Wake,
+)
 
 #: Claims that began together tell why they wait within so much more of the time, not all at once.
 _SPREAD: Final = 0.25

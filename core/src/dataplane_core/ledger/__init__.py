@@ -11,7 +11,7 @@ from dataplane_core.ledger.queues import backoff_s
 from dataplane_core.ledger.rows import Ref, group_of
 from dataplane_core.ledger.service import LedgerService, LedgerThread
 from dataplane_core.ledger.state import pack_state, unpack_state
-from dataplane_core.spec import Command
+from dataplane_core.spec.requests import Command
 
 __all__ = [
     "Command",

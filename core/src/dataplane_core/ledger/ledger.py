@@ -50,15 +50,17 @@ from dataplane_core.ledger.queues import DoneRequests, RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, positions_by_write, positions_in
 from dataplane_core.spec import (
     Claim,
-    Command,
     FieldList,
     PartitionDescription,
     PartitionInfo,
-    PartitionState,
-    Replaced,
     SampleList,
     matches,
 )
+from dataplane_core.spec.replies import (
+    PartitionState,
+    Replaced,
+)
+from dataplane_core.spec.requests import Command
 
 #: Write ids that are drawn elsewhere number the writes in so many bits.
 _NUMBERS: Final = 1 << 40

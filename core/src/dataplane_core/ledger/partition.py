@@ -38,14 +38,16 @@ from dataplane_core.ledger.rows import (
     packed_positions,
 )
 from dataplane_core.spec import (
-    Answer,
     Claim,
     FieldSpec,
     PartitionDescription,
     PartitionInfo,
     Question,
-    Replaced,
     TaskDescription,
+)
+from dataplane_core.spec.replies import (
+    Answer,
+    Replaced,
 )
 
 

@@ -33,10 +33,10 @@ from dataplane_core.ledger.rows import Ref
 from dataplane_core.spec import (
     Claim,
     ClientInfo,
-    Command,
     PartitionDescription,
     Question,
 )
+from dataplane_core.spec.requests import Command
 
 #: Seconds between two questions of the first put in the queue for room. Each other one asks half as often as the one
 #: before it, but at least so often.

@@ -15,6 +15,7 @@ import msgpack
 import torch
 from tensordict import NonTensorStack
 
+from dataplane_core.arguments import fits
 from dataplane_core.codec import (
     Columns,
     EmptyLists,
@@ -24,7 +25,7 @@ from dataplane_core.codec import (
 )
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.packed import BytesLike, unpack_msgpack
-from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat, fits
+from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
 
 _FRAMES: Final = WireFormat(bytes=True, shared_rows=True)
 _SIZE: Final = struct.Struct("<Q")

@@ -22,6 +22,7 @@ from typing import Any, Final, Self, TypedDict
 
 import xxhash
 
+from dataplane_core.arguments import fits
 from dataplane_core.durable_files import sync_path, write_file
 from dataplane_core.errors import (
     CorruptDataError,
@@ -31,7 +32,6 @@ from dataplane_core.errors import (
     SaveError,
     UnsupportedOperationError,
 )
-from dataplane_core.spec import fits
 
 MANIFEST: Final = "manifest.json"
 VERSION: Final = 3

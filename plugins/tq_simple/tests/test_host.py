@@ -19,9 +19,8 @@ from dataplane_core.hosting.messages import ClaimOrWait
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple._book import LIFE_BITS, Started, UnitBook
-from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._messages import BeginNear, UnitRecords, ViewUnits
+from dataplane_tq_simple._messages import BeginNear, UnitRecords, UnitsGoneError, ViewUnits
 
 X = {"x": FieldSpec("tensor", "int64", 1)}
 IDS = [f"s{row}" for row in range(6)]

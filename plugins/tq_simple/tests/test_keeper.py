@@ -19,12 +19,10 @@ from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import ClearRequest, FieldSpec, RegisterRequest
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _keeper
 from dataplane_tq_simple._book import LIFE_BITS, Started
-from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._engine import Engine, KnownUnits
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
-from dataplane_tq_simple._messages import BeginNear
-from dataplane_tq_simple._view import KnownUnits
+from dataplane_tq_simple._messages import BeginNear, UnitsGoneError
 
 ROW_BYTES = 8
 

@@ -3,11 +3,11 @@
 `QueueBackend` and `QueueConfig` are for backends that host their ledger in the same way, and store rows elsewhere; see
 `dataplane_tq_simple.engines`. Of the other modules, others may import ``addresses`` and ``config``.
 
-What runs where. In a client: ``_backend``, ``_client`` (its connection to the controller), ``_engine`` (the rows),
-``_view`` (the units that it knows). In the controller: ``_controller`` (the actor), ``_host`` (what it answers),
-``_book`` (which unit has which rows), ``_keeper`` (a unit on each node). In a unit: ``_storage_unit``, ``_folders``. Of
-the process that bootstraps: ``_instance`` (starts, finds and ends the actors), ``_owners`` (so that others of the host
-find it). ``_ray`` is what all of them need of Ray.
+What runs where. In a client: ``_backend``, ``_client`` (its connection to the controller), ``_engine`` (the rows). In
+the controller: ``_controller`` (the actor), ``_host`` (what it answers), ``_book`` (which unit has which rows),
+``_keeper`` (a unit on each node). In a unit: ``_storage_unit``, ``_folders``. Of the process that bootstraps:
+``_instance`` (starts, finds and ends the actors), ``_owners`` (so that others of the host find it). What they tell each
+other is in ``_messages``, and what all of them need of Ray in ``_ray``.
 """
 
 import importlib

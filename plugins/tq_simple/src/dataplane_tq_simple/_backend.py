@@ -32,8 +32,7 @@ from dataplane_core.spec import (
     WireFormat,
 )
 from dataplane_tq_simple._diagnosis import diagnose, unit_paths
-from dataplane_tq_simple._errors import UnitsGoneError
-from dataplane_tq_simple._messages import BeginNear
+from dataplane_tq_simple._messages import BeginNear, UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
 if TYPE_CHECKING:

@@ -1,10 +1,4 @@
-"""The book of the storage units, in the controller's process: which unit has which rows, and which one takes new ones.
-
-A unit is a folder, or the memory of a node. A folder is served by one process after the other: after a while in which
-nobody has it, at another address, on another node. Memory ends with its process, and the node's next process begins
-anew. So rows belong to a *life*: of a folder, or of a process. All rows of a put go to one life, whose number is part
-of the ids of the put's writes. So an id says where its rows are.
-"""
+"""The book of the storage units, in the controller: which unit has which rows, and which one takes new ones."""
 
 from __future__ import annotations
 
@@ -20,73 +14,13 @@ import msgspec
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, preview
 from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import UnitInfo
-from dataplane_tq_simple._errors import UnitsGoneError
-
-#: The id of a write is ``life << LIFE_BITS | number``.
-LIFE_BITS: Final = 40
+from dataplane_tq_simple._messages import LIFE_BITS, Life, Started, UnitsGoneError, View
 
 #: The note of a journal that holds the units.
 UNITS_NOTE: Final = "units"
 
 #: How much of its memory a unit is given as payload. The rest is for tables, and for cleared rows that are still read.
 _FILLED: Final = 3 / 4
-
-
-class Started(NamedTuple):
-    """What the process of a unit says about itself when it runs.
-
-    Attributes:
-        token: Identifies the life. If the rows outlive the process, it is the name of their folder.
-        ip: Its address.
-        port: The port where it serves rows.
-        node: The id of its node.
-        socket: The name of the Unix socket where it serves them.
-        secret: What clients show there.
-        size_bytes: The size of its memory.
-        kept: Whether its rows outlive it.
-    """
-
-    token: str
-    ip: str
-    port: int
-    node: str
-    socket: str = ""
-    secret: bytes = b""
-    size_bytes: int = 0
-    kept: bool = False
-
-
-@dataclass(slots=True)
-class Life:
-    """A unit, and its life of now, or its last one.
-
-    Attributes:
-        unit: The name of the unit.
-        number: The number of the life.
-        started: What its process says, or the last one said.
-        node: The node that has the unit; ``""``: none.
-        alive: Whether its rows are not lost.
-        served: Whether a process serves them. If not, they are waited for.
-        num_starts: How many processes the unit had.
-        why: Why its node does not serve it, if that will not change by itself.
-    """
-
-    unit: str
-    number: int
-    started: Started
-    node: str = ""
-    alive: bool = True
-    served: bool = False
-    num_starts: int = 0
-    why: str = ""
-
-
-class View(NamedTuple):
-    """What clients need to find rows: the lives that have not ended, by their numbers. The version grows with every
-    change."""
-
-    version: int
-    lives: dict[int, Life]
 
 
 @dataclass(slots=True)

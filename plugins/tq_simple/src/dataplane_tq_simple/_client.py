@@ -24,9 +24,8 @@ from dataplane_core.errors import BackendUnavailableError, ClientClosedError, Da
 from dataplane_core.hosting import Request, Session, TcpAddress
 from dataplane_core.ledger import Command
 from dataplane_tq_simple._controller import Line
-from dataplane_tq_simple._errors import LineBrokenError
 from dataplane_tq_simple._instance import Instance
-from dataplane_tq_simple._messages import MESSAGES
+from dataplane_tq_simple._messages import MESSAGES, LineBrokenError
 from dataplane_tq_simple._ray import RayConnection, cause, check_head
 
 _logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -41,12 +41,9 @@ from dataplane_core.host_memory import in_threads
 from dataplane_core.hosting import ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands
 from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
-from dataplane_tq_simple._book import LIFE_BITS, Life, View
 from dataplane_tq_simple._client import QueueEngine
-from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._instance import SimpleInstance
-from dataplane_tq_simple._messages import UnitRecords, ViewUnits
-from dataplane_tq_simple._view import PATIENCE_S, KnownUnits, UnitWatch
+from dataplane_tq_simple._messages import LIFE_BITS, Life, UnitRecords, UnitsGoneError, View, ViewUnits
 
 #: Seconds for which puts avoid a unit that had no room.
 _FULL_S: Final = 1.0
@@ -54,6 +51,11 @@ _FULL_S: Final = 1.0
 _PATH_S: Final = 1.0
 #: The most units that one operation moves bytes to or from at the same time.
 _AT_ONCE: Final = 16
+
+#: Seconds between two questions to the controller about a unit that does not answer.
+_PATIENCE_S: Final = 0.2
+#: Seconds that the controller may take to answer that question, while a reply of the unit may come.
+_QUESTION_S: Final = 0.5
 
 _Work = TypeVar("_Work")
 
@@ -153,9 +155,9 @@ class Engine(QueueEngine):
                     for unit in units:
                         unit.check("get_samples")
             except UnitsGoneError:  # the book knows soon which of them has ended
-                if time.monotonic() + PATIENCE_S >= deadline:
+                if time.monotonic() + _PATIENCE_S >= deadline:
                     raise
-                time.sleep(PATIENCE_S)
+                time.sleep(_PATIENCE_S)
                 self._known.refresh(deadline)
 
     def delete(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
@@ -176,9 +178,9 @@ class Engine(QueueEngine):
                 self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
                 return left
             except UnitsGoneError:
-                if time.monotonic() + PATIENCE_S >= deadline:
+                if time.monotonic() + _PATIENCE_S >= deadline:
                     raise
-                time.sleep(PATIENCE_S)
+                time.sleep(_PATIENCE_S)
                 self._known.refresh(deadline)
                 drops, left = self._drops(refs, deadline)
             except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
@@ -323,3 +325,80 @@ def _failure(unit: str, what: str, error: Exception, connecting: bool) -> DataPl
             hint=str(error) or None,
         )
     return UnitsGoneError(f"{what} failed: storage {unit} ended, or its connection broke: {error}.")
+
+
+# --- the units that a client knows ------------------------------------------------------------------------------------
+
+
+class KnownUnits:
+    """The newest `View` that this client has of the book of storage units. Thread-safe.
+
+    Args:
+        ask: Asks the controller for a newer view than that of a version, by a deadline.
+        forget: Called with the numbers of lives that have ended, or are elsewhere now.
+    """
+
+    def __init__(self, ask: Callable[[int, float], View | None], forget: Callable[[list[int]], None]) -> None:
+        self._ask = ask
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._view = View(-1, {})
+
+    def refresh(self, deadline: float) -> None:
+        """Gets the newest view. Raises as `QueueEngine.call`."""
+        view = self._ask(self._view.version, deadline)
+        with self._lock:
+            if view is None or view.version <= self._view.version:
+                return
+            ended = [number for number, life in self._view.lives.items() if life != view.lives.get(number)]
+            self._view = view
+        self._forget(ended)
+
+    def look_up(self, numbers: Iterable[int], deadline: float) -> None:
+        """Asks the book if it does not know one of these lives. One that it still does not know then has ended."""
+        if any(number not in self._view.lives for number in numbers):
+            self.refresh(deadline)
+
+    def life(self, number: int) -> Life | None:
+        """A life that has not ended, as far as this client knows; else None."""
+        return self._view.lives.get(number)
+
+    def living(self) -> dict[str, int]:
+        """The units that run, as far as this client knows: name -> number of the life."""
+        return {life.unit: number for number, life in self._view.lives.items() if life.served}
+
+
+class UnitWatch:
+    """Asks the book whether a storage unit has ended, while a call waits for it.
+
+    Args:
+        known: Gets the answers.
+        number, life: The life of the unit, as it was when the call began.
+        is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
+    """
+
+    def __init__(self, known: KnownUnits, number: int, life: Life, is_cancelled: Callable[[], bool]) -> None:
+        self._known = known
+        self._number = number
+        self._life = life
+        self._is_cancelled = is_cancelled
+        self._ask_at = 0.0
+
+    def check(self) -> None:
+        """Raises `UnitsGoneError` if it has ended; `BackendUnavailableError` if the controller has, or if cancelled."""
+        if self._is_cancelled():
+            raise BackendUnavailableError("the call was given up with another one of its operation.")
+        now = time.monotonic()
+        if now >= self._ask_at and self._known.life(self._number) == self._life:
+            try:
+                self._known.refresh(now + _QUESTION_S)
+            except (OperationTimeoutError, BackendUnavailableError) as error:
+                if isinstance(error, BackendUnavailableError) and not error.retryable:
+                    raise  # else it is busy, or is started again
+            self._ask_at = time.monotonic() + _PATIENCE_S
+        if self._known.life(self._number) != self._life:
+            raise UnitsGoneError("a storage unit ended.")
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        return "It has not ended: it is stopped, overloaded, or not reachable from this process."

@@ -53,27 +53,16 @@ _ENDED: Final = (
 
 @dataclass(slots=True)
 class _Process:
-    """The process of a node's unit.
+    """The process of a node's unit."""
 
-    Attributes:
-        handle: Its actor. None: it is to be created.
-        act_at: When it is created, asked or told next.
-        new: The name of a folder that it may make.
-        started: What it said, if it serves.
-        session: The session with it. None: it may have died.
-        asked: A question to it.
-        settled: Whether it serves, or cannot now: then rows that nobody serves may not come any more.
-        retain: Whether it is to be told which of its rows exist.
-    """
-
-    handle: Any = None
-    act_at: float = 0.0
-    new: str = field(default_factory=new_id)
-    started: Started | None = None
-    session: Session | None = None
-    asked: Any = None
-    settled: bool = False
-    retain: bool = False
+    handle: Any = None  # its actor; None: it is to be created
+    act_at: float = 0.0  # when it is created, asked or told next
+    new: str = field(default_factory=new_id)  # the name of a folder that it may make
+    started: Started | None = None  # what it said, if it serves
+    session: Session | None = None  # None: it may have died
+    asked: Any = None  # a question to it
+    settled: bool = False  # it serves, or cannot now: then rows that nobody serves may not come any more
+    retain: bool = False  # it is to be told which of its rows exist
 
 
 class Keeper:

@@ -37,26 +37,15 @@ _LEAST_BYTES: Final = 64 << 20
 
 
 class UnitOptions(NamedTuple):
-    """What the units of an instance are told.
+    """What the units of an instance are told."""
 
-    Attributes:
-        size_bytes: The size of a unit's memory; None: half of what its node has available.
-        touch_ahead_bytes: Memory that is made ready before it is used.
-        folder: The folder of the units on each node, in which they keep their rows, or None.
-        sync: Whether rows that are kept are on the disk before a put is answered.
-        num_cpus: Logical CPUs that Ray reserves for each.
-        detached: Whether no process owns them: they outlive the process of the controller, and end when that has ended
-            for good.
-        node_wait_s: For so many seconds, rows whose folder no unit has are waited for.
-    """
-
-    size_bytes: int | None
-    touch_ahead_bytes: int
-    folder: str | None
-    sync: bool
-    num_cpus: float
-    detached: bool
-    node_wait_s: float
+    size_bytes: int | None  # of a unit's memory; None: half of what its node has available
+    touch_ahead_bytes: int  # made ready before they are used
+    folder: str | None  # of the units on each node, in which they keep their rows
+    sync: bool  # rows that are kept are on the disk before a put is answered
+    num_cpus: float  # logical CPUs that Ray reserves for each
+    detached: bool  # no process owns them: they outlive that of the controller, and end when it has ended for good
+    node_wait_s: float  # for so many seconds, rows whose folder no unit has are waited for
 
 
 class StorageUnit:

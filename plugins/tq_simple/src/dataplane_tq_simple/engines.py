@@ -9,8 +9,8 @@ Importing this module imports Ray.
 """
 
 from dataplane_tq_simple._client import QueueEngine
-from dataplane_tq_simple._errors import UnitsGoneError
 from dataplane_tq_simple._instance import Instance
+from dataplane_tq_simple._messages import UnitsGoneError
 from dataplane_tq_simple._ray import get_within
 
 __all__ = ["Instance", "QueueEngine", "UnitsGoneError", "get_within"]

@@ -25,7 +25,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, LostSamplesError
 from dataplane_core.ownership import lock_folder, owner_of
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
-from dataplane_tq_simple._errors import UnitsGoneError
+from dataplane_tq_simple._messages import UnitsGoneError
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[3] / "shm_store" / "tests" / "engines"))

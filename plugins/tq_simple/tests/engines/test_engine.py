@@ -20,8 +20,7 @@ from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleConfig, _instance
 from dataplane_tq_simple._engine import Engine
-from dataplane_tq_simple._errors import LineBrokenError
-from dataplane_tq_simple._messages import UnitRecords
+from dataplane_tq_simple._messages import LineBrokenError, UnitRecords
 
 
 def soon(seconds=240.0):

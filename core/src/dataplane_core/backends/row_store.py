@@ -188,13 +188,16 @@ class RowStoreBackend(LedgerBackend):
         self.close_engine()
 
     def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        return self.call_ledger_waking(deadline, command, None)
+        if self._owner is None:
+            assert self._service is not None
+            return self._service.call(command)
+        return self._owner.call(deadline, command)
 
-    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None) -> Reply:
-        if self._owner is not None:
-            return self._owner.call(deadline, command, wake)
-        assert self._service is not None
-        return self._service.call(command, wake)
+    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+        if self._owner is None:
+            assert self._service is not None
+            return self._service.call(command, wake)
+        return self._owner.call(deadline, command, wake)
 
     def stop_waiting(self, token: str) -> None:
         if self._owner is None:

@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
+from dataplane_tq_simple._messages import Started
 from dataplane_tq_simple._ray import NAMESPACE, own_address, remote, was_started_before
 from dataplane_tq_simple._storage_unit import StorageUnit, UnitOptions
 

@@ -20,9 +20,9 @@ from dataplane_core.hosting import Client, LedgerHost
 from dataplane_core.ledger import LedgerService, Ref, commands
 from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_core.ownership import lock_folder
-from dataplane_tq_simple._book import UNITS_NOTE, UnitBook, View
+from dataplane_tq_simple._book import UNITS_NOTE, UnitBook
 from dataplane_tq_simple._folders import ENDING_S
-from dataplane_tq_simple._messages import MESSAGES, BeginNear, UnitRecords, UnitsGoneError, ViewUnits
+from dataplane_tq_simple._messages import MESSAGES, BeginNear, UnitRecords, UnitsGoneError, View, ViewUnits
 
 _logger = logging.getLogger(__name__)
 

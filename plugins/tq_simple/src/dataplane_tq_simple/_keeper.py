@@ -23,8 +23,8 @@ import ray.exceptions
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError, preview
 from dataplane_core.hosting import Drop, ExtentHost, Retain, Session, TcpAddress
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._messages import Started
 from dataplane_tq_simple._ray import alive_nodes, cause, data_plane_error, lookup, named_actors, nodes_for_units
 
 _logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._folders import folders_in, open_rows
+from dataplane_tq_simple._messages import Started
 from dataplane_tq_simple._ray import NAMESPACE, lookup, own_address
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import signal
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -355,37 +352,6 @@ def test_many_clients_at_once(unit, path):
         for done in [pool.submit(work, seed) for seed in range(8)]:
             done.result()
     eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
-
-
-_OTHER = """
-import sys, time
-import torch
-sys.path.insert(0, sys.argv[4])
-from test_extent_client import *
-token = bytes.fromhex(sys.argv[2])
-session = Session(UnixAddress("\\0" + sys.argv[1], token), ExtentHost.messages, soon(), failure)
-client = ExtentClient(session, views=True)
-if sys.argv[3] == "reads":
-    found = client.get([ExtentRead(1, SLOTS, [0], [0])], SPECS, soon())
-else:
-    from dataplane_core.backends import extent_client
-    extent_client.copy_arrays = lambda *_, **__: (print("ready", flush=True), time.sleep(1000))
-    client.put({2: plan(columns_of([100_000]))}, soon())
-print("ready", flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("what", ["reads", "writes"])
-def test_a_process_that_is_killed_leaves_neither_pins_nor_rows(unit, python, what):
-    unit.client("memory").put({1: plan(columns_of([50_000]))}, soon())
-    before = unit.memory()
-    words = [unit.name.removeprefix("\0"), unit.token.hex(), what, os.path.dirname(__file__)]
-    with python.start("-c", _OTHER, *words, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "ready\n"
-        assert unit.memory().pinned_bytes > 0
-        other.send_signal(signal.SIGKILL)
-        eventually(lambda: unit.memory()[1:3] == (before.held_bytes, 0), WAIT_S)
 
 
 # --- a host in a folder -----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import gc
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import weakref
@@ -44,17 +43,6 @@ def test_a_write_into_a_read_only_mapping_changes_nothing():
     assert arena.bytes[6] == 0
     window = Arena(os.dup(arena.fd), read_only=True).window(owner=None)
     assert window[5] == 7
-
-
-def test_a_write_into_a_window_of_a_read_only_mapping_ends_the_process(python):
-    code = """
-import os, torch
-from dataplane_core.host_memory import Arena
-arena = Arena.create(4096)
-arena = Arena(os.dup(arena.fd), read_only=True)
-torch.from_numpy(arena.window(owner=None)).add_(1)
-"""
-    assert python.run("-c", code, check=False).returncode == -signal.SIGSEGV
 
 
 def test_it_cannot_be_cut():

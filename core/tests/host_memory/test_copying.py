@@ -134,7 +134,7 @@ def test_helpers_end_when_nobody_needs_them_and_come_again():
         while any(each.name == "dataplane copy" for each in threading.enumerate()):
             assert time.monotonic() < give_up
             time.sleep(0.01)
-        assert not copying._helpers._threads
+        assert not copying._helpers.all
 
 
 def test_callers_at_the_same_time_share_the_helpers(watch):
@@ -161,7 +161,7 @@ def test_without_a_thread_the_caller_copies_alone(monkeypatch, watch):
         raise RuntimeError("can't start new thread")
 
     give_up = time.monotonic() + WAIT_S
-    while copying._helpers._threads:
+    while copying._helpers.all:
         assert time.monotonic() < give_up
         time.sleep(0.01)
     monkeypatch.setattr(threading.Thread, "start", start)
@@ -237,9 +237,10 @@ shared = np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8)
 held = threading.Event()
 # a helper that is busy leaves this to the fork, whose parent may have given the memory to others since
 copying._helpers.ask([copying._Help(held.wait)])
-while not copying._helpers._asked.empty():
+(helper,) = copying._helpers.all
+while helper.idle:
     pass
-copying._helpers._asked.put(copying._Help(lambda: copying._copy([(shared[:1000], source)])))
+helper.asked.put(copying._Help(lambda: copying._copy([(shared[:1000], source)])))
 pid = os.fork()
 if pid == 0:
     copy_arrays([(target, source)], 2)  # with a helper of its own

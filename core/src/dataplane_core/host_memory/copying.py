@@ -203,8 +203,37 @@ def _end(helps: Sequence[_Help], left: deque[Callable[[], None]], cancel: Callab
         raise interrupt
 
 
+class _Helper(threading.Thread):
+    """A thread that helps. It ends when nobody has asked it for a while."""
+
+    def __init__(self, all_helpers: set[_Helper]) -> None:
+        super().__init__(name="dataplane copy", daemon=True)
+        self._all = all_helpers
+        self.idle = True
+        # One for each: where several threads wait at one SimpleQueue with a timeout, `get` may wait for ever (CPython
+        # 3.11).
+        self.asked: SimpleQueue[_Help] = SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            while True:
+                try:
+                    help_ = self.asked.get(timeout=_IDLE_S)
+                except Empty:
+                    self._all.discard(self)  # whoever asks from now on starts another one
+                    if self.asked.empty():
+                        return
+                    self._all.add(self)  # somebody asked just before, and counted on this one
+                    continue
+                self.idle = False
+                help_.give()
+                self.idle = True
+        finally:
+            self._all.discard(self)
+
+
 class _Helpers:
-    """The threads of this process that help. They start when they are needed, and end when they are idle."""
+    """The threads of this process that help. They start when they are needed."""
 
     def __init__(self) -> None:
         self.forget_in_fork()
@@ -212,38 +241,24 @@ class _Helpers:
 
     def forget_in_fork(self) -> None:
         """A fork has no helpers, and must not copy what its parent asked for."""
-        self._asked: SimpleQueue[_Help] = SimpleQueue()
-        self._threads: set[threading.Thread] = set()
+        self.all: set[_Helper] = set()
 
     def ask(self, helps: Sequence[_Help]) -> None:
-        """Asks as many helpers. Does not wait for them."""
-        for help_ in helps:
-            self._asked.put(help_)
-        # no lock: a signal handler may ask too. Of callers at the same time, each may start one too many
-        while len(self._threads) < len(helps):
-            thread = threading.Thread(target=self._work, name="dataplane copy", daemon=True)
+        """Asks idle helpers, at most as many. Does not wait for them."""
+        # no lock: a signal handler may ask too. Callers at the same time may start one too many, or ask the same one
+        while len(self.all) < len(helps):
+            helper = _Helper(self.all)
             try:
-                self._threads.add(thread)
-                thread.start()
+                self.all.add(helper)
+                helper.start()
             except BaseException as error:
-                self._threads.discard(thread)
+                self.all.discard(helper)
                 if isinstance(error, RuntimeError):  # the system gives no thread: the caller works alone
-                    return
+                    break
                 raise
-
-    def _work(self) -> None:
-        me = threading.current_thread()
-        try:
-            while True:
-                try:
-                    self._asked.get(timeout=_IDLE_S).give()
-                except Empty:
-                    self._threads.discard(me)  # whoever asks from now on starts another one
-                    if self._asked.empty():
-                        return
-                    self._threads.add(me)  # somebody asked just before, and counted on this one
-        finally:
-            self._threads.discard(me)
+        idle = [helper for helper in tuple(self.all) if helper.idle]
+        for help_, helper in zip(helps, idle, strict=False):
+            helper.asked.put(help_)
 
 
 _helpers = _Helpers()

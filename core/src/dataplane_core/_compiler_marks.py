@@ -12,8 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-from unittest import mock
+from typing import Any, Final, ParamSpec, TypeVar
 
 import wrapt
 from torch import compiler
@@ -46,10 +45,15 @@ def not_compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]
 
 
 def with_methods_not_compiled(kind: _Class) -> _Class:
-    """A class whose own public methods are `not_compiled`."""
-    for name, method in list(vars(kind).items()):
-        if not name.startswith("_") and inspect.isfunction(method):
-            setattr(kind, name, not_compiled(method))
+    """A class whose own public methods are not compiled: `torch.compiler.disable` is put around them when it can be."""
+    disable: Callable[[Any], Any] = compiler.disable
+
+    def mark(_: object) -> None:
+        for name, method in list(vars(kind).items()):
+            if not name.startswith("_") and inspect.isfunction(method):
+                setattr(kind, name, disable(method))
+
+    wrapt.register_post_import_hook(mark, "torch._dynamo")
     return kind
 
 
@@ -65,8 +69,11 @@ def _deferred(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 if "torch._dynamo" not in sys.modules:
-    with (
-        mock.patch.object(compiler, "allow_in_graph", _deferred(compiler.allow_in_graph)),
-        mock.patch.object(compiler, "assume_constant_result", _deferred(compiler.assume_constant_result)),
-    ):
+    _marks: Final = {name: getattr(compiler, name) for name in ("allow_in_graph", "assume_constant_result")}
+    try:
+        for _name, _mark in _marks.items():
+            setattr(compiler, _name, _deferred(_mark))
         importlib.import_module("tensordict")
+    finally:
+        for _name, _mark in _marks.items():
+            setattr(compiler, _name, _mark)

@@ -192,16 +192,15 @@ class KVBatchMeta:
     def _row_numbers(self, what: str, indices: Any) -> list[int]:
         """Checks row numbers, of an array or tensor too."""
         listed = indices.tolist() if hasattr(indices, "tolist") else indices
-        given, size = check_list(f"KVBatchMeta.{what}: indices", listed), self.size
-        odd = []
-        if not set(map(type, given)) <= {int}:
-            odd = [each for each in given if isinstance(each, bool) or not hasattr(each, "__index__")]
-        if odd:
-            raise InvalidRequestError(
-                f"KVBatchMeta.{what}: expected row numbers, got {odd[0]!r}.",
-                hint="For a mask: mask.nonzero().flatten().",
-            )
-        rows = list(map(operator.index, given))
+        numbers, size = check_list(f"KVBatchMeta.{what}: indices", listed), self.size
+        if not set(map(type, numbers)) <= {int}:
+            for number in numbers:
+                if isinstance(number, bool) or not hasattr(number, "__index__"):
+                    raise InvalidRequestError(
+                        f"KVBatchMeta.{what}: expected row numbers, got {number!r}.",
+                        hint="For a mask: mask.nonzero().flatten().",
+                    )
+        rows = list(map(operator.index, numbers))
         if rows and not (-size <= min(rows) and max(rows) < size):
             wrong = next(row for row in rows if not -size <= row < size)
             raise InvalidRequestError(f"KVBatchMeta.{what}: index {wrong} is out of range for {size} rows.")
@@ -278,8 +277,8 @@ def _joined_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _of_parts(values: Sequence[Any]) -> Any:
     """The value of all parts, or one for each."""
-    found = PerPart(each for value in values for each in (value if isinstance(value, PerPart) else [value]))
-    return found[0] if all(is_same(each, found[0]) for each in found) else found
+    parts = PerPart(part for value in values for part in (value if isinstance(value, PerPart) else [value]))
+    return parts[0] if all(is_same(part, parts[0]) for part in parts) else parts
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -287,8 +286,8 @@ def is_same(left: Any, right: Any) -> bool:
     if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
         return False
     try:
-        found = left == right
-        return bool(found.all()) if hasattr(found, "all") else bool(found)
+        equal = left == right
+        return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
     except (ValueError, RuntimeError):  # a list, or a dict, of tensors of several values
         return False
 

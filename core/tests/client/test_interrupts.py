@@ -9,7 +9,7 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.client import claims
-from dataplane_core.client.waiting import Waiters
+from dataplane_core.client.connection import Waiters
 from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
 from dataplane_core.ledger import LedgerThread, commands
 from dataplane_core.middleware import Metrics, WireGuard

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import pytest
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client.call_threads import CallThreads
+from dataplane_core.client.async_client import CallThreads
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendError

@@ -13,8 +13,8 @@ import torch
 from gates import Gate
 
 from dataplane_core import connect, connect_async, stream
-from dataplane_core.client import async_client, explaining, feeds
-from dataplane_core.client.held import HeldMetas
+from dataplane_core.client import async_client, explaining, streams
+from dataplane_core.client.streams import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
     ClaimTimeoutError,
@@ -257,7 +257,7 @@ def test_a_stream_waits_as_long_as_those_that_it_waits_for_live(opened, monkeypa
 
 @ONLY_SYNC
 def test_a_stream_of_a_store_that_cannot_say_who_lives_has_a_timeout(client, monkeypatch):
-    monkeypatch.setattr(feeds, "_UNKNOWN_S", 0.01)
+    monkeypatch.setattr(streams, "_UNKNOWN_S", 0.01)
     with connect({"backend": "noop", "announce_s": None}) as silent:
         silent.register_partition("p", ["x"], None, ["t"])
         with pytest.raises(ClaimTimeoutError, match=r"timed out after 0\.01 s"):
@@ -359,7 +359,7 @@ async def test_a_cancelled_async_loop_loses_nothing(prefetch):
 
 
 async def test_leases_are_renewed_while_calls_that_do_not_stop_the_event_loop_take_all_threads(faults, monkeypatch):
-    monkeypatch.setattr(feeds, "RENEWED_AFTER", 1 / 60)
+    monkeypatch.setattr(streams, "RENEWED_AFTER", 1 / 60)
     opened, names = threading.Event(), []
 
     def collate(meta, columns):
@@ -381,4 +381,4 @@ async def test_leases_are_renewed_while_calls_that_do_not_stop_the_event_loop_ta
             await asyncio.gather(*taken)
             for each in (batches, *slow):
                 await each.close()
-    assert all(each.startswith("dataplane-async") for each in names)
+    assert all(each.startswith("dataplane-stream") for each in names)

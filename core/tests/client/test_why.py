@@ -8,15 +8,17 @@ import pickle
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client import async_client, explaining, waiting
-from dataplane_core.client.announcing import Work
+from dataplane_core.client import async_client, claims, explaining
+from dataplane_core.client.announcing import WorkLog
+from dataplane_core.client.connection import Waiters
 from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.middleware import Metrics
-from dataplane_core.spec import ClaimRequest
+from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 pytestmark = pytest.mark.anyio
@@ -190,15 +192,24 @@ def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog, faul
 
 def test_claims_that_began_together_do_not_tell_at_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
-    request = ClaimRequest("p", "train", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
-    work = Work("claim_meta", "p", "train", ("x",))
-    waits = [
-        waiting.ClaimWait(request, 900.0, wakes=False, entrance=None, work=work, warn_after_s=100.0) for _ in range(200)
-    ]
+    monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
+    config = SimpleNamespace(warn_after_s=100.0)
+    connection = SimpleNamespace(config=config, capabilities=set(), work=WorkLog())
+    unanswered = Claim()
+    waits = []
+    for _ in range(200):
+        request = ClaimRequest("p", "train", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
+        waits.append(claims.claiming(connection, request, 900.0, Waiters(), lambda: None))
+        next(waits[-1])
+        waits[-1].send(unanswered)
     told = []
     for now[0] in (99.0, 105.0, 110.0, 115.0, 120.0, 125.0, 199.0, 312.5):
-        told.append(sum(each.must_warn() for each in waits))
+        told.append(0)
+        for steps in waits:
+            if callable(steps.send(None)):  # after its pause
+                told[-1] += 1
+                steps.send(None)
+            steps.send(unanswered)
     assert (told[0], sum(told[1:6]), told[6:]) == (0, 200, [0, 200])
     assert max(told[1:6]) < 100
 

@@ -282,7 +282,7 @@ def test_a_backend_without_cursors_refuses_rows_that_were_given_before_anything_
 ) -> None:
     client, other = stores(REGISTRATION), stores()
     buffer = filled(client, {"x": torch.arange(2.0)})
-    other._capabilities -= {Capability.CURSORS}
+    other._connection.capabilities -= {Capability.CURSORS}
     save_replay(tmp_path, client, buffer=buffer, registration=REGISTRATION)
     restore_replay(tmp_path, other, buffer=buffer_of(other))  # no task had been given any
     other.clear_samples(None, "replay")

@@ -8,9 +8,19 @@ from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Connection, refuse_in_fork
-from dataplane_core.client.feeds import RENEWED_AFTER, Collate, Feed, Terms, Uneven, longest_wait_s
 from dataplane_core.client.rows import common_fields
-from dataplane_core.client.streams import AsyncStream, Stream, StreamBatch, stream
+from dataplane_core.client.streams import (
+    RENEWED_AFTER,
+    AsyncStream,
+    Collate,
+    Feed,
+    Stream,
+    StreamBatch,
+    Terms,
+    Uneven,
+    longest_wait_s,
+    stream,
+)
 
 __all__ = [
     "RENEWED_AFTER",

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, Final
-
-from msgspec.structs import replace
+from typing import Any, Final, TypeAlias
 
 from dataplane_core.arguments import Index, Seconds, check_meta, checked, checked_as
-from dataplane_core.client.connection import Connection, check_counts
-from dataplane_core.client.explaining import PATIENCE_S, begin_work, explain, look, work_of
+from dataplane_core.client.connection import Connection, Waiters, check_counts, copy_of
+from dataplane_core.client.explaining import PATIENCE_S, begin_work, explain, warn, work_of
 from dataplane_core.client.registering import must_prepare, prepare_claim
-from dataplane_core.client.waiting import ClaimWait, Waiters, wait_for_claim
-from dataplane_core.errors import BackendError, ClaimTimeoutError, ClientClosedError, InvalidRequestError
-from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import (
-    Capability,
-    Claim,
-    ClaimRequest,
-    TagFilter,
-    check_tag_filter,
+from dataplane_core.errors import (
+    BackendError,
+    ClaimTimeoutError,
+    ClientClosedError,
+    InvalidRequestError,
+    Shortfall,
+    Verdict,
+    preview,
 )
+from dataplane_core.ledger import backoff_s
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability, Claim, ClaimRequest, TagFilter, check_tag_filter
 from dataplane_core.spec.tags import lengths_of
+from dataplane_core.spec.waking import Bell, Wake
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
+#: Claims that began together tell why they wait within so much more of the time, not all at once.
+_SPREAD: Final = 0.25
+#: A claim without a timeout looks at least once in so many ``warn_after_s`` why it waits.
+_RAREST: Final = 5
+#: Seconds that the last question of a waiting claim may take after its timeout: a busy store still says why.
+_LAST_ASK_S: Final = 5.0
+
+#: What a claim wants next: its request answered (`ask`), a pause of so many seconds, or the result of a function.
+Step: TypeAlias = ClaimRequest | float | Callable[[], Any]
 
 
 def checked_claim(
@@ -55,7 +67,7 @@ def checked_claim(
     return request
 
 
-def claim_until(
+def claim_now(
     connection: Connection,
     request: ClaimRequest,
     timeout_s: float | None,
@@ -65,51 +77,143 @@ def claim_until(
     """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
     if must_prepare(connection, request):
         prepare_claim(connection, request)
+    bell = Bell()
+    steps = claiming(connection, request, timeout_s, waiters, bell.ring, since)
+    result: Any = None
     try:
-        if timeout_s is None:
-            begin_work(connection, request)
-            claim = _claim_noted(connection, request)
-        else:
-            wait = wait_of(connection, request, timeout_s, since)
-
-            try:
-                claim = wait_for_claim(
-                    wait, partial(_claim_noted, connection), waiters, partial(look, connection, request, wait)
-                )
-            except ClaimTimeoutError as error:
-                explain(connection, error, request, wait)
-                raise
+        try:
+            while True:
+                step = steps.send(result)
+                if isinstance(step, ClaimRequest):
+                    result = claim = ask(connection, step)
+                    if claim.lease_tokens and request.dp_rank is None:  # a batch of a rank is given to its next claim
+                        connection.handed[request.token] = threading.get_ident(), request, claim
+                else:
+                    result = step() if callable(step) else bell.wait(step)
+        except StopIteration as end:
+            batch: tuple[KVBatchMeta, Claim] = end.value
         if connection.closes_after is not None:
             raise ClientClosedError("the client was closed while the store answered a claim.")
-        return claimed(connection, request, claim), claim
+        return batch
     except BaseException:  # an interrupt, or the client was closed
         connection.give_back(request.token)
         raise
     finally:
+        steps.close()
         connection.handed.pop(request.token, None)
 
 
-def _claim_noted(connection: Connection, request: ClaimRequest) -> Claim:
-    claim = ask(connection, request)
-    if claim.lease_tokens and request.dp_rank is None:  # a batch of a rank is given to its next claim
-        connection.handed[request.token] = threading.get_ident(), request, claim
-    return claim
+def claiming(
+    connection: Connection,
+    request: ClaimRequest,
+    timeout_s: float | None,
+    waiters: Waiters,
+    wake: Callable[[], None],
+    since: Callable[[], float] | None = None,
+) -> Generator[Step, Any, tuple[KVBatchMeta, Claim]]:
+    """The steps of a claim, which neither asks nor sleeps itself: each client takes them in its own way.
+
+    Args:
+        connection: The client's.
+        request: The request. It is changed before each question, except for its token.
+        timeout_s: How long to wait, in seconds. None: not at all. Infinity: until those that it waits for have ended.
+        waiters: They end the wait when they are closed.
+        wake: Ends a pause. It is called when the claim should ask again now.
+        since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
+
+    Returns:
+        Its meta, and the reply.
+
+    Raises:
+        ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
+        ClientClosedError: The client or the stream was closed.
+    """
+    work = begin_work(connection, request)
+    if timeout_s is None:
+        claim: Claim = yield request
+        return claimed(connection, request, claim), claim
+    start = time.monotonic()
+    since = since or (lambda: start)
+    warn_after_s = connection.config.warn_after_s or (PATIENCE_S if timeout_s == math.inf else math.inf)
+    rarest_s = _RAREST * warn_after_s if timeout_s == math.inf else math.inf
+    warn_at = start + spread(warn_after_s)
+    over: Verdict | None = None  # why no samples come any longer
+    try:
+        if Capability.WAKES in connection.capabilities:
+            request.wake = Wake(wake)
+        work.waits[request.token] = start
+        with waiters.waiting(wake):
+            while True:
+                now, gives_up = time.monotonic(), since() + timeout_s
+                request.deadline = max(gives_up, now + _LAST_ASK_S)
+                request.explain = now >= gives_up  # it is the last question
+                claim = yield request
+                if claim.answered:
+                    return claimed(connection, request, claim), claim
+                if request.explain:
+                    error = _timed_out(request, timeout_s, claim)
+                    yield partial(explain, connection, error, request, now - start, over)
+                    raise error
+                request.since = claim.version
+                now, gives_up = time.monotonic(), since() + timeout_s
+                pause_s = claim.ask_again_s  # if it is woken
+                if request.wake is None or not pause_s:
+                    pause_s = max(backoff_s(now - start), pause_s)
+                waiters.check()
+                yield max(0.0, min(pause_s, gives_up - now, warn_at - now))
+                waiters.check()
+                waited_s = time.monotonic() - start
+                if start + waited_s >= warn_at:
+                    warn_at = start + spread(min(2 * waited_s, waited_s + rarest_s))
+                    verdict = yield partial(warn, connection, request, waited_s, since() + timeout_s)
+                    if verdict is not None and verdict.is_over and timeout_s == math.inf and since() < math.inf:
+                        over, timeout_s = verdict, time.monotonic() - since()
+    finally:
+        work.waits.pop(request.token, None)
+        if request.wake is not None:
+            connection.entrance.enter("claim_meta", request.wake.end)
 
 
-def wait_of(
-    connection: Connection, request: ClaimRequest, timeout_s: float, since: Callable[[], float] | None
-) -> ClaimWait:
-    """How a blocking claim waits."""
-    wakes = Capability.WAKES in connection.capabilities
-    return ClaimWait(
-        request,
-        timeout_s,
-        wakes=wakes,
-        entrance=connection.entrance,
-        since=since,
-        work=begin_work(connection, request),
-        warn_after_s=connection.config.warn_after_s or (PATIENCE_S if timeout_s == math.inf else None),
+def spread(seconds: float) -> float:
+    """Somewhat longer, by chance."""
+    return seconds * random.uniform(1.0, 1.0 + _SPREAD)
+
+
+def _timed_out(request: ClaimRequest, timeout_s: float, claim: Claim) -> ClaimTimeoutError:
+    where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+    return ClaimTimeoutError(
+        f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples "
+        f"were ready with {preview(request.required_fields)}. {_describe(claim.shortfall)}",
+        num_ready=claim.num_ready,
+        shortfall=claim.shortfall,
     )
+
+
+def _describe(shortfall: Shortfall | None) -> str:
+    """A shortfall as a sentence."""
+    causes: list[str] = []
+    if shortfall is not None:
+        if shortfall.num_leased:
+            who = [
+                f"'{lease.sample_id}' by {lease.holder or 'an unnamed client'} for another {lease.left_s:.1f} s"
+                for lease in shortfall.leased
+            ]
+            causes.append(_kind(shortfall.num_leased, "leased", who))
+        if shortfall.num_not_matching:
+            causes.append(_kind(shortfall.num_not_matching, "passed over by the tag filter", ()))
+        if shortfall.num_incomplete:
+            groups = [f"'{name}' holds {count}" for name, count in shortfall.incomplete_groups.items()]
+            causes.append(_kind(shortfall.num_incomplete, "in groups that are not whole", groups))
+        num_lacking = max(shortfall.num_lacking, len(shortfall.missing_cells))  # a backend may name cells uncounted
+        if num_lacking:
+            cells = [f"'{sample_id}' lacks {preview(names)}" for sample_id, names in shortfall.missing_cells.items()]
+            causes.append(_kind(num_lacking, "held back by fields not yet produced", cells))
+    return f"Of the others, {'; '.join(causes)}." if causes else "The partition holds no others for this task."
+
+
+def _kind(count: int, what: str, named: tuple[str, ...] | list[str]) -> str:
+    text = f"{count} {'is' if count == 1 else 'are'} {what}"
+    return f"{text} ({', '.join(named)}{', ...' if count > len(named) else ''})" if named else text
 
 
 def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBatchMeta:
@@ -117,12 +221,12 @@ def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBa
     if claim.sample_ids:
         work_of(connection, request).end(len(claim.sample_ids))
     if request.dp_rank is not None and (claim.sample_ids or claim.num_ranks is not None):
-        given = request.batch_index if request.batch_epoch in (None, claim.epoch) else 0
+        number = request.batch_index if request.batch_epoch in (None, claim.epoch) else 0
         key = (request.partition_id, request.task_name, request.dp_rank)
         with connection.state:
             epoch, count = connection.batches.pop(key, (None, 0))
             count = count if epoch == claim.epoch else 0
-            connection.batches[key] = (claim.epoch, count + (given == count))
+            connection.batches[key] = (claim.epoch, count + (number == count))
             if len(connection.batches) > _MOST_COUNTED:
                 del connection.batches[next(iter(connection.batches))]
     tags = [dict(row) for row in claim.tags]
@@ -138,13 +242,8 @@ def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBa
 
 
 def ask(connection: Connection, request: ClaimRequest) -> Claim:
-    """Calls the hook with a copy, since middleware changes the requests that it is given."""
-    copied = replace(
-        request,
-        required_fields=list(request.required_fields),
-        tag_filter=None if request.tag_filter is None else dict(request.tag_filter),
-    )
-    claim = connection.call("claim", copied, Claim)
+    """Asks once. Does not change the request."""
+    claim = connection.call("claim", copy_of(request), Claim)
     where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
     counts = {"tags": len(claim.tags)}
     if request.lease_s is not None or claim.lease_tokens is not None:
@@ -182,9 +281,5 @@ def settle(
             deadline=connection.deadline(),
             **extra,
         )
-
-        def copied() -> Any:
-            return replace(request, sample_ids=list(tokens), lease_tokens=list(tokens.values()))
-
-        reply = connection.call_once(operation, copied, int, request.deadline)
-        check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=reply)
+        num_samples = connection.call_once(operation, request, int)
+        check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=num_samples)

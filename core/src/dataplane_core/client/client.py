@@ -24,7 +24,7 @@ from dataplane_core.arguments import (
     checked,
     checked_as,
 )
-from dataplane_core.client.claims import checked_claim, claim_until, settle
+from dataplane_core.client.claims import checked_claim, claim_now, settle
 from dataplane_core.client.connection import ClientFacts, Connection, note_step
 from dataplane_core.client.explaining import clients_of, judged, list_partitions
 from dataplane_core.client.registering import register, tell_short_groups
@@ -232,8 +232,7 @@ class DataPlaneClient(ClientFacts):
             >>> meta.sequence_lengths
             [3, 2, 1, 2]
         """
-        with self._connection.operation("put_samples", partition_id):
-            return put(self._connection, partition_id, sample_ids, fields, tags)
+        return put(self._connection, partition_id, sample_ids, fields, tags)
 
     def get_samples(
         self,
@@ -272,8 +271,7 @@ class DataPlaneClient(ClientFacts):
             >>> batch["reward"]
             tensor([0., 0.])
         """
-        with self._connection.operation("get_samples", partition_id):
-            return get(self._connection, partition_id, sample_ids, select_fields, share_rows=share_rows)
+        return get(self._connection, partition_id, sample_ids, select_fields, share_rows=share_rows)
 
     def get_data(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None, share_rows: bool = False
@@ -370,7 +368,7 @@ class DataPlaneClient(ClientFacts):
                 dp_rank=dp_rank,
                 dp_size=dp_size,
             )
-            return claim_until(self._connection, request, timeout_s if blocking else None, self._connection.waiters)[0]
+            return claim_now(self._connection, request, timeout_s if blocking else None, self._connection.waiters)[0]
 
     def ack(self, meta: KVBatchMeta) -> None:
         """Says that the samples of a claim, or of a part of it, are consumed. Acks all of them, or none.
@@ -454,8 +452,7 @@ class DataPlaneClient(ClientFacts):
         Examples:
             >>> client.clear_samples(["p0_g0"], "step-1")
         """
-        with self._connection.operation("clear_samples", partition_id):
-            clear(self._connection, partition_id, sample_ids)
+        clear(self._connection, partition_id, sample_ids)
 
     def save(
         self,
@@ -560,14 +557,13 @@ class DataPlaneClient(ClientFacts):
             UnknownPartitionError: Not registered.
 
         Examples:
-            >>> found = client.describe("step-1")
-            >>> found.num_samples, found.num_cleared, found.specs["reward"].dtype
+            >>> description = client.describe("step-1")
+            >>> description.num_samples, description.num_cleared, description.specs["reward"].dtype
             (3, 1, 'float32')
-            >>> found.tasks["trainer"].num_consumed
+            >>> description.tasks["trainer"].num_consumed
             3
         """
-        with self._connection.operation("describe", partition_id, needs=Capability.LISTING):
-            return describe(self._connection, partition_id, count_rows=count_rows)
+        return describe(self._connection, partition_id, count_rows=count_rows)
 
     def list_samples(
         self, partition_id: str, tag_filter: TagFilter | None = None, sample_ids: Sequence[str] | None = None
@@ -588,8 +584,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_samples("step-1", sample_ids=["p1_g1", "p9_g9"]).tags
             [{'input_lengths': 2}]
         """
-        with self._connection.operation("list_samples", partition_id, needs=Capability.LISTING):
-            return list_samples(self._connection, partition_id, tag_filter, sample_ids)
+        return list_samples(self._connection, partition_id, tag_filter, sample_ids)
 
     def list_sample_ids(
         self, partition_id: str, tag_filter: TagFilter | None = None, *, fields: Sequence[str] = ()
@@ -616,7 +611,7 @@ class DataPlaneClient(ClientFacts):
             what = f"list_sample_ids('{partition_id}', fields={wanted})"
             try:
                 has = list_fields(self._connection, what, partition_id, ids)
-                return [each for each, names in zip(ids, has, strict=True) if set(wanted) <= set(names)]
+                return [sample_id for sample_id, names in zip(ids, has, strict=True) if set(wanted) <= set(names)]
             except UnknownPartitionError:
                 raise
             except MissingDataError:  # samples were cleared meanwhile
@@ -639,11 +634,11 @@ class DataPlaneClient(ClientFacts):
         if not ids:
             return []
         unique = list(dict.fromkeys(ids))
-        found = list_fields(
+        fields = list_fields(
             self._connection, f"list_fields('{partition_id}', {len(unique)} samples)", partition_id, unique
         )
-        fields = dict(zip(unique, found, strict=True))
-        return [fields[each] for each in ids]
+        fields_of = dict(zip(unique, fields, strict=True))
+        return [fields_of[sample_id] for sample_id in ids]
 
     def list_consumed(self, partition_id: str, task_name: str) -> list[str]:
         """The held samples that a task was given for good (without a lease, or acked), in order of first write.
@@ -697,7 +692,7 @@ class DataPlaneClient(ClientFacts):
             UnsupportedOperationError: The backend does not declare ``listing`` and ``claims``.
 
         Examples:
-            >>> [(each.task_name, each.state) for each in client.why("step-1")]
+            >>> [(verdict.task_name, verdict.state) for verdict in client.why("step-1")]
             [('trainer', 'done')]
         """
         partition = filter(None, [partition_id])  # None: all of them
@@ -723,7 +718,7 @@ class DataPlaneClient(ClientFacts):
             UnsupportedOperationError: The backend does not declare ``clients``.
 
         Examples:
-            >>> [(each.pid, each.role, each.calls) for each in client.list_clients()]
+            >>> [(info.pid, info.role, info.calls) for info in client.list_clients()]
             []
         """
         with self._connection.operation("list_clients", needs=Capability.CLIENTS):
@@ -793,10 +788,10 @@ class DataPlaneClient(ClientFacts):
         Example:
             >>> client.mark_step(7, loss=0.25, staleness=1)
         """
-        with ExitStack() as each:  # the step last; all of them, whichever fails
-            each.callback(note_step, self._connection, step, values)
+        with ExitStack() as calls:  # the step last; all of them, whichever fails
+            calls.callback(note_step, self._connection, step, values)
             for stream in list(self._connection.streams):
-                each.callback(stream.ack)
+                calls.callback(stream.ack)
 
     def close(self) -> None:
         """Waits for running operations, then disconnects. Idempotent. Takes ``op_timeout_s`` at most, and a little more

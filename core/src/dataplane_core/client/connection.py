@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 from weakref import WeakSet
 
 import pluggy
+from msgspec.structs import replace
 
 from dataplane_core.arguments import check_name
 from dataplane_core.backends import Backend
@@ -24,7 +25,6 @@ from dataplane_core.client.announcing import Announcer, RunningCall, WorkLog
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.client.field_names import FieldNames
 from dataplane_core.client.phases import Phases
-from dataplane_core.client.waiting import Waiters
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (
@@ -49,9 +49,10 @@ from dataplane_core.spec import (
     PartitionInfo,
     Scope,
 )
-from dataplane_core.spec.requests import NackRequest
+from dataplane_core.spec.requests import IdentifiedRequest, NackRequest, Request
 
 _R = TypeVar("_R")
+_Q = TypeVar("_Q", bound=Request)
 
 _MAKE_ROOM: Final = "Make room on the disk, then call again."
 #: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
@@ -113,6 +114,48 @@ class ClientFacts:
     def middleware(self) -> tuple[Any, ...]:
         """The middleware objects around the backend, outermost first."""
         return tuple(self._connection.middleware)
+
+
+class Waiters:
+    """What waits on a client or a stream, to be woken when that closes. Safe for threads.
+
+    Args:
+        message: What the error says that a waiter gets then.
+
+    Attributes:
+        closed: Whether it was closed.
+    """
+
+    def __init__(self, message: str = "the client was closed while a claim waited.") -> None:
+        self._message = message
+        self._wakes: set[Callable[[], None]] = set()
+        self.closed = False
+
+    @contextmanager
+    def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
+        """While the ``with`` lasts, ``wake`` is called when this closes, or at once if it is closed."""
+        try:
+            self._wakes.add(wake)
+            if self.closed:
+                wake()
+            yield
+        finally:
+            self._wakes.discard(wake)
+
+    def check(self) -> None:
+        """Raises `ClientClosedError` if it was closed."""
+        if self.closed:
+            raise ClientClosedError(self._message)
+
+    def wake(self) -> None:
+        """Wakes all, so that they ask again now."""
+        for wake in list(self._wakes):
+            wake()
+
+    def close(self) -> None:
+        """Wakes all, for the last time."""
+        self.closed = True
+        self.wake()
 
 
 class Connection:
@@ -196,11 +239,25 @@ class Connection:
             connection.to_stop.insert(0, connection.announcer)
         return connection
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the client."""
+        return self.pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Refuses a fork: it has neither the threads nor the leases of its parent."""
+        if self.is_forked:
+            raise ClientClosedError(
+                f"this client was opened in process {self.pid} and is used in its fork {os.getpid()}.",
+                backend=self.config.backend,
+                hint=_fork_hint(type(self.backend)),
+            )
+
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """See `DataPlaneClient.close`."""
-        if self.pid != os.getpid():
+        if self.is_forked:
             return  # a forked child must not end what its parent uses
         if self._is_left_alone():
             return  # the store's own processes end with this one
@@ -275,12 +332,8 @@ class Connection:
         Refuses it if the backend lacks what it needs, or if its partition, where it has one, is no name.
         """
         if self.pid != os.getpid():
-            raise ClientClosedError(
-                f"this client was opened in process {self.pid} and is used in its fork {os.getpid()}.",
-                backend=self.config.backend,
-                hint=_fork_hint(type(self.backend)),
-            )
-        if self._is_left_alone() or (_exits and threading.current_thread() is not threading.main_thread()):
+            self.check_process()
+        if _exits and (self._is_left_alone() or threading.current_thread() is not threading.main_thread()):
             raise ClientClosedError("the program ends, and calls of other threads with it.")
         call = RunningCall(operation, *partition)
         try:
@@ -325,18 +378,30 @@ class Connection:
                 hint=f"It declares: {', '.join(sorted(self.capabilities)) or 'nothing'}.",
             )
 
-    def call_once(self, operation: str, request: Callable[[], Any], reply_type: type[_R], deadline: float) -> _R:
-        """Calls a hook that has request ids. Repeats the call if its reply was lost. See `carry_out_once`.
+    def call_once(self, operation: str, request: IdentifiedRequest, reply_type: type[_R]) -> _R:
+        """Calls a hook with a copy of a request that has an id. If its reply was lost, calls again until its deadline.
 
-        Args:
-            operation: The hook.
-            request: Makes a copy of the request, since middleware changes the requests that it is given.
-            reply_type: The type of its reply.
-            deadline: That of the request.
+        Raises:
+            LostReplyError: A reply was lost, and the store did not answer until the deadline.
+            OperationTimeoutError, BackendUnavailableError: ``outcome`` and the message say whether it was carried out.
         """
-        return carry_out_once(
-            lambda: self.call(operation, request(), reply_type), deadline, Capability.REPEATABLE in self.capabilities
-        )
+        repeatable = Capability.REPEATABLE in self.capabilities
+        lost: LostReplyError | None = None
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self.call(operation, copy_of(request), reply_type)
+            except CapacityExceededError:  # an answer: a request that was done before would not wait for room
+                raise
+            except (BackendUnavailableError, OperationTimeoutError) as error:
+                last = error
+            if isinstance(last, LostReplyError):
+                lost = lost or last
+            may_answer = isinstance(last, BackendUnavailableError) and last.retryable
+            if lost is None or not repeatable or not may_answer or time.monotonic() + pause_s >= request.deadline:
+                _raise_at_end(last, lost)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
         """Calls a hook. It has until the request's deadline, and at most as long as an operation may take."""
@@ -379,15 +444,15 @@ class Connection:
 
     def _tell_new_registration(self, error: DataPlaneError, partition_id: str) -> None:
         """Adds to an error that samples or leases are gone because another client has registered the partition."""
-        known = self.infos.get(partition_id)
+        old = self.infos.get(partition_id)
         with suppress(DataPlaneError):
             info = self.describe(partition_id, time.monotonic() + ADVICE_S)
-            is_new = info.registered_at > self.opened_at if known is None else known.epoch != info.epoch
+            is_new = info.registered_at > self.opened_at if old is None else old.epoch != info.epoch
             if is_new and info.registered_by and info.epoch not in self.registered:
-                again, gone = ("", "") if known is None else (" again", ": what it held before is gone")
+                again, gone = ("", "") if old is None else (" again", ": what it held before is gone")
                 ago_s = max(0.0, time.time() - info.registered_at)
-                told = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago{gone}."
-                error.hint = f"{error.hint or ''} {told}".lstrip()
+                who = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago{gone}."
+                error.hint = f"{error.hint or ''} {who}".lstrip()
 
 
 def check_counts(where: str, num_samples: int, **counts: int) -> None:
@@ -417,10 +482,22 @@ def _end_calls() -> None:
     global _exits
     _exits = True
     until = time.monotonic() + _EXIT_S
-    for connection in [each for each in list(_open) if each.pid == os.getpid()]:
+    for connection in [connection for connection in list(_open) if not connection.is_forked]:
         connection.waiters.close()
         while connection.others_run() and time.monotonic() < until:
             time.sleep(_LOOK_S)
+
+
+def copy_of(request: _Q) -> _Q:
+    """A copy, since middleware changes the requests that it is given, and the lists and dicts in them."""
+    copied: dict[str, Any] = {}
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if type(value) is list:  # of ids or names, or of the tags of rows
+            copied[name] = list(map(dict, value)) if value and type(value[0]) is dict else list(value)
+        elif type(value) is dict:  # columns may be lists
+            copied[name] = {key: list(column) if type(column) is list else column for key, column in value.items()}
+    return replace(request, **copied)
 
 
 # --- lost replies -----------------------------------------------------------------------------------------------------
@@ -433,37 +510,6 @@ _SAYS: Final[dict[Outcome, str]] = {
     "not_done": "It was not done.",
     "unknown": "It may have been done or not.",
 }
-
-
-def carry_out_once(call: Callable[[], _R], deadline: float, repeatable: bool) -> _R:
-    """Returns what a call returns. If its reply was lost, calls again until the deadline.
-
-    Args:
-        call: Calls the hook, each time with a request of the same id.
-        deadline: On `time.monotonic`'s clock, in seconds.
-        repeatable: Whether the backend carries out a repeated request once. If not, it is not repeated.
-
-    Raises:
-        LostReplyError: A reply was lost, and the store did not answer until the deadline.
-        OperationTimeoutError, BackendUnavailableError: ``outcome`` and the message say whether it was carried out.
-        Exception: Anything else that the call raises.
-    """
-    lost: LostReplyError | None = None
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        try:
-            return call()
-        except CapacityExceededError:  # an answer: a request that was done before would not wait for room
-            raise
-        except (BackendUnavailableError, OperationTimeoutError) as error:
-            last = error
-        if isinstance(last, LostReplyError):
-            lost = lost or last
-        may_answer = isinstance(last, BackendUnavailableError) and last.retryable
-        if lost is None or not repeatable or not may_answer or time.monotonic() + pause_s >= deadline:
-            _raise_at_end(last, lost)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
 
 def _raise_at_end(last: BackendUnavailableError | OperationTimeoutError, lost: LostReplyError | None) -> NoReturn:
@@ -526,7 +572,7 @@ def refuse_in_fork(backend_class: type[Backend], name: str) -> None:
     if backend_class.opens_in_forks:
         return
     for connection in _all_open():
-        if type(connection.backend) is backend_class and connection.pid != os.getpid():
+        if type(connection.backend) is backend_class and connection.is_forked:
             raise BackendUnavailableError(
                 f"connect refused: this process {os.getpid()} is a fork of {connection.pid}, which has a client of "
                 f"backend '{name}' open, and its engine does not survive a fork.",

@@ -17,7 +17,6 @@ from msgspec import structs
 from dataplane_core.client.announcing import Work, describe_client
 from dataplane_core.client.connection import ADVICE_S, Connection
 from dataplane_core.client.verdict import Facts, judge, question_of, room_is_wanted
-from dataplane_core.client.waiting import ClaimWait
 from dataplane_core.config import size_bytes
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, UnknownPartitionError, Verdict
 from dataplane_core.spec import (
@@ -163,13 +162,6 @@ def work_of(connection: Connection, request: ClaimRequest) -> Work:
     return connection.work.of("claim_meta", request.partition_id, request.task_name, request.required_fields)
 
 
-def look(connection: Connection, request: ClaimRequest, wait: ClaimWait) -> None:
-    """Says why a claim waits, and ends it if those that it waits for have ended and it has no timeout."""
-    verdict = warn(connection, request, wait.waited_s, wait.gives_up_at)
-    if verdict is not None and verdict.is_over:
-        wait.give_up(verdict)
-
-
 def warn(connection: Connection, request: ClaimRequest, waited_s: float, until: float) -> Verdict | None:
     """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
     if waited_s < _worth_s(connection):
@@ -187,9 +179,11 @@ def warn(connection: Connection, request: ClaimRequest, waited_s: float, until: 
     return verdict
 
 
-def explain(connection: Connection, error: ClaimTimeoutError, request: ClaimRequest, wait: ClaimWait) -> None:
-    """Says why a claim timed out. Not if that might cost the store much."""
-    error.verdict, waited_s = wait.verdict, wait.waited_s
+def explain(
+    connection: Connection, error: ClaimTimeoutError, request: ClaimRequest, waited_s: float, verdict: Verdict | None
+) -> None:
+    """Says why a claim timed out, if no verdict ended it. Not if that might cost the store much."""
+    error.verdict = verdict
     if error.verdict is None and waited_s >= max(_EXPLAINED_AFTER_S, _worth_s(connection)):
         error.verdict = _verdict_of(connection, request, waited_s)
     if error.verdict is not None and error.verdict.state in ("waits", "starved"):

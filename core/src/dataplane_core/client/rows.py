@@ -86,48 +86,51 @@ def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[No
 
 def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fields: Any, tags: Any) -> KVBatchMeta:
     """Writes cells and tags. See `DataPlaneClient.put_samples`."""
-    ids = checked_as("put_samples: sample_ids", list[Name], sample_ids)
-    where = f"put_samples('{partition_id}', {len(ids)} samples)"
-    if len(set(ids)) != len(ids):
-        repeated = [each for each, count in Counter(ids).items() if count > 1]
-        raise InvalidRequestError(f"{where} refused: sample ids repeat: {preview(repeated)}. Expected each id once.")
-    rows = None if tags is None else check_tags(tags, len(ids))
-    if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
-        raise InvalidRequestError(
-            f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
-            "row per sample id."
+    with connection.operation("put_samples", partition_id):
+        ids = checked_as("put_samples: sample_ids", list[Name], sample_ids)
+        where = f"put_samples('{partition_id}', {len(ids)} samples)"
+        if len(set(ids)) != len(ids):
+            repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
+            raise InvalidRequestError(
+                f"{where} refused: sample ids repeat: {preview(repeated)}. Expected each id once."
+            )
+        rows = None if tags is None else check_tags(tags, len(ids))
+        if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
+            raise InvalidRequestError(
+                f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
+                "row per sample id."
+            )
+        inputs = {} if fields is None else as_columns(where, fields, len(ids))
+        columns, specs = _encode_columns(connection, where, inputs, len(ids))
+        if not ids:
+            return KVBatchMeta(partition_id, None, [])
+        if not columns and rows is None:
+            raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+        work = connection.work.begin("put_samples", partition_id, fields=columns)
+        request = PutRequest(
+            partition_id=partition_id,
+            sample_ids=ids,
+            columns=columns,
+            specs=specs,
+            tags=rows,
+            deadline=connection.deadline(),
         )
-    given = {} if fields is None else as_columns(where, fields, len(ids))
-    columns, specs = _encode_columns(connection, where, given, len(ids))
-    if not ids:
-        return KVBatchMeta(partition_id, None, [])
-    if not columns and rows is None:
-        raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-    work = connection.work.begin("put_samples", partition_id, fields=columns)
-    request = PutRequest(
-        partition_id=partition_id,
-        sample_ids=ids,
-        columns=columns,
-        specs=specs,
-        tags=rows,
-        deadline=connection.deadline(),
-    )
-    try:
-        _put_fitting(connection, where, request, given)
-    except UnknownPartitionError:
-        if not connection.config.open_partitions:
-            raise
-        open_partition(connection, partition_id, list(columns), [], request.deadline)
-        _put_fitting(connection, where, request, given)
-    work.end(len(ids))
-    return KVBatchMeta(
-        partition_id,
-        None,
-        ids,
-        fields=list(columns),
-        sequence_lengths=lengths_of(rows),
-        tags=rows,
-    )
+        try:
+            _put_fitting(connection, where, request, inputs)
+        except UnknownPartitionError:
+            if not connection.config.open_partitions:
+                raise
+            open_partition(connection, partition_id, list(columns), [], request.deadline)
+            _put_fitting(connection, where, request, inputs)
+        work.end(len(ids))
+        return KVBatchMeta(
+            partition_id,
+            None,
+            ids,
+            fields=list(columns),
+            sequence_lengths=lengths_of(rows),
+            tags=rows,
+        )
 
 
 def get(
@@ -139,67 +142,71 @@ def get(
     share_rows: bool,
 ) -> TensorDict:
     """Reads rows. See `DataPlaneClient.get_samples`."""
-    ids = checked_as("get_samples: sample_ids", list[Name], sample_ids)
-    names = [] if select_fields is None else check_names("get_samples: select_fields", select_fields)
-    if select_fields is not None and not names:
-        raise InvalidRequestError(
-            f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
-            "names of the columns to read."
-        )
-    if not ids:
-        return TensorDict({}, batch_size=[0])
-    unique = list(dict.fromkeys(ids))
-    if select_fields is None:
-        what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
-        names = common_fields(list_fields(connection, what, partition_id, unique))
-        if not names:
-            return TensorDict({}, batch_size=[len(ids)])
-    columns = _read(connection, unique, partition_id, names, share_rows, connection.deadline())
-    if len(unique) != len(ids):
-        at = {sample_id: position for position, sample_id in enumerate(unique)}
-        positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
-        columns = {
-            name: spread(column, positions, jagged, share=share_rows and isinstance(column, NonTensorStack))
-            for name, column in columns.items()
-        }
-    return TensorDict(columns, batch_size=[len(ids)])
+    with connection.operation("get_samples", partition_id):
+        ids = checked_as("get_samples: sample_ids", list[Name], sample_ids)
+        names = [] if select_fields is None else check_names("get_samples: select_fields", select_fields)
+        if select_fields is not None and not names:
+            raise InvalidRequestError(
+                f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
+                "names of the columns to read."
+            )
+        if not ids:
+            return TensorDict({}, batch_size=[0])
+        unique = list(dict.fromkeys(ids))
+        if select_fields is None:
+            what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
+            names = common_fields(list_fields(connection, what, partition_id, unique))
+            if not names:
+                return TensorDict({}, batch_size=[len(ids)])
+        columns = _read(connection, unique, partition_id, names, share_rows, connection.deadline())
+        if len(unique) != len(ids):
+            at = {sample_id: position for position, sample_id in enumerate(unique)}
+            positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
+            columns = {
+                name: spread(column, positions, jagged, share=share_rows and isinstance(column, NonTensorStack))
+                for name, column in columns.items()
+            }
+        return TensorDict(columns, batch_size=[len(ids)])
 
 
 def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> None:
     """Removes samples, or a partition. See `DataPlaneClient.clear_samples`."""
-    ids = None if sample_ids is None else check_names("clear_samples: sample_ids", sample_ids)
-    if ids is None:
-        connection.infos.pop(partition_id, None)
-    elif not ids:
-        return
-    work = connection.work.begin("clear_samples", partition_id)
-    cleared = connection.call("clear_samples", ClearRequest(partition_id, ids), int)
-    work.end(0 if ids is None else cleared)
+    with connection.operation("clear_samples", partition_id):
+        ids = None if sample_ids is None else check_names("clear_samples: sample_ids", sample_ids)
+        if ids is None:
+            connection.infos.pop(partition_id, None)
+        elif not ids:
+            return
+        work = connection.work.begin("clear_samples", partition_id)
+        cleared = connection.call("clear_samples", ClearRequest(partition_id, ids), int)
+        work.end(0 if ids is None else cleared)
 
 
 def describe(connection: Connection, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:
     """Counts what a partition holds. See `DataPlaneClient.describe`."""
-    request = InspectRequest(partition_id, count_rows=count_rows)
-    found = connection.call("inspect_partition", request, PartitionDescription)
-    shown = {name: spec for name, spec in found.specs.items() if not name.startswith(_HIDDEN)}
-    num_rows = {name: count for name, count in found.num_rows.items() if name in shown}
-    return replace(found, specs=shown, num_rows=num_rows)
+    with connection.operation("describe", partition_id, needs=Capability.LISTING):
+        request = InspectRequest(partition_id, count_rows=count_rows)
+        description = connection.call("inspect_partition", request, PartitionDescription)
+        specs = {name: spec for name, spec in description.specs.items() if not name.startswith(_HIDDEN)}
+        num_rows = {name: count for name, count in description.num_rows.items() if name in specs}
+        return replace(description, specs=specs, num_rows=num_rows)
 
 
 def list_samples(
     connection: Connection, partition_id: str, tag_filter: TagFilter | None, sample_ids: Sequence[str] | None
 ) -> KVBatchMeta:
     """The ids and tags of samples. See `DataPlaneClient.list_samples`."""
-    condition = check_tag_filter(tag_filter)
-    if condition is not None:
-        connection.require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
-    ids = None if sample_ids is None else check_names("list_samples: sample_ids", sample_ids)
-    if ids == []:
-        return KVBatchMeta(partition_id, None, [], tags=[])
-    listed = connection.call("list_samples", ListRequest(partition_id, condition, ids), SampleList)
-    ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
-    check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
-    return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
+    with connection.operation("list_samples", partition_id, needs=Capability.LISTING):
+        condition = check_tag_filter(tag_filter)
+        if condition is not None:
+            connection.require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
+        ids = None if sample_ids is None else check_names("list_samples: sample_ids", sample_ids)
+        if ids == []:
+            return KVBatchMeta(partition_id, None, [], tags=[])
+        listed = connection.call("list_samples", ListRequest(partition_id, condition, ids), SampleList)
+        ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
+        check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
+        return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
 
 
 def _encode_columns(
@@ -224,7 +231,7 @@ def _read(
         with _naming_samples(partition_id, ids):
             batch = connection.call("get_samples", request, WireBatch)
     except OpenCellsError as error:
-        parts = [_read(connection, list(some), partition_id, names, share_rows, deadline) for some in error.groups]
+        parts = [_read(connection, list(group), partition_id, names, share_rows, deadline) for group in error.groups]
         places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
         order = [places[sample_id] for sample_id in ids]
         return {name: join_parts([part[name] for part in parts], order) for name in names}
@@ -245,15 +252,15 @@ def _read(
         )
 
 
-def _put_fitting(connection: Connection, where: str, request: PutRequest, given: Any) -> None:
+def _put_fitting(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
     """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
     tried: set[str] = set()
     while True:
         try:
-            _put(connection, where, request, given)
+            _put(connection, where, request, inputs)
             return
         except SchemaMismatchError as error:
-            lists = given.lists if isinstance(given, Columns) else {}
+            lists = inputs.lists if isinstance(inputs, Columns) else {}
             fitting: dict[str, Any] = {}
             for name, text in error.expected.items():
                 column = list_as(lists[name], FieldSpec.from_text(text)) if name in lists else None
@@ -266,7 +273,7 @@ def _put_fitting(connection: Connection, where: str, request: PutRequest, given:
             if not fitting:
                 raise
             tried |= fitting.keys()
-            given.update(fitting)
+            inputs.update(fitting)
             columns, specs = _encode_columns(connection, where, fitting, len(request.sample_ids))
             request.columns = {**request.columns, **columns}
             request.specs = {**request.specs, **specs}
@@ -325,35 +332,23 @@ def _check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) 
 
 
 def _commit(connection: Connection, where: str, request: PutRequest) -> None:
-    """Calls the hook with a copy, since middleware changes the requests that it is given."""
-
-    def copied() -> PutRequest:
-        columns = {name: list(each) if isinstance(each, list) else each for name, each in request.columns.items()}
-        return replace(
-            request,
-            sample_ids=list(request.sample_ids),
-            columns=columns,
-            specs=dict(request.specs),
-            tags=None if request.tags is None else [dict(row) for row in request.tags],
-        )
-
-    reply = connection.call_once("put_samples", copied, int, request.deadline)
-    check_counts(where, len(request.sample_ids), rows=reply)
+    num_samples = connection.call_once("put_samples", request, int)
+    check_counts(where, len(request.sample_ids), rows=num_samples)
 
 
 def list_fields(connection: Connection, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
     """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
     with connection.operation("list_fields", partition_id):
         connection.require(Capability.LISTING, what)
-        found = connection.call("list_fields", FieldsRequest(partition_id, sample_ids), FieldList)
-        check_counts(what, len(sample_ids), samples=len(found.index))
-        if found.index and not 0 <= min(found.index) <= max(found.index) < len(found.patterns):
+        reply = connection.call("list_fields", FieldsRequest(partition_id, sample_ids), FieldList)
+        check_counts(what, len(sample_ids), samples=len(reply.index))
+        if reply.index and not 0 <= min(reply.index) <= max(reply.index) < len(reply.patterns):
             raise BackendError(
-                f"{what}: the backend's reply holds {len(found.patterns)} sets of fields, and names others. "
+                f"{what}: the backend's reply holds {len(reply.patterns)} sets of fields, and names others. "
                 "Expected a set for each sample."
             )
-    patterns = [[name for name in names if not name.startswith(_HIDDEN)] for names in found.patterns]
-    return [patterns[place] for place in found.index]
+    patterns = [[name for name in names if not name.startswith(_HIDDEN)] for names in reply.patterns]
+    return [patterns[place] for place in reply.index]
 
 
 def export(connection: Connection, what: str, partition_id: str) -> PartitionState:

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import math
+import queue
+import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, overload
+from itertools import repeat
+from typing import Any, Final, Literal, Self, TypeAlias, get_args, overload
 
+from tensordict import TensorDict
+
+from dataplane_core.arguments import Index, PositiveSeconds, Seconds, checked_as
 from dataplane_core.client.async_client import AsyncDataPlaneClient
+from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.feeds import AsyncFeed, Collate, Feed, Item, Terms, Uneven
+from dataplane_core.client.connection import Waiters
+from dataplane_core.codec import empty_columns
+from dataplane_core.errors import ClientClosedError, DataPlaneError, InvalidRequestError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Capability, Claim, ClaimRequest
+
+#: The batches of a rank in turn: those that the client was not given yet.
+_IN_TURN: Final = repeat(None)
+#: Which arguments of `DataPlaneClient.claim_meta` a stream passes on.
+_CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size"}
+#: A lease is renewed after this share of it.
+RENEWED_AFTER: Final = 1 / 3
+#: How long a loop waits for a batch if the store cannot say who lives, in seconds.
+_UNKNOWN_S: Final = 60.0
+#: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
+_COLLECTED_WITHIN_S: Final = 1.0
+
+Collate = Callable[[KVBatchMeta, TensorDict], Any]
+#: What a stream does with samples at the end that are too few for every rank to get one.
+Uneven: TypeAlias = Literal["equal", "drop", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +123,7 @@ def stream(
         batch_size: How many samples; the last batch may be smaller.
         lease_s: Seconds after which samples of a process that died are handed out again. The lease is renewed while the
             process lives.
-        prefetch: How many batches are claimed and read ahead, in a thread or task of the stream. 0: none.
+        prefetch: How many batches are claimed and read ahead, in a thread of the stream. 0: none.
         collate: Called with the meta and the columns of each batch, where it is read; its result is what the stream
             gives. Default: a `StreamBatch`.
         timeout_s: How long the loop waits for a batch, in seconds. None: until `DataPlaneClient.why` finds that those
@@ -137,11 +166,13 @@ def stream(
     return kind(client, terms)  # type: ignore[arg-type]
 
 
+# --- what a user iterates ---------------------------------------------------------------------------------------------
+
+
 class Stream(Iterator[Any]):
     """The batches of a task, for ``for``. `stream` makes it. One thread iterates."""
 
     def __init__(self, client: DataPlaneClient, terms: Terms) -> None:
-        terms.request(client)  # to refuse it now
         self._feed = Feed(client, terms)
         self._current: Item | None = None
         client._connection.streams.add(self)
@@ -191,11 +222,12 @@ class AsyncStream:
     """
 
     def __init__(self, client: AsyncDataPlaneClient, terms: Terms) -> None:
-        terms.request(client._client)  # to refuse it now
-        self._feed = AsyncFeed(client, terms)
+        self._client = client
+        self._ready = _OnLoop()
+        self._feed = Feed(client._client, terms, on_loop=self._ready)
         self._current: Item | None = None
         client._connection.streams.add(self)
-        weakref.finalize(self, self._feed.collected).atexit = False  # the event loop has ended then
+        weakref.finalize(self, self._feed.collected, within_s=0.0).atexit = False  # the loop must not wait
 
     def __aiter__(self) -> Self:
         return self
@@ -203,8 +235,11 @@ class AsyncStream:
     async def __anext__(self) -> Any:
         try:
             await self.ack()
-            self._current = await self._feed.next()
+            self._ready.loop = asyncio.get_running_loop()
+            if self._feed.ask():
+                self._current = self._feed.taken(await self._ready.get())
         except asyncio.CancelledError:
+            self._feed.leave()
             raise  # the task that iterates may go on
         except BaseException:
             await self.close()
@@ -217,7 +252,8 @@ class AsyncStream:
     async def ack(self) -> None:
         """Acks the batch that was given last, if it is not acked yet. Asking for the next batch also acks it."""
         if self._current is not None:
-            await self._feed.ack(self._current)
+            await self._client.ack(self._current.meta)
+            self._feed.held.discard(self._current.meta)
             self._current = None
 
     async def close(self) -> None:
@@ -226,10 +262,387 @@ class AsyncStream:
         Any task of the event loop may call it. An ``anext`` that waits raises `ClientClosedError`.
         """
         self._current = None
-        await self._feed.close()
+        await asyncio.to_thread(self._feed.close)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+class _OnLoop:
+    """What a feed has read, for a task of an event loop."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None  # that of the task which waits
+        self._read: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+
+    def put(self, item: Item | BaseException | None) -> None:
+        if self.loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._read.put_nowait, item)
+
+    def empty(self) -> bool:
+        return self._read.empty()
+
+    async def get(self) -> Item | BaseException | None:
+        return await self._read.get()
+
+
+# --- what is behind it ------------------------------------------------------------------------------------------------
+
+
+def longest_wait_s(client: DataPlaneClient, timeout_s: float | None) -> float:
+    """How long a loop waits for a batch. Infinite: as long as those live who may put samples, as `why` knows."""
+    if timeout_s is not None:
+        return timeout_s
+    is_known = {Capability.LISTING, Capability.CLIENTS} <= client.capabilities
+    return math.inf if is_known and client.config.announce_s is not None else _UNKNOWN_S
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The arguments of `stream`; those of all kinds of streams. ``claim`` are the further ones of ``claim_meta``."""
+
+    partition_id: str
+    task_name: str
+    fields: list[str]
+    batch_size: int
+    lease_s: float
+    prefetch: int
+    collate: Collate
+    timeout_s: float | None
+    uneven: Uneven | None
+    claim: Mapping[str, Any]
+    most_held_s: float = math.inf  # after which a batch that is not acked is given back
+
+    def __post_init__(self) -> None:
+        checked_as("stream: lease_s", PositiveSeconds, self.lease_s)
+        if self.timeout_s is not None:
+            checked_as("stream: timeout_s", Seconds, self.timeout_s)
+        if self.most_held_s != math.inf:
+            checked_as("stream: most_held_s", PositiveSeconds, self.most_held_s)
+        checked_as("stream: prefetch", Index, self.prefetch)
+        if not self.claim.keys() <= _CLAIM_ARGUMENTS:
+            raise InvalidRequestError(
+                f"of claim_meta only {sorted(_CLAIM_ARGUMENTS)} can be given here, got {sorted(self.claim)}."
+            )
+        if self.uneven is not None and self.uneven not in get_args(Uneven):
+            raise InvalidRequestError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {self.uneven!r}.")
+        if self.uneven is not None and self.claim.get("dp_size") is None:
+            raise InvalidRequestError(
+                "uneven says what ranks do that get no samples: it needs a dp_rank and a dp_size."
+            )
+
+    def request(self, client: DataPlaneClient, batch_index: int | None = None) -> ClaimRequest:
+        """The request of the next claim.
+
+        Raises:
+            DataPlaneError: The arguments are refused.
+        """
+        claim = {"tag_filter": None, **self.claim}
+        return checked_claim(
+            client._connection,
+            0.0,
+            batch_index,
+            partition_id=self.partition_id,
+            task_name=self.task_name,
+            required_fields=self.fields,
+            batch_size=self.batch_size,
+            all_or_nothing=True,
+            lease_s=self.lease_s,
+            **claim,
+        )
+
+    def is_given(self, claim: Claim) -> bool:
+        """Whether the loop gets a batch. All ranks decide the same.
+
+        Raises:
+            InvalidRequestError: Some ranks get no samples, and ``uneven`` is "error".
+        """
+        dp_size = self.claim.get("dp_size")
+        if self.uneven in (None, "equal") or claim.num_ranks in (None, dp_size):
+            return True
+        if self.uneven == "error":
+            raise InvalidRequestError(
+                f"stream('{self.partition_id}', '{self.task_name}') ended: the samples that are left give a batch to "
+                f"{claim.num_ranks} of {dp_size} ranks. They were given back.",
+                hint="With uneven='equal' the other ranks get an empty batch; with 'drop' none gets these samples.",
+            )
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A batch as the stream gives it, and its samples."""
+
+    meta: KVBatchMeta
+    batch: Any
+
+
+class Feed:
+    """Claims and reads the batches of a stream, renews their leases, and gives back what is not acked.
+
+    One thread renews, another one reads ahead. It does not refer to its stream, so that that can be collected.
+
+    Args:
+        client: Claims and reads.
+        terms: What it claims and reads.
+        batch_indexes: Which batches of a rank it claims. Default: those that the client was not given yet.
+        closes: Whether the client ends with the feed.
+        on_loop: Takes what was read, for a stream of an event loop, whose task must not claim or read itself.
+
+    Attributes:
+        held: The batches that are not acked.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        terms: Terms,
+        *,
+        batch_indexes: Iterable[int | None] = _IN_TURN,
+        closes: bool = False,
+        on_loop: _OnLoop | None = None,
+    ) -> None:
+        terms.request(client)  # to refuse it now
+        self._client = client
+        self._connection = client._connection
+        self._terms = terms
+        self._batch_indexes = iter(batch_indexes)
+        self._closes = closes
+        self._wait_s = longest_wait_s(client, terms.timeout_s)
+        self.held = HeldMetas(client, terms.lease_s, terms.most_held_s)
+        self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
+        self._wanted = False
+        self._asked_at = math.inf  # since when the loop waits; infinity: it does not
+        self._ended = False
+        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to end now
+        self._reads_ahead = terms.prefetch > 0 or on_loop is not None
+        self._read_now: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+        self._ready = on_loop or self._read_now
+        # one token per batch that may be read; not a semaphore, whose lock a signal handler could find taken
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(terms.prefetch):
+            self._free.put(None)
+        self._threads: list[threading.Thread] = []
+
+    def next(self) -> Item | None:
+        """The next batch. None: there are no more."""
+        if not self.ask():
+            return None
+        return self.taken(self._read_now.get() if self._reads_ahead else self._fetch())
+
+    def ask(self) -> bool:
+        """The loop waits for the next batch from now on. False: there are no more."""
+        self._connection.check_process()  # a fork has neither the threads nor the leases of its parent
+        if self._ended or self._waiters.closed:
+            return False
+        if not self._threads:
+            self._begin(self._renew)
+            atexit.register(self.close)
+            if self._reads_ahead:
+                self._begin(self._read_ahead)
+        self._asked_at = time.monotonic()
+        if self._reads_ahead and not self._wanted:
+            self._wanted = True
+            self._free.put(None)  # the batch that is asked for is not ahead
+        if self._ready.empty():
+            self._waiters.wake()  # the claim that is ahead has to end in time from now on
+        return True
+
+    def leave(self) -> None:
+        """The loop waits no longer. What it asked for is kept until it asks again."""
+        self._asked_at = math.inf
+
+    def taken(self, item: Item | BaseException | None) -> Item | None:
+        """What the loop gets, or is raised in it. None: there are no more."""
+        self._wanted, self._asked_at = False, math.inf
+        self._ended = not isinstance(item, Item)
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            self._waiters.check()  # there may be more, but it was closed
+        return item
+
+    def batches(self) -> Iterator[Any]:
+        """The batches, for a user who acks them by himself.
+
+        They are renewed until that is done, also after the last one. If the loop is left earlier, they are given back.
+        """
+        try:
+            while (item := self.next()) is not None:
+                yield item.batch
+        except GeneratorExit:
+            self.collected()
+            raise
+        finally:
+            self._ended = True
+            atexit.unregister(self.close)
+            self._told.put(False)  # to look now what is left
+
+    def ack(self, item: Item) -> None:
+        self._client.ack(item.meta)
+        self.held.discard(item.meta)
+
+    def close(self) -> None:
+        """Ends the feed, and gives back what is not acked. Idempotent."""
+        if self._connection.is_forked:
+            return  # a forked child must not end what its parent uses
+        self._waiters.close()
+        self._end_threads(self._connection.config.op_timeout_s)
+
+    def collected(self, within_s: float = _COLLECTED_WITHIN_S) -> None:
+        """Ends the feed when nobody refers to its stream. Waits a little until what it holds is given back.
+
+        The garbage collector may call it while its thread has a lock that the threads need. So it takes none (`put` of
+        this queue may interrupt itself), and does not wait until they have ended.
+        """
+        self._end_threads(within_s)
+
+    def _end_threads(self, timeout_s: float) -> None:
+        self._told.put(True)
+        if self._threads and threading.current_thread() not in self._threads:
+            self._threads[0].join(timeout_s)  # which waits for the other one
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="dataplane-stream", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _fetch(self) -> Item | None:
+        connection, terms = self._connection, self._terms
+        while True:
+            with (
+                connection.operation("claim_meta", terms.partition_id),
+                connection.waiters.waiting(self._waiters.close),
+            ):
+                request = terms.request(self._client, next(self._batch_indexes))
+                # not since this claim began: it may be ahead of the loop
+                meta, claim = claim_now(connection, request, self._wait_s, self._waiters, lambda: self._asked_at)
+            if not meta.sample_ids and not claim.num_ranks:
+                return None
+            self.held.add(meta)
+            try:
+                if terms.is_given(claim):
+                    return Item(meta, self._read(meta))
+                self._client.ack(meta)
+            except BaseException:
+                self.held.give_back(meta)
+                raise
+            self.held.discard(meta)
+
+    def _read(self, meta: KVBatchMeta) -> Any:
+        self._waiters.check()
+        if meta.sample_ids:
+            columns = self._client.get_data(meta, self._terms.fields)
+        else:
+            columns = empty_columns(self._client.describe(meta.partition_id).specs, self._terms.fields)
+        batch = self._terms.collate(meta, columns)
+        self._waiters.check()
+        return batch
+
+    def _read_ahead(self) -> None:
+        item: Item | BaseException | None
+        while True:
+            self._free.get()
+            try:
+                item = None if self._waiters.closed else self._fetch()
+            except BaseException as error:  # the loop gets it
+                item = error
+            self._ready.put(item)
+            if not isinstance(item, Item):
+                return
+
+    def _renew(self) -> None:
+        pause_s = min(self._terms.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
+        try:
+            while self.held.renew() or not self._ended:
+                with contextlib.suppress(queue.Empty):
+                    if self._told.get(timeout=pause_s):
+                        return
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._waiters.close()
+        self._free.put(None)
+        for thread in self._threads[1:]:
+            thread.join(self._connection.config.op_timeout_s)
+        self.held.give_back()
+        atexit.unregister(self.close)
+        if self._closes:
+            self._client.close()
+
+
+class HeldMetas:
+    """Metas of claims that are not acked yet, as far as it knows. Safe for threads.
+
+    Args:
+        client: The client that renews their leases, and gives them back.
+        lease_s: How long a renewed lease lasts, in seconds.
+        most_held_s: Seconds after which a meta is given back.
+    """
+
+    def __init__(self, client: DataPlaneClient, lease_s: float, most_held_s: float = math.inf) -> None:
+        self._client = client
+        self._lease_s = lease_s
+        self._most_held_s = most_held_s
+        # Changed by single steps only, and without a lock: a signal handler may come between any two.
+        # By the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
+        # held; and until when
+        self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
+
+    def add(self, meta: KVBatchMeta) -> None:
+        """Holds what was claimed. An empty batch has no leases."""
+        if meta.sample_ids:
+            self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
+
+    def discard(self, meta: KVBatchMeta) -> None:
+        """Lets go of a meta that was acked."""
+        self._held.pop(id(meta), None)
+
+    def renew(self) -> bool:
+        """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
+        for key, (claimed, meta, until) in list(self._held.items()):
+            try:
+                if time.monotonic() <= until:
+                    left = _of_held(lambda part: self._client.renew(part, self._lease_s), meta)
+                else:
+                    left = None
+                    _of_held(self._client.nack, meta)
+            except (KeyError, ClientClosedError):
+                left = None  # it was cleared, or is lost: its ack says so
+            except DataPlaneError:
+                continue  # the store may answer the next time
+            if left is None:
+                self._held.pop(key, None)
+            elif key in self._held:  # if it is acked now, the next renewal drops it
+                self._held[key] = claimed, left, until
+        return bool(self._held)
+
+    def give_back(self, meta: KVBatchMeta | None = None) -> None:
+        """Gives back one meta, or all. Blocks."""
+        for key in list(self._held) if meta is None else [id(meta)]:
+            held = self._held.pop(key, None)
+            if held is not None:
+                with contextlib.suppress(DataPlaneError):  # the client or its store has ended
+                    _of_held(self._client.nack, held[1])
+
+
+def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
+    """Calls with the samples whose leases are still held: others may have been acked one by one, or cleared.
+
+    Returns:
+        These samples, or None if no lease is held.
+    """
+    while True:
+        try:
+            call(meta)
+            return meta
+        except LeaseExpiredError as error:
+            held = [index for index, sample_id in enumerate(meta.sample_ids) if sample_id not in error.sample_ids]
+            if not 0 < len(held) < meta.size:
+                return None
+            meta = meta.subset(held)

@@ -510,8 +510,8 @@ class Server:
                 self._welcome(connection, decode_hello(message))
             else:
                 self._answer(connection, connection.client, message)
-        # who is not known may not make this process keep much
-        if connection.client is None and len(received) > _GREETING_BYTES:
+        # who is not known may not make this process keep a message of 4 GiB
+        if connection.client is None and int.from_bytes(received[:4], "little") > _GREETING_BYTES:
             raise EOFError
 
     def _welcome(self, connection: _Connection, hello: Hello) -> None:

@@ -52,7 +52,7 @@ from dataplane_core.hosting.session import (
     set_tcp_options,
     take_message,
 )
-from dataplane_core.ledger import Command, commands
+from dataplane_core.ledger import Command, LedgerService, commands
 from dataplane_core.spec import Claim, new_id
 
 _log = logging.getLogger(__name__)
@@ -185,12 +185,12 @@ class LedgerHost(Host):
     """A host of a ledger. Clients that wait are woken, and a client that is gone keeps nobody waiting.
 
     Args:
-        service: The ledger with a clock: a `LedgerService`, or one that is logged.
+        service: The ledger, with a clock.
     """
 
     messages = Messages()
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service: LedgerService) -> None:
         Host.__init__(self)
         self._service = service
 
@@ -211,7 +211,7 @@ class LedgerHost(Host):
     def _claim_or_wait(self, request: ClaimOrWait, client: Client) -> Claim:
         token = request.claim.token
         client.waits.discard(token)
-        claim: Claim = self._service.call(request.claim, partial(client.wake, token))
+        claim = self._service.call(request.claim, partial(client.wake, token))
         if not (claim.answered or request.claim.explain):
             client.waits.add(token)
         return claim

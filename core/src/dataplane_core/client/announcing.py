@@ -28,6 +28,7 @@ from dataplane_core.spec import (
     WorkInfo,
     new_id,
 )
+from dataplane_core.spec.requests import Request
 from dataplane_core.spec.waking import Bell
 
 #: Seconds after which a new client announces itself first. Short programs do not.
@@ -146,7 +147,7 @@ class _Client(Protocol):
     work: WorkLog
     phases: Phases
 
-    def call(self, operation: str, request: Any, reply_type: type[int]) -> int: ...
+    def call(self, request: Request) -> Any: ...
 
 
 class Announcer:
@@ -204,7 +205,8 @@ class Announcer:
         deadline = min(time.monotonic() + _TIMEOUT_S, until)
         request = AnnounceRequest(client=describe_client(client, self, period_s), ttl_s=ttl_s, deadline=deadline)
         try:
-            return client.call("announce", request, int)
+            num_clients: int = client.call(request)
+            return num_clients
         except Exception:  # the operations of the client say what is wrong
             return None
 

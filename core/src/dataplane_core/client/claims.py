@@ -243,7 +243,7 @@ def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBa
 
 def ask(connection: Connection, request: ClaimRequest) -> Claim:
     """Asks once. Does not change the request."""
-    claim = connection.call("claim", copy_of(request), Claim)
+    claim: Claim = connection.call(copy_of(request))
     where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
     counts = {"tags": len(claim.tags)}
     if request.lease_s is not None or claim.lease_tokens is not None:
@@ -281,5 +281,5 @@ def settle(
             deadline=connection.deadline(),
             **extra,
         )
-        num_samples = connection.call_once(operation, request, int)
+        num_samples: int = connection.call(request)
         check_counts(f"{operation}('{meta.partition_id}')", len(tokens), rows=num_samples)

@@ -416,7 +416,8 @@ class DataPlaneClient(ClientFacts):
         with self._connection.operation("check_consumption_status", partition_id, needs=Capability.CLAIMS):
             about = {"partition_id": partition_id, "task_names": task_names}
             request = checked("check_consumption_status", ConsumptionRequest, **about)
-            return self._connection.call("check_consumption", request, bool)
+            is_consumed: bool = self._connection.call(request)
+            return is_consumed
 
     def is_finished(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether the tasks get no more samples: all are written, and each has consumed those that can be given.
@@ -735,7 +736,7 @@ class DataPlaneClient(ClientFacts):
             [('unit-0', 512), ('unit-1', 512)]
         """
         with self._connection.operation("list_units", needs=Capability.UNITS):
-            return list(self._connection.call("list_units", ListUnitsRequest(), list))
+            return list(self._connection.call(ListUnitsRequest()))
 
     def phase(
         self, name: str, *, partition_id: str | None = None, groups: Sequence[str] = ()

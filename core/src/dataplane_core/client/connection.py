@@ -49,10 +49,13 @@ from dataplane_core.spec import (
     PartitionInfo,
     Scope,
 )
-from dataplane_core.spec.requests import IdentifiedRequest, NackRequest, Request
+from dataplane_core.spec.operations import OPERATIONS
+from dataplane_core.spec.requests import NackRequest, Request
 
-_R = TypeVar("_R")
 _Q = TypeVar("_Q", bound=Request)
+
+#: The type of a request -> its hook.
+_NAMES: Final = {operation.request: name for name, operation in OPERATIONS.items()}
 
 _MAKE_ROOM: Final = "Make room on the disk, then call again."
 #: When an operation must end that waited for a thread before it ran, on `time.monotonic`'s clock.
@@ -300,7 +303,7 @@ class Connection:
                 deadline=time.monotonic() + _GIVE_BACK_S,
             )
             with suppress(DataPlaneError):  # the leases end by themselves
-                self.call("nack", nack, int)
+                self.call(nack)
 
     def _stop_all(self, *, suppress: bool) -> None:
         """Stops all that is not stopped yet. What one of them raises is raised when all are stopped."""
@@ -378,19 +381,26 @@ class Connection:
                 hint=f"It declares: {', '.join(sorted(self.capabilities)) or 'nothing'}.",
             )
 
-    def call_once(self, operation: str, request: IdentifiedRequest, reply_type: type[_R]) -> _R:
-        """Calls a hook with a copy of a request that has an id. If its reply was lost, calls again until its deadline.
+    def call(self, request: Request) -> Any:
+        """Calls the hook of a request, and returns its reply.
+
+        It has until the request's deadline, and at most as long as an operation may take. An operation that is made
+        once gets a copy of the request, and is called again if its reply was lost.
 
         Raises:
             LostReplyError: A reply was lost, and the store did not answer until the deadline.
             OperationTimeoutError, BackendUnavailableError: ``outcome`` and the message say whether it was carried out.
         """
+        name = _NAMES[type(request)]
+        request.deadline = min(request.deadline, self.deadline())
+        if not OPERATIONS[name].once:
+            return self._call(name, request)
         repeatable = Capability.REPEATABLE in self.capabilities
         lost: LostReplyError | None = None
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                return self.call(operation, copy_of(request), reply_type)
+                return self._call(name, copy_of(request))
             except CapacityExceededError:  # an answer: a request that was done before would not wait for room
                 raise
             except (BackendUnavailableError, OperationTimeoutError) as error:
@@ -403,37 +413,35 @@ class Connection:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    def call(self, operation: str, request: Any, reply_type: type[_R]) -> _R:
-        """Calls a hook. It has until the request's deadline, and at most as long as an operation may take."""
-        hook: Callable[..., Any] = getattr(self._hooks, operation)
-        request.deadline = min(request.deadline, self.deadline())
+    def _call(self, name: str, request: Request) -> Any:
+        hook: Callable[..., Any] = getattr(self._hooks, name)
         try:
             if not self.to_stop:
-                raise ClientClosedError(f"{operation}: the client was closed meanwhile.")
+                raise ClientClosedError(f"{name}: the client was closed meanwhile.")
             reply = hook(request=request)
         except DataPlaneError:
             raise
         except Exception as error:
             if not self.to_stop:
-                raise ClientClosedError(f"{operation}: the client was closed meanwhile.") from error
+                raise ClientClosedError(f"{name}: the client was closed meanwhile.") from error
             if isinstance(error, OSError) and error.errno in FULL:
                 raise BackendUnavailableError(
-                    f"{operation}: the disk of the store is full ({error}). It may have been done or not.",
+                    f"{name}: the disk of the store is full ({error}). It may have been done or not.",
                     hint=_MAKE_ROOM,
                 ) from error
             raise BackendError(
-                f"{operation} failed inside the backend or its middleware: {type(error).__name__}: {error}",
+                f"{name} failed inside the backend or its middleware: {type(error).__name__}: {error}",
                 hint=limit_hint(error),
             ) from error
-        if not isinstance(reply, reply_type):
-            raise BackendError(
-                f"{operation}: the backend returned {type(reply).__name__}. Expected {reply_type.__name__}."
-            )
+        expected = OPERATIONS[name].reply
+        if not isinstance(reply, expected):
+            raise BackendError(f"{name}: the backend returned {type(reply).__name__}. Expected {expected.__name__}.")
         return reply
 
     def describe(self, partition_id: str, deadline: float = math.inf) -> PartitionInfo:
         """The registration of a partition."""
-        return self.call("describe_partition", DescribeRequest(partition_id, deadline=deadline), PartitionInfo)
+        info: PartitionInfo = self.call(DescribeRequest(partition_id, deadline=deadline))
+        return info
 
     def remember(self, partition_id: str, info: PartitionInfo) -> PartitionInfo:
         """Remembers a registration."""

@@ -61,7 +61,7 @@ def judged(
 def clients_of(connection: Connection, *, ended: bool, deadline: float = math.inf) -> list[ClientInfo]:
     """The clients of the store, sorted. ``ended``: also those that are gone, with what this host knows of them."""
     request = ListClientsRequest(ended=ended, deadline=deadline)
-    found: list[ClientInfo] = connection.call("list_clients", request, list)
+    found: list[ClientInfo] = connection.call(request)
     if ended:
         found = [structs.replace(each, state=_state_of(each)) for each in found]
     return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
@@ -70,7 +70,7 @@ def clients_of(connection: Connection, *, ended: bool, deadline: float = math.in
 def list_partitions(connection: Connection, deadline: float = math.inf) -> list[str]:
     """The names of all registered partitions, sorted."""
     request = ListPartitionsRequest(deadline=deadline)
-    return sorted(connection.call("list_partitions", request, list))
+    return sorted(connection.call(request))
 
 
 def _facts(connection: Connection, partition_id: str | None, deadline: float) -> Facts:
@@ -101,7 +101,7 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
         try:
             count_rows = any(each.explain for each in questions)  # all samples are looked at then, anyway
             request = InspectRequest(name, questions, count_rows=count_rows, deadline=deadline)
-            partitions[name] = connection.call("inspect_partition", request, PartitionDescription)
+            partitions[name] = connection.call(request)
         except UnknownPartitionError:
             if name == partition_id:
                 raise
@@ -111,7 +111,7 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
         has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
         for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
             consumption = ConsumptionRequest(name, [task], deadline=deadline)
-            if connection.call("check_consumption", consumption, bool):
+            if connection.call(consumption):
                 finished.add((name, task))
     facts = Facts(
         partitions=partitions,
@@ -139,7 +139,7 @@ def _with_names(connection: Connection, facts: Facts, deadline: float) -> Facts:
         ids = [*shortfall.not_matching, *(each for some in groups.values() for each in some)]
         with suppress(UnknownPartitionError):  # cleared meanwhile
             request = ListRequest(name, None, list(dict.fromkeys(ids)), deadline=deadline)
-            listed = connection.call("list_samples", request, SampleList)
+            listed: SampleList = connection.call(request)
             there = dict(zip(listed.sample_ids, listed.tags, strict=True))
             tags |= {(name, each): there[each] for each in shortfall.not_matching if each in there}
             members |= {(name, group): [each for each in some if each in there] for group, some in groups.items()}

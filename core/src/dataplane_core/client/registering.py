@@ -31,7 +31,7 @@ def register(connection: Connection, request: RegisterRequest) -> PartitionInfo:
     work = connection.work.begin("register_partition", partition_id)
     request.registered_by = f"{this_process()} ({connection.config.role or program_name()})"
     request.registered_at = time.time()
-    info = connection.remember(partition_id, connection.call("register_partition", request, PartitionInfo))
+    info = connection.remember(partition_id, connection.call(request))
     work.end(0)
     if (dropped := info.replaced) is not None and dropped.num_samples and dropped.epoch not in connection.registered:
         _log.warning("%s", printable(_dropped(partition_id, dropped)))
@@ -95,7 +95,7 @@ def check_fields(
         if unknown and use == "claim":
             connection.require(Capability.LISTING, "claim_meta with strict_fields")
             request = InspectRequest(partition_id, count_rows=False, deadline=until)
-            written = connection.call("inspect_partition", request, PartitionDescription).specs
+            written = connection.call(request).specs
     except DataPlaneError:
         if found.strict:
             raise
@@ -107,7 +107,7 @@ def tell_short_groups(connection: Connection, partition_id: str, info: Partition
     """Warns of groups that are not whole, if no more samples come."""
     questions = [Question(task_name=name, required_fields=[], explain=True) for name in info.consumer_tasks]
     with suppress(DataPlaneError):  # it is advice
-        found = connection.call("inspect_partition", InspectRequest(partition_id, questions), PartitionDescription)
+        found: PartitionDescription = connection.call(InspectRequest(partition_id, questions))
         told = [each.shortfall for each in found.answers if each is not None and each.shortfall is not None]
         short = max(told, key=lambda each: each.num_incomplete, default=Shortfall())
         if found.is_complete and short.num_incomplete:

@@ -178,7 +178,7 @@ def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] |
         elif not ids:
             return
         work = connection.work.begin("clear_samples", partition_id)
-        cleared = connection.call("clear_samples", ClearRequest(partition_id, ids), int)
+        cleared: int = connection.call(ClearRequest(partition_id, ids))
         work.end(0 if ids is None else cleared)
 
 
@@ -186,7 +186,7 @@ def describe(connection: Connection, partition_id: str, *, count_rows: bool = Tr
     """Counts what a partition holds. See `DataPlaneClient.describe`."""
     with connection.operation("describe", partition_id, needs=Capability.LISTING):
         request = InspectRequest(partition_id, count_rows=count_rows)
-        description = connection.call("inspect_partition", request, PartitionDescription)
+        description: PartitionDescription = connection.call(request)
         specs = {name: spec for name, spec in description.specs.items() if not name.startswith(_HIDDEN)}
         num_rows = {name: count for name, count in description.num_rows.items() if name in specs}
         return replace(description, specs=specs, num_rows=num_rows)
@@ -203,7 +203,7 @@ def list_samples(
         ids = None if sample_ids is None else check_names("list_samples: sample_ids", sample_ids)
         if ids == []:
             return KVBatchMeta(partition_id, None, [], tags=[])
-        listed = connection.call("list_samples", ListRequest(partition_id, condition, ids), SampleList)
+        listed: SampleList = connection.call(ListRequest(partition_id, condition, ids))
         ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
         check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
         return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
@@ -229,7 +229,7 @@ def _read(
     request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
     try:
         with _naming_samples(partition_id, ids):
-            batch = connection.call("get_samples", request, WireBatch)
+            batch: WireBatch = connection.call(request)
     except OpenCellsError as error:
         parts = [_read(connection, list(group), partition_id, names, share_rows, deadline) for group in error.groups]
         places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
@@ -332,7 +332,7 @@ def _check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) 
 
 
 def _commit(connection: Connection, where: str, request: PutRequest) -> None:
-    num_samples = connection.call_once("put_samples", request, int)
+    num_samples: int = connection.call(request)
     check_counts(where, len(request.sample_ids), rows=num_samples)
 
 
@@ -340,7 +340,7 @@ def list_fields(connection: Connection, what: str, partition_id: str, sample_ids
     """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
     with connection.operation("list_fields", partition_id):
         connection.require(Capability.LISTING, what)
-        reply = connection.call("list_fields", FieldsRequest(partition_id, sample_ids), FieldList)
+        reply: FieldList = connection.call(FieldsRequest(partition_id, sample_ids))
         check_counts(what, len(sample_ids), samples=len(reply.index))
         if reply.index and not 0 <= min(reply.index) <= max(reply.index) < len(reply.patterns):
             raise BackendError(
@@ -354,7 +354,8 @@ def list_fields(connection: Connection, what: str, partition_id: str, sample_ids
 def export(connection: Connection, what: str, partition_id: str) -> PartitionState:
     """What tasks have consumed, and what was cleared."""
     with connection.operation(what, partition_id, needs=Capability.CURSORS):
-        return connection.call("export_partition", ExportRequest(partition_id), PartitionState)
+        state: PartitionState = connection.call(ExportRequest(partition_id))
+        return state
 
 
 def set_cursor(
@@ -364,7 +365,8 @@ def set_cursor(
     with connection.operation(what, partition_id, needs=Capability.CURSORS):
         about = {"partition_id": partition_id, "task_name": task_name, "sample_ids": sample_ids, "create": create}
         request = checked(what, SetCursorRequest, **about)
-        return connection.call("set_cursor", request, int)
+        num_samples: int = connection.call(request)
+        return num_samples
 
 
 def common_fields(fields: Iterable[list[str]]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_core.saves import sync_folder, write_file
+from dataplane_core.durable_files import sync_path, write_file
 from dataplane_integrations.errors import WorkerTimeoutError
 
 from .config import RunConfig
@@ -119,9 +119,9 @@ class Checkpoints:
             }
             write_file(unfinished / _MANIFEST, [(json.dumps(manifest, indent=2) + "\n").encode()])
             for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
-                sync_folder(folder)
+                sync_path(folder)
             unfinished.rename(place)
-            sync_folder(self._folder)
+            sync_path(self._folder)
             for old in self._places()[: -self._keep]:
                 self._discard(old)
         except WorkerTimeoutError:

@@ -11,7 +11,7 @@ from typing import Any
 from rollouts import DataPlaneRollouts
 from transformers import TrainerCallback
 
-from dataplane_core.saves import sync_folder, write_file
+from dataplane_core.durable_files import sync_path, write_file
 
 __all__ = ["Checkpoints"]
 
@@ -52,11 +52,11 @@ class Checkpoints(TrainerCallback):
         for file in filter(Path.is_file, written.rglob("*")):
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        sync_folder(written)
+        sync_path(written)
         self._folder.mkdir(parents=True, exist_ok=True)
         before = list(self._folder.glob("step-*"))
         written.rename(self._folder / f"step-{state.global_step}")
-        sync_folder(self._folder)
+        sync_path(self._folder)
         for old in before:
             shutil.rmtree(old)
 

@@ -63,7 +63,7 @@ def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(rollout, clie
             InvalidRequestError,
             "the carry has 1 rows. Expected 2",
         ),
-        ({"sample_ids": ["b_g0"]}, InvalidRequestError, "must match batch size"),
+        ({"sample_ids": ["b_g0"]}, InvalidRequestError, "has 2 rows. Expected 1"),
         ({"carry_fields": ["input_ids"]}, InvalidTypeError, r"'input_ids' has shape \(2, 3\). Expected \(N,\)"),
         ({"carry_fields": ["rewards"]}, InvalidRequestError, "'rewards' is not in the batch"),
     ):

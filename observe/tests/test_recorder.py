@@ -340,7 +340,7 @@ def test_what_cannot_be_read_or_continued_is_refused(folder, tmp_path):
     mark = folder / "recording.json"
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "version": 9}))
     for open_it in (Recording, recorded):
-        with pytest.raises(UnsupportedOperationError, match=r"format version 9\. Expected 2"):
+        with pytest.raises(UnsupportedOperationError, match=r"format version 9\. Expected 3"):
             open_it(folder)
     mark.write_text("[]")
     with pytest.raises(CorruptDataError):

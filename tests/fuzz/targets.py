@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import os
@@ -30,6 +29,7 @@ import msgpack
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from mutations import JSON_VALUES, Form
 from redis.exceptions import RedisError
 
@@ -42,7 +42,7 @@ from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state, unpack_state
 from dataplane_core.log import LoggedLedger, newest_record
-from dataplane_core.saves import SavedFiles, pack_rows, unpack_rows
+from dataplane_core.saves import SavedFile, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat
 from dataplane_integrations._packed_weights import next_version, read_version
 from dataplane_observe import Recording
@@ -365,23 +365,13 @@ def _blocks() -> list[bytes]:
     ]
 
 
-def _load_block(data: bytes) -> Any:
-    (size,) = struct.unpack_from("<Q", data)
-    return [_unpack(data[8 : 8 + size]), data[8 + size :]]
-
-
-def _dump_block(tree: Any) -> bytes:
-    packed = _pack(tree[0])
-    return struct.pack("<Q", len(packed)) + packed + tree[1]
-
-
 def _folder() -> Path:
     return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="dpfuzz")))
 
 
 @functools.cache
-def _saved() -> tuple[Path, bytes]:
-    """The manifest of a save, and its text without its head."""
+def _saved() -> tuple[Path, bytes, bytes]:
+    """A save, its first line with the blocks, and its body."""
     folder = _folder()
     with connect({"backend": "noop"}) as client:
         client.register_partition("p", ["x"], 4, ["t"], grpo_group_size=2)
@@ -391,8 +381,10 @@ def _saved() -> tuple[Path, bytes]:
         client.claim_meta("p", "t", ["x"], 2)
         client.register_partition("d", ["x"], None, ["t"])
         client.save(folder, metadata={"step": 3})
-    path = folder / "manifest.json"
-    return path, path.read_bytes().split(b"\n")[1]
+    path = folder / "dataplane-partitions.save"
+    whole = path.read_bytes()
+    start = len(whole) - 24 - struct.unpack("<Q", whole[-24:-16])[0]
+    return path, whole[:start], whole[start:-24]
 
 
 @contextlib.contextmanager
@@ -424,14 +416,15 @@ def _empty_afterwards() -> Iterator[DataPlaneClient]:
             client.clear_samples(None, name)
 
 
-def _with_head(text: bytes) -> bytes:
-    head = {"format": "dataplane-partitions", "version": 3, "sha256": hashlib.sha256(text).hexdigest()}
-    return json.dumps(head).encode() + b"\n" + text + b"\n"
+def _whole_save(body: bytes) -> bytes:
+    _, begin, _ = _saved()
+    digest = xxhash.xxh3_128_digest(begin.partition(b"\n")[0] + b"\n" + body)
+    return begin + body + struct.pack("<Q", len(body)) + digest
 
 
 def _read_save(data: bytes) -> object:
-    path, _ = _saved()
-    path.write_bytes(_with_head(data))
+    path, *_ = _saved()
+    path.write_bytes(_whole_save(data))
     with _empty_afterwards() as client:
         try:
             return client.load(path.parent)
@@ -440,10 +433,10 @@ def _read_save(data: bytes) -> object:
             raise
 
 
-def _read_manifest(data: bytes) -> object:
-    path, _ = _saved()
+def _read_save_file(data: bytes) -> object:
+    path, *_ = _saved()
     path.write_bytes(data)
-    with SavedFiles(path.parent, "dataplane-partitions") as saved:
+    with SavedFile(path.parent, "dataplane-partitions") as saved:
         return list(saved.blocks())
 
 
@@ -753,8 +746,8 @@ def _read_weights(data: bytes) -> object:
     for number, header, payload in _versions_of_weights()[:2]:
         base = read_version(base, number, header, [payload])
     version = read_version(base, 2, row.get("header"), [np.frombuffer(row["data"], dtype=np.uint8)])
-    version.packed.digest()
-    return version.packed.tensors()
+    version.has_its_digest()
+    return version.weights()
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------
@@ -780,11 +773,11 @@ TARGETS: Final[dict[str, Target]] = {
         Target("log", _messages, _read_log, STORE_REQUEST),
         Target("state", _states, _read_state, PACKED),
         Target("log of an engine", _log_records, lambda data: newest_record(_Engine(data), math.inf), PACKED),
-        Target("save block", _blocks, unpack_rows, Form(_load_block, _dump_block)),
+        Target("save block", _blocks, unpack_rows, PACKED),
         Target(
-            "save manifest", lambda: [_with_head(_saved()[1]), b'{"format": "x", "version": 1}\n{}\n'], _read_manifest
+            "save file", lambda: [_whole_save(_saved()[2]), b'{"format": "x", "version": 1}\n{}\n'], _read_save_file
         ),
-        Target("save", lambda: [_saved()[1]], _read_save, JSON),
+        Target("save", lambda: [_saved()[2]], _read_save, JSON),
         Target("recording", _recorded_lines, _read_recording, JSON),
         Target("store request", _store_requests, _read_store_request, STORE_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, STORE_REQUEST),

@@ -13,7 +13,7 @@ _SLOW = {
     "log": 90,
     "state": 90,
     "save": 130,
-    "save manifest": 130,
+    "save file": 130,
     "export": 30,
     "shard of an export": 30,
     "recording": 90,

@@ -18,6 +18,7 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _T = TypeVar("_T")
+_LEFT_OUT: Final = object()
 
 #: A str that is not empty.
 Name: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -221,33 +222,39 @@ def check_columns(what: str, columns: Any) -> None:
         raise InvalidTypeError(f"{what} must be a dict or a TensorDict, got {type(columns).__name__}.")
 
 
-def takes(**checks: Callable[[str, Any], Any]) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """A function whose arguments are checked before it runs: name of the argument -> its check.
+#: How the annotation of a parameter begins -> the check of its argument.
+_CHECKS: Final[Mapping[str, Callable[[str, Any], None]]] = {
+    "KVBatchMeta": check_meta,
+    "TensorDictBase | Mapping": check_columns,
+    "BatchedDataDict": check_columns,
+    "Mapping": check_dict,
+    "Sequence[str]": check_iterable,
+    "Collection[str]": check_iterable,
+    "Iterable": check_iterable,
+    "int": check_number,
+}
 
-    An argument that is left out is not checked, and None only where it is not the default.
+
+def takes(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """A function whose arguments are checked by its annotations before it runs, so that a wrong one is named.
+
+    An argument that is left out is not checked, and None only where the annotation does not allow it.
     """
+    parameters = inspect.signature(function).parameters.values()
+    checks: list[tuple[int, str, Callable[[str, Any], None], bool]] = []
+    for place, parameter in enumerate(parameters):
+        annotation = str(parameter.annotation)
+        for begin, check in _CHECKS.items():
+            if annotation.startswith(begin):
+                checks.append((place, parameter.name, check, annotation.endswith("| None")))
+                break
 
-    def mark(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-        parameters = inspect.signature(function).parameters
-        places = [
-            (place, name, checks[name], parameters[name].default is None)
-            for place, name in enumerate(parameters)
-            if name in checks
-        ]
+    @functools.wraps(function)
+    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        for place, name, check, or_none in checks:
+            value = args[place] if place < len(args) else kwargs.get(name, _LEFT_OUT)
+            if value is not _LEFT_OUT and (value is not None or not or_none):
+                check(f"{function.__name__}: {name}", value)
+        return function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-            for place, name, check, or_none in places:
-                if place < len(args):
-                    value = args[place]
-                elif name in kwargs:
-                    value = kwargs[name]
-                else:
-                    continue
-                if value is not None or not or_none:
-                    check(f"{function.__name__}: {name}", value)
-            return function(*args, **kwargs)
-
-        return checked
-
-    return mark
+    return call

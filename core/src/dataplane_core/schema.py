@@ -72,7 +72,7 @@ GLOBAL_FORWARD_PAD_SEQLEN: Final = "global_forward_pad_seqlen"
 #: ``extra_info`` key: readers round their padded length up to a multiple of this many tokens.
 PAD_TO_MULTIPLE: Final = "pad_to_multiple"
 
-#: ``extra_info`` keys, and attributes of a `BatchedDataDict`, that hold a shard's microbatch plan, as `ShardPlan` in
+#: ``extra_info`` keys, and attributes of a `BatchedDataDict`, that hold a shard's microbatch plan, as `Shard` in
 #: `dataplane_core.sharding.plan` describes it.
 MICRO_BATCH_INDICES: Final = "micro_batch_indices"
 MICRO_BATCH_LENGTHS: Final = "micro_batch_lengths"
@@ -115,7 +115,7 @@ MULTIMODAL_FIELDS: Final[frozenset[str]] = frozenset(
     }
 )
 
-#: Message logs (`dataplane_core.batch.message_log`): per sample the tokens, role and content of each turn, as lists of
+#: Message logs (`batch.split_message_logs`): per sample the tokens, role and content of each turn, as lists of
 #: equal length, and (N,) int64 the tokens of the assistant's first turn.
 TURN_LENGTHS_FIELD: Final = "turn_lengths"
 TURN_ROLES_FIELD: Final = "turn_roles"

@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from token_rows import jagged
 
-from dataplane_core.batch import BatchedDataDict, exports, read_columns, to_arrow, to_numpy
+from dataplane_core.batch import BatchedDataDict, columns, read_columns, to_arrow, to_numpy
 from dataplane_core.codec import ALL_DTYPES, jagged_parts
 from dataplane_core.errors import InvalidTypeError
 
@@ -101,7 +101,7 @@ def test_the_schema_does_not_depend_on_the_rows():
 
 @pytest.mark.parametrize("item", ["a \ud83d", ["\ud83d"]])
 def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_the_field(item):
-    with pytest.raises(InvalidTypeError, match="field 'x' holds text with half of a surrogate pair"):
+    with pytest.raises(InvalidTypeError, match=r"field 'x' holds objects that Arrow has no .*surrogates"):
         to_arrow({"x": [item]})
 
 
@@ -133,4 +133,4 @@ def test_without_pyarrow_it_says_what_to_install(monkeypatch):
 
 
 def test_the_examples_run():
-    assert doctest.testmod(exports) == (0, 5)
+    assert doctest.testmod(columns) == (0, 5)

@@ -8,7 +8,7 @@ from token_rows import jagged, padded, rows_of
 from torch import tensor
 
 from dataplane_core import kv_first_write, read_columns, write_columns
-from dataplane_core.batch import padding
+from dataplane_core.batch import tokens
 from dataplane_core.errors import InvalidRequestError
 
 
@@ -113,7 +113,7 @@ def test_zeros_where_rows_begin_are_no_padding_if_they_end_with_some(client):
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     """What was warned, of this test."""
-    monkeypatch.setattr(padding, "_has_warned", False)
+    monkeypatch.setattr(tokens, "_has_warned", False)
     return lambda: [record.message for record in caplog.records]
 
 

@@ -14,7 +14,7 @@ from dataplane_core.batch import (
     split_message_logs,
     stack_or_nest,
 )
-from dataplane_core.batch.jagged import to_nested_by_length
+from dataplane_core.batch.columns import to_nested_by_length
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -92,7 +92,7 @@ REFUSED = [
     (lambda: BATCH.chunk(0, 0), ValueError, "0 chunks"),
     (lambda: BATCH.select_indices([0, 6]), ValueError, "index 6 .*6 rows"),
     (lambda: BATCH.select_indices(torch.tensor([True] * 6)), TypeError, "nonzero"),
-    (lambda: BATCH.get_batch(3, 2), ValueError, "batch 3 .*6 rows make 3 batches of 2"),
+    (lambda: BATCH.get_batch(3, 2), ValueError, "batch 3 .*6 rows make 3 batches"),
     (lambda: BATCH.get_batch(0, 0), ValueError, "got 0"),
     (lambda: BATCH.get_batch(0), ValueError, "batch_size"),
     (lambda: planned(3, 3).get_batch(0, 2), ValueError, r"batch_size 2 .*\[3, 3\]"),
@@ -161,7 +161,7 @@ REFUSED = [
         )
     ),
     (lambda: to_nested_by_length(torch.zeros(2), [3, 6]), InvalidRequestError, r"\(2,\)"),
-    (lambda: to_nested_by_length(RAGGED, [2, 3]), InvalidRequestError, "nested"),
+    (lambda: to_nested_by_length(RAGGED, [1, 4]), InvalidRequestError, "jagged already"),
     (lambda: pack(torch.ones(4, 4)), InvalidRequestError, "'x'.*row 2 .*5.* 4"),
     (lambda: pack(torch.ones(4)), InvalidRequestError, r"'x'.*\(4,\)"),
     (lambda: pack(torch.ones(3, 5)), InvalidRequestError, "'x'.*4 lengths for 3 rows"),

@@ -1,11 +1,12 @@
 """What a save keeps of samples that were cleared, and what it says when files cannot be written or read."""
 
-import hashlib
 import math
-import os
+import struct
+from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from dataplane_core import connect
 from dataplane_core.errors import (
@@ -16,9 +17,11 @@ from dataplane_core.errors import (
     SaveError,
     StalePartitionError,
     UnknownPartitionError,
+    UnsupportedOperationError,
 )
-from dataplane_core.saves import files
 from dataplane_core.spec import new_id
+
+NAME = "dataplane-partitions.save"
 
 
 def once(step):
@@ -141,46 +144,32 @@ def test_a_row_that_is_written_all_the_time_is_named(client, faults, tmp_path):
         client.save(tmp_path)
 
 
-def test_an_old_file_that_cannot_be_removed_does_no_harm_to_the_new_save(client, tmp_path, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "not yours", path)
+@pytest.mark.parametrize(
+    ("fails", "kept", "step"),
+    [("os.replace", "A former save is as it was.", 1), ("dataplane_core.saves.sync_path", "It is there", 2)],
+)
+def test_an_error_says_which_save_is_there(client, tmp_path, monkeypatch, fails, kept, step):
+    def refuse(*_):
+        raise OSError(28, "the disk is full")
 
     client.save(tmp_path, {"step": 1})
     with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", refuse)
-        client.save(tmp_path, {"step": 2})
-    assert client.load(tmp_path) == {"step": 2}
-    (tmp_path / "rows-train.bin").write_text("mine")
-    client.save(tmp_path)  # which removes the old one, and keeps what no save wrote
-    assert len(list(tmp_path.glob("rows-*.bin"))) == 2
-    assert (tmp_path / "rows-train.bin").read_text() == "mine"
-
-
-@pytest.mark.parametrize(("works", "kept", "step"), [(0, "A former save is as it was.", 1), (1, "It is there", 2)])
-def test_an_error_says_which_save_is_there(client, tmp_path, monkeypatch, works, kept, step):
-    client.save(tmp_path, {"step": 1})
-    calls = []
-
-    def sync(folder):
-        calls.append(folder)
-        if len(calls) > works:
-            raise OSError(28, "the disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("dataplane_core.saves.files.sync_path", sync)
+        patched.setattr(fails, refuse)
         with pytest.raises(SaveError, match=f"could not be written: the disk is full. {kept}"):
             client.save(tmp_path, {"step": 2})
     assert client.load(tmp_path) == {"step": step}
 
 
-@pytest.mark.parametrize("text", ['{"format": "dataplane-replay", "version": 2}\n{}\n', '{\n  "my": "app"\n}', "[1]"])
-def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(client, tmp_path, text):
-    (tmp_path / "manifest.json").write_text(text)
-    (tmp_path / "rows-train.bin").write_text("mine")
-    with pytest.raises(InvalidRequestError, match="Nothing was written"):
-        client.save(tmp_path)
-    assert (tmp_path / "manifest.json").read_text() == text
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["manifest.json", "rows-train.bin"]
+def test_other_files_in_the_folder_stay_and_a_save_of_a_former_version_is_named(client, tmp_path):
+    former = tmp_path / "manifest.json"
+    former.write_text('{"format": "dataplane-partitions", "version": 3}\n{}\n')
+    with pytest.raises(UnsupportedOperationError, match=r"version 3\. Expected 4"):
+        client.load(tmp_path)
+    former.write_text("mine")
+    (tmp_path / "dataplane-replay.save").write_text("another")
+    client.save(tmp_path, {"step": 1})
+    assert client.load(tmp_path) == {"step": 1}
+    assert (former.read_text(), (tmp_path / "dataplane-replay.save").read_text()) == ("mine", "another")
 
 
 @pytest.mark.parametrize("metadata", [[1, 2], {"a": {1}}, "ab", 7])
@@ -217,84 +206,70 @@ def test_a_load_reads_its_save_to_the_end_while_the_next_one_replaces_it(client,
     assert client.load(tmp_path) == {"step": 2}
 
 
-def test_a_load_that_meets_the_next_save_reads_that_one(client, tmp_path, monkeypatch):
-    client.save(tmp_path, {"step": 1})
-    read = files._read_manifest
-
-    def replaced_after(path, kind):
-        body = read(path, kind)
-        monkeypatch.undo()
-        client.save(tmp_path, {"step": 2})
-        return body
-
-    monkeypatch.setattr(files, "_read_manifest", replaced_after)
-    assert client.load(tmp_path) == {"step": 2}
-
-
-def test_a_save_that_fails_keeps_the_rows_of_the_one_before_and_removes_what_crashes_left(client, tmp_path):
-    client.register_partition("p", ["x"], None, ["t"])
+def test_a_save_that_fails_leaves_nothing_and_replaces_what_crashes_left(client, tmp_path):
     put(client, "a")
     client.save(tmp_path)
-    left = tmp_path / f"rows-{'0' * 32}.bin"
-    left.write_bytes(b"left by a crash")
+    (tmp_path / "dataplane-partitions.new").write_bytes(b"left by a crash")
     with pytest.raises(UnknownPartitionError):
         client.save(tmp_path, None, ["nowhere"])
-    assert not left.exists()
-    manifest, (rows,) = tmp_path / "manifest.json", tmp_path.glob("rows-*.bin")
-    whole = manifest.read_text()
-    manifest.write_text(whole.replace(rows.name, left.name))  # damaged: it may be mended
-    with pytest.raises(UnknownPartitionError):
-        client.save(tmp_path, None, ["nowhere"])
-    manifest.write_text(whole)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
     client.load(tmp_path)
     assert client.list_sample_ids("p") == ["a"]
 
 
-def be_no_file(path, kind):
-    """Puts something that is no file in the place of a file."""
-    path.unlink()
-    match kind:
-        case "folder":
-            path.mkdir()
-        case "loop":
-            path.symlink_to(path)
-
-
-@pytest.mark.parametrize("kind", ["folder", "loop"])
-@pytest.mark.parametrize("name", ["manifest.json", "rows-*.bin"])
-def test_a_save_with_something_else_than_a_file_is_refused(client, tmp_path, kind, name):
+@pytest.mark.parametrize("be_no_file", [Path.mkdir, lambda path: path.symlink_to(path)], ids=["a folder", "a loop"])
+def test_a_save_with_something_else_than_a_file_is_refused(client, tmp_path, be_no_file):
     put(client, "a")
     client.save(tmp_path)
-    (path,) = tmp_path.glob(name)
-    be_no_file(path, kind)
+    (tmp_path / NAME).unlink()
+    be_no_file(tmp_path / NAME)
     with pytest.raises(SaveError, match="cannot be read"):
         client.load(tmp_path)
     assert client.list_sample_ids("p") == ["a"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "longer", "changed", "manifest", "forged"])
+def forged(whole, old, new):
+    """A save with other text in its body, and the right digest."""
+    (size,) = struct.unpack("<Q", whole[-24:-16])
+    head, blocks = whole.split(b"\n")[0] + b"\n", whole[: -24 - size]
+    body = whole[-24 - size : -24].replace(old, new)
+    return blocks + body + struct.pack("<Q", len(body)) + xxhash.xxh3_128_digest(head + body)
+
+
+DAMAGE = {
+    "cut": lambda whole: whole[:-1],
+    "nothing left": lambda whole: b"",
+    "longer": lambda whole: whole + b"x",
+    "a block": lambda whole: whole[:70] + bytes([whole[70] ^ 1]) + whole[71:],
+    "the body": lambda whole: whole.replace(b'"num_blocks":1', b'"num_blocks":0'),
+    "a block less": lambda whole: forged(whole, b'"num_blocks":1', b'"num_blocks":0'),
+    "half of a surrogate pair": lambda whole: forged(whole, b'"num_blocks"', b'"\\ud800":0,"num_blocks"'),
+    "a block of another size": lambda whole: forged(whole, b'"blocks":[[', b'"blocks":[[1'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_save_that_is_damaged_is_refused_before_anything_is_changed(client, tmp_path, damage):
     client.register_partition("p", ["x"], None, ["t"])
     put(client, "a", "b")
     client.save(tmp_path)
     put(client, "c")
-    (path,) = tmp_path.glob("rows-*.bin" if damage in ("cut", "longer", "changed") else "manifest.json")
+    path = tmp_path / NAME
     whole = path.read_bytes()
-    head, body, _ = whole.split(b"\n") if damage == "forged" else [b""] * 3
-    forged = body.replace(b'"num_blocks"', b'"\\ud800":0,"num_blocks"')  # half of a surrogate pair
-    forged_head = head.replace(*(hashlib.sha256(each).hexdigest().encode() for each in (body, forged)))
-    damaged = {"cut": whole[:-1], "longer": whole + b"x", "changed": whole[:-1] + bytes([whole[-1] ^ 1])}
-    damaged["forged"] = forged_head + b"\n" + forged + b"\n"
-    path.write_bytes(damaged.get(damage) or whole.replace(b'"num_blocks":1', b'"num_blocks":0'))
+    path.write_bytes(DAMAGE[damage](whole))
     with pytest.raises(CorruptDataError):
         client.load(tmp_path)
     assert client.list_sample_ids("p") == ["a", "b", "c"]
     path.write_bytes(whole)
+    client.load(tmp_path)
+    assert client.list_sample_ids("p") == ["a", "b"]
+
+
+def test_a_load_says_what_is_not_there(client, tmp_path):
+    client.save(tmp_path)
     with pytest.raises(InvalidRequestError, match="nowhere"):
         client.load(tmp_path, ["nowhere"])
     with pytest.raises(InvalidTypeError, match="partitions"):
         client.load(tmp_path, "p")
     with pytest.raises(MissingDataError, match="no save"):
         client.load(tmp_path / "none")
-    client.load(tmp_path)
-    assert client.list_sample_ids("p") == ["a", "b"]

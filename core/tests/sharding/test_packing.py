@@ -9,7 +9,6 @@ from hypothesis import example, given, strategies as st
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.sharding import (
     PACKERS,
-    PackingMetrics,
     concatenative,
     first_fit_decreasing,
     first_fit_shuffle,
@@ -17,6 +16,7 @@ from dataplane_core.sharding import (
     modified_first_fit_decreasing,
     packing_metrics,
 )
+from dataplane_core.sharding.packing import PackingMetrics
 
 EACH_PACKER = pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.arguments import check_dict, check_number, takes
+from dataplane_core.arguments import takes
 from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
@@ -91,7 +91,7 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
     client.register_partition(partition_id, _NO_FIELDS, None, [])
 
 
-@takes(version=check_number, weights=check_dict, keep=check_number, anchor_every=check_number)
+@takes
 def publish_weights(
     client: DataPlaneClient,
     version: int,
@@ -291,10 +291,10 @@ class WeightReader:
             self._base = None  # if this raises, its bytes are those of no version
             self._base = base = read_version(base, each, header, parts)
         assert base is not None
-        if base.packed.digest() != base.digest:
+        if not base.has_its_digest():
             self._base = None
             raise CorruptDataError(f"the weights of version {version} have not the digest of what was published.")
-        return {**base.packed.tensors(), **base.objects}
+        return base.weights()
 
     def _read(self, version: int) -> tuple[Any, list[np.ndarray[Any, Any]]]:
         """The header of a row and its bytes, in parts."""

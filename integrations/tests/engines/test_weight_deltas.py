@@ -374,7 +374,7 @@ def test_a_damaged_version_is_never_given_as_weights(noop, which, damage):
         publish_weights(noop, version, model(version), delta=True)
     if damage == "a bit of the bytes":
         found = noop.get_samples([f"v{which}"], WEIGHTS, ["weight_bytes"])["weight_bytes"].clone()
-        found[0, -1] ^= 1
+        found[0, -20] ^= 1  # the last tensor is so small that a delta holds all of it
         noop.put_samples([f"v{which}"], WEIGHTS, {"weight_bytes": found})
         named = None
     else:

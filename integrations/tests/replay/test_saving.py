@@ -340,11 +340,6 @@ def restored_ids(saved: Path, client: DataPlaneClient) -> list[str]:
     return restore_replay(saved, client, buffer=buffer_of(client)).meta.sample_ids
 
 
-def rows_file(saved: Path) -> Path:
-    (path,) = saved.glob("rows-*.bin")
-    return path
-
-
 def damage(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
@@ -352,34 +347,32 @@ def damage(path: Path, at: int) -> None:
 
 
 def test_damage_anywhere_is_found_before_anything_is_written(saved: Path, client: DataPlaneClient) -> None:
-    sound = {path: path.read_bytes() for path in saved.iterdir()}
-    harms: list[Callable[[], Any]] = []
-    for path, data in sound.items():
-        harms += [lambda path=path, at=at: damage(path, at) for at in range(0, len(data) - 1, max(1, len(data) // 40))]
-        harms += [
-            lambda path=path, size=size: path.write_bytes(path.read_bytes()[:size]) for size in (0, 1, len(data) // 2)
-        ]
-    harms.append(lambda: rows_file(saved).write_bytes(sound[rows_file(saved)] + b"x"))
-    harms.append(lambda: os.unlink(rows_file(saved)))
+    (path,) = saved.iterdir()
+    data = path.read_bytes()
+    harms: list[Callable[[], Any]] = [
+        lambda at=at: damage(path, at) for at in range(0, len(data) - 1, max(1, len(data) // 80))
+    ]
+    harms += [lambda size=size: path.write_bytes(data[:size]) for size in (0, 1, len(data) // 2)]
+    harms.append(lambda: path.write_bytes(data + b"x"))
     for harm in harms:
         harm()
         with pytest.raises((CorruptDataError, UnsupportedOperationError)):
             restored_ids(saved, client)
         with pytest.raises(KeyError):
             client.list_samples("replay")
-        for path, data in sound.items():
-            path.write_bytes(data)
+        path.write_bytes(data)
     assert restored_ids(saved, client) == IDS
 
 
 def test_refusals_say_what_is_wrong(saved: Path, client: DataPlaneClient, tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match=r"no save in '.*none'"):
         restored_ids(tmp_path / "none", client)
-    head, _, body = (saved / "manifest.json").read_bytes().partition(b"\n")
-    (saved / "manifest.json").write_bytes(head.replace(b'"version": 3', b'"version": 4') + b"\n" + body)
-    with pytest.raises(UnsupportedOperationError, match=r"is of format version 4\. Expected 3"):
+    path = saved / "dataplane-replay.save"
+    head, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(head.replace(b'"version": 4', b'"version": 5') + b"\n" + rest)
+    with pytest.raises(UnsupportedOperationError, match=r"is of format version 5\. Expected 4"):
         restored_ids(saved, client)
-    (saved / "manifest.json").write_bytes(b'{"format": "other", "version": 1}\n{}')
+    path.write_bytes(b'{"format": "other", "version": 1}\n{}')
     with pytest.raises(CorruptDataError, match="says format 'other'"):
         restored_ids(saved, client)
 
@@ -454,7 +447,7 @@ def test_what_would_need_pickle_is_refused_and_the_former_save_stays(saved: Path
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(
+def test_a_save_is_renamed_only_after_it_is_on_the_disk(
     saved: Path, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
@@ -463,7 +456,7 @@ def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(
 
     def note_open(path: Any, *args: Any) -> int:
         descriptor = real_open(path, *args)
-        opened[descriptor] = Path(path).name.partition("-")[0]
+        opened[descriptor] = Path(path).name
         return descriptor
 
     def note_sync(descriptor: int) -> None:
@@ -481,7 +474,7 @@ def test_the_manifest_is_renamed_only_after_all_that_it_names_is_on_the_disk(
         patch.setattr(os, "fsync", note_sync)
         patch.setattr(os, "replace", note_replace)
         save_replay(saved, client, buffer=buffer)
-    assert steps == ["sync rows", "sync manifest.json.new", "sync save", "replace", "sync save"]
+    assert steps == ["sync dataplane-replay.new", "replace", "sync save"]
 
 
 @pytest.mark.parametrize("error", [OperationTimeoutError("no answer"), BackendUnavailableError("gone")])

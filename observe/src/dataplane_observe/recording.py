@@ -30,7 +30,7 @@ from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_observe._lines import is_held, unsealed
 
 FORMAT: Final = "dataplane-recording"
-VERSION: Final = 2
+VERSION: Final = 3
 MARK: Final = "recording.json"
 DROPPED: Final = "dropped.jsonl"
 LINES_SUFFIX: Final = ".jsonl"

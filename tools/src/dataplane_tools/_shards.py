@@ -21,8 +21,9 @@ from uuid import uuid4
 
 import msgspec
 
+from dataplane_core.durable_files import sync_path, write_file
 from dataplane_core.errors import CorruptDataError, InvalidRequestError, MissingDataError, SaveError, preview
-from dataplane_core.saves import read_head, sync_folder, write_file
+from dataplane_core.saves import read_head
 from dataplane_tools._columns import pa  # before pyarrow.parquet: it says what to install
 
 KIND: Final = "dataplane-export"
@@ -290,7 +291,7 @@ class Shards:
             shard = {"name": self._path.name, "num_rows": self._rows, "size_bytes": self._new.stat().st_size}
             self._tell_columns()
             os.replace(self._new, self._path)
-            sync_folder(self.folder)
+            sync_path(self.folder)
             self.manifest["shards"].append(shard)
             self._write_manifest()
         except (OSError, pa.ArrowException) as error:
@@ -326,7 +327,7 @@ class Shards:
         new = self.folder / f"{MANIFEST}.new"
         write_file(new, [json.dumps(self.manifest, indent=1).encode(), b"\n"])
         os.replace(new, self.folder / MANIFEST)
-        sync_folder(self.folder)
+        sync_path(self.folder)
 
 
 def _new(head: Mapping[str, Any]) -> dict[str, Any]:

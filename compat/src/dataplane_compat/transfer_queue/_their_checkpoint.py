@@ -23,7 +23,7 @@ from dataplane_core.errors import CorruptDataError, DataPlaneError, UnsupportedO
 
 METADATA_FILE: Final = "metadata.json"
 #: Of a save of the client, which may lie in the same folder and is the later one: TransferQueue does not load it.
-_OURS: Final = "manifest.json"
+_OURS: Final = "dataplane-partitions.save"
 _CONTROLLER: Final = "controller_state.pkl"
 _UNITS: Final = "simple_storage"
 _MANIFEST: Final = "storage_unit_info.json"

@@ -6,18 +6,26 @@ Trainers and `dataplane_integrations` use it; backends do not.
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
-from dataplane_core.batch.exports import to_arrow, to_numpy
-from dataplane_core.batch.jagged import (
-    materialize,
+from dataplane_core.batch.columns import (
     pack_jagged_fields,
     pack_per_token_field,
     response_from_nested,
     stack_or_nest,
+    to_arrow,
     to_nested_by_length,
+    to_numpy,
 )
-from dataplane_core.batch.message_log import add_message_logs, rebuild_message_logs, split_message_logs
 from dataplane_core.batch.tokens import token_columns
-from dataplane_core.batch.transfer import kv_first_write, pad_columns, read_columns, write_columns
+from dataplane_core.batch.transfer import (
+    add_message_logs,
+    kv_first_write,
+    materialize,
+    pad_columns,
+    read_columns,
+    rebuild_message_logs,
+    split_message_logs,
+    write_columns,
+)
 
 __all__ = [
     "BatchedDataDict",

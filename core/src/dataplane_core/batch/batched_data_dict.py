@@ -8,31 +8,25 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from dataplane_core.arguments import check_dict, check_iterable, check_number, takes
-from dataplane_core.batch.exports import to_arrow, to_numpy
-from dataplane_core.batch.selection import (
+from dataplane_core.arguments import takes
+from dataplane_core.batch.columns import (
     checked_num_rows,
-    concatenate,
-    join_ragged,
     object_array,
     select_rows,
     slice_rows,
+    to_arrow,
+    to_numpy,
 )
+from dataplane_core.batch.joining import all_gather_columns, concatenate, join_ragged
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_core.schema import MULTIMODAL_FIELDS
-from dataplane_core.sharding import (
-    ShardPlan,
-    plan_dynamic_batches,
-    plan_even_shards,
-    plan_packed_batches,
-    plan_uneven_shards,
-)
+from dataplane_core.sharding.plan import order_of, plan_shards
 from dataplane_core.spec import TagValue
 
 if TYPE_CHECKING:
@@ -49,7 +43,7 @@ class BatchedDataDict(UserDict[str, Any]):
     padded columns, refuse them.
 
     Methods that return rows do not change this batch, and return no plan that is shared with it, unless they say "in
-    place".
+    place". All raise `InvalidRequestError` for numbers that do not fit the batch or its plan.
 
     Attributes:
         micro_batch_indices: Per chunk (global batch) the ``[start, end)`` pair of each microbatch, counted in this
@@ -69,7 +63,7 @@ class BatchedDataDict(UserDict[str, Any]):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    @takes(pad_value_dict=check_dict, ragged_fields=check_iterable)
+    @takes
     def from_batches(
         cls: type[_B],
         batches: Sequence[Mapping[str, Any]],
@@ -116,25 +110,21 @@ class BatchedDataDict(UserDict[str, Any]):
             if is_ragged:
                 joined[key] = join_ragged(key, columns, sizes)
             else:
-                given = [column for column in columns if column is not None]
-                joined[key] = concatenate(key, given, pad_values.get(key, 0))
+                there = [column for column in columns if column is not None]
+                joined[key] = concatenate(key, there, pad_values.get(key, 0))
         return joined
 
     def all_gather(self: _B, group: Any) -> _B:
-        """Concatenates the batches of all ranks of a process group, in rank order. Collective, and blocks.
+        """Concatenates the batches of all ranks of a process group (None: the default one), in rank order.
 
-        Leading sizes may differ between ranks, and may be 0; a rank may also have no columns at all. Tensors are sent
-        on the group's own device (NCCL: the current CUDA device; gloo: CPU). The result is detached, on the old device.
-
-        Args:
-            group: A `torch.distributed` process group; None: the default one. Lists and arrays are pickled.
+        Collective, and blocks. Leading sizes may differ between ranks, and may be 0; a rank may also have no columns at
+        all. Tensors are sent on the group's own device (NCCL: the current CUDA device; gloo: CPU), lists and arrays are
+        pickled. The result is detached, on the old device, or on the group's for a rank without columns.
 
         Raises:
             InvalidRequestError: On every rank: the ranks disagree on the columns, their dtypes or trailing dims, or one
                 of them cannot send its own.
         """
-        from dataplane_core.batch.gather import all_gather_columns
-
         gathered = type(self)()
         gathered.data = all_gather_columns(self.data, group)
         return gathered
@@ -152,33 +142,22 @@ class BatchedDataDict(UserDict[str, Any]):
         return _common_size("", self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """The rows ``[start, end)``. Tensors and arrays are views. A pickled view includes the whole memory behind it.
-
-        Raises:
-            InvalidRequestError: The range does not lie within the batch.
-        """
+        """The rows ``[start, end)``, which lie within the batch. Tensors and arrays are views. A pickled view includes
+        the whole memory behind it."""
         size = self.size
         if not 0 <= start <= end <= size:
             raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {size} rows.")
         return SlicedDataDict({key: slice_rows(key, column, start, end) for key, column in self.data.items()})
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """The ``rank``-th of ``chunks`` equal parts. Copies tensors and arrays, not the items of lists.
-
-        Raises:
-            InvalidRequestError: ``rank`` is out of range, or the rows are not a multiple of ``chunks``.
-        """
+        """The ``rank``-th of ``chunks`` equal parts. Copies tensors and arrays, not the items of lists."""
         size = self.size
         if chunks < 1 or size % chunks:
             raise InvalidRequestError(f"chunk: {size} rows are not a multiple of {chunks} chunks.")
         if not 0 <= rank < chunks:
             raise InvalidRequestError(f"chunk: rank {rank} is out of range for {chunks} chunks.")
         part = size // chunks
-        chunk = self.slice(rank * part, (rank + 1) * part)
-        for key, column in chunk.data.items():
-            if isinstance(column, torch.Tensor | np.ndarray):
-                chunk.data[key] = column.clone() if isinstance(column, torch.Tensor) else column.copy()
-        return chunk
+        return self._rows(range(rank * part, (rank + 1) * part))
 
     def select_indices(self: _B, indices: Sequence[int] | torch.Tensor) -> _B:
         """The rows at ``indices``, in that order; repeats are allowed. Copies tensors, not the items of lists.
@@ -196,16 +175,18 @@ class BatchedDataDict(UserDict[str, Any]):
         picked.data = select_rows(self.data, [index % size for index in picks])
         return picked
 
+    def _rows(self, rows: Sequence[int]) -> SlicedDataDict:
+        piece = SlicedDataDict()
+        piece.data = select_rows(self.data, rows)
+        return piece
+
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
-        """One global batch's rows of this shard, a `slice`, with that batch's part of the plan.
+        """This shard's rows of the global batch ``batch_idx``, a `slice`, with that batch's part of the plan.
 
         Args:
-            batch_idx: The index of the global batch.
-            batch_size: This shard's rows of each global batch. May be None if there is a plan. With packing, batches
-                differ in size: ``elem_counts_per_gb`` is used and this is ignored.
-
-        Raises:
-            InvalidRequestError: ``batch_idx`` is out of range, or ``batch_size`` is not that of the plan.
+            batch_idx: From 0 on.
+            batch_size: This shard's rows of each global batch. May be None if there is a plan; else it must be that of
+                the plan. With packing, batches differ in size: ``elem_counts_per_gb`` is used and this is ignored.
         """
         size = self.size
         if batch_size is not None and batch_size < 1:
@@ -225,8 +206,7 @@ class BatchedDataDict(UserDict[str, Any]):
             raise InvalidRequestError("get_batch: the batch has no plan. Expected a batch_size.")
         if not 0 <= batch_idx < len(counts):
             raise InvalidRequestError(
-                f"get_batch: batch {batch_idx} is out of range: {size} rows make {len(counts)} batches"
-                f"{'' if batch_size is None else f' of {batch_size} rows'}."
+                f"get_batch: batch {batch_idx} is out of range: {size} rows make {len(counts)} batches of {counts[:9]}."
             )
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
@@ -240,39 +220,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     # --- sharding -----------------------------------------------------------------------------------------------------
 
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: None = None,
-        sequence_packing_args: None = None,
-    ) -> list[SlicedDataDict]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        *,
-        dynamic_batching_args: Mapping[str, Any],
-        sequence_packing_args: None = None,
-    ) -> tuple[list[SlicedDataDict], list[int]]: ...
-
-    @overload
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: None = None,
-        *,
-        sequence_packing_args: Mapping[str, Any],
-    ) -> tuple[list[SlicedDataDict], list[int]]: ...
-
-    @overload
+    @takes
     def shard_by_batch_size(
         self,
         shards: int,
@@ -280,19 +228,7 @@ class BatchedDataDict(UserDict[str, Any]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: Mapping[str, Any] | None = None,
         sequence_packing_args: Mapping[str, Any] | None = None,
-    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]: ...
-
-    @takes(
-        shards=check_number, batch_size=check_number, dynamic_batching_args=check_dict, sequence_packing_args=check_dict
-    )
-    def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
-        dynamic_batching_args: Mapping[str, Any] | None = None,
-        sequence_packing_args: Mapping[str, Any] | None = None,
-    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
+    ) -> Any:
         """Cuts the batch into chunks, each chunk into ``shards`` equal parts, and joins the parts by position.
 
         ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice.
@@ -304,52 +240,47 @@ class BatchedDataDict(UserDict[str, Any]):
             shards: Number of shards.
             batch_size: Rows of a chunk over all shards; None: one chunk of everything.
             allow_uneven_shards: Without ``batch_size``: the last shards may be smaller, or empty.
-            dynamic_batching_args: `dataplane_core.sharding.DynamicBatchingArgs`: sort each chunk by length, deal its
-                rows out to the shards in turn, and cut microbatches so that rows x padded length, by the longest row
-                over all shards, stays within a token limit. All shards get the same plan.
+            dynamic_batching_args: `dataplane_core.sharding.DynamicBatchingArgs`: cut microbatches of rows of similar
+                length, whose rows x padded length stays within a token limit. All shards get the same plan.
             sequence_packing_args: `dataplane_core.sharding.SequencePackingArgs`: pack each chunk into bins of a
-                token limit, whose number is a multiple of ``shards``, and deal the bins out in turn. Shards may get
-                different numbers of rows. A chunk needs at least one row per shard, but no multiple of ``shards``.
+                token limit. Shards may get different numbers of rows. A chunk needs at least one row per shard, but no
+                multiple of ``shards``.
 
         Returns:
             A list of `SlicedDataDict`, whose tensors are copies. With dynamic batching or packing, ``(shards,
-            indices)``. ``indices`` are the original indices of the rows of the concatenated shards: `reorder_data` with
-            them restores the batch from the concatenation.
+            indices)``: `reorder_data` with these restores the batch from the concatenated shards.
 
         Raises:
             InvalidRequestError: Sizes are not multiples, both kinds of arguments are given, their keys are wrong, a row
                 is over the token limit, or there are too few rows to pack.
             MissingDataError: A ``KeyError``: a column that the arguments name is missing.
         """
-        if dynamic_batching_args is not None and sequence_packing_args is not None:
-            raise InvalidRequestError(
-                "shard_by_batch_size refused: got dynamic_batching_args and sequence_packing_args. Expected one of "
-                "them, or none."
-            )
         if allow_uneven_shards and (batch_size is not None or dynamic_batching_args is not None):
             raise InvalidRequestError(
                 f"shard_by_batch_size refused: allow_uneven_shards with "
                 f"{'dynamic batching' if batch_size is None else f'batch_size {batch_size}'}. Expected equal shards "
                 "there: leave it out."
             )
-        size = self.size
-        if dynamic_batching_args is not None:
-            lengths, width = self._lengths(dynamic_batching_args), self._width(dynamic_batching_args)
-            plan = plan_dynamic_batches(lengths, width, shards, batch_size, dynamic_batching_args)
-        elif sequence_packing_args is not None:
-            plan = plan_packed_batches(self._lengths(sequence_packing_args), shards, batch_size, sequence_packing_args)
-        elif allow_uneven_shards:
-            return self._apply_plan(plan_uneven_shards(size, shards))
-        else:
-            return self._apply_plan(plan_even_shards(size, shards, batch_size))
-        return self._apply_plan(plan), plan.order()
+        planned = plan_shards(
+            self.size,
+            shards,
+            batch_size,
+            dynamic_batching_args,
+            sequence_packing_args,
+            lengths=self._lengths,
+            width=lambda args: self._input(args["input_key"]).shape[1],
+            uneven=allow_uneven_shards,
+        )
+        pieces = [self._rows(shard.rows) for shard in planned]
+        for piece, shard in zip(pieces, planned, strict=True):
+            vars(piece).update(shard.plan())
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            return pieces
+        return pieces, order_of(planned)
 
     def _lengths(self, args: Mapping[str, Any]) -> list[int]:
-        """Tokens per row. Empty if the keys are missing, which the planner then refuses."""
-        named = [self._column(args[key]) for key in ("input_key", "input_lengths_key") if key in args]
-        if len(named) < 2:
-            return []
-        column = named[1]
+        """Tokens per row."""
+        _, column = (self._column(args[key]) for key in ("input_key", "input_lengths_key"))
         if isinstance(column, torch.Tensor | np.ndarray) and column.ndim != 1:
             raise InvalidRequestError(
                 f"shard_by_batch_size: lengths '{args['input_lengths_key']}' have shape {tuple(column.shape)}. "
@@ -357,34 +288,21 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         return _as_ints("shard_by_batch_size", column)
 
-    def _width(self, args: Mapping[str, Any]) -> int:
-        """Dim 1 of the input column. 0 if the key is missing, which the planner then refuses."""
-        if "input_key" not in args:
-            return 0
-        column = self._column(args["input_key"])
+    def _input(self, name: str) -> torch.Tensor:
+        column = self._column(name)
         if not isinstance(column, torch.Tensor) or column.is_nested or column.dim() < 2:
-            found = f"a {type(column).__name__}"
+            kind = f"a {type(column).__name__}"
             if isinstance(column, torch.Tensor):
-                found = "a nested tensor" if column.is_nested else f"a tensor of shape {tuple(column.shape)}"
+                kind = "a nested tensor" if column.is_nested else f"a tensor of shape {tuple(column.shape)}"
             raise InvalidRequestError(
-                f"shard_by_batch_size: input_key '{args['input_key']}' names {found}. Expected a padded tensor "
-                "(N, S, ...)."
+                f"shard_by_batch_size: input_key '{name}' names {kind}. Expected a padded tensor (N, S, ...)."
             )
-        return column.shape[1]
+        return column
 
     def _column(self, name: str) -> Any:
         if name not in self.data:
             raise MissingDataError(f"shard_by_batch_size: column '{name}' is not among {', '.join(self.data)}.")
         return self.data[name]
-
-    def _apply_plan(self, plan: ShardPlan) -> list[SlicedDataDict]:
-        pieces: list[SlicedDataDict] = []
-        for number, rows in enumerate(plan.rows):
-            piece = SlicedDataDict()
-            piece.data = select_rows(self.data, rows)
-            vars(piece).update(plan.of_shard(number))
-            pieces.append(piece)
-        return pieces
 
     # --- ordering and changing ----------------------------------------------------------------------------------------
 
@@ -415,21 +333,14 @@ class BatchedDataDict(UserDict[str, Any]):
             num_repeats: 0 or more.
             share_immutable_media: The copies of a list item share what it holds under a name of
                 `schema.MULTIMODAL_FIELDS`, at any depth. Do not change it in place then.
-
-        Raises:
-            InvalidRequestError: ``num_repeats`` is below 0.
         """
         if num_repeats < 0:
             raise InvalidRequestError(f"repeat_interleave: num_repeats must be at least 0, got {num_repeats}.")
         repeated = type(self)()
+        rows = np.arange(self.size).repeat(num_repeats).tolist()
         for key, column in self.data.items():
-            if isinstance(column, torch.Tensor) and column.is_nested:
-                rows = [row for row in range(checked_num_rows(key, column)) for _ in range(num_repeats)]
-                repeated.data.update(select_rows({key: column}, rows))
-            elif isinstance(column, torch.Tensor):
-                repeated.data[key] = column.repeat_interleave(num_repeats, dim=0)
-            elif isinstance(column, np.ndarray) and column.dtype != object:
-                repeated.data[key] = np.repeat(column, num_repeats, axis=0)
+            if isinstance(column, torch.Tensor) or (isinstance(column, np.ndarray) and column.dtype != object):
+                repeated.data |= select_rows({key: column}, rows)
             else:
                 items = []
                 for item in column:
@@ -439,13 +350,8 @@ class BatchedDataDict(UserDict[str, Any]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cuts **in place** every dense tensor that has ``dim`` to its first ``truncated_len`` elements there.
-
-        The cut tensors are views. Jagged columns stay as they are.
-
-        Raises:
-            InvalidRequestError: ``dim`` is below 1, or the length negative.
-        """
+        """Cuts **in place** every dense tensor that has ``dim``, which is 1 or more, to its first ``truncated_len``
+        elements there. The cut tensors are views. Jagged columns stay as they are."""
         if dim < 1 or truncated_len < 0:
             raise InvalidRequestError(
                 f"truncate_tensors: dim must be at least 1 and truncated_len at least 0, got {dim} and {truncated_len}."
@@ -482,11 +388,7 @@ class BatchedDataDict(UserDict[str, Any]):
     # --- microbatches -------------------------------------------------------------------------------------------------
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
-        """Microbatches of equal size, in order.
-
-        Raises:
-            InvalidRequestError: The rows are not a multiple of ``microbatch_size``.
-        """
+        """Microbatches of ``microbatch_size`` rows, of which the batch has a multiple, in order."""
         size = self.size
         if microbatch_size < 1 or size % microbatch_size:
             raise InvalidRequestError(f"{size} rows are not a multiple of microbatch_size {microbatch_size}.")
@@ -498,18 +400,14 @@ class BatchedDataDict(UserDict[str, Any]):
         token_aligned_fields: Collection[str] | None = None,
         ragged_fields: Collection[str] = MULTIMODAL_FIELDS,
     ) -> Iterator[SlicedDataDict]:
-        """Microbatches of the plan. Their dense token columns are cut to the microbatch's padded length.
-
-        For a batch with one chunk, as `get_batch` returns it. Other columns are never cut.
+        """Microbatches of a plan of one chunk, as `get_batch` returns it. Their dense token columns are cut to the
+        microbatch's padded length. Other columns are never cut.
 
         Args:
             sequence_dim: The dim of the tokens.
             token_aligned_fields: Names of the columns to cut. Default: `token_columns`, with the lengths of
                 ``input_ids`` in this batch.
             ragged_fields: Names of columns that the default never treats as token columns.
-
-        Raises:
-            InvalidRequestError: There is no plan, or it has several chunks.
         """
         pairs, lengths = self._planned_microbatches("make_microbatch_iterator_with_dynamic_shapes")
         tokens = token_columns(
@@ -518,30 +416,16 @@ class BatchedDataDict(UserDict[str, Any]):
         return self._microbatches(pairs, lengths, sequence_dim, tokens)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """The number of microbatches of the plan.
-
-        Raises:
-            InvalidRequestError: There is no plan, or it has several chunks.
-        """
+        """The number of microbatches of a plan of one chunk."""
         return len(self._planned_microbatches("get_microbatch_iterator_dynamic_shapes_len")[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
-        """Microbatches of the plan: the sequences of one bin each, uncut.
-
-        For a batch with one chunk, as `get_batch` returns it.
-
-        Raises:
-            InvalidRequestError: There is no plan, or it has several chunks.
-        """
+        """Microbatches of a plan of one chunk, as `get_batch` returns it: the sequences of one bin each, uncut."""
         pairs, lengths = self._planned_microbatches("make_microbatch_iterator_for_packable_sequences")
         return self._microbatches(pairs, lengths, 1, ())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """The number of microbatches of the plan, and the tokens of the longest.
-
-        Raises:
-            InvalidRequestError: There is no plan, or it has several chunks.
-        """
+        """The number of microbatches of a plan of one chunk, and the tokens of the longest."""
         _, lengths = self._planned_microbatches("get_microbatch_iterator_for_packable_sequences_len")
         return len(lengths), max(lengths)
 

@@ -1,45 +1,49 @@
-"""Writes batches to the data plane and reads them back.
+"""Writes batches to the data plane and reads them back, message logs too.
 
 Trainers use right-padded tensors; the data plane stores each row with its own length. These functions cut the padding
 when they write, and pad when they read, so that trainers need not handle jagged tensors.
+
+A message log is a list of turns, ``{"role": "user", "content": "...", "token_ids": tensor}``. The tokens of its turns,
+one after the other, are the row of ``input_ids``. So only lengths, roles and contents of the turns are stored beside
+``input_ids``, and a read returns turns whose ``token_ids`` are views into it.
 
 Shape legend: ``N`` samples, ``S`` padded sequence length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
-from dataplane_core.arguments import check_columns, check_dict, check_iterable, check_meta, check_number, takes
+from dataplane_core.arguments import takes
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
-from dataplane_core.batch.jagged import materialize, pack_jagged_fields, to_tensordict
-from dataplane_core.batch.message_log import add_message_logs
-from dataplane_core.batch.padding import find_cut
-from dataplane_core.batch.tokens import as_lengths, row_lengths, token_columns
-from dataplane_core.codec import (
-    Columns,
-    EmptyLists,
-    TensorRows,
-    as_columns,
-    is_jagged,
-    num_rows,
-)
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
+from dataplane_core.batch.columns import check_pad_value, cut_columns, object_array, objects_of, rows_of
+from dataplane_core.batch.tokens import as_lengths, find_cut, row_lengths, token_columns
+from dataplane_core.codec.inputs import as_column, as_columns
+from dataplane_core.codec.rows import Columns
+from dataplane_core.codec.tensors import is_jagged, jagged_parts, pad_rows
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
     INPUT_LENGTHS_TAG,
+    MESSAGE_LOG,
     MESSAGE_LOG_FIELDS,
     MULTIMODAL_FIELDS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
     PLAN_KEYS,
+    RESPONSE_TOKEN_LENGTHS_FIELD,
+    TURN_CONTENTS_FIELD,
+    TURN_LENGTHS_FIELD,
+    TURN_ROLES_FIELD,
     padded_length,
 )
 from dataplane_core.spec.tags import check_tags
@@ -48,15 +52,11 @@ if TYPE_CHECKING:
     from dataplane_core.client import DataPlaneClient
 
 
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
 @not_compiled
-@takes(
-    meta=check_meta,
-    select_fields=check_iterable,
-    pad_value_dict=check_dict,
-    pad_to_seqlen=check_number,
-    token_aligned_fields=check_iterable,
-    ragged_fields=check_iterable,
-)
+@takes
 def read_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -108,10 +108,12 @@ def read_columns(
         )
     if message_logs:
         names = [*names, *MESSAGE_LOG_FIELDS]
-    td = client.get_samples(meta.sample_ids, meta.partition_id, list(dict.fromkeys(names)))
-    columns = materialize(td, "jagged" if layout == "padded" else layout)
+    # no name for what was read, or it would keep every jagged column until the last one is padded
+    columns = materialize(
+        client.get_samples(meta.sample_ids, meta.partition_id, list(dict.fromkeys(names))),
+        "jagged" if layout == "padded" else layout,
+    )
     if layout == "padded":
-        del td  # or it would keep every jagged column until the last one is padded
         pad_columns(
             columns,
             meta,
@@ -126,7 +128,7 @@ def read_columns(
 
 
 @not_compiled
-@takes(batch=check_columns, meta=check_meta, pad_value_dict=check_dict, pad_to_seqlen=check_number)
+@takes
 def pad_columns(
     batch: BatchedDataDict,
     meta: KVBatchMeta,
@@ -138,36 +140,12 @@ def pad_columns(
 ) -> BatchedDataDict:
     """Right-pads the token columns of a batch that was read jagged, in place, as `read_columns` does for ``padded``.
 
-    As there, ``meta.token_starts`` is set to None.
-
-    Each jagged column is dropped as soon as it is padded.
-
-    Args:
-        batch: The rows of ``meta``.
-        meta: The meta that they were read with; it and the other arguments are those of `read_columns`.
-
-    Returns:
-        ``batch``.
+    As there, ``meta.token_starts`` is set to None. Each jagged column is dropped as soon as it is padded. The arguments
+    are those of `read_columns`, with the meta that the batch was read with. Returns ``batch``.
 
     Raises:
         InvalidRequestError: A pad value does not fit a column's dtype.
     """
-    meta.token_starts = None
-    lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
-    tokens = token_columns(
-        batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, padded=True
-    )
-    known = PER_TOKEN_FIELDS if token_aligned_fields is None else token_aligned_fields
-    width = _target_length(meta, {name: batch[name] for name in tokens}, known, pad_to_seqlen)
-    for name in tokens:
-        batch[name] = materialize({name: batch[name]}, "padded", pad_value_dict, width)[name]
-    return batch
-
-
-def _target_length(
-    meta: KVBatchMeta, tokens: Mapping[str, Any], known: Collection[str], pad_to_seqlen: int | None
-) -> int:
-    """The width that token columns are padded to. Those whose names are ``known`` surely have tokens on dim 1."""
     if pad_to_seqlen is None:
         pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
     multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
@@ -176,28 +154,91 @@ def _target_length(
             f"read_columns('{meta.partition_id}', {meta.size} samples): pad_to_seqlen is {pad_to_seqlen} and "
             f"{PAD_TO_MULTIPLE} is {multiple}. Expected at least 0 and at least 1."
         )
-    if pad_to_seqlen == 0 and multiple == 1:
-        return 0
-    if meta.sequence_lengths is not None:
-        longest = max(meta.sequence_lengths, default=0)
-    else:
-        sure = [column for name, column in tokens.items() if is_jagged(column) or name in known]
-        longest = max((_longest(column) for column in sure), default=0)
-    return padded_length(max(pad_to_seqlen, longest), multiple)
-
-
-def _longest(column: Any) -> int:
-    """The longest row. 0 without rows, or without dim 1."""
-    found = row_lengths(column)
-    return 0 if found is None or not len(found) else int(found.max())
+    meta.token_starts = None
+    lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
+    tokens = token_columns(
+        batch, lengths, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, padded=True
+    )
+    width = 0
+    if pad_to_seqlen or multiple > 1:
+        declared = PER_TOKEN_FIELDS if token_aligned_fields is None else token_aligned_fields
+        sure = [batch[name] for name in tokens if is_jagged(batch[name]) or name in declared]  # of tokens on dim 1
+        rows = [row_lengths(column) for column in sure] if meta.sequence_lengths is None else []
+        longest = max(meta.sequence_lengths or (), default=0)
+        longest = max((int(row.max()) for row in rows if row is not None and len(row)), default=longest)
+        width = padded_length(max(pad_to_seqlen, longest), multiple)
+    for name in tokens:
+        batch[name] = materialize({name: batch[name]}, "padded", pad_value_dict, width)[name]
+    return batch
 
 
 @not_compiled
-@takes(meta=check_meta, token_aligned_fields=check_iterable)
+@takes
+def materialize(
+    td: TensorDictBase | Mapping[str, Any],
+    layout: Literal["padded", "jagged"] = "padded",
+    pad_value_dict: Mapping[str, float] | None = None,
+    pad_to_seqlen: int = 0,
+    *,
+    token_aligned_fields: Collection[str] | None = None,
+) -> BatchedDataDict:
+    """Converts what `get_samples` returned to the batch that trainers compute on.
+
+    Args:
+        td: Columns of N rows.
+        layout: ``padded``: jagged columns are right-padded to their longest row, and every column of two dims or more
+            to ``pad_to_seqlen`` if that is larger. ``jagged``: tensors stay as they are.
+        pad_value_dict: Field -> pad value. Default: 0.
+        pad_to_seqlen: The padded length in elements of dim 1; 0: as long as the longest row.
+        token_aligned_fields: Pad only these to ``pad_to_seqlen``. Default: every column of two dims or more, since a
+            dense column does not tell a sequence from a feature dim.
+
+    Returns:
+        A BatchedDataDict: padded columns in new memory, others as they are in ``td``; object columns as
+        ``np.ndarray(dtype=object)`` of shape (N,).
+
+    Raises:
+        InvalidRequestError: An unknown layout, or a pad value that the column's dtype cannot hold.
+    """
+    if layout not in ("padded", "jagged"):
+        raise InvalidRequestError(f"materialize: layout must be 'padded' or 'jagged', got {layout!r}.")
+    if pad_to_seqlen < 0:
+        raise InvalidRequestError(f"materialize: pad_to_seqlen must be 0 or more, got {pad_to_seqlen}.")
+    columns: dict[str, Any] = {}
+    for name in td.keys():
+        column = td.get(name)
+        columns[name] = column
+        if not isinstance(column, torch.Tensor):
+            columns[name] = objects_of(column, f"field '{name}'")
+        elif layout == "padded" and column.dim() >= 2:
+            width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
+            columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), width)
+    return BatchedDataDict(columns)
+
+
+def _pad(name: str, column: torch.Tensor, value: float, width: int) -> torch.Tensor:
+    if column.is_nested:
+        rows = rows_of(column, f"field '{name}'")
+        check_pad_value(f"materialize: field '{name}'", value, rows.values.dtype)
+        return pad_rows(rows, max(width, int(rows.lengths.max(initial=0))), value)
+    if column.shape[1] >= width:
+        return column
+    check_pad_value(f"materialize: field '{name}'", value, column.dtype)
+    padded = column.new_empty((column.shape[0], width, *column.shape[2:]))
+    padded[:, : column.shape[1]] = column
+    padded[:, column.shape[1] :] = torch.full((), value, dtype=column.dtype, device=column.device)
+    return padded
+
+
+# --- writes -----------------------------------------------------------------------------------------------------------
+
+
+@not_compiled
+@takes
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
-    fields: TensorDictBase | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
+    fields: Any,
     *,
     token_aligned_fields: Collection[str] | None = None,
 ) -> KVBatchMeta:
@@ -222,28 +263,19 @@ def write_columns(
         SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
-    given = as_columns(where, fields, meta.size)
-    columns: dict[str, Any] = {name: given.get(name) for name in given.keys()}
-    if not columns:
-        return meta.with_fields(())
-    _check_rows(where, columns, meta.size)
-    lengths = meta.sequence_lengths
     lacks = "the meta has no sequence_lengths"
-    packed, _ = _packed(where, given, columns, meta.size, lengths, token_aligned_fields, lacks, meta.token_starts)
-    client.put_samples(meta.sample_ids, meta.partition_id, fields=packed)
-    return meta.with_fields(columns)
+    columns = as_columns(where, fields, meta.size)
+    lengths, declared = meta.sequence_lengths, token_aligned_fields
+    cut, _ = _cut(where, columns, meta.size, lengths, declared, lacks, meta.token_starts)
+    if cut:
+        client.put_samples(meta.sample_ids, meta.partition_id, fields=cut)
+    return meta.with_fields(cut)
 
 
 @not_compiled
-@takes(
-    sample_ids=check_iterable,
-    extra_info=check_dict,
-    pad_to_multiple=check_number,
-    token_aligned_fields=check_iterable,
-    required_fields=check_iterable,
-)
+@takes
 def kv_first_write(
-    batch: Mapping[str, Any] | Sequence[Mapping[str, Any]] | Any,
+    batch: Any,
     *,
     sample_ids: Sequence[str],
     dp_client: DataPlaneClient,
@@ -295,40 +327,37 @@ def kv_first_write(
     """
     ids = list(sample_ids)
     where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
-    given = as_columns(where, batch, len(ids))
-    batch = {name: given.get(name) for name in given.keys()}
+    columns = as_columns(where, batch, len(ids))
+    names = list(columns.keys())
     if pad_to_multiple < 1:
         raise InvalidRequestError(f"{where} refused: pad_to_multiple must be at least 1, got {pad_to_multiple}.")
-    lacking = [name for name in required_fields if name not in batch]
-    if lacking:
+    if lacking := [name for name in required_fields if name not in names]:
         raise InvalidRequestError(
             f"{where} refused: the batch has no {preview(lacking)}, which is required. Found: "
-            f"{', '.join(map(repr, batch)) or 'nothing'}. Have what generates the rows return it."
+            f"{', '.join(map(repr, names)) or 'nothing'}. Have what generates the rows return it."
         )
-    _check_rows(where, batch, len(ids))
     rows = None if tags is None else check_tags(tags, len(ids))
     info = {name: value for name, value in (extra_info or {}).items() if name not in PLAN_KEYS}
     if pad_to_multiple != 1 or PAD_TO_MULTIPLE not in info:
         info[PAD_TO_MULTIPLE] = pad_to_multiple
     lengths: list[int] | None = None
-    if INPUT_LENGTHS_FIELD in batch:
-        what = f"{where} refused: field '{INPUT_LENGTHS_FIELD}'"
-        lengths = as_lengths(what, batch[INPUT_LENGTHS_FIELD]).tolist() if ids else []
-    if lengths is not None:
+    if INPUT_LENGTHS_FIELD in names:
+        column: Any = columns.get(INPUT_LENGTHS_FIELD)
+        lengths = as_lengths(f"{where} refused: field '{INPUT_LENGTHS_FIELD}'", column).tolist() if ids else []
         rows = [{} for _ in ids] if rows is None else rows
-        for row, length in zip(rows, lengths, strict=True):
+        for row, length in zip(rows, lengths, strict=False):  # the put refuses another number of them
             row[INPUT_LENGTHS_TAG] = length
     if lengths and info.get(GLOBAL_FORWARD_PAD_SEQLEN):
         info[GLOBAL_FORWARD_PAD_SEQLEN] = max(info[GLOBAL_FORWARD_PAD_SEQLEN], *lengths)
     lacks = f"the batch has no '{INPUT_LENGTHS_FIELD}'"
-    packed, starts = _packed(where, given, batch, len(ids), lengths, token_aligned_fields, lacks)
+    cut, starts = _cut(where, columns, len(ids), lengths, token_aligned_fields, lacks)
     if ids:
-        dp_client.put_samples(ids, partition_id, fields=packed, tags=rows)
+        dp_client.put_samples(ids, partition_id, fields=cut, tags=rows)
     return KVBatchMeta(
         partition_id,
         task_name,
         ids,
-        fields=list(batch),
+        fields=names,
         sequence_lengths=lengths,
         extra_info=info,
         tags=rows,
@@ -336,63 +365,156 @@ def kv_first_write(
     )
 
 
-def _check_rows(where: str, columns: Mapping[str, Any], num_ids: int) -> None:
-    for name, column in columns.items():
-        has_rows = isinstance(column, TensorRows) or getattr(column, "ndim", 0) > 0
-        if has_rows and (found := num_rows(column)) != num_ids:
-            raise InvalidRequestError(
-                f"{where} refused: field '{name}' has {found} rows. Expected {num_ids}: the number of sample_ids must "
-                "match batch size."
-            )
-
-
-def _packed(
+def _cut(
     where: str,
-    given: TensorDictBase | Columns,
-    columns: Mapping[str, Any],
+    columns: TensorDictBase | Columns,
     num_rows: int,
     lengths: Sequence[int] | None,
     declared: Collection[str] | None,
     lacks: str,
     began: Sequence[int] | None = None,
 ) -> tuple[Columns, list[int] | None]:
-    """The columns of what was given as they are written, and where the tokens of each row begin (None: at 0).
+    """The columns of a write as they are stored, and where the tokens of each row begin (None: at 0).
 
-    Adds the call to the message of a refusal.
+    ``where`` is the call, and ``lacks`` what says the lengths and was not there, for messages; the others are as for
+    `find_cut`.
+    """
+    plain: dict[str, Any] = {name: columns.get(name) for name in columns.keys()}
+    lists, ints = (columns.lists, columns.ints) if isinstance(columns, Columns) else ({}, ())
+    try:
+        aligned, starts = find_cut(where, plain, lengths if num_rows else [], declared, began)
+        if aligned and lengths is None:
+            raise InvalidRequestError(
+                f"{where} refused: token_aligned_fields name {preview(aligned)}, but {lacks} to cut them by."
+            )
+        tensors = {name: as_column(f"field '{name}'", plain[name]) for name in aligned}
+        begins = None if starts is None else torch.tensor(starts, device="cpu")
+        cut = cut_columns(tensors, aligned, as_lengths(where, lengths or []), begins)
+    except DataPlaneError as error:
+        if not error.message.startswith(where):
+            error.message = f"{where} refused: {error.message}"
+        raise
+    return Columns({**plain, **cut}, {name: items for name, items in lists.items() if name not in cut}, ints), starts
+
+
+# --- message logs -----------------------------------------------------------------------------------------------------
+
+
+def split_message_logs(
+    message_logs: Sequence[Sequence[Mapping[str, Any]]], *, response_roles: Collection[str] = ("assistant",)
+) -> dict[str, Any]:
+    """The turns of N samples as columns.
 
     Args:
-        where: The call.
-        given: What the caller gave.
-        columns: Its columns.
-        num_rows: Their number of rows.
-        lengths: The tokens of each row, if they are known.
-        declared: Names of the columns to cut, if the caller named them.
-        lacks: What says the lengths, and was not there, if they are not known.
-        began: Where the tokens of each row begin, as far as the columns do not say so themselves.
+        message_logs: Per sample its turns, in the order of its tokens. A turn has ``role``, and may have ``content``
+            (else ``""``) and ``token_ids`` (1-D tensor or list; else it has no tokens). Other keys are dropped: write
+            values per token as columns.
+        response_roles: The roles whose turns are responses.
+
+    Returns:
+        ``turn_lengths``, ``turn_roles``, ``turn_contents``: per sample a list with one entry per turn (tokens, str, any
+        object item), the last in an object array; ``response_token_lengths``: (N,) int64, the tokens of the first
+        response that has any, else 0. Contents are referenced, not copied.
+
+    Raises:
+        InvalidRequestError: A turn lacks its role, or its ``token_ids`` are not one-dimensional. The message names
+            sample and turn.
     """
-    aligned, starts = find_cut(where, columns, lengths if num_rows else [], declared, began)
-    if aligned and lengths is None:
-        raise InvalidRequestError(
-            f"{where} refused: token_aligned_fields name {preview(aligned)}, but {lacks} to cut them by."
-        )
-    kept = {
-        name: rows
-        for name, rows in columns.items()
-        if isinstance(rows, EmptyLists) or (isinstance(rows, TensorRows) and name not in aligned)
+    lengths: list[list[int]] = []
+    responses: list[int] = []
+    for sample, log in enumerate(message_logs):
+        counts = []
+        for number, turn in enumerate(log):
+            tokens = turn.get("token_ids")
+            if "role" not in turn:
+                raise InvalidRequestError(f"split_message_logs: turn {number} of sample {sample} lacks role.")
+            if isinstance(tokens, torch.Tensor) and tokens.dim() != 1:
+                raise InvalidRequestError(
+                    f"split_message_logs: token_ids of turn {number} of sample {sample} have shape "
+                    f"{tuple(tokens.shape)}. Expected one dim."
+                )
+            counts.append(0 if tokens is None else len(tokens))
+        lengths.append(counts)
+        of_responses = [count for count, turn in zip(counts, log, strict=True) if turn["role"] in response_roles]
+        responses.append(next(filter(None, of_responses), 0))
+    return {
+        TURN_LENGTHS_FIELD: lengths,
+        TURN_ROLES_FIELD: [[turn["role"] for turn in log] for log in message_logs],
+        # as objects, also where all contents are numbers
+        TURN_CONTENTS_FIELD: object_array([[turn.get("content", "") for turn in log] for log in message_logs]),
+        RESPONSE_TOKEN_LENGTHS_FIELD: torch.tensor(responses, dtype=torch.int64, device="cpu"),
     }
-    cut = [name for name in aligned if name not in kept]
-    others = {name: column for name, column in columns.items() if name not in kept}
-    try:
-        if cut:
-            began_at = None if starts is None else torch.tensor(starts, device="cpu")
-            packed = pack_jagged_fields(others, lengths=lengths, token_aligned_fields=cut, starts=began_at)
-        else:
-            packed = to_tensordict(others, num_rows)
-        return Columns(
-            {name: kept[name] if name in kept else packed.get(name) for name in columns},
-            {name: items for name, items in getattr(given, "lists", {}).items() if name not in cut},
-            getattr(given, "ints", ()),
-        ), starts
-    except (InvalidRequestError, InvalidTypeError) as error:
-        error.message = f"{where} refused: {error.message}"
-        raise
+
+
+def rebuild_message_logs(
+    columns: Mapping[str, Any], *, token_fields: Mapping[str, str] | None = None
+) -> list[list[dict[str, Any]]]:
+    """The turns of N samples from columns that were read back.
+
+    Args:
+        columns: ``turn_lengths``, ``turn_roles``, ``turn_contents`` and the token columns, padded (N, S, ...) or
+            jagged.
+        token_fields: Key of a turn -> token column that it views, such as ``{"token_ids": "input_ids",
+            "generation_logprobs": "generation_logprobs"}``. Default: ``token_ids`` into ``input_ids``.
+
+    Returns:
+        Per sample its turns. Their token tensors are views of the columns, empty for a turn without tokens.
+
+    Raises:
+        InvalidRequestError: A column is missing, columns disagree in their rows or turns, or turns have more tokens
+            than the row.
+    """
+    views = dict(token_fields or {"token_ids": INPUT_IDS_FIELD})
+    for name in (TURN_LENGTHS_FIELD, TURN_ROLES_FIELD, TURN_CONTENTS_FIELD, *views.values()):
+        if name not in columns:
+            raise InvalidRequestError(f"rebuild_message_logs: column '{name}' is missing.")
+    all_roles, all_contents = list(columns[TURN_ROLES_FIELD]), list(columns[TURN_CONTENTS_FIELD])
+    all_lengths: Any = columns[TURN_LENGTHS_FIELD]
+    if isinstance(all_lengths, torch.Tensor):  # it may be padded
+        cells = zip(_rows(all_lengths), all_roles, strict=False)
+        all_lengths = [row.tolist()[: len(roles)] for row, roles in cells]
+    rows = {key: _rows(columns[name]) for key, name in views.items()}
+    sizes = {len(all_roles), len(all_contents), len(all_lengths), *map(len, rows.values())}
+    if len(sizes) != 1:
+        raise InvalidRequestError(f"rebuild_message_logs: columns differ in their number of rows: {sorted(sizes)}.")
+    logs: list[list[dict[str, Any]]] = []
+    for sample, (roles, contents, counts) in enumerate(zip(all_roles, all_contents, all_lengths, strict=True)):
+        lengths = list(map(int, np.asarray(counts, dtype=np.int64)))
+        if not len(roles) == len(contents) == len(lengths):
+            raise InvalidRequestError(
+                f"rebuild_message_logs: sample {sample} has {len(lengths)} turn lengths, {len(roles)} roles and "
+                f"{len(contents)} contents."
+            )
+        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        for key, of_samples in rows.items():
+            row = of_samples[sample]
+            if sum(lengths) > len(row):
+                raise InvalidRequestError(
+                    f"rebuild_message_logs: the turns of sample {sample} have {sum(lengths)} tokens, but its row of "
+                    f"'{views[key]}' has {len(row)}."
+                )
+            start = 0
+            for turn, length in zip(turns, lengths, strict=True):
+                turn[key] = row[start : start + length]
+                start += length
+        logs.append(turns)
+    return logs
+
+
+def add_message_logs(columns: MutableMapping[str, Any]) -> None:
+    """Adds the column ``message_log`` to `schema.MESSAGE_LOG_FIELDS` that were read: what `rebuild_message_logs` makes.
+
+    If ``generation_logprobs`` were read, the turns have views of them too. Without columns, nothing is added.
+    """
+    views = {"token_ids": INPUT_IDS_FIELD, "generation_logprobs": "generation_logprobs"}
+    if columns:
+        there = {key: name for key, name in views.items() if name in columns}
+        columns[MESSAGE_LOG] = rebuild_message_logs(columns, token_fields=there)
+
+
+def _rows(column: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of a column's rows."""
+    if not is_jagged(column):
+        return column.unbind()
+    values, offsets, _, _ = jagged_parts(column)
+    return values.split_with_sizes(offsets.diff().tolist())

@@ -26,10 +26,7 @@ _ENDED_BY_SIGNAL: Final = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: Without the program's name. Default: those of the process.
+    """Runs the command with these arguments (None: those of the process), without the program's name.
 
     Returns:
         The exit status: 0, or 1 for a failure that was reported, or above 128 if a signal ended it. argparse exits with
@@ -59,12 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | None]:
-    """The parser, with the arguments of the command that the words name, and what runs it. Imports no other command.
-
-    Raises:
-        PluginError: The package of the command is not installed, or cannot be imported, or two packages have one of
-            its name.
-    """
+    """The parser, with the arguments of the command that the words name, and what runs it. Imports no other command."""
     parser = argparse.ArgumentParser(
         prog="dataplane",
         description="Lists, checks, tests and creates backends of the data plane, and shows what they do.",

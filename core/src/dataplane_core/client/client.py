@@ -478,7 +478,6 @@ class DataPlaneClient(ClientFacts):
             StalePartitionError: A partition was registered again meanwhile. After any error, the former save is as it
                 was.
             SaveError: The files cannot be written.
-            InvalidRequestError: The folder has a ``manifest.json`` of something else. Nothing was written.
             InvalidTypeError: ``metadata`` has other than JSON values.
             UnsupportedOperationError: The backend does not declare ``listing`` and ``cursors``.
 

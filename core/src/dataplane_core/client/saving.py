@@ -32,7 +32,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import group_of
 from dataplane_core.packed import pack_msgpack
-from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
+from dataplane_core.saves import SavedFile, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec, RegisterRequest, TagValue
 from dataplane_core.spec.replies import Registration
 
@@ -51,7 +51,7 @@ _Batch: TypeAlias = tuple[list[str], dict[str, Any]]
 
 
 class _Entry(msgspec.Struct):
-    """What the manifest says of a partition."""
+    """What a save says of a partition."""
 
     partition_id: str
     registration: dict[str, Any]  # of a `Registration`
@@ -290,8 +290,8 @@ def _packed(listed: _Listed, sample_ids: Sequence[str]) -> bytes:
 def load(connection: Connection, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
     wanted = None if partitions is None else check_names("load: partitions", partitions)
-    with SavedFiles(folder, _KIND) as saved:
-        entries = _entries_of(saved.body, folder)
+    with SavedFile(folder, _KIND) as saved:
+        entries = _entries_of(saved.body, saved.num_blocks, folder)
         names = [entry.partition_id for entry in entries]
         unknown = [name for name in wanted or () if name not in names]
         if unknown:
@@ -319,21 +319,22 @@ def load(connection: Connection, folder: str | os.PathLike[str], partitions: Seq
         return metadata
 
 
-def _entries_of(body: Mapping[str, Any], folder: str | os.PathLike[str]) -> list[_Entry]:
+def _entries_of(body: Mapping[str, Any], num_blocks: int, folder: str | os.PathLike[str]) -> list[_Entry]:
     """The partitions of a save.
 
     Raises:
-        CorruptDataError: The manifest is not one that `save` wrote.
+        CorruptDataError: They are not what `save` wrote.
     """
     try:
         entries = msgspec.convert(body.get("partitions"), list[_Entry])
         msgspec.convert([entry.registration for entry in entries], list[Registration])
         msgspec.convert(body.get("metadata"), dict[str, Any])
-        if sum(entry.num_blocks for entry in entries) == len(body["blocks"]):
+        check_names("the save", [entry.partition_id for entry in entries])
+        if sum(entry.num_blocks for entry in entries) == num_blocks:
             return entries
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: a key with half of a surrogate pair
+    except (InvalidRequestError, msgspec.ValidationError, UnicodeEncodeError):  # the last: half of a surrogate pair
         pass
-    raise CorruptDataError(f"the manifest of the save in '{folder}' holds what no save has; take another save.")
+    raise CorruptDataError(f"the save in '{folder}' holds what no save has; take another save.")
 
 
 def _load_partition(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.arguments import check_iterable, takes
+from dataplane_core.arguments import takes
 from dataplane_core.errors import InvalidRequestError, Verdict
 from dataplane_core.middleware.base import EventMiddleware, MiddlewareContext, OperationEvent
 
@@ -190,7 +190,7 @@ class Metrics(EventMiddleware):
         self._live_bytes += n_bytes
 
 
-@takes(snapshots=check_iterable)
+@takes
 def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins what several clients did, of any processes, into one snapshot.
 

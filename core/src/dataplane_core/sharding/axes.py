@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -61,9 +60,6 @@ class NamedSharding:
         self._ranks = ranks.astype(np.int64)
         self._ranks.flags.writeable = False
         self._names = tuple(axes)
-        self._coords: dict[int, tuple[int, ...]] = {
-            int(self._ranks[where]): where for where in itertools.product(*map(range, self._ranks.shape))
-        }
 
     @property
     def names(self) -> list[str]:
@@ -91,19 +87,11 @@ class NamedSharding:
         return self._ranks.copy()
 
     def get_axis_size(self, name: str) -> int:
-        """The number of ranks along an axis.
-
-        Raises:
-            InvalidRequestError: There is no such axis.
-        """
+        """The number of ranks along an axis. Raises `InvalidRequestError` if there is no such axis."""
         return int(self._ranks.shape[self.get_axis_index(name)])
 
     def get_axis_index(self, name: str) -> int:
-        """The place of an axis in the layout.
-
-        Raises:
-            InvalidRequestError: There is no such axis.
-        """
+        """The place of an axis in the layout. Raises `InvalidRequestError` if there is no such axis."""
         if name not in self._names:
             raise InvalidRequestError(
                 f"NamedSharding refused: there is no axis '{name}'. Expected one of {', '.join(self._names)}."
@@ -111,17 +99,14 @@ class NamedSharding:
         return self._names.index(name)
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """The coordinates of a rank: axis -> coordinate.
-
-        Raises:
-            InvalidRequestError: The rank is not on the grid.
-        """
-        if worker_id not in self._coords:
+        """The coordinates of a rank: axis -> coordinate. Raises `InvalidRequestError` if it is not on the grid."""
+        where = np.argwhere(self._ranks == worker_id).tolist()
+        if not where:
             raise InvalidRequestError(
                 f"NamedSharding.get_worker_coords refused: rank {worker_id} is not on the grid. Expected one of its "
-                f"{self.size} ranks, {min(self._coords)} to {max(self._coords)}."
+                f"{self.size} ranks, {self._ranks.min()} to {self._ranks.max()}."
             )
-        return dict(zip(self._names, self._coords[worker_id], strict=True))
+        return dict(zip(self._names, where[0], strict=True))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
         """The part of the grid at some coordinates: a grid of the other axes, or the rank if all axes are given.
@@ -134,8 +119,7 @@ class NamedSharding:
         return NamedSharding(part, rest) if rest else int(part)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at some coordinates, ascending. All ranks if none are given, and none if a coordinate is out of
-        range.
+        """The ranks at some coordinates, ascending: all without any, none if a coordinate is out of range.
 
         Raises:
             InvalidRequestError: There is no such axis.

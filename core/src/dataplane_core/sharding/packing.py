@@ -18,23 +18,22 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
-from itertools import islice
-from typing import Any, Final
+from heapq import heapify, heappush, heapreplace
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.sharding._placing import PLACERS, Ints, stable_argsort
 
-# --- the packers -----------------------------------------------------------------------------------------------------
+Lengths: TypeAlias = Sequence[int] | NDArray[np.int64]
+Bins: TypeAlias = list[list[int]]
 
 
-def concatenative(
-    lengths: Sequence[int] | Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
-) -> list[list[int]]:
+def concatenative(lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1) -> Bins:
     """Fills one bin after the other, in the order given.
 
     Args:
@@ -50,41 +49,48 @@ def concatenative(
     Raises:
         InvalidRequestError: A length is over the capacity, or there are too few sequences for the number of bins.
     """
-    return _bins("concatenative", lengths, capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+    sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
+    bins: Bins = []
+    room = -1
+    for position, size in enumerate(sizes):
+        if size > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(position)
+        room -= size
+    return _enough(bins, min_bin_count, bin_count_multiple)
 
 
 def first_fit_decreasing(
-    lengths: Sequence[int] | Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
-) -> list[list[int]]:
+    lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
+) -> Bins:
     """Places the longest first, each into the first bin where it fits. Equal lengths keep their order.
 
     Arguments, result and errors are those of `concatenative`.
     """
-    return _bins(
-        "first_fit_decreasing", lengths, capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
-    )
+    sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
+    return _enough(_first_fit(_longest_first(sizes), sizes, capacity), min_bin_count, bin_count_multiple)
 
 
 def first_fit_shuffle(
-    lengths: Sequence[int] | Ints,
-    capacity: int,
-    *,
-    min_bin_count: int = 0,
-    bin_count_multiple: int = 1,
-    seed: int | None = 0,
-) -> list[list[int]]:
+    lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1, seed: int | None = 0
+) -> Bins:
     """Places the sequences in random order, each into the first bin where it fits.
 
     Arguments, result and errors are those of `concatenative`. ``seed``, from 0 to 2**32 - 1, gives the same order on
     every machine. None draws a new seed.
     """
-    options = {"min_bin_count": min_bin_count, "bin_count_multiple": bin_count_multiple, "seed": seed}
-    return _bins("first_fit_shuffle", lengths, capacity, **options)
+    if seed is not None and not 0 <= seed < 1 << 32:
+        raise InvalidRequestError(f"packing refused: seed is {seed}. Expected 0 to {(1 << 32) - 1}, or None.")
+    sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
+    # RandomState, unlike newer generators, gives the same order under every version of numpy
+    order = np.random.RandomState(seed).permutation(len(sizes)).tolist()
+    return _enough(_first_fit(order, sizes, capacity), min_bin_count, bin_count_multiple)
 
 
 def modified_first_fit_decreasing(
-    lengths: Sequence[int] | Ints, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
-) -> list[list[int]]:
+    lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
+) -> Bins:
     """The five phases of Johnson and Garey (1985).
 
     Sequences are large (over 1/2 of the capacity), medium (over 1/3), small (over 1/6) or tiny.
@@ -98,67 +104,168 @@ def modified_first_fit_decreasing(
 
     Arguments, result and errors are those of `concatenative`.
     """
-    return _bins(
-        "modified_first_fit_decreasing",
-        lengths,
-        capacity,
-        min_bin_count=min_bin_count,
-        bin_count_multiple=bin_count_multiple,
-    )
+    sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
+    order = _longest_first(sizes)
+    falling = [sizes[position] for position in order]  # from here on, a sequence is its place in this list
+    negated = [-size for size in falling]
+    # where each class ends
+    large, medium, small = (bisect_left(negated, -(capacity // part)) for part in (2, 3, 6))
+    bins = [[sequence] for sequence in range(large)]
+    room = [capacity - size for size in falling[:large]]
+    # The next that is not placed, itself if it is not. Ends with a sequence that never is
+    unplaced = list(range(len(falling) + 1))
 
+    def place(sequence: int, number: int) -> None:
+        bins[number].append(sequence)
+        room[number] -= falling[sequence]
+        unplaced[sequence] = sequence + 1
 
-def pack_flat(
-    algorithm: str,
-    lengths: Sequence[int] | Ints,
-    capacity: int,
-    *,
-    min_bin_count: int = 0,
-    bin_count_multiple: int = 1,
-    seed: int | None = 0,
-) -> tuple[Ints, Ints]:
-    """Packs with the packer of that name, as `concatenative` and the others do, without building lists.
-
-    Args:
-        algorithm: One of `PACKERS`, in any case.
-        lengths: Tokens per sequence.
-        capacity: Most tokens of a bin.
-        min_bin_count: Fewest bins.
-        bin_count_multiple: The number of bins is a multiple of this.
-        seed: For `first_fit_shuffle`.
-
-    Returns:
-        The positions of all bins, bin after bin, and the number of sequences of each bin.
-
-    Raises:
-        InvalidRequestError: The algorithm is unknown, a length is over the capacity, or there are too few sequences.
-    """
-    if seed is not None and not 0 <= seed < 1 << 32:
-        raise InvalidRequestError(f"packing refused: seed is {seed}. Expected 0 to {(1 << 32) - 1}, or None.")
-    place = PLACERS.get(algorithm.lower())
-    if place is None:
-        raise InvalidRequestError(
-            f"packing refused: there is no algorithm '{algorithm}'. Expected one of {', '.join(PLACERS)}."
-        )
-    sizes = _check(lengths, capacity, min_bin_count, bin_count_multiple)
-    placed, bins = place(sizes, capacity, seed)
-    items = placed[stable_argsort(bins)]
-    counts = np.bincount(bins)
-    return _raise_bin_count(items, counts, min_bin_count, bin_count_multiple)
-
-
-def _bins(algorithm: str, lengths: Sequence[int] | Ints, capacity: int, **options: Any) -> list[list[int]]:
-    items, counts = pack_flat(algorithm, lengths, capacity, **options)
-    flat = iter(items.tolist())
-    return [list(islice(flat, count)) for count in counts.tolist()]
+    # Phase 2. Room rises from bin to bin, so those that fit form a stack with the largest on top
+    fitting: list[int] = []
+    smallest = medium - 1
+    for number in range(large):
+        while smallest >= large and falling[smallest] <= room[number]:
+            fitting.append(smallest)
+            smallest -= 1
+        if fitting:
+            place(fitting.pop(), number)
+    # Phase 3. Room falls from bin to bin and the smallest rises, so the largest that fits beside it only falls
+    largest, smallest = medium, small - 1
+    for number in reversed(range(large)):
+        if len(bins[number]) > 1:
+            continue
+        while largest < smallest and falling[largest] + falling[smallest] > room[number]:
+            largest += 1
+        if largest >= smallest:
+            break
+        place(smallest, number)
+        place(largest, number)
+        largest += 1
+        smallest -= 1
+    # Phase 4
+    for number in range(large):
+        sequence = 0
+        while True:
+            sequence = bisect_left(negated, -room[number], sequence)
+            while unplaced[sequence] != sequence:  # halves the path, so that the next search is short
+                unplaced[sequence] = sequence = unplaced[unplaced[sequence]]
+            if sequence == len(falling):
+                break
+            place(sequence, number)
+    # Phase 5
+    rest = [sequence for sequence in range(large, len(falling)) if unplaced[sequence] == sequence]
+    more = _first_fit(rest, falling, capacity)
+    if len(more) > -(-sum(falling[sequence] for sequence in rest) // capacity):  # else nothing takes fewer bins
+        more = min(more, _most_room(rest, falling, capacity), key=len)
+    placed = [[order[sequence] for sequence in members] for members in bins + more]
+    return _enough(placed, min_bin_count, bin_count_multiple)
 
 
 #: The packers by name.
-PACKERS: Final[Mapping[str, Callable[..., list[list[int]]]]] = {
+PACKERS: Final[Mapping[str, Callable[..., Bins]]] = {
     "concatenative": concatenative,
     "first_fit_decreasing": first_fit_decreasing,
     "first_fit_shuffle": first_fit_shuffle,
     "modified_first_fit_decreasing": modified_first_fit_decreasing,
 }
+
+
+def _longest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+
+
+def _first_fit(order: Iterable[int], sizes: Sequence[int], capacity: int) -> Bins:
+    """Each into the first bin where it fits. Uses a tree over the bins whose nodes hold the most room below."""
+    # All bins but one are more than half full
+    most = min(len(sizes), 2 * -(-sum(sizes) // capacity) + 1)
+    leaves = 1 << (most - 1).bit_length()
+    tree = [capacity] * (2 * leaves)
+    bins: Bins = []
+    for position in order:
+        size, node = sizes[position], 1
+        while node < leaves:
+            node *= 2
+            if tree[node] < size:
+                node += 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(position)
+        tree[node] = room = tree[node] - size
+        while node > 1:
+            room = max(room, tree[node ^ 1])
+            node //= 2
+            if tree[node] == room:  # as is all above it
+                break
+            tree[node] = room
+    return bins
+
+
+def _most_room(order: Iterable[int], sizes: Sequence[int], capacity: int) -> Bins:
+    """Each into the bin with the most room, if it fits there."""
+    bins: Bins = []
+    filled: list[tuple[int, int]] = []  # tokens and number of each bin
+    for position in order:
+        size = sizes[position]
+        if filled and filled[0][0] + size <= capacity:
+            tokens, number = filled[0]
+            heapreplace(filled, (tokens + size, number))
+            bins[number].append(position)
+        else:
+            heappush(filled, (size, len(bins)))
+            bins.append([position])
+    return bins
+
+
+def _enough(bins: Bins, minimum: int, multiple: int) -> Bins:
+    """Adds bins, each with a sequence from the end of the bin that has most."""
+    target = -(-max(len(bins), minimum) // multiple) * multiple
+    num_sequences = sum(map(len, bins))
+    if num_sequences < target:
+        raise InvalidRequestError(
+            f"packing refused: {num_sequences} sequences are too few for {target} bins (at least {minimum}, a multiple "
+            f"of {multiple}). Expected one sequence or more per bin."
+        )
+    fullest = [(-len(members), number) for number, members in enumerate(bins)]
+    heapify(fullest)
+    while len(bins) < target:
+        count, number = fullest[0]
+        heapreplace(fullest, (count + 1, number))
+        bins.append([bins[number].pop()])
+    return bins
+
+
+def _sizes(lengths: Lengths, capacity: int, min_bin_count: int, bin_count_multiple: int) -> list[int]:
+    """The lengths, checked with the options of a packer."""
+    if capacity < 1 or min_bin_count < 0 or bin_count_multiple < 1:
+        raise InvalidRequestError(
+            f"packing refused: capacity is {capacity}, min_bin_count {min_bin_count}, bin_count_multiple "
+            f"{bin_count_multiple}. Expected at least 1, 0 and 1."
+        )
+    sizes = as_sizes("packing", "sequence", lengths)
+    if len(sizes) and int(sizes.max()) > capacity:
+        raise InvalidRequestError(
+            f"packing refused: sequence {int(sizes.argmax())} has {int(sizes.max())} tokens. Expected at most the "
+            f"capacity of a bin, {capacity}."
+        )
+    listed: list[int] = sizes.tolist()
+    return listed
+
+
+def as_sizes(what: str, item: str, lengths: Lengths) -> NDArray[np.int64]:
+    """Tokens per item, such as a row. ``what`` refuses lengths that are not integers of 0 or more."""
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
+        raise InvalidRequestError(
+            f"{what} refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per {item}."
+        )
+    if len(sizes) and int(sizes.min()) < 0:
+        raise InvalidRequestError(
+            f"{what} refused: {item} {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
+        )
+    return sizes.astype(np.int64, copy=False)
+
+
+# --- packers with options, and how well they pack --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +286,14 @@ class SequencePacker:
     bin_count_multiple: int
     metrics: list[PackingMetrics] | None
 
-    def pack(self, sequence_lengths: Sequence[int] | Ints) -> list[list[int]]:
+    def pack(self, sequence_lengths: Lengths) -> Bins:
         """Bins of positions into ``sequence_lengths``. Errors are those of `concatenative`."""
-        options = {"min_bin_count": self.min_bin_count, "bin_count_multiple": self.bin_count_multiple}
-        bins = _bins(self.algorithm, sequence_lengths, self.bin_capacity, **options)
+        bins = PACKERS[self.algorithm](
+            sequence_lengths,
+            self.bin_capacity,
+            min_bin_count=self.min_bin_count,
+            bin_count_multiple=self.bin_count_multiple,
+        )
         if self.metrics is not None:
             self.metrics.append(packing_metrics(bins, sequence_lengths, self.bin_capacity))
         return bins
@@ -195,14 +306,7 @@ def get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
-    """The packer of that name.
-
-    Args:
-        algorithm: A name of `PACKERS`, in any case.
-        bin_capacity: Most tokens of a bin.
-        collect_metrics: Measure each call of ``pack``.
-        min_bin_count: Fewest bins; None: no minimum.
-        bin_count_multiple: The number of bins is a multiple of this; None: any number.
+    """The packer of that name of `PACKERS`, in any case. None: no fewest bins, any number of bins.
 
     Raises:
         InvalidRequestError: There is no such packer.
@@ -214,9 +318,6 @@ def get_packer(
     return SequencePacker(
         algorithm.lower(), bin_capacity, min_bin_count or 0, bin_count_multiple or 1, [] if collect_metrics else None
     )
-
-
-# --- how well they pack ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,23 +346,18 @@ class PackingMetrics:
         return self.bins / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def packing_metrics(bins: Sequence[Sequence[int]], lengths: Sequence[int] | Ints, capacity: int) -> PackingMetrics:
-    """Measures a packing.
-
-    Args:
-        bins: Positions into ``lengths``, as a packer returns them.
-        lengths: Tokens per sequence.
-        capacity: Most tokens of a bin.
+def packing_metrics(bins: Sequence[Sequence[int]], lengths: Lengths, capacity: int) -> PackingMetrics:
+    """Measures a packing, whose bins are positions into ``lengths``, as a packer returns them.
 
     Raises:
         InvalidRequestError: A bin is over the capacity, or the bins do not hold each position of ``lengths`` once.
     """
-    if sorted(position for each in bins for position in each) != list(range(len(lengths))):
+    if sorted(position for members in bins for position in members) != list(range(len(lengths))):
         raise InvalidRequestError(
             f"packing_metrics refused: the bins hold {sum(map(len, bins))} positions. Expected each of the "
             f"{len(lengths)} sequences once."
         )
-    loads = [sum(int(lengths[position]) for position in each) for each in bins]
+    loads = [sum(int(lengths[position]) for position in members) for members in bins]
     if capacity < 1 or max(loads, default=0) > capacity:
         raise InvalidRequestError(
             f"packing_metrics refused: the fullest bin has {max(loads, default=0)} tokens. Expected at most the "
@@ -275,74 +371,4 @@ def packing_metrics(bins: Sequence[Sequence[int]], lengths: Sequence[int] | Ints
         capacity=capacity,
         utilisation=tokens / room if room else 1.0,
         waste=room - tokens,
-    )
-
-
-# --- checks and the number of bins -----------------------------------------------------------------------------------
-
-
-def _check(lengths: Sequence[int] | Ints, capacity: int, min_bin_count: int, bin_count_multiple: int) -> Ints:
-    if capacity < 1 or min_bin_count < 0 or bin_count_multiple < 1:
-        raise InvalidRequestError(
-            f"packing refused: capacity is {capacity}, min_bin_count {min_bin_count}, bin_count_multiple "
-            f"{bin_count_multiple}. Expected at least 1, 0 and 1."
-        )
-    sizes = as_sizes("packing", "sequence", lengths)
-    if len(sizes) and int(sizes.max()) > capacity:
-        raise InvalidRequestError(
-            f"packing refused: sequence {int(sizes.argmax())} has {int(sizes.max())} tokens. Expected at most the "
-            f"capacity of a bin, {capacity}."
-        )
-    return sizes
-
-
-def as_sizes(what: str, each: str, lengths: Sequence[int] | Ints) -> Ints:
-    """Tokens per row.
-
-    Args:
-        what: What refuses others.
-        each: What has a length.
-        lengths: The lengths.
-
-    Raises:
-        InvalidRequestError: They are not integers of 0 or more.
-    """
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
-        raise InvalidRequestError(
-            f"{what} refused: lengths are {sizes.dtype} of shape {sizes.shape}. Expected one integer per {each}."
-        )
-    if len(sizes) and int(sizes.min()) < 0:
-        raise InvalidRequestError(
-            f"{what} refused: {each} {int(sizes.argmin())} has {int(sizes.min())} tokens. Expected 0 or more."
-        )
-    return sizes.astype(np.int64, copy=False)
-
-
-def _raise_bin_count(items: Ints, counts: Ints, minimum: int, multiple: int) -> tuple[Ints, Ints]:
-    target = -(-max(len(counts), minimum) // multiple) * multiple
-    extra = target - len(counts)
-    if not extra:
-        return items, counts
-    if len(items) < target:
-        raise InvalidRequestError(
-            f"packing refused: {len(items)} sequences are too few for {target} bins (at least {minimum}, a multiple of "
-            f"{multiple}). Expected one sequence or more per bin."
-        )
-    # Only the bin with most sequences gives one away, so at most the `extra` fullest bins give any
-    fullest = stable_argsort(-counts)[:extra]
-    by_count = list(zip((-counts[fullest]).tolist(), fullest.tolist(), strict=True))  # in order, hence a heap
-    last = np.cumsum(counts) - 1
-    moved = []
-    for _ in range(extra):
-        count, number = by_count[0]
-        heapreplace(by_count, (count + 1, number))
-        moved.append(int(last[number]))
-        last[number] -= 1
-    counts = counts.copy()
-    for count, number in by_count:
-        counts[number] = -count
-    return (
-        np.concatenate([np.delete(items, moved), items[moved]]),
-        np.concatenate([counts, np.ones(extra, np.int64)]),
     )

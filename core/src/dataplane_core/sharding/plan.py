@@ -1,23 +1,24 @@
-"""Plans: assigns rows to shards and microbatches. Plain integers in and out.
+"""Plans: assigns rows to shards and microbatches. Plain integers in and out, no tensors and no I/O.
 
-`BatchedDataDict.shard_by_batch_size` and `shard_meta_for_dp` both apply these plans, so a driver that has only metas
+`BatchedDataDict.shard_by_batch_size` and `shard_meta_for_dp` both apply `plan_shards`, so a driver that has only metas
 and a trainer that has the tensors get the same assignment.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NotRequired, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any, Final, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane_core.arguments import takes
 from dataplane_core.errors import InvalidRequestError, preview
-from dataplane_core.schema import PLAN_KEYS, padded_length
-from dataplane_core.sharding._placing import stable_argsort
-from dataplane_core.sharding.packing import PACKERS, as_sizes, pack_flat
+from dataplane_core.meta import KVBatchMeta, rows_of
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS, padded_length
+from dataplane_core.sharding.packing import PACKERS, Lengths, as_sizes
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -36,11 +37,16 @@ class DynamicBatchingArgs(TypedDict):
     input_lengths_key: str
 
 
-class SequencePackingArgs(TypedDict):
+class _PackingOptions(TypedDict, total=False):
+    microbatch_order: Literal["packer", "largest_first"]
+    seed: int
+
+
+class SequencePackingArgs(_PackingOptions):
     """How sequences are packed in bins; each bin is one microbatch.
 
     Attributes:
-        algorithm: Name of a packer in any case, see `dataplane_core.sharding.packing.PACKERS`.
+        algorithm: Name of a packer in any case, see `dataplane_core.sharding.PACKERS`.
         max_tokens_per_microbatch: Capacity of a bin.
         input_key: Column of token ids.
         input_lengths_key: Column of lengths in tokens.
@@ -55,272 +61,193 @@ class SequencePackingArgs(TypedDict):
     input_key: str
     input_lengths_key: str
     sequence_length_pad_multiple: int
-    microbatch_order: NotRequired[Literal["packer", "largest_first"]]
-    seed: NotRequired[int]
 
 
-_DYNAMIC_KEYS: Final = tuple(DynamicBatchingArgs.__annotations__)
-_OPTIONAL_PACKING_KEYS: Final = ("microbatch_order", "seed")
-_PACKING_KEYS: Final = tuple(key for key in SequencePackingArgs.__annotations__ if key not in _OPTIONAL_PACKING_KEYS)
 _ORDERS: Final = ("packer", "largest_first")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """An assignment of rows to shards. Shards share no list.
+@dataclass(slots=True)
+class Shard:
+    """What one shard gets. Shards share no list.
 
     Attributes:
-        rows: Per shard the rows that it gets, in its order, chunk after chunk.
-        micro_batch_indices: Per shard and chunk the ``[start, end)`` pairs of its microbatches, counted from the first
-            row that the shard holds of that chunk; None without microbatches. Every shard has equally many in a chunk.
-            With dynamic batching they are the same for all shards; with packing a pair is a bin, and shards differ.
-        micro_batch_lengths: Per shard and chunk the length in tokens of each microbatch, aligned with the pairs. With
-            dynamic batching: the width to which its rows are padded. With packing: the tokens of the bin, each row
-            rounded up to the multiple, which is the length of the packed sequence.
-        elem_counts_per_gb: Per shard and chunk how many rows it holds (packing only: it may differ between shards).
+        rows: Its rows, in its order, chunk after chunk.
+        micro_batch_indices: Per chunk the ``[start, end)`` pairs of its microbatches, counted from the first row that
+            the shard holds of that chunk. Every shard has equally many in a chunk. With dynamic batching they are the
+            same for all shards; with packing a pair is a bin, and shards differ. None without microbatches.
+        micro_batch_lengths: Per chunk the length in tokens of each microbatch, aligned with the pairs. With dynamic
+            batching: the width to which its rows are padded. With packing: the tokens of the bin, each row rounded up
+            to the multiple, which is the length of the packed sequence.
+        elem_counts_per_gb: Per chunk how many rows it holds (packing only: it may differ between shards).
     """
 
-    rows: list[list[int]]
-    micro_batch_indices: list[list[list[list[int]]]] | None = None
-    micro_batch_lengths: list[list[list[int]]] | None = None
-    elem_counts_per_gb: list[list[int]] | None = None
+    rows: list[int] = field(default_factory=list)
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+    elem_counts_per_gb: list[int] | None = None
 
-    def order(self) -> list[int]:
-        """The original index of each row of the concatenated shards."""
-        return list(itertools.chain.from_iterable(self.rows))
+    def plan(self) -> dict[str, Any]:
+        """All but the rows, by the keys `schema.PLAN_KEYS`."""
+        return {key: getattr(self, key) for key in PLAN_KEYS}
 
-    def of_shard(self, shard: int) -> dict[str, Any]:
-        """One shard's part of the plan, with the keys `schema.PLAN_KEYS`. Values that the plan lacks are None."""
-        parts = {key: getattr(self, key) for key in PLAN_KEYS}
-        return {key: None if of_shards is None else of_shards[shard] for key, of_shards in parts.items()}
+    def add_chunk(self, rows: list[int], ends: Sequence[int], lengths: list[int]) -> None:
+        """Adds the rows of a chunk, where each of its microbatches ends among them, and the microbatches' lengths."""
+        assert self.micro_batch_indices is not None
+        assert self.micro_batch_lengths is not None
+        self.rows += rows
+        self.micro_batch_indices.append([list(pair) for pair in pairwise([0, *ends])])
+        self.micro_batch_lengths.append(lengths)
+        if self.elem_counts_per_gb is not None:
+            self.elem_counts_per_gb.append(len(rows))
 
 
-# --- without microbatches --------------------------------------------------------------------------------------------
+def plan_shards(
+    num_rows: int,
+    shards: int,
+    batch_size: int | None,
+    dynamic_batching_args: Mapping[str, Any] | None,
+    sequence_packing_args: Mapping[str, Any] | None,
+    *,
+    lengths: Callable[[Mapping[str, Any]], Lengths],
+    width: Callable[[Mapping[str, Any]], int | None],
+    uneven: bool = False,
+) -> list[Shard]:
+    """Assigns each chunk of ``batch_size`` rows (None: all rows) to the shards.
 
+    - With neither kind of arguments: each chunk in equal parts, which are joined by position.
+    - Dynamic batching: sorts each chunk by length, deals its rows out to the shards in turn, and cuts microbatches in
+      which rows x padded length is within the limit. The padded length is that of the longest row over all shards,
+      rounded up, but at most the width of the padded batch.
+    - Packing: packs each chunk into bins, whose number is a multiple of ``shards``, and deals them out in turn: bin i
+      goes to shard ``i % shards``. The rounded lengths of a bin are within the limit.
 
-def plan_even_shards(num_rows: int, shards: int, batch_size: int | None) -> ShardPlan:
-    """Cuts each chunk into ``shards`` equal parts and joins the parts by position.
+    Args:
+        num_rows: Rows of the batch.
+        shards: Number of shards.
+        batch_size: Need be no multiple of ``shards`` with packing.
+        dynamic_batching_args: `DynamicBatchingArgs`.
+        sequence_packing_args: `SequencePackingArgs`.
+        lengths: Gives the tokens per row for the arguments of either kind, once their keys are checked.
+        width: Gives the width of the padded batch for dynamic batching; None or 0: the largest length.
+        uneven: Without arguments and ``batch_size``: the last shards may get fewer rows, or none.
 
     Raises:
-        InvalidRequestError: Sizes are not multiples, or there are no rows.
-    """
-    rows: list[list[int]] = [[] for _ in range(max(shards, 0))]
-    for start, end in _chunks(num_rows, shards, batch_size, equal=True):
-        part = (end - start) // shards
-        for shard in range(shards):
-            rows[shard].extend(range(start + shard * part, start + (shard + 1) * part))
-    return ShardPlan(rows)
-
-
-def plan_uneven_shards(num_rows: int, shards: int) -> ShardPlan:
-    """Cuts the rows into ``shards`` parts of equal size. The last ones may be smaller, or empty.
-
-    Raises:
-        InvalidRequestError: ``shards`` is below 1.
+        InvalidRequestError: Both kinds of arguments are given, their keys or values are wrong, sizes are not multiples,
+            a row is over the limit or longer than the width, or a chunk has fewer rows than it needs bins.
     """
     if shards < 1:
         raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
-    part = -(-num_rows // shards)
-    return ShardPlan(
-        [list(range(min(shard * part, num_rows), min((shard + 1) * part, num_rows))) for shard in range(shards)]
-    )
+    if dynamic_batching_args is not None and sequence_packing_args is not None:
+        raise InvalidRequestError(
+            "sharding refused: got dynamic_batching_args and sequence_packing_args. Expected one of them, or none."
+        )
+    if dynamic_batching_args is not None:
+        return _plan_dynamic_batches(num_rows, shards, batch_size, dynamic_batching_args, lengths, width)
+    if sequence_packing_args is not None:
+        return _plan_packed_batches(num_rows, shards, batch_size, sequence_packing_args, lengths)
+    if uneven:
+        part = -(-num_rows // shards)
+        rows = list(range(num_rows))
+        return [Shard(rows[number * part : (number + 1) * part]) for number in range(shards)]
+    planned = [Shard() for _ in range(shards)]
+    for start, end in _chunks(num_rows, shards, batch_size, equal=True):
+        part = (end - start) // shards
+        for number, shard in enumerate(planned):
+            shard.rows += range(start + number * part, start + (number + 1) * part)
+    return planned
 
 
-# --- dynamic batching ------------------------------------------------------------------------------------------------
+def order_of(shards: Sequence[Shard]) -> list[int]:
+    """The original index of each row of the concatenated shards."""
+    return list(chain.from_iterable(shard.rows for shard in shards))
 
 
-def plan_dynamic_batches(
-    lengths: Sequence[int], width: int | None, shards: int, batch_size: int | None, args: Mapping[str, Any]
-) -> ShardPlan:
-    """Sorts each chunk by length, deals its rows out to the shards in turn, and cuts microbatches by token count.
-
-    Args:
-        lengths: Tokens per row.
-        width: Length of the padded batch; no microbatch is longer. None or 0: the largest length.
-        shards: Number of shards.
-        batch_size: Rows of a chunk over all shards, or None for one chunk.
-        args: `DynamicBatchingArgs`.
-
-    Returns:
-        The plan. In every microbatch, rows x padded length is at most ``max_tokens_per_microbatch``. The padded length
-        is that of the longest row in this microbatch over all shards.
-
-    Raises:
-        InvalidRequestError: A single row is over the limit or longer than the width (the message has both numbers), or
-            sizes are not multiples.
-    """
+def _plan_dynamic_batches(
+    num_rows: int,
+    shards: int,
+    batch_size: int | None,
+    args: Mapping[str, Any],
+    lengths: Callable[[Mapping[str, Any]], Lengths],
+    width: Callable[[Mapping[str, Any]], int | None],
+) -> list[Shard]:
     what = "dynamic_batching_args"
-    _check_keys(what, args, _DYNAMIC_KEYS)
+    _check_keys(what, args, DynamicBatchingArgs)
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
     multiple = _at_least(1, what, args, "sequence_length_round")
-    chunks = _chunks(len(lengths), shards, batch_size, equal=True)
-    sizes = as_sizes("sharding", "row", lengths)
-    width = width or int(sizes.max())
-    if int(sizes.max()) > width:
+    sizes = as_sizes("sharding", "row", lengths(args))
+    widest = width(args)
+    chunks = _chunks(num_rows, shards, batch_size, equal=True)
+    widest = widest or int(sizes.max())
+    if int(sizes.max()) > widest:
         raise InvalidRequestError(
             f"dynamic batching refused: row {int(sizes.argmax())} has {int(sizes.max())} tokens, and the batch is "
-            f"padded to {width}. Expected no row longer than that."
+            f"padded to {widest}. Expected no row longer than that."
         )
-    rows: list[list[int]] = [[] for _ in range(shards)]
-    indices: list[list[list[list[int]]]] = [[] for _ in range(shards)]
-    padded: list[list[list[int]]] = [[] for _ in range(shards)]
+    planned = [Shard([], [], []) for _ in range(shards)]
     for start, end in chunks:
-        order = stable_argsort(sizes[start:end]) + start
+        order = np.argsort(sizes[start:end], kind="stable") + start
         longest = sizes[order[shards - 1 :: shards]]  # rising: the last of each deal is its longest
-        rounded = np.minimum(padded_length(longest, multiple), width)
+        rounded = np.minimum(padded_length(longest, multiple), widest)
         if int(rounded[-1]) > limit:
             raise InvalidRequestError(
                 f"dynamic batching refused: row {int(order[-1])} has {int(longest[-1])} tokens, padded to "
                 f"{int(rounded[-1])}. Expected at most max_tokens_per_microbatch, {limit}."
             )
-        ends, widths = _cut(rounded.tolist(), limit)
-        for shard in range(shards):
-            rows[shard] += order[shard::shards].tolist()
-            indices[shard].append([list(pair) for pair in itertools.pairwise([0, *ends])])
-            padded[shard].append(list(widths))
-    return ShardPlan(rows, indices, padded)
+        padded = rounded.tolist()
+        ends, first = [], 0
+        for row, length in enumerate(padded):
+            if (row - first + 1) * length > limit:
+                ends.append(row)
+                first = row
+        ends.append(len(padded))
+        for number, shard in enumerate(planned):
+            shard.add_chunk(order[number::shards].tolist(), ends, [padded[end - 1] for end in ends])
+    return planned
 
 
-def _cut(rounded: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Cuts rising lengths greedily, so that rows x last length stays within the limit; ends and last lengths."""
-    ends: list[int] = []
-    widths: list[int] = []
-    start = previous = 0
-    for position, length in enumerate(rounded):
-        if (position - start + 1) * length > limit:
-            ends.append(position)
-            widths.append(previous)
-            start = position
-        previous = length
-    ends.append(len(rounded))
-    widths.append(previous)
-    return ends, widths
-
-
-# --- sequence packing ------------------------------------------------------------------------------------------------
-
-
-def plan_packed_batches(
-    lengths: Sequence[int], shards: int, batch_size: int | None, args: Mapping[str, Any]
-) -> ShardPlan:
-    """Packs each chunk into bins and deals them out to the shards in turn: bin i goes to shard ``i % shards``.
-
-    Each shard gets the same number of bins of each chunk, at least one. Its rows are those of its bins, in order. The
-    width of the padded batch has no effect: a packed row takes its own length, rounded up.
-
-    Args:
-        lengths: Tokens per row.
-        shards: Number of shards.
-        batch_size: Rows of a chunk over all shards, or None for one chunk. Need not be a multiple of ``shards``.
-        args: `SequencePackingArgs`.
-
-    Returns:
-        The plan. The rounded lengths of a bin sum up to ``max_tokens_per_microbatch`` at most.
-
-    Raises:
-        InvalidRequestError: A rounded length is over the limit (the message has both numbers), a chunk has fewer rows
-            than it needs bins, or sizes are not multiples.
-    """
+def _plan_packed_batches(
+    num_rows: int,
+    shards: int,
+    batch_size: int | None,
+    args: Mapping[str, Any],
+    lengths: Callable[[Mapping[str, Any]], Lengths],
+) -> list[Shard]:
     what = "sequence_packing_args"
-    _check_keys(what, args, _PACKING_KEYS, _OPTIONAL_PACKING_KEYS)
+    _check_keys(what, args, SequencePackingArgs)
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
     multiple = _at_least(1, what, args, "sequence_length_pad_multiple")
     seed = _at_least(0, what, {"seed": 0, **args}, "seed")
     bin_order = args.get("microbatch_order") or _ORDERS[0]
     algorithm = str(args["algorithm"]).lower()
-    for key, value, known in (("algorithm", algorithm, PACKERS), ("microbatch_order", bin_order, _ORDERS)):
-        if value not in known:
-            raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(known)}.")
-    chunks = _chunks(len(lengths), shards, batch_size, equal=False)
-    sizes = as_sizes("sharding", "row", lengths)
-    rounded = padded_length(sizes, multiple)
+    for key, value, offered in (("algorithm", algorithm, PACKERS), ("microbatch_order", bin_order, _ORDERS)):
+        if value not in offered:
+            raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(offered)}.")
+    sizes = as_sizes("sharding", "row", lengths(args))
+    chunks = _chunks(num_rows, shards, batch_size, equal=False)
+    rounded: NDArray[np.int64] = padded_length(sizes, multiple)
     longest = int(rounded.argmax())
     if int(rounded[longest]) > limit:
         raise InvalidRequestError(
             f"sequence packing refused: row {longest} has {int(sizes[longest])} tokens, rounded up to "
             f"{int(rounded[longest])}. Expected at most max_tokens_per_microbatch, {limit}."
         )
-    plan = ShardPlan(
-        rows=[[] for _ in range(shards)],
-        micro_batch_indices=[[] for _ in range(shards)],
-        micro_batch_lengths=[[] for _ in range(shards)],
-        elem_counts_per_gb=[[] for _ in range(shards)],
-    )
+    options = {"seed": seed} if algorithm == "first_fit_shuffle" else {}
+    planned = [Shard([], [], [], []) for _ in range(shards)]
     for start, end in chunks:
-        items, counts = pack_flat(
-            algorithm,
-            rounded[start:end],
-            limit,
-            min_bin_count=shards,
-            bin_count_multiple=shards,
-            seed=seed,
-        )
-        items += start
-        tokens = np.add.reduceat(rounded[items], np.cumsum(counts) - counts)
-        _deal(plan, items, counts, tokens, largest_first=bin_order == "largest_first")
-    return plan
-
-
-def _deal(
-    plan: ShardPlan,
-    items: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    *,
-    largest_first: bool,
-) -> None:
-    """Adds a chunk's bins to the plan, dealt out in the packer's order.
-
-    Args:
-        plan: Grows by one chunk.
-        items: The rows, bin after bin.
-        counts: Per bin its rows.
-        tokens: Per bin its tokens.
-        largest_first: Sort the bins of each shard by falling tokens.
-    """
-    assert plan.micro_batch_indices is not None
-    assert plan.micro_batch_lengths is not None
-    assert plan.elem_counts_per_gb is not None
-    shards = len(plan.rows)
-    dealt = np.arange(len(counts)).reshape(-1, shards).T  # all of shard 0, all of shard 1, ...
-    if largest_first:
-        dealt = np.take_along_axis(dealt, np.argsort(-tokens[dealt], axis=1, kind="stable"), axis=1)
-    bins = dealt.ravel()
-    starts = (np.cumsum(counts) - counts)[bins]
-    counts = counts[bins]
-    ends = np.cumsum(counts)
-    rows = items[np.repeat(starts - (ends - counts), counts) + np.arange(len(items))].tolist()
-    # one line per shard, all converted at once: with small chunks, the cost of each numpy call counts
-    counts, ends = counts.reshape(shards, -1), ends.reshape(shards, -1)
-    firsts = (ends[:, 0] - counts[:, 0]).tolist()
-    lasts = ends[:, -1].tolist()
-    held = np.cumsum(counts, axis=1)
-    pairs = np.stack([held - counts, held], axis=2).tolist()
-    padded = tokens[bins].reshape(shards, -1).tolist()
-    for shard, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-        plan.rows[shard].extend(rows[first:last])
-        plan.micro_batch_indices[shard].append(pairs[shard])
-        plan.micro_batch_lengths[shard].append(padded[shard])
-        plan.elem_counts_per_gb[shard].append(last - first)
-
-
-# --- shared ----------------------------------------------------------------------------------------------------------
+        tokens = rounded[start:end].tolist()
+        bins = PACKERS[algorithm](tokens, limit, min_bin_count=shards, bin_count_multiple=shards, **options)
+        filled = [(sum(tokens[row] for row in rows), [start + row for row in rows]) for rows in bins]
+        for number, shard in enumerate(planned):
+            dealt = filled[number::shards]
+            if bin_order == "largest_first":
+                dealt.sort(key=lambda entry: -entry[0])
+            ends = list(accumulate(len(rows) for _, rows in dealt))
+            shard.add_chunk([row for _, rows in dealt for row in rows], ends, [length for length, _ in dealt])
+    return planned
 
 
 def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) -> list[tuple[int, int]]:
-    """The chunks ``[start, end)`` of a batch: of ``batch_size`` rows, or one of everything.
-
-    Args:
-        num_rows: Rows of the batch.
-        shards: Number of shards.
-        batch_size: Rows of a chunk.
-        equal: Whether each shard must get the same number of rows of a chunk.
-
-    Raises:
-        InvalidRequestError: Sizes are not multiples, or there are no rows.
-    """
-    if shards < 1:
-        raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
+    """The chunks ``[start, end)`` of a batch; each shard gets the same number of rows of a chunk if they are equal."""
     if num_rows < 1:
         raise InvalidRequestError(
             f"sharding refused: there are {num_rows} rows for {shards} shards. Expected 1 or more."
@@ -337,15 +264,19 @@ def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) 
     return [(start, start + size) for start in range(0, num_rows, size)]
 
 
-def _check_keys(what: str, args: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()) -> None:
+def _check_keys(what: str, args: Mapping[str, Any], form: Any) -> None:
+    required, optional = (
+        [key for key in form.__annotations__ if key in keys]
+        for keys in (form.__required_keys__, form.__optional_keys__)
+    )
     missing = [key for key in required if key not in args]
-    unknown = [key for key in args if key not in required and key not in optional]
+    unknown = [key for key in args if key not in form.__annotations__]
     if missing or unknown:
-        found = [
+        wrong = [
             f"{preview(keys, limit=9)} {said}" for keys, said in ((missing, "missing"), (unknown, "unknown")) if keys
         ]
         raise InvalidRequestError(
-            f"{what} refused: {' and '.join(found)}. Expected {', '.join(required)}"
+            f"{what} refused: {' and '.join(wrong)}. Expected {', '.join(required)}"
             f"{', and optionally ' + ', '.join(optional) if optional else ''}."
         )
 
@@ -355,3 +286,76 @@ def _at_least(least: int, what: str, args: Mapping[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected an integer of {least} or more.")
     return int(value)
+
+
+# --- metas ------------------------------------------------------------------------------------------------------------
+
+
+@takes
+def shard_meta_for_dp(
+    meta: KVBatchMeta,
+    *,
+    dp_world: int,
+    batch_size: int | None = None,
+    sequence_packing_args: Mapping[str, Any] | None = None,
+    dynamic_batching_args: Mapping[str, Any] | None = None,
+) -> tuple[list[KVBatchMeta], list[int] | None]:
+    """Assigns ``meta.sample_ids`` to ranks, as `BatchedDataDict.shard_by_batch_size` assigns the rows themselves.
+
+    The width of the batch is ``extra_info[GLOBAL_FORWARD_PAD_SEQLEN]`` if present, else the largest length. The cost is
+    that of sorting the lengths.
+
+    Args:
+        meta: The rows, with ``sequence_lengths``.
+        dp_world: Number of data-parallel ranks.
+        batch_size: Rows of a global batch over all ranks; None: one batch of everything.
+        sequence_packing_args: `SequencePackingArgs`.
+        dynamic_batching_args: `DynamicBatchingArgs`.
+
+    Returns:
+        One meta per rank, and the original index of each row of the concatenated ranks, or None if the order did not
+        change. With these indices, `BatchedDataDict.reorder_data` restores the meta's order in outputs that were
+        concatenated over ranks.
+
+        Tags, lengths and lease tokens follow their rows. The dicts of tags are shared with ``meta``, since copying them
+        costs more than the plan. (`KVBatchMeta.stamp_tags` makes new dicts, so other metas do not see its changes.)
+        ``extra_info`` has a copy of the meta's entries. If microbatches are planned, it also has
+        ``micro_batch_indices``, ``micro_batch_lengths`` and ``elem_counts_per_gb`` (None for dynamic batching), as
+        `Shard` describes them. A plan in the meta's own ``extra_info`` is not copied: it was made for other rows.
+
+    Raises:
+        InvalidRequestError: The meta is empty or has no lengths, both kinds of arguments are given, sizes are not
+            multiples, or a row is over the token limit.
+    """
+    where = f"shard_meta_for_dp('{meta.partition_id}', {meta.size} samples)"
+    if not meta.sample_ids:
+        raise InvalidRequestError(f"{where} refused: the meta is empty. Expected one row or more.")
+    lengths = meta.sequence_lengths
+    if lengths is None:
+        raise InvalidRequestError(
+            f"{where} refused: the meta has no sequence_lengths. Expected one length per sample: put the tag "
+            "'input_lengths', or set them."
+        )
+    try:
+        shards = plan_shards(
+            meta.size,
+            dp_world,
+            batch_size,
+            dynamic_batching_args,
+            sequence_packing_args,
+            lengths=lambda _: lengths,
+            width=lambda _: meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN),
+        )
+    except InvalidRequestError as error:
+        error.message = f"{where}: {error.message}"
+        raise
+    inherited = {key: value for key, value in meta.extra_info.items() if key not in PLAN_KEYS}
+    metas = []
+    for shard in shards:
+        part = rows_of(meta, shard.rows, inherited)
+        if shard.micro_batch_indices is not None:
+            part.extra_info |= shard.plan()
+        metas.append(part)
+    order = order_of(shards)
+    unchanged = order[-1] == meta.size - 1 and order == list(range(meta.size))
+    return metas, None if unchanged else order

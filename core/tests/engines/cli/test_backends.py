@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane_core.cli import _backends, main
+from dataplane_core.cli import commands, main
 from dataplane_core.connecting import find_plugins
 from dataplane_core.entry_points import BACKEND_GROUP, COMMAND_GROUP, KNOWN_BACKENDS, KNOWN_COMMANDS, install_command
 
@@ -23,7 +23,7 @@ def test_listing_imports_no_backend(python):
 
 def test_load_shows_what_each_declares(capsys, monkeypatch):
     noop = [each for each in find_plugins() if each.name == "noop"]  # each costs a process
-    monkeypatch.setattr(_backends, "find_plugins", lambda: noop)
+    monkeypatch.setattr(commands, "find_plugins", lambda: noop)
     main(["backends", "--load", "--json"])
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["noop"]["scope"] == "process"

@@ -1,11 +1,10 @@
 """`dataplane doctor`: what it prints, and when it exits with 1."""
 
-import importlib
 import json
 
 import pytest
 
-from dataplane_core.cli import _doctor, main
+from dataplane_core.cli import _examination, main
 
 
 @pytest.fixture
@@ -24,11 +23,10 @@ def config(tmp_path):
 def here(monkeypatch):
     """The backend is examined in this process, which spares a fresh one's imports."""
 
-    def ask(target, **arguments):
-        module, _, name = target.partition(":")
-        return getattr(importlib.import_module(module), name)(**arguments)
+    def ask(function, **arguments):
+        return getattr(_examination, function)(**arguments)
 
-    monkeypatch.setattr(_doctor, "ask", ask)
+    monkeypatch.setattr(_examination, "ask", ask)
 
 
 def test_a_backend_that_needs_nothing_is_well(capsys):

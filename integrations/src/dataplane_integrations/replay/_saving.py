@@ -12,7 +12,7 @@ from dataplane_core.client import DataPlaneClient
 from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.errors import MissingDataError, UnsupportedOperationError, preview
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.saves import SavedFiles, pack_rows, tensor_rows, unpack_rows, write_save
+from dataplane_core.saves import SavedFile, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec
 from dataplane_integrations.replay._buffer import ReplayBuffer
 from dataplane_integrations.replay._remote import RemoteReplayBuffer
@@ -153,7 +153,7 @@ def restore_replay(
             not declare ``cursors``. Nothing has been written.
         InvalidRequestError: The save has the buffer of another partition or group size.
     """
-    with SavedFiles(folder, _KIND) as saved:
+    with SavedFile(folder, _KIND) as saved:
         body = saved.body
         for _ in saved.blocks():  # checks all blocks, with one in memory at a time
             pass

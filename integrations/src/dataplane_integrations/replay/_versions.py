@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from dataplane_core.arguments import Seconds, check_count, check_number, checked_as, takes
+from dataplane_core.arguments import Seconds, check_count, checked_as, takes
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     ClaimTimeoutError,
@@ -25,12 +25,7 @@ from dataplane_core.spec import TagFilter
 _VERSION = "{version}"
 
 
-@takes(
-    batch_size=check_count,
-    oldest=check_number,
-    newest=check_number,
-    timeout_s=lambda what, timeout_s: checked_as(what, Seconds, timeout_s),
-)
+@takes
 def claim_versions(
     client: DataPlaneClient,
     partitions: str,
@@ -92,6 +87,8 @@ def claim_versions(
         [('train_v8', ['a8']), ('train_v7', ['a7'])]
         >>> client.close()
     """
+    check_count("claim_versions: batch_size", batch_size)
+    checked_as("claim_versions: timeout_s", Seconds, timeout_s)
     if partitions.count(_VERSION) != 1 or order not in ("freshest", "oldest"):
         raise InvalidRequestError(
             f"claim_versions('{partitions}', order={order!r}) refused. Expected a pattern with {_VERSION} once, and "

@@ -16,6 +16,8 @@ from dataplane_core.connecting import connect
 from dataplane_core.errors import DataPlaneError, InvalidRequestError
 from dataplane_core.meta import KVBatchMeta
 
+__all__ = ["StreamingDataset"]
+
 
 class StreamingDataset(IterableDataset[StreamBatch]):
     """The batches of a task, for a `DataLoader` with any number of workers, forked or spawned, persistent or not.
@@ -32,17 +34,11 @@ class StreamingDataset(IterableDataset[StreamBatch]):
     Args:
         config: The config of a running store, as for `dataplane_core.connect`; workers attach. Or a client, which
             serves only ``num_workers=0``.
-        partition_id: A registered partition.
-        task_name: A task of it.
-        fields: The fields that a sample must have, and that are read.
-        batch_size: How many samples in a batch.
+        partition_id, task_name, fields, batch_size, timeout_s, uneven, claim: As for `stream`. With ``dp_rank``, all
+            ranks need as many workers, which claim the rank's batches in turn, from the first one on: iterate once.
         lease_s: Seconds after which samples of a process that died come back.
         most_held_s: Seconds for which a worker renews the lease of a batch that is not acked.
         collate: Called in the worker with the meta and the columns of each batch. Its result takes the columns' place.
-        timeout_s: How long to wait for a batch, in seconds. None: as for `stream`.
-        uneven: As for `stream`.
-        claim: Further arguments of `DataPlaneClient.claim_meta`, as for `stream`. With ``dp_rank``, all ranks need as
-            many workers, which claim the batches of the rank in turn, from the first one on: iterate once.
 
     Examples:
         >>> import torch
@@ -74,20 +70,9 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         super().__init__()
         self._client = config if isinstance(config, DataPlaneClient) else None
         self._config = None if self._client is not None else load_config(config)
-        collate = StreamBatch if collate is None else partial(_collated, collate)
-        self._terms = Terms(
-            partition_id,
-            task_name,
-            list(fields),
-            batch_size,
-            lease_s,
-            0,
-            collate,
-            timeout_s,
-            uneven,
-            claim,
-            most_held_s,
-        )
+        make = StreamBatch if collate is None else partial(_collated, collate)
+        terms = (partition_id, task_name, list(fields), batch_size, lease_s, 0, make, timeout_s, uneven, claim)
+        self._terms = Terms(*terms, most_held_s)
         self._feed: Feed | None = None
 
     def __iter__(self) -> Iterator[StreamBatch]:
@@ -101,16 +86,17 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         yield from self._feed.batches()
 
     def loader(self, client: DataPlaneClient, num_workers: int = 0, **options: Any) -> StreamingLoader:
-        """A `DataLoader` of this dataset that acks each batch when the next one is asked for.
+        """A `DataLoader` of this dataset that acks each batch with ``client`` when the next one is asked for.
 
-        Batches come in the order in which the workers have them ready.
-
-        Args:
-            client: The client that acks, in the process that trains.
-            num_workers: As for `DataLoader`.
-            options: Further arguments of `DataLoader`, such as ``multiprocessing_context`` or ``prefetch_factor``.
+        Batches come in the order in which the workers have them ready. ``options`` are further arguments of
+        `DataLoader`, such as ``multiprocessing_context`` or ``prefetch_factor``.
         """
-        return StreamingLoader(self, client, num_workers, options)
+        as_is: Any = _as_is
+        # in order, batches of a worker that has ended would wait here for others, and nobody would renew their leases
+        options = {"in_order": False, **options}
+        return StreamingLoader(
+            client, self, DataLoader(self, batch_size=None, collate_fn=as_is, num_workers=num_workers, **options)
+        )
 
     def close(self) -> None:
         """Gives back what this process claimed and nobody acked. A next iteration begins anew. Idempotent."""
@@ -123,11 +109,8 @@ class StreamingDataset(IterableDataset[StreamBatch]):
         return {"partition_id": self._terms.partition_id, "task_name": self._terms.task_name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that a state is of the same partition and task. The next iteration gives what was not acked.
-
-        Raises:
-            InvalidRequestError: It is of another partition or task.
-        """
+        """Refuses a state of another partition or task (`InvalidRequestError`). The next iteration gives what was not
+        acked."""
         if dict(state) != self.state_dict():
             raise InvalidRequestError(f"load_state_dict refused: the state is {dict(state)}. Expected that of {self}.")
 
@@ -139,17 +122,10 @@ class StreamingDataset(IterableDataset[StreamBatch]):
 
 
 class StreamingLoader:
-    """The batches of a `StreamingDataset`, acked when the next one is asked for. `StreamingDataset.loader` makes it."""
+    """What `StreamingDataset.loader` makes."""
 
-    def __init__(
-        self, dataset: StreamingDataset, client: DataPlaneClient, num_workers: int, options: Mapping[str, Any]
-    ) -> None:
-        self._client = client
-        self._dataset = dataset
-        as_is: Any = _as_is
-        # in order, batches of a worker that has ended would wait here for others, and nobody would renew their leases
-        options = {"in_order": False, **options}
-        self._loader = DataLoader(dataset, batch_size=None, collate_fn=as_is, num_workers=num_workers, **options)
+    def __init__(self, client: DataPlaneClient, dataset: StreamingDataset, loader: DataLoader[StreamBatch]) -> None:
+        self._client, self._dataset, self._loader = client, dataset, loader
 
     def __iter__(self) -> Iterator[StreamBatch]:
         try:

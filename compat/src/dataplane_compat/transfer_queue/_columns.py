@@ -156,15 +156,6 @@ def column_of_rows(values: Any, *, objects: bool = False) -> Any:
     return column_of_rows(values, objects=True)
 
 
-def column_of_cells(name: str, cells: Sequence[Any]) -> Any:
-    """The cells of a field as TransferQueue keeps them, as one column to put: dense if their shapes are equal."""
-    values = [_cell_to_put(name, cell) for cell in cells]
-    tensors = all(isinstance(value, torch.Tensor) for value in values)
-    if tensors and len({(value.dtype, value.shape) for value in values}) == 1:
-        return torch.stack(values)
-    return column_of_rows(values, objects=not (tensors and _fit(values)))
-
-
 def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:
     """Tags as the client takes them: primitives. Lists and dicts become JSON."""
     return [{name: _tag(name, value) for name, value in row.items()} for row in tags]

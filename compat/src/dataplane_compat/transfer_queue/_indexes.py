@@ -67,11 +67,6 @@ def index_of(partition_id: str, sample_id: str) -> int:
     return FIRST_OF_KEYS | int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
-def num_blocks_below(number: int) -> int:
-    """How many blocks have numbers below this one."""
-    return -(-number // _BLOCK)
-
-
 class Numbers:
     """Takes numbers for rows without keys. Several threads may use it."""
 

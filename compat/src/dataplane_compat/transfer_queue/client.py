@@ -32,13 +32,11 @@ from dataplane_compat.transfer_queue._indexes import (
     id_of_number,
     index_of,
     is_number,
-    num_blocks_below,
     number_of,
 )
 from dataplane_compat.transfer_queue._pool import in_threads
 from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
 from dataplane_compat.transfer_queue._shapes import forget_shapes
-from dataplane_compat.transfer_queue._their_checkpoint import check_restore, is_theirs, read_checkpoint, restore
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
@@ -394,20 +392,9 @@ class TransferQueueClient:
         self.store.close()
 
     def load(self, folder: str | Path) -> None:
-        """Loads a save, or a checkpoint of TransferQueue, into the store.
-
-        The store keeps its own settings, and gives no number of a row twice.
-        """
+        """Loads a save into the store, which keeps its own settings, and gives no number of a row twice."""
         num_blocks, settings = self._numbers.num_blocks(), self._claims.settings()
-        if is_theirs(Path(folder)):
-            theirs = read_checkpoint(Path(folder), allow_pickle=self.store.config.allow_pickle)
-            check_restore(self.store, theirs)
-            for name in self.get_partition_list():
-                self.clear_partition(name)
-            restore(self.store, theirs)
-            num_blocks = max(num_blocks, num_blocks_below(theirs.num_indexes))
-        else:
-            self.store.load(folder)
+        self.store.load(folder)
         self._drop_kept(lambda *_: True)
         self._numbers.skip(num_blocks)
         self._claims.keep_settings(settings)

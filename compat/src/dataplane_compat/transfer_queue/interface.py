@@ -13,7 +13,6 @@ from dataplane_compat.transfer_queue._columns import columns_to_put, one_row, pa
 from dataplane_compat.transfer_queue._indexes import check_keys
 from dataplane_compat.transfer_queue._pool import in_threads
 from dataplane_compat.transfer_queue._rows import find_rows, put_rows
-from dataplane_compat.transfer_queue._their_checkpoint import METADATA_FILE
 from dataplane_compat.transfer_queue.client import TransferQueueClient
 from dataplane_compat.transfer_queue.metadata import KVBatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
@@ -236,25 +235,21 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Restores what `save_checkpoint` saved, here or in TransferQueue with SimpleStorage.
+    """Restores what `save_checkpoint` saved. A checkpoint of TransferQueue's own is not loaded.
 
     Args:
-        checkpoint_dir: The folder. TransferQueue's files are pickles, of which only known classes are loaded, unless
-            the config has ``allow_pickle``. All other partitions are removed when they are loaded.
+        checkpoint_dir: The folder.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: There is no checkpoint of `save_checkpoint`.
         RuntimeError: `init` was not called.
-        InvalidTypeError, UnsupportedOperationError, CorruptDataError: A checkpoint of TransferQueue cannot be loaded.
+        CorruptDataError: It is damaged.
     """
     client = _saving_client()
     try:
         client.load(checkpoint_dir)
     except MissingDataError as error:
-        raise FileNotFoundError(
-            f"Checkpoint directory not found, or not complete: {error} Nor is it TransferQueue's: it has no "
-            f"{METADATA_FILE}."
-        ) from error
+        raise FileNotFoundError(f"Checkpoint directory not found, or not complete: {error}") from error
 
 
 def _saving_client() -> TransferQueueClient:

@@ -160,14 +160,14 @@ def test_what_cannot_be_claimed_is_refused(client: DataPlaneClient) -> None:
     ("options", "part"),
     [
         ({"batch_size": "4"}, "batch_size must be an int, got str"),
-        ({"timeout_s": None}, "timeout_s must be a number of seconds, got NoneType"),
+        ({"timeout_s": None}, "timeout_s must be float, got NoneType"),
         ({"oldest": "1"}, "oldest must be an int, got str"),
         ({"newest": 1.5}, "newest must be an int, got float"),
     ],
 )
 def test_numbers_of_another_type_are_refused_at_once(options: dict[str, Any], part: str) -> None:
     with connect({"backend": "noop"}) as client, pytest.raises(InvalidTypeError, match=part):
-        claim_versions(client, PATTERN, "train", ["x"], **{"batch_size": 1, "timeout_s": 0.1, **options})
+        claim_versions(client, PATTERN, "train", ["x"], **{"batch_size": 1, "lease_s": 60.0, "timeout_s": 0.1, **options})
 
 
 def test_a_client_that_opens_partitions_adds_its_task_to_none() -> None:

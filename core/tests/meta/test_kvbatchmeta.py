@@ -1,14 +1,16 @@
 """`KVBatchMeta`: what aligns, and that every transform is an independent copy."""
 
+import itertools
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from dataplane_core import KVBatchMeta
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES, PAD_TO_MULTIPLE
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES, PAD_TO_MULTIPLE, padded_length
 
 
 def meta(**changes):
@@ -166,3 +168,9 @@ def test_an_empty_meta_prints_and_counts():
     empty = KVBatchMeta("p", None, [])
     assert repr(empty) == "KVBatchMeta('p'): 0 rows\n  fields: not known"
     assert (len(empty), list(empty), list(meta())) == (0, [], ["a", "b", "c"])
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 12), max_size=4))
+def test_the_padded_length_is_the_least_that_every_party_can_divide(length, multiples):
+    least = next(longer for longer in itertools.count(length) if not any(longer % multiple for multiple in multiples))
+    assert padded_length(length, *multiples) == padded_length(np.asarray([length]), *multiples)[0] == least

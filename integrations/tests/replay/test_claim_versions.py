@@ -166,8 +166,9 @@ def test_what_cannot_be_claimed_is_refused(client: DataPlaneClient) -> None:
     ],
 )
 def test_numbers_of_another_type_are_refused_at_once(options: dict[str, Any], part: str) -> None:
+    given = {"batch_size": 1, "lease_s": 60.0, "timeout_s": 0.1, **options}
     with connect({"backend": "noop"}) as client, pytest.raises(InvalidTypeError, match=part):
-        claim_versions(client, PATTERN, "train", ["x"], **{"batch_size": 1, "lease_s": 60.0, "timeout_s": 0.1, **options})
+        claim_versions(client, PATTERN, "train", ["x"], **given)
 
 
 def test_a_client_that_opens_partitions_adds_its_task_to_none() -> None:

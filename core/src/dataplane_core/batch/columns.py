@@ -37,7 +37,8 @@ from dataplane_core.codec.tensors import (
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import TagValue, check_tags
+from dataplane_core.spec import TagValue
+from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:
     import pyarrow as pa

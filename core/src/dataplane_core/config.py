@@ -15,16 +15,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from dataplane_core.entry_points import find_plugins, nearest
 from dataplane_core.errors import ConfigError
 
-__all__ = [
-    "ConfigSource",
-    "DataPlaneConfig",
-    "SizeBytes",
-    "load_config",
-    "size_bytes",
-    "validate_model",
-    "yaml_problem",
-]
-
 M = TypeVar("M", bound=BaseModel)
 
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(?:([kmgtp])(i?))?b?\s*", re.IGNORECASE | re.ASCII)

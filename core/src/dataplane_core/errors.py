@@ -14,49 +14,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-__all__ = [
-    "AlreadyDoneError",
-    "AlreadyRunningError",
-    "BackendError",
-    "BackendUnavailableError",
-    "CapacityExceededError",
-    "Cause",
-    "ClaimTimeoutError",
-    "ClientClosedError",
-    "ConfigError",
-    "CorruptDataError",
-    "DataPlaneError",
-    "DuplicatePluginError",
-    "FrameError",
-    "Frozen",
-    "InvalidRequestError",
-    "InvalidTypeError",
-    "LeaseExpiredError",
-    "LeaseHolder",
-    "LostReplyError",
-    "LostSamplesError",
-    "MissingDataError",
-    "OpenCellsError",
-    "OperationTimeoutError",
-    "Outcome",
-    "PluginError",
-    "PluginImportError",
-    "PluginSignatureError",
-    "RoomTimeoutError",
-    "SaveError",
-    "SchemaMismatchError",
-    "Shortfall",
-    "StalePartitionError",
-    "UnknownBackendError",
-    "UnknownPartitionError",
-    "UnknownTaskError",
-    "UnsupportedOperationError",
-    "Verdict",
-    "preview",
-    "printable",
-    "rebuild_error",
-]
-
 
 class Frozen(msgspec.Struct, frozen=True, omit_defaults=True):
     """A value that goes over sockets, and that nobody changes. `msgspec.structs.replace` makes a changed one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel
@@ -171,66 +171,38 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         )
         return DataPlaneClient._of(connection)
 
-    give_up = min(deadline, time.monotonic() + config.attach_wait_s)
-    if bootstrap is False and cls.scope is not Scope.PROCESS:
-        return _retry(give_up, deadline, lambda: open_client(False, attach_wait_s=max(0.0, give_up - time.monotonic())))
     if bootstrap is True or cls.scope is Scope.PROCESS:
         return open_client(True)
-    return _retry(give_up, deadline, lambda: _attach_or_bootstrap(open_client))
-
-
-class _OtherBootstraps(Exception):
-    """Another process bootstraps now, and can be attached to soon."""
-
-    def __init__(self, not_found: BackendUnavailableError) -> None:
-        super().__init__()
-        self.not_found = not_found
-
-
-def _attach_or_bootstrap(open_client: Callable[..., DataPlaneClient]) -> DataPlaneClient:
-    """Tries to attach, then to bootstrap, once each."""
-    try:
-        return open_client(False)
-    except BackendUnavailableError as not_found:
-        if not not_found.retryable:
-            raise
-        try:
-            return open_client(True, exclusive=True)
-        except AlreadyRunningError as running:
-            if not running.retryable:
-                raise
-            raise _OtherBootstraps(not_found) from running
-
-
-def _retry(give_up: float, deadline: float, open_client: Callable[[], DataPlaneClient]) -> DataPlaneClient:
-    """Tries to open a client until there is something to attach to.
-
-    Args:
-        give_up: When to give up, on `time.monotonic`'s clock, in seconds.
-        deadline: The latest time to give up if another process bootstraps meanwhile.
-        open_client: Tries once.
-    """
-    other_bootstraps = False
-    pause_s = _AGAIN_FIRST_S
-    not_found: BackendUnavailableError | None = None
+    give_up = min(deadline, time.monotonic() + config.attach_wait_s)
+    pause_s, other_until = _AGAIN_FIRST_S, 0.0
+    last: BackendUnavailableError | None = None
     while True:
         try:
-            return open_client()
+            wait_s = 0.0 if bootstrap else max(0.0, give_up - time.monotonic())
+            return open_client(False, attach_wait_s=wait_s)
         except BackendUnavailableError as error:
-            not_found = error
-            if not error.retryable or time.monotonic() + pause_s >= give_up:
+            if not error.retryable:
                 raise
-        except _OtherBootstraps as error:
-            not_found = error.not_found
-            if not other_bootstraps:
-                other_bootstraps = True
-                give_up = min(deadline, max(give_up, time.monotonic() + _FASTER_S))
-            if time.monotonic() + pause_s >= give_up:
-                raise not_found from (not_found.__cause__ or error.__cause__)
+            last = error
         except OperationTimeoutError as error:
-            if not_found is None or time.monotonic() < give_up:
+            if last is None or time.monotonic() < give_up:
                 raise
-            raise not_found from error  # the last try was cut short, so its error says less
+            raise last from error  # this try was cut short, so its error says less
+        if bootstrap == "auto":
+            try:
+                return open_client(True, exclusive=True)
+            except BackendUnavailableError as error:
+                if not error.retryable:
+                    raise
+                last = error
+            except AlreadyRunningError as running:  # another process bootstraps, and can be attached to soon
+                if not running.retryable:
+                    raise
+                other_until = other_until or time.monotonic() + _FASTER_S
+                give_up = min(deadline, max(give_up, other_until))
+                last.__cause__ = last.__cause__ or running
+        if time.monotonic() + pause_s >= give_up:
+            raise last
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _AGAIN_MOST_S)
 

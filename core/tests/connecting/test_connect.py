@@ -104,7 +104,7 @@ def test_auto_attaches_to_whoever_was_faster(door):
 def test_auto_says_why_it_can_neither_attach_nor_bootstrap(door):
     with pytest.raises(AlreadyRunningError, match="its controller is dead") as caught:
         door("auto", [NOTHING] * 99, AlreadyRunningError("its controller is dead"))
-    assert caught.value.__context__ is NOTHING
+    assert caught.value.__cause__ is NOTHING
     assert len(Door.tries) == 2
 
 

@@ -197,7 +197,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
                 last = error
             except AlreadyRunningError as running:  # another process bootstraps, and can be attached to soon
                 if not running.retryable:
-                    raise
+                    raise running from last
                 other_until = other_until or time.monotonic() + _FASTER_S
                 give_up = min(deadline, max(give_up, other_until))
                 last.__cause__ = last.__cause__ or running

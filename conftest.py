@@ -362,8 +362,7 @@ def _descendants() -> set[Thing]:
 
 def _may_stay(pid: int) -> bool:
     """Whether a process or one that it comes from is a server of `multiprocessing` or was started to last."""
-    nursery = sys.modules.get("dataplane_testkit._nursery")  # keeps a process for the next store under test
-    if pid in _forks or (nursery and any(pid == each.pid for each in nursery.kept.values())):
+    if pid in _forks:
         return True
     while pid > 1 and pid != os.getpid() and pid not in _forks:
         if ("process", pid) in _lasting or any(server in _command(pid) for server in _SERVERS):

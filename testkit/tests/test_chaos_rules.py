@@ -22,7 +22,7 @@ from dataplane_core.errors import (
 )
 from dataplane_testkit.chaos import RULES, Call, Event, History, check, judged, shrunk
 from dataplane_testkit.chaos.history import Recorder, outcome_of, read_calls
-from dataplane_testkit.chaos.page import page
+from dataplane_testkit.chaos.run import page
 
 #: The numbers of a call in a text, such as ``lease=4``.
 _NUMBERS = {"v": "version", "lease": "lease_s", "limit": "limit", "timeout": "timeout_s"}

@@ -11,7 +11,7 @@ from dataplane_core.connecting import connect
 from dataplane_core.errors import BackendError
 from dataplane_testkit import BackendConformance, ConformanceError, Faults
 from dataplane_testkit.rules import RULES
-from dataplane_testkit.suites.rows import RowSuite
+from dataplane_testkit.suites.values import RowSuite
 
 pytest_plugins = ["pytester"]
 
@@ -19,7 +19,7 @@ ORDER = "test_get_keeps_the_order_asked_for"
 HEAD = f"""
 import pytest
 from dataplane_testkit import BackendConformance
-from dataplane_testkit.suites.rows import RowSuite
+from dataplane_testkit.suites.values import RowSuite
 from dataplane_noop import NoopBackend
 
 ORDER = {ORDER!r}

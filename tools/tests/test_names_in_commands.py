@@ -15,7 +15,7 @@ from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.spec import UnitInfo
 from dataplane_testkit.chaos import Call, Finding, History
-from dataplane_testkit.chaos.page import page
+from dataplane_testkit.chaos.run import page
 from dataplane_testkit.report import Report
 from dataplane_tools._top import Looks, screen
 from dataplane_tools.commands import read

@@ -140,6 +140,8 @@ def test_samples_as_json(client, config, capsys):
     assert last["per_token"] == {"token_mask": [0, 0, 0, 0, 1, 1]}
     assert third["values"] == {"reward": "nan"}
     assert third["tags"] == {"weight_version": 8}
+    read(config, "step-1", "--json", "--limit", "1")
+    assert [sample["sample_id"] for sample in json.loads(capsys.readouterr().out)["samples"]] == IDS[:1]
 
 
 @pytest.mark.parametrize(

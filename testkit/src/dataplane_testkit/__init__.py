@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
-    from dataplane_testkit._base import Suite
-    from dataplane_testkit._conformance import BackendConformance, EngineConformance
     from dataplane_testkit._conformance_command import Progress
     from dataplane_testkit._hooks import backend_of
     from dataplane_testkit._rows import kill_owner
+    from dataplane_testkit._store import Suite
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report, to_json
     from dataplane_testkit.rules import chapter_of, limit_of, rule_of
+    from dataplane_testkit.suites import BackendConformance, EngineConformance
 
 __all__ = [
     "AuthorsClass",
@@ -63,8 +63,8 @@ __all__ = [
 #: package before pytest can rewrite the kit's assertions, and wherever it is installed.
 _FROM: Final = {
     "_author": ("AuthorsClass", "ConformanceError", "Disturbance"),
-    "_base": ("Suite",),
-    "_conformance": ("BackendConformance", "EngineConformance"),
+    "_store": ("Suite",),
+    "suites": ("BackendConformance", "EngineConformance"),
     "_conformance_command": ("Progress",),
     "_hooks": ("backend_of",),
     "_rows": ("kill_owner",),

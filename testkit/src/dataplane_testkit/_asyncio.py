@@ -27,7 +27,6 @@ class ThroughAsyncio:
         self._async = AsyncDataPlaneClient(client, _THREADS)
 
     def close(self) -> None:
-        """Closes the client, and ends the event loop."""
         if not self._thread.is_alive() or os.getpid() != self._sync._connection.pid:
             return self._sync.close()
         try:

@@ -153,8 +153,6 @@ class AuthorsClass:
 
         return {"the store is killed and restarted": Disturbance(restarted, lasts=False)}
 
-    # --- used by the kit ----------------------------------------------------------------------------------------------
-
     @classmethod
     def all_deviations(cls) -> dict[str, str]:
         """The deviations of the backend class and of this class."""

@@ -32,12 +32,10 @@ Laid: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def ids(count: int, prefix: str = "s") -> list[str]:
-    """Sample ids ``s0``, ``s1``, ..."""
     return [f"{prefix}{index}" for index in range(count)]
 
 
 def batch(num_rows: int, **columns: Any) -> TensorDict:
-    """A TensorDict of batch size ``[num_rows]``."""
     return TensorDict(columns, batch_size=[num_rows])
 
 
@@ -62,9 +60,6 @@ def random_cells(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> tor
     return torch.from_numpy(generator.integers(0, 256, size=count, dtype=np.uint8)).view(dtype).view(tuple(shape))
 
 
-# --- comparing --------------------------------------------------------------------------------------------------------
-
-
 def bits(tensor: torch.Tensor) -> bytes:
     """The content as bytes, in row-major order."""
     plain = tensor.detach().contiguous()
@@ -74,7 +69,6 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def rows_of(column: Any, num_rows: int) -> list[torch.Tensor]:
-    """The rows of a tensor column that was read."""
     assert isinstance(column, torch.Tensor), f"expected a tensor column, got a {type(column).__name__}"
     if column.is_nested:
         assert column.layout == torch.jagged, f"expected the layout torch.jagged, got {column.layout}"
@@ -124,7 +118,6 @@ def check_column(column: Any, expected: Sequence[torch.Tensor] | torch.Tensor) -
 
 
 def items_of(column: Any) -> list[Any]:
-    """The items of an object column that was read."""
     if isinstance(column, list):  # what older versions of tensordict give for td[name]
         return list(column)
     assert hasattr(column, "tolist"), f"expected a NonTensorStack, got a {type(column).__name__}"
@@ -158,19 +151,14 @@ def same_items(left: Any, right: Any) -> bool:
 
 
 def as_objects(*items: Any) -> NonTensorStack:
-    """An object column."""
     return NonTensorStack(*items)
 
 
 def as_object_array(*items: Any) -> Any:
-    """An object column as ``np.ndarray(dtype=object)``."""
     array = np.empty(len(items), dtype=object)
     for index, item in enumerate(items):
         array[index] = item
     return array
-
-
-# --- layouts: from a dtype and a seed to a column and its rows --------------------------------------------------------
 
 
 def _jagged_of(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -261,5 +249,4 @@ LAYOUTS: Final = {layout: partial(_laid, lay) for layout, lay in _LAYS.items()}
 
 
 def layouts_of(dtype: torch.dtype) -> list[str]:
-    """The layouts that torch supports for a dtype."""
     return [layout for layout in LAYOUTS if dtype in _ONLY_FOR.get(layout, ALL_DTYPES)]

@@ -84,7 +84,8 @@ class Progress:
 
 def run(chosen: argparse.Namespace) -> int:
     """Runs the kit in this process. Returns 0 if a test passed and none failed, else 1."""
-    values = _ready(chosen.name, chosen.options)
+    values = _options_of(chosen.options)
+    class_of(chosen.name, values)
     for path in (chosen.json_path, chosen.markdown_path):
         _check_report(path)
     progress = Progress()
@@ -99,9 +100,12 @@ def run(chosen: argparse.Namespace) -> int:
         told = "Module already imported so cannot be rewritten; dataplane_testkit"
         words += ["-W", f"ignore:{told}:pytest.PytestAssertRewriteWarning"]
         words += ["-x"] if chosen.first_failure else []
-        words += ["-k", chosen.select] if chosen.select is not None else []
-        words += ["--dataplane-json", chosen.json_path] if chosen.json_path else []
-        words += ["--dataplane-markdown", chosen.markdown_path] if chosen.markdown_path else []
+        asked = {
+            "-k": chosen.select,
+            "--dataplane-json": chosen.json_path,
+            "--dataplane-markdown": chosen.markdown_path,
+        }
+        words += [word for option, value in asked.items() if value is not None for word in (option, value)]
         status = pytest.main(words, plugins=[progress])
     sys.modules.pop(file.stem, None)  # the next run in this process has another
     return 0 if status == pytest.ExitCode.OK and progress.passed else 1
@@ -114,7 +118,8 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     """
     name, minutes = chosen.name, 1.0 if chosen.minutes is None else chosen.minutes
     shim = ":" in name
-    values = _options_of(chosen.options) if shim else _ready(name, chosen.options)
+    values = _options_of(chosen.options)
+    backend_class = None if shim else class_of(name, values)
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
     _check_report(chosen.json_path)
@@ -127,7 +132,6 @@ def run_chaos(chosen: argparse.Namespace) -> int:
     for option, names in (("--faults", chosen.faults), ("--steps", chosen.steps)):
         words += [] if names is None else [option, ",".join(sorted(names)) or "none"]
     print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
-    backend_class = None if shim else class_of(name, values)
     case = type("Case", (AuthorsClass,), {"backend": name, "backend_class": backend_class})()
     run_it = partial(run_shim, name) if shim else partial(run_schedule, case)
     given = {"faults": chosen.faults, "steps": chosen.steps} | (_SHIM_TIMES if shim else {})
@@ -159,13 +163,6 @@ def _show(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _ready(name: str, options: str) -> dict[str, Any]:
-    """The options, once it is certain that the backend takes them."""
-    values = _options_of(options)
-    class_of(name, values)
-    return values
-
-
 def class_of(name: str, options: Mapping[str, Any]) -> type[Backend]:
     """The class of a backend with these options. Raises `ConfigError` if it does not take them."""
     cls = load_backend(name)
@@ -173,13 +170,8 @@ def class_of(name: str, options: Mapping[str, Any]) -> type[Backend]:
 
 
 def _check_report(path: str | None) -> None:
-    """Refuses a path that the report cannot be written to, before the run."""
-    if path is None:
-        return
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"the report cannot be written to '{path}': there is no such folder.")
-    if Path(path).is_dir():
-        raise ConfigError(f"the report cannot be written to '{path}': it is a folder. Expected a file.")
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ConfigError(f"the report cannot be written to '{path}'. Expected a file in a folder that there is.")
 
 
 def _options_of(text: str) -> dict[str, Any]:

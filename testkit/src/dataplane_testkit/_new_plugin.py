@@ -48,7 +48,6 @@ def run(name: str, *, folder: str | None, log: bool = False) -> int:
 
 
 def files_of(name: str, *, log: bool = False) -> dict[str, str]:
-    """The files of the project: path in it -> text."""
     names = {
         "acme_store": name,
         "acme-store": name.replace("_", "-"),

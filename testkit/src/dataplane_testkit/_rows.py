@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeGuard
 
@@ -25,12 +25,10 @@ def stores_rows(backend: Backend) -> TypeGuard[RowStoreBackend]:
 
 
 def keeps_log(backend: Backend) -> TypeGuard[RowStoreBackend]:
-    """Whether it is one of these that keeps a log."""
     return stores_rows(backend) and type(backend).append is not RowStoreBackend.append
 
 
 def soon() -> float:
-    """A deadline for one call of an engine."""
     return time.monotonic() + _CALL_S
 
 
@@ -61,11 +59,6 @@ def rows_at(backend: RowStoreBackend, handles: Iterable[int]) -> dict[int, bytes
     return rows
 
 
-def delete(backend: RowStoreBackend, handles: Sequence[int]) -> None:
-    """Deletes rows."""
-    backend.delete_rows(handles, soon())
-
-
 def log_of(backend: RowStoreBackend, first: int | None = 0) -> list[tuple[int, bytes]]:
     """The records of the log, from a number on; None: the newest one."""
     return [(number, bytes(record)) for number, record in backend.read_log(first, soon())]
@@ -80,23 +73,6 @@ def opened(cls: type[Any], options: Mapping[str, Any], bootstrap: bool) -> Itera
         yield backend
     finally:
         backend.close_engine()
-
-
-@contextmanager
-def recorded_handles(backend: RowStoreBackend) -> Iterator[set[int]]:
-    """Yields the set of handles under which ``put_rows`` stores rows in the block."""
-    handles: set[int] = set()
-    put_rows = backend.put_rows
-
-    def recording(some: Sequence[int], *rest: Any) -> None:
-        handles.update(some)
-        put_rows(some, *rest)
-
-    vars(backend)["put_rows"] = recording
-    try:
-        yield handles
-    finally:
-        del vars(backend)["put_rows"]
 
 
 def kill_owner(backend: RowStoreBackend) -> None:

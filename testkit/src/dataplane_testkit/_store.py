@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
+import inspect
 import pickle
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Literal, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
+from unittest import mock
 
 import msgpack
 import pytest
@@ -28,24 +31,23 @@ from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._asyncio import ThroughAsyncio
-from dataplane_testkit._author import AuthorsClass, shown_name
+from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, ConformanceError, shown_name
 from dataplane_testkit._columns import batch, bits, ids
 from dataplane_testkit._hooks import Hooks, backend_of
-from dataplane_testkit._nursery import Nursery
-from dataplane_testkit._rows import opened, recorded_handles, rows_at, stores_rows
+from dataplane_testkit._rows import rows_at, stores_rows
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
-from dataplane_testkit._workers import Worker, attached, prepare
+from dataplane_testkit._workers import Worker, attached
 from dataplane_testkit.faults import Faults
+from dataplane_testkit.rules import declares, label_of, rule_of
 
 _E = TypeVar("_E", bound=BaseException)
-_R = TypeVar("_R")
 
 #: Beginning of the skip reason of a test that proves something that the backend does not declare.
 NOT_DECLARED: Final = "not declared: "
 #: Beginning of the skip reason of a test that cannot run on this machine or with this author's class.
 NOT_RUN: Final = "not run: "
 
-#: Capacity of the store of `Deployment.bounded`.
+#: Capacity of the store of `Store.bounded`.
 BOUNDED_BYTES: Final = 640 * 1024
 
 #: Claims that know of no lease ask every 10 s.
@@ -56,37 +58,52 @@ _MOST_STORES: Final = 8
 
 
 def not_declared(what: str) -> NoReturn:
-    """Skips a test that proves something that the backend does not declare."""
     pytest.skip(f"{NOT_DECLARED}{what}")  # the report counts it as not declared, not as passed
 
 
 def not_run(reason: str) -> NoReturn:
-    """Skips a test that cannot be run. The report shows the reason."""
     pytest.skip(f"{NOT_RUN}{reason}")
 
 
-class Deployment:
-    """A connected store, and all clients and processes that use it. It is closed after its test class or test."""
+_KNOWN = pytest.StashKey[dict[str, "Store | Exception"]]()
+
+
+def _forget(known: dict[str, Store], key: str) -> None:
+    known.pop(key).close()
+
+
+class Store:
+    """The store under test, with all clients and processes that use it, as the tests of a class use it.
+
+    Attributes:
+        case: The author's test object.
+        client: A client of the store, which the tests share.
+        backend: The started backend of this client.
+        hooks: The backend's hooks, called directly.
+        faults: A middleware around the hooks that counts calls and injects faults.
+        name: The name of the backend in errors.
+        ends: What ends with the test that runs.
+    """
 
     def __init__(self, case: AuthorsClass, options: dict[str, Any], op_timeout_s: float | None = None) -> None:
         self.case = case
         self.backend_class = case.under_test()
         self.name = shown_name(case)
         self.options = copy.deepcopy(options)
-        self._clients: dict[str, DataPlaneClient] = {}
+        self._bounded: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
-        self._nursery: Nursery | None = None
-        self._made: dict[Callable[..., Any], Any] = {}
+        self.aftermath: Background | None = None  # of the chapter "processes", which several tests look at
         self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
+        self.backend: Backend = backend_of(self.client)
+        self.hooks = Hooks(self.backend)
+        self.faults = Faults.of(self.client)
+        self.ends = contextlib.ExitStack()
+        self._asked: set[str] = set()  # the tokens of claims that wait
 
     @classmethod
-    def of(cls, owner: Any, case: AuthorsClass, options: dict[str, Any]) -> Deployment:
-        """The deployment of a pytest node for these options. Connects a new one if there is none yet."""
-        if _KNOWN not in owner.stash:
-            owner.stash[_KNOWN] = {}
-            owner.addfinalizer(lambda: _close_all(owner.stash[_KNOWN]))
-        known: dict[str, Deployment | Exception] = owner.stash[_KNOWN]
-        key = repr(sorted(options.items()))
+    def of(cls, owner: Any, case: AuthorsClass, options: dict[str, Any]) -> Store:
+        """The store of a pytest node for these options. Connects a new one if there is none yet."""
+        known, key = owner.stash.setdefault(_KNOWN, {}), repr(sorted(options.items()))
         if key not in known:
             if len(known) >= _MOST_STORES:
                 pytest.fail("the fixture 'options' returns different options for each test. Set store_per_test = True.")
@@ -95,7 +112,8 @@ class Deployment:
             except Exception as error:
                 known[key] = error
                 raise
-        found = known[key]
+            owner.addfinalizer(partial(_forget, known, key))
+        found: Store | Exception = known[key]
         if isinstance(found, Exception):
             pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
         found.case = case
@@ -116,21 +134,17 @@ class Deployment:
         return DataPlaneConfig(backend=self.name, options=dict(options), **{**case, **config})
 
     def separate_options(self, tag: str) -> dict[str, Any]:
-        """Options of a store that shares nothing with this one."""
         return self.case.isolated_options(copy.deepcopy(self.options), tag)
 
     def attach_options(self) -> dict[str, Any]:
-        """Options with which further clients attach to this store."""
         return self.case.attach_options(copy.deepcopy(self.options), backend_of(self.client))
 
     def bounded(self, on_full: str) -> DataPlaneClient:
         """A client of a separate store with a capacity of `BOUNDED_BYTES`, which several tests share."""
-        if on_full not in self._clients:
-            options = self.separate_options(f"kit{len(self._clients)}")
-            self._clients[on_full] = self.connect({**options, "capacity_bytes": BOUNDED_BYTES, "on_full": on_full})
-        return self._clients[on_full]
-
-    # --- clients in processes -----------------------------------------------------------------------------------------
+        if on_full not in self._bounded:
+            options = self.separate_options(f"kit{len(self._bounded)}")
+            self._bounded[on_full] = self.connect({**options, "capacity_bytes": BOUNDED_BYTES, "on_full": on_full})
+        return self._bounded[on_full]
 
     def workers(self, count: int) -> list[Worker]:
         """Clients in separate processes, attached to the store. They are kept for later tests."""
@@ -144,7 +158,6 @@ class Deployment:
         return self._workers[:count]
 
     def end_workers(self) -> None:
-        """Ends the processes that `workers` has kept."""
         while self._workers:
             self._workers.pop().close()
 
@@ -158,87 +171,18 @@ class Deployment:
         chosen = self.attach_options() if options is None else options
         full = self._config(chosen, attach_wait_s=STARTS_S, **config)
         connect = partial(attached, self.backend_class, full.model_dump(), bootstrap)
-        return self._fork(connect, waits=bootstrap is not False)
-
-    def new_engine_worker(self, options: Mapping[str, Any]) -> Worker:
-        """A separate process that opens only the engine of a `RowStoreBackend`. The caller closes it."""
-        return self._fork(partial(opened, self.backend_class, options, False))
-
-    def _fork(self, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False) -> Worker:
-        if self._nursery is None:
-            self._nursery = Nursery.of(self.backend_class.__module__, partial(prepare, self.backend_class))
-        return Worker(self._nursery, connect, waits=waits)
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def once(self, make: Callable[[Deployment], _R]) -> _R:
-        """Calls ``make(self)`` once, and returns or raises the same result on every call. Several tests check it."""
-        if make not in self._made:
-            try:
-                self._made[make] = make(self)
-            except Exception as error:
-                self._made[make] = error
-        made: Any = self._made[make]
-        if isinstance(made, Exception):
-            raise made
-        found: _R = made
-        return found
+        return Worker(connect, waits=bootstrap is not False)
 
     def close(self) -> None:
         """Ends the processes, then closes the clients. The client that bootstrapped is closed last."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.client.close)
-            if self._nursery is not None:
-                stack.callback(self._nursery.release)
-            for client in self._clients.values():
+            for client in (self.client, *self._bounded.values()):
                 stack.callback(client.close)
             for worker in self._workers:
                 stack.callback(worker.close)
 
-
-_KNOWN = pytest.StashKey[dict[str, "Deployment | Exception"]]()
-
-
-def _close_all(known: dict[str, Deployment | Exception]) -> None:
-    with contextlib.ExitStack() as stack:
-        for each in known.values():
-            if isinstance(each, Deployment):
-                stack.callback(each.close)
-    known.clear()
-
-
-class Store:
-    """The store under test, as a test of the kit uses it.
-
-    Attributes:
-        client: A client of the store, which the tests of a class share.
-        backend: The started backend of this client.
-        hooks: The backend's hooks, called directly.
-        faults: A middleware around the hooks that counts calls and injects faults.
-        name: The name of the backend in errors.
-    """
-
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
-        self.client = deployment.client
-        self.backend: Backend = backend_of(deployment.client)
-        self.hooks = Hooks(self.backend)
-        self.faults = Faults.of(self.client)
-        self.name = deployment.name
-        self._partitions: list[tuple[DataPlaneClient, str]] = []
-        self._clients: list[DataPlaneClient] = []
-        self._asked: set[str] = set()  # the tokens of claims that wait
-
-    # --- the backend --------------------------------------------------------------------------------------------------
-
-    @property
-    def case(self) -> AuthorsClass:
-        """The author's test object."""
-        return self.deployment.case
-
     def declares(self, capability: Capability) -> bool:
-        """Whether the backend declares a capability."""
-        return capability in self.deployment.backend_class.capabilities
+        return capability in self.backend_class.capabilities
 
     def require(self, *capabilities: Capability | None) -> None:
         """Skips the test as not declared, unless one of the capabilities is declared or None."""
@@ -253,19 +197,15 @@ class Store:
 
     @property
     def scope(self) -> Scope:
-        """The declared scope."""
-        return self.deployment.backend_class.scope
-
-    # --- clients ------------------------------------------------------------------------------------------------------
+        return self.backend_class.scope
 
     def keep(self, client: DataPlaneClient) -> DataPlaneClient:
-        """Has a client closed when the test ends."""
-        self._clients.append(client)
+        self.ends.callback(client.close)
         return client
 
     def attached_client(self, **config: Any) -> DataPlaneClient:
         """A further client of the same store, closed when the test ends. For scopes wider than one process."""
-        return self.keep(self.deployment.connect(self.deployment.attach_options(), bootstrap=False, **config))
+        return self.keep(self.connect(self.attach_options(), bootstrap=False, **config))
 
     def same_store_client(self) -> DataPlaneClient:
         """A further client of the same store, if there can be one, else the shared client."""
@@ -275,36 +215,27 @@ class Store:
         """A further client, closed when the test ends: of the same store, or with the scope process of another."""
         if self.scope is not Scope.PROCESS:
             return self.attached_client(**config)
-        return self.keep(self.deployment.connect(self.deployment.separate_options("another"), **config))
-
-    # --- partitions and rows ------------------------------------------------------------------------------------------
+        return self.keep(self.connect(self.separate_options("another"), **config))
 
     def new_id(self) -> str:
-        """A new partition id."""
         return f"kit-{uuid.uuid4().hex[:12]}"
 
     def register(
         self,
         *fields: str,
-        num_samples: int | None = None,
         tasks: Sequence[str] = ("train",),
-        group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-        partition_id: str | None = None,
         client: DataPlaneClient | None = None,
-        if_exists: Literal["replace", "keep"] = "replace",
-        followers: Sequence[str] = (),
+        partition_id: str = "",
+        **about: Any,
     ) -> str:
         """Registers a partition that the test's end clears: by default a new one, with ``x``, of the shared client.
 
-        It returns the partition's id.
+        ``about`` are further arguments of `register_partition`. It returns the partition's id.
         """
         owner = client or self.client
         chosen = partition_id or self.new_id()
-        self._partitions.append((owner, chosen))
-        owner.register_partition(
-            *(chosen, fields or ("x",), num_samples, tasks, group_size, enums), if_exists=if_exists, followers=followers
-        )
+        self._clear_at_the_end(owner, chosen)
+        owner.register_partition(chosen, fields or ("x",), about.pop("num_samples", None), tasks, **about)
         return chosen
 
     def filled(
@@ -321,8 +252,15 @@ class Store:
 
     def owned_id(self, client: DataPlaneClient) -> str:
         """A new partition id. What the client registers under it is cleared when the test ends."""
-        self._partitions.append((client, self.new_id()))
-        return self._partitions[-1][1]
+        self._clear_at_the_end(client, partition_id := self.new_id())
+        return partition_id
+
+    def _clear_at_the_end(self, client: DataPlaneClient, partition_id: str) -> None:
+        def clear() -> None:
+            with contextlib.suppress(DataPlaneError):  # the test may have closed or broken the client
+                client.clear_samples(None, partition_id)
+
+        self.ends.callback(clear)
 
     def put(
         self,
@@ -338,7 +276,6 @@ class Store:
         return self.client.put_samples(sample_ids, partition_id, fields, tags)
 
     def get(self, partition_id: str, sample_ids: Sequence[str], *fields: str) -> TensorDict:
-        """Reads columns. Default: ``x``."""
         return self.client.get_samples(sample_ids, partition_id, list(fields or ("x",)))
 
     def claim(
@@ -387,24 +324,23 @@ class Store:
         return dict(zip(meta.sample_ids, meta.tags, strict=True))
 
     def has(self, partition_id: str, sample_id: str, field: str = "x") -> bool:
-        """Whether a cell is produced."""
         try:
             self.client.get_samples([sample_id], partition_id, [field])
         except KeyError:
             return False
         return True
 
-    # --- without the hooks --------------------------------------------------------------------------------------------
-
     def raw_cell(self, partition_id: str, sample_id: str, field: str, rank: int | None) -> Any:
         """The bytes of a tensor cell of this rank, or an object item (None), as the engine holds it: without hooks and
         codec.
         """
-        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.deployment.backend_class.wire
+        raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.backend_class.wire
         if rank is None and wire.objects == "native" and not wire.bytes:
             return raw
         if wire.bytes:
-            data = _frame_payload(raw)
+            data = bytes(raw)
+            assert data[:3] == b"DPF", f"raw_get returned {data[:8]!r}..., expected a framed cell"
+            data = data[8 + 8 * data[6] :]  # behind "DPF", version, kind, dtype, rank, 0, and the shape as int64
         else:
             assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
             data = bits(raw if wire.zero_length_rows or rank == 0 else raw[1:])
@@ -419,7 +355,13 @@ class Store:
         """
         backend = self.backend
         if stores_rows(backend) and not self.case.supplies("held_bytes"):
-            with recorded_handles(backend) as handles:
+            handles, put_rows = set[int](), backend.put_rows
+
+            def recording(some: Sequence[int], *rest: Any) -> None:
+                handles.update(some)
+                put_rows(some, *rest)
+
+            with mock.patch.object(backend, "put_rows", recording):
                 yield lambda: sum(len(row or b"") for row in rows_at(backend, handles).values())
             return
         before = self.ask_author("held_bytes")
@@ -441,8 +383,6 @@ class Store:
             not_run(f"the author's class supplies no {name}")
         return getattr(self.case, name)(self.backend, *args)
 
-    # --- refusals -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def refusal(self, error_type: type[_E], *words: str) -> Iterator[pytest.ExceptionInfo[_E]]:
         """Asserts that the block raises an error with all properties of a data-plane error.
@@ -452,17 +392,6 @@ class Store:
         with pytest.raises(error_type) as caught:
             yield caught
         check_error(caught.value, self.name, *words)
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def end_test(self) -> None:
-        """Clears the test's partitions and closes its clients."""
-        for owner, partition_id in self._partitions:
-            with contextlib.suppress(DataPlaneError):  # the test may have closed or broken the client
-                owner.clear_samples(None, partition_id)
-        with contextlib.ExitStack() as stack:
-            for client in self._clients:
-                stack.callback(client.close)
 
 
 @contextmanager
@@ -483,13 +412,6 @@ def no_polls(*clients: DataPlaneClient, but_for_leases: bool = False) -> Iterato
         yield asked
 
 
-def _frame_payload(frame: Any) -> bytes:
-    """The payload of a frame. Its header is "DPF", version, kind, dtype, rank, 0, and the shape as int64."""
-    data = bytes(frame)
-    assert data[:3] == b"DPF", f"raw_get returned {data[:8]!r}..., expected a framed cell"
-    return data[8 + 8 * data[6] :]
-
-
 def check_error(error: BaseException, backend: str, *words: str) -> None:
     """Asserts what must hold for every error that a client raises."""
     kind = type(error).__name__
@@ -505,3 +427,110 @@ def check_error(error: BaseException, backend: str, *words: str) -> None:
     copied = pickle.loads(pickle.dumps(error))  # by this process
     assert (type(copied), str(copied), vars(copied)) == (type(error), text, vars(error)), f"pickling changes {kind}"
     assert (copied.__cause__ is None) == (error.__cause__ is None), f"pickling {kind} loses its cause"
+
+
+#: What the classes of the kit have, and authors' classes inherit.
+_CHAPTER: Final = "__dataplane_chapter__"
+
+
+class Suite(AuthorsClass):
+    """Base of the suites and of `BackendConformance`. The kit's classes give a chapter; an author's class does not."""
+
+    def __init_subclass__(cls, *, chapter: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if chapter is None:
+            _check_authors_class(cls)
+            return
+        setattr(cls, _CHAPTER, chapter)
+        suites = [base for base in cls.__bases__ if base is not Suite]
+        names = [name for base in suites for name in vars(base) if not name.startswith("__")]
+        assert len(names) == len(set(names)), "two suites of the kit define the same name"
+
+    @pytest.fixture(autouse=True)
+    def _conformance_gate(self, request: pytest.FixtureRequest) -> None:
+        rule = rule_of(request.function)
+        if rule is None:
+            return
+        cls = self.under_test()
+        for need in rule.proves:
+            if not declares(cls, need):
+                pytest.skip(f"{NOT_DECLARED}{label_of(need)}")
+        reason = deviation_of(self.all_deviations(), request.node.name)
+        if reason is not None:
+            request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+
+    @pytest.fixture
+    def store(self, request: pytest.FixtureRequest, options: dict[str, Any]) -> Iterator[Store]:
+        owner = request.node if self.store_per_test else request.node.getparent(pytest.Class)
+        store = Store.of(owner, self, options)
+        with store.ends:
+            yield store
+
+
+def kit_members(cls: type) -> dict[str, Any]:
+    """Everything that the kit's classes define, without what the author's class overrides."""
+    members: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if _CHAPTER in vars(base) or base in (Suite, AuthorsClass):
+            members.update({name: value for name, value in vars(base).items() if not name.startswith("__")})
+    return members
+
+
+def deviation_of(deviations: Mapping[str, str], node_name: str) -> str | None:
+    plain = node_name.partition("[")[0]
+    for key, reason in deviations.items():
+        # the brackets of a key are literal; only the text inside them is a pattern
+        inside = key.removeprefix(f"{plain}[").removesuffix("]") if key.startswith(f"{plain}[") else None
+        if key in (plain, node_name):
+            return reason
+        if inside is not None and fnmatch.fnmatchcase(node_name.removeprefix(f"{plain}[").removesuffix("]"), inside):
+            return reason
+    return None
+
+
+def _check_authors_class(cls: type[Suite]) -> None:
+    members = kit_members(cls)
+    tests = {name for name in members if name.startswith("test_")}
+    overridden = [
+        name
+        for name, member in members.items()
+        if name not in AUTHORS_NAMES and inspect.getattr_static(cls, name, None) is not member
+    ]
+    if overridden:
+        names = ", ".join(overridden)
+        raise ConformanceError(
+            f"{cls.__name__} overrides {names} of the conformance kit. All parts of the kit must run unchanged.",
+            hint=f"If the backend fails this test, write deviations = {{{overridden[0]!r}: 'why'}}. "
+            "Give your own test another name.",
+        )
+    marks = cls.__dict__.get("pytestmark", [])
+    for mark in marks if isinstance(marks, list) else [marks]:
+        if mark.name == "xfail":
+            raise ConformanceError(
+                f"{cls.__name__} marks the whole kit xfail.",
+                hint="Name each test that fails in deviations, with the reason.",
+            )
+    for key, reason in cls.deviations.items():
+        if key.partition("[")[0] not in tests:
+            raise ConformanceError(f"{cls.__name__}.deviations names {key!r}, which is no test of the kit.")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConformanceError(f"{cls.__name__}.deviations[{key!r}] gives no reason.")
+    for operation, (_, reason) in cls.most_copies.items():
+        if operation not in MOST_COPIES:
+            raise ConformanceError(
+                f"{cls.__name__}.most_copies names {operation!r}. Expected {' or '.join(MOST_COPIES)}."
+            )
+        if not reason.strip():
+            raise ConformanceError(f"{cls.__name__}.most_copies[{operation!r}] gives no reason.")
+
+
+def unused_deviations(items: Sequence[Any]) -> list[str]:
+    """Deviations that match no collected case. Only of classes of which every test was collected."""
+    unused = []
+    for cls in dict.fromkeys(item.cls for item in items):
+        names = [item.name for item in items if item.cls is cls]
+        tests = {name for name in kit_members(cls) if name.startswith("test_")}
+        if tests <= {name.partition("[")[0] for name in names}:
+            used = [key for key in cls.all_deviations() if any(deviation_of({key: "x"}, name) for name in names)]
+            unused += [f"{cls.__name__}: {key}" for key in cls.all_deviations() if key not in used]
+    return unused

@@ -1,57 +1,59 @@
-"""Clients in separate processes, attached to the store under test. They run functions that the test sends."""
+"""Clients in separate processes, attached to the store under test. They run functions that the test sends.
+
+The server of `multiprocessing` forks them. To start Python and import torch takes seconds; to fork a process that has
+done so takes milliseconds. That server never had a client, so its forks inherit no connection, lock or thread of one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import multiprocessing
 import os
 import pickle
-import time
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.backends import Backend
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import Bootstrap, connect_backend
 from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._nursery import END_S, START_S, Nursery, answer
+from dataplane_testkit._timing import STARTS_S
 from dataplane_testkit.faults import Faults
 
-
-def prepare(backend_class: type[Backend]) -> None:
-    """Imports what a client of the class needs. The import of the class itself comes with the argument."""
-    load_compiler()
+_FORKS: Final = multiprocessing.get_context("forkserver")
+#: Seconds that a process may take to end after it was asked to.
+_END_S: Final = 10.0
 
 
 class Worker:
-    """One process with an attached client. It is forked from a process that never had a client.
+    """One process with an attached client.
 
     Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
     this process ends. ``connect`` makes the client, a context manager, in the process. With ``waits``, the process
     waits for `Worker.connect` before, so that several can begin at the same time.
     """
 
-    def __init__(
-        self, nursery: Nursery, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False
-    ) -> None:
-        self._nursery = nursery
-        self._pid, self._connection = nursery.fork(functools.partial(_serve, connect=connect, waits=waits))
+    def __init__(self, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False) -> None:
+        _FORKS.set_forkserver_preload(["dataplane_testkit._preloaded"])
+        self._connection, theirs = _FORKS.Pipe()
+        body = (theirs, dict(os.environ), pickle.dumps(connect), waits)
+        self._process = _FORKS.Process(target=_serve, args=body, daemon=True)
+        self._process.start()
+        theirs.close()
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._nursery.exit_status(self._pid) is None
+        return self._process.is_alive()
 
     @property
     def pid(self) -> int:
-        """Its process id. It stays taken until `close`, also if the process has died."""
-        return self._pid
+        return self._process.pid or 0
 
     @property
     def replied(self) -> bool:
@@ -60,14 +62,13 @@ class Worker:
 
     def wait_ready(self) -> None:
         """Waits until the client is connected. Raises the error if it could not connect."""
-        self.result(START_S)
+        self.result(STARTS_S)
 
     def connect(self) -> None:
         """Lets a process that waits begin to connect. Call `wait_ready` afterwards."""
         self._connection.send_bytes(b"now")
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Starts ``function(client, *arguments)`` in the process."""
         self._connection.send_bytes(pickle.dumps((function, arguments)))
 
     def result(self, within_s: float = 60.0) -> Any:
@@ -76,24 +77,28 @@ class Worker:
         Raises:
             AssertionError: It did not end in time, or the process died.
         """
-        return answer(self._connection, within_s, "the worker process")
+        assert self._connection.poll(within_s), f"the worker process did not reply within {within_s:g} s"
+        try:
+            succeeded, reply = self._connection.recv()  # from our own child
+        except (EOFError, ConnectionResetError) as error:
+            raise AssertionError("the worker process died") from error
+        if not succeeded:
+            raise reply
+        return reply
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function in the process: `start` and `result`."""
         self.start(function, *arguments)
         return self.result()
 
     def kill(self) -> None:
-        """Kills the process with SIGKILL."""
-        self._nursery.kill(self._pid)
+        self._process.kill()
+        self._process.join()
 
     def close(self) -> None:
         """Asks the process to end, and kills it if it does not."""
         with contextlib.suppress(OSError):  # it may be gone already
             self._connection.send_bytes(pickle.dumps(None))
-        give_up = time.monotonic() + END_S
-        while self.alive and time.monotonic() < give_up:
-            time.sleep(0.005)
+        self._process.join(_END_S)
         self.kill()
         self._connection.close()
 
@@ -104,11 +109,14 @@ def attached(cls: type[Backend], config: dict[str, Any], bootstrap: Bootstrap) -
     return connect_backend(cls, full, bootstrap=bootstrap)
 
 
-def _serve(connection: Connection, connect: Callable[[], AbstractContextManager[Any]], waits: bool) -> None:
+def _serve(connection: Connection, environment: dict[str, str], connect: bytes, waits: bool) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
     try:
         if waits:
             connection.recv_bytes()
-        opening = connect()
+        opening = pickle.loads(connect)()  # from our own parent
     except Exception as error:
         _reply(connection, False, error)
         return
@@ -130,16 +138,11 @@ def _reply(connection: Connection, succeeded: bool, value: Any) -> None:
     connection.send_bytes(data)
 
 
-# --- functions that run in a worker -----------------------------------------------------------------------------------
-
-
 def call_engine(client: DataPlaneClient, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of `_rows` with the backend behind the client."""
     return function(backend_of(client), *arguments)
 
 
 def read_items(client: DataPlaneClient, partition_id: str, sample_ids: list[str], field: str) -> Any:
-    """Reads a tensor column as nested lists."""
     return client.get_samples(sample_ids, partition_id, [field])[field].tolist()
 
 

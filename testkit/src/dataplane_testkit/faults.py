@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dataplane_core.middleware import Middleware
-from dataplane_core.spec import OPERATIONS, Claim, FieldList, SampleList, SharedRows, WireBatch, hookimpl
+from dataplane_core.spec import OPERATIONS, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 
@@ -68,19 +68,11 @@ class Faults(Middleware):
 
     def error_before(self, operation: str, error: Exception) -> AbstractContextManager[None]:
         """The backend never gets the request. The client gets ``error``."""
-
-        def act(request: Any) -> None:
-            raise error
-
-        return self.before(operation, act)
+        return self.before(operation, lambda request: _fail(error))
 
     def error_after(self, operation: str, error: Exception) -> AbstractContextManager[None]:
         """The backend executes the request, but its reply is lost. The client gets ``error``."""
-
-        def act(request: Any, reply: Any) -> Any:
-            raise error
-
-        return self.after(operation, act)
+        return self.after(operation, lambda request, reply: _fail(error))
 
     def delay(self, operation: str, duration_s: float) -> AbstractContextManager[None]:
         """Delays every request by ``duration_s`` seconds."""
@@ -98,29 +90,21 @@ class Faults(Middleware):
     def truncation(
         self, num_rows: int = 1, field: str | None = None, operation: str = "get_samples"
     ) -> AbstractContextManager[None]:
-        """Truncates replies.
+        """Removes ``num_rows`` rows from each reply: from the columns of a read, the tags and tokens of a claim, the
+        tags of a listing, the fields of samples, or the number that a put, ack, nack or renew confirms.
 
-        Args:
-            num_rows: How many rows to remove: from every column of a read, from the tags and tokens of a claim, from
-                the tags of a listing, from the sets of fields that samples have, or from the number that a put, ack,
-                nack or renew confirms.
-            field: If given, a read returns all rows but not this column.
-            operation: The hook whose replies are truncated.
+        With ``field``, a read returns all rows but not this column.
         """
 
         def act(request: Any, reply: Any) -> Any:
+            if isinstance(reply, WireBatch) and field is not None:
+                return replace(reply, columns={name: c for name, c in reply.columns.items() if name != field})
             if isinstance(reply, WireBatch):
-                kept = {name: column for name, column in reply.columns.items() if name != field}
-                if field is None:
-                    kept = {name: _without_last(column, num_rows) for name, column in kept.items()}
+                kept = {name: _without_last(column, num_rows) for name, column in reply.columns.items()}
                 return replace(reply, columns=kept)
-            if isinstance(reply, Claim):
-                tokens = reply.lease_tokens
-                return replace(reply, tags=reply.tags[:-num_rows], lease_tokens=tokens and tokens[:-num_rows])
-            if isinstance(reply, SampleList):
-                return replace(reply, tags=reply.tags[:-num_rows])
-            if isinstance(reply, FieldList):
-                return replace(reply, patterns=reply.patterns[:-num_rows])
+            names = [name for name in ("tags", "lease_tokens", "patterns") if getattr(reply, name, None) is not None]
+            if names:
+                return replace(reply, **{name: getattr(reply, name)[:-num_rows] for name in names})
             return reply - num_rows
 
         return self.after(operation, act)
@@ -145,6 +129,10 @@ def _active(actions: _Actions, operation: str, action: Callable[..., Any]) -> It
         yield
     finally:
         actions[operation] = outer
+
+
+def _fail(error: Exception) -> Any:
+    raise error
 
 
 def _without_last(column: Any, num_rows: int) -> Any:

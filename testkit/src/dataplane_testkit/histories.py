@@ -46,19 +46,12 @@ ROOM_FOR: Final = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of cells.
+    """A kind of cells. A list comes back as a list or as a tensor of the same values."""
 
-    Attributes:
-        spec: That of the field after a put of them.
-        row: A cell, another one for each number. A list comes back as a list or as a tensor of the same values.
-        size_bytes: What a store with a capacity counts.
-        shared: Whether all rows of a put are equal.
-    """
-
-    spec: FieldSpec
-    row: Callable[[int], Any]
-    size_bytes: int = 0
-    shared: bool = False
+    spec: FieldSpec  # that of the field after a put of them
+    row: Callable[[int], Any]  # a cell, another one for each number
+    size_bytes: int = 0  # what a store with a capacity counts
+    shared: bool = False  # whether all rows of a put are equal
 
 
 def _scalar(number: int) -> torch.Tensor:
@@ -113,21 +106,15 @@ FIELDS: Final = {
 
 @dataclass(frozen=True)
 class Put:
-    """A put, whole.
-
-    Attributes:
-        columns: Field -> kind of its cells. Empty: tags alone.
-        number: What its cells are made of, and its request id.
-        epoch: The registration that it was checked against: ``now`` the current one, ``old`` another one.
-    """
+    """A put, whole."""
 
     op = "put"
     partition_id: str
     sample_ids: Sequence[str]
-    columns: Mapping[str, str]
-    number: int
+    columns: Mapping[str, str]  # the kinds of its cells; empty: tags alone
+    number: int  # what its cells are made of, and its request id
     tags: Sequence[Mapping[str, Any]] | None = None
-    epoch: Literal["", "now", "old"] = ""
+    epoch: Literal["", "now", "old"] = ""  # the registration that it was checked against, if any
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
@@ -265,19 +252,12 @@ class _Given:
 
 @dataclass
 class History:
-    """Draws the steps of a history, one after another, with a look at the ledger that takes them.
-
-    Args:
-        dice: Determines the history.
-        able: What the store declares.
-        real: A real store: nobody jumps in time, and a put is one step. Leases are short, long or none.
-        bounded: The store has room for `ROOM_FOR` large cells. Only these are written.
-    """
+    """Draws the steps of a history, one after another, with a look at the ledger that takes them."""
 
     dice: random.Random
-    able: frozenset[str] = frozenset(Capability)
-    real: bool = False
-    bounded: bool = False
+    able: frozenset[str] = frozenset(Capability)  # what the store declares
+    real: bool = False  # a store: nobody jumps in time, a put is one step, and leases are short, long or none
+    bounded: bool = False  # the store has room for `ROOM_FOR` large cells, and only these are written
     narrows: bool = True
     shares: bool = True
     count: int = 0
@@ -409,8 +389,6 @@ class History:
         yield lambda: self._put(step.partition_id, given.sample_ids, claim.required_fields)
         yield lambda: self._fresh(claim)
         yield lambda: self._settle_these(given, range(len(given.sample_ids)))
-
-    # --- what is drawn ------------------------------------------------------------------------------------------------
 
     def _number(self) -> int:
         self.count += 1

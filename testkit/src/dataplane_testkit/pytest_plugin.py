@@ -30,14 +30,12 @@ _TIMEOUT_S = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options that write the report to files."""
     group = parser.getgroup("dataplane", "dataplane conformance")
     group.addoption("--dataplane-json", metavar="FILE", help="write the conformance reports as a JSON list")
     group.addoption("--dataplane-markdown", metavar="FILE", help="write the conformance reports as Markdown")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker that every test of the kit gets, and what records the results."""
     config.addinivalue_line(
         "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
     )
@@ -47,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
     # while nothing has imported the kit, no test is one of its own
-    if "dataplane_testkit._base" not in sys.modules or not isinstance(item, pytest.Function) or item.cls is None:
+    if "dataplane_testkit._store" not in sys.modules or not isinstance(item, pytest.Function) or item.cls is None:
         return False
     return issubclass(item.cls, dataplane_testkit.Suite) and bool(dataplane_testkit.chapter_of(item.obj))
 
@@ -58,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [item for item in items if _is_kit_test(item)]
     if not mine:
         return
-    from dataplane_testkit._base import unused_deviations
+    from dataplane_testkit._store import unused_deviations
     from dataplane_testkit.report import record_of
 
     timeout = config.pluginmanager.hasplugin("timeout")
@@ -115,14 +113,9 @@ class _Recorder:
 
         return [Report.of(list(tests.values())) for tests in self._classes.values()]
 
-    # --- what happens -------------------------------------------------------------------------------------------------
-
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """Counts tests that were not selected as not run."""
         for item in items:
-            for name, record in item.user_properties:
-                if name == _PROPERTY and isinstance(record, dict):
-                    self._keep(item.nodeid, record, "not run", "not selected")
+            self._keep(item, "not run", "not selected")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -131,24 +124,19 @@ class _Recorder:
             self._classes.setdefault(record["class"], {}).setdefault(nodeid, record)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keeps the outcome of each test."""
-        for name, record in report.user_properties:
-            if name == _PROPERTY and isinstance(record, dict):
-                outcome, reason = _outcome_of(report)
-                if outcome is not None:
-                    self._keep(report.nodeid, record, outcome, reason, report.duration)
+        outcome, reason = _outcome_of(report)
+        if outcome is not None:
+            self._keep(report, outcome, reason, report.duration)
 
-    def _keep(self, nodeid: str, record: dict[str, Any], outcome: str, reason: str, duration_s: float = 0.0) -> None:
-        tests = self._classes.setdefault(record["class"], {})
-        before = tests.get(nodeid, {"outcome": "", "duration_s": 0.0})
-        if before["outcome"] != "fail":
-            duration_s += before["duration_s"]
-            tests[nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
-
-    # --- the end ------------------------------------------------------------------------------------------------------
+    def _keep(self, of: pytest.Item | pytest.TestReport, outcome: str, reason: str, duration_s: float = 0.0) -> None:
+        for record in [value for name, value in of.user_properties if name == _PROPERTY and isinstance(value, dict)]:
+            tests = self._classes.setdefault(record["class"], {})
+            before = tests.get(of.nodeid, {"outcome": "", "duration_s": 0.0})
+            if before["outcome"] != "fail":
+                duration_s += before["duration_s"]
+                tests[of.nodeid] = {**record, "outcome": outcome, "reason": reason, "duration_s": duration_s}
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints one report per class."""
         for report in self.reports():
             if report.started:
                 terminalreporter.section(f"conformance of {report.backend}")

@@ -26,7 +26,7 @@ __all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "record_of", "to_json
 SCHEMA: Final = "dataplane-conformance/1"
 #: The reason of a test that the user deselected.
 NOT_SELECTED: Final = "not selected"
-#: The possible outcomes of a test of the kit.
+#: What a test of the kit may end with.
 OUTCOMES: Final = ("pass", "fail", "deviation", "not declared", "not run")
 
 
@@ -101,8 +101,6 @@ class Report:
             verdict = "in part" if any(test["reason"] == NOT_SELECTED for test in tests) else "proven"
         return {"name": name, "declared": declared, "verdict": verdict, **counts}
 
-    # --- forms --------------------------------------------------------------------------------------------------------
-
     def badge(self) -> str:
         """A summary in one line."""
         counts, verdicts = self.counts, [row["verdict"] for row in self.rows() if row["declared"]]
@@ -126,13 +124,10 @@ class Report:
 
     def to_markdown(self) -> str:
         """The report as Markdown."""
-        return self._page(lambda text: re.sub(r"([|*])", r"\\\1", text).replace("<", "&lt;"))
+        return self.to_text(lambda text: re.sub(r"([|*])", r"\\\1", text).replace("<", "&lt;"))
 
-    def to_text(self) -> str:
+    def to_text(self, escape: Callable[[str], str] = str) -> str:
         """The same for a terminal: nothing in it is escaped."""
-        return self._page(str)
-
-    def _page(self, escape: Callable[[str], str]) -> str:
         about = self.header
         lines = [
             f"## {self.backend}" + (f" ({about['distribution']})" if about["distribution"] else ""),
@@ -152,7 +147,6 @@ class Report:
         return "\n".join(map(printable, [*lines, "", f"`{self.badge()}`", ""]))
 
     def _lists(self) -> dict[str, list[str]]:
-        """The lists below the table: title -> lines."""
         declared = self.header["why_not_declared"]
         reasons = Counter(test["reason"] for test in self.tests if test["outcome"] == "not run")
         return {
@@ -164,10 +158,8 @@ class Report:
 
 
 def _broken(test: Mapping[str, Any]) -> list[str]:
-    """A test that did not pass, its rule, and what to check first."""
-    name, chapter, reason = test["name"], test["chapter"], test["reason"]
-    about = [f"  - the rule: {test['rule']}", f"  - check first: {test['check_first']}"]
-    return [f"- {name} ({chapter}): {reason}", *about]
+    first = f"- {test['name']} ({test['chapter']}): {test['reason']}"
+    return [first, f"  - the rule: {test['rule']}", f"  - check first: {test['check_first']}"]
 
 
 def _counted(tests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -178,9 +170,6 @@ def _counted(tests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def to_json(reports: Sequence[Report]) -> str:
     """A JSON list of reports."""
     return json.dumps([report.to_dict() for report in reports], indent=2) + "\n"
-
-
-# --- for the pytest plugin --------------------------------------------------------------------------------------------
 
 
 def record_of(item: Any) -> dict[str, Any]:

@@ -26,21 +26,13 @@ _LIMIT_S: Final = "__dataplane_limit_s__"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule that a test of the kit tests.
-
-    Attributes:
-        chapter: The chapter of the kit.
-        source: Where the sentences are from: ``Contract``, ``Hook spec`` or ``Row store``.
-        quotes: The sentences that the test proves.
-        proves: First the row of the report in which the test counts. If any entry is not declared, the test is skipped.
-        check_first: What to check first in a backend that fails the test.
-    """
+    """The rule that a test of the kit tests."""
 
     chapter: str
-    source: str
-    quotes: tuple[str, ...]
-    proves: tuple[Proof, ...]
-    check_first: str
+    source: str  #: ``Contract``, ``Hook spec`` or ``Row store``: where the sentences are from
+    quotes: tuple[str, ...]  #: the sentences that the test proves
+    proves: tuple[Proof, ...]  #: first the row of the report in which it counts; skipped if one of them is not declared
+    check_first: str  #: what to check first in a backend that fails the test
 
     @property
     def text(self) -> str:

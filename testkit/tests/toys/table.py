@@ -1,202 +1,110 @@
-"""How a toy is written: a row of a table, with what each of its hooks does to a request, a reply or an error."""
+"""How a toy is written: a row of a table, `NAME.HOOK: what the hook does`, in Python, in place of the right one.
+
+    ReordersRows.get_samples: request.sample_ids = sorted(request.sample_ids)
+    LosesTags.claim: -> reply = replace(reply, tags=[{} for _ in reply.tags])
+    FillsGaps.get_samples: -! MissingDataError: return zeros(request)
+
+What stands before ``->`` is done before the right hook is called, what follows it after that, to its ``reply``. What
+follows ``-! ERROR:`` is done when the right hook raises that error; unless it returns or raises, the error is raised
+again. Names of the table's ``lazy`` are found where they are used, errors are those of core. ``seen[...]`` are lists
+that the toy keeps. Further lines of a row are indented. Above rows stands the test of the kit that they must fail. A
+member that is no hook is an expression.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import copy
 from functools import partial, wraps
+from textwrap import indent
 from typing import Any, NamedTuple
 
-import torch
-from msgspec.structs import replace
+from dataplane_core import errors
+from dataplane_noop import NoopBackend
+from dataplane_testkit import BackendConformance
 
-from dataplane_core.ledger import commands
 
-#: The test that must fail for a toy that is wrong in its answers: the kit's machine.
-HISTORY = "test_random_histories_agree_with_the_ledger"
+class TestIt(BackendConformance):
+    """Is replaced in each fork of `run`. First, for the imports, of a right backend."""
+
+    backend_class = NoopBackend
 
 
 class Run(NamedTuple):
-    """Tests of the kit on a backend: its own, or those that `selection` chooses, as pytest's ``-k``.
-
-    Attributes:
-        backend: The class of the backend. Its docstring says what is wrong with it, or rare.
-        tests: The tests -> their outcomes in the report.
-        selection: Chooses more tests, of which none may fail. None: no more.
-        least: How many must pass.
-        members: What else the class of the tests has, such as ``options``.
-    """
+    """Tests of the kit on a backend."""
 
     backend: type
-    tests: Mapping[str, str]
-    selection: str | None = None
-    least: int = 0
-    members: Mapping[str, Any] = {}
+    tests: Mapping[str, str]  # their outcomes in the report
+    selection: str | None = None  # chooses more tests, as pytest's -k, of which none may fail
+    least: int = 0  # how many must pass
+    members: Mapping[str, Any] = {}  # what else the class of the tests has, such as `options`
 
 
 class Table(dict[str, Run]):
-    """Name -> broken backend: the right one, `base`, but for some hooks.
+    """Name -> broken backend: the right one, `base`, but for some hooks."""
 
-    A hook is a function ``(self, right, *arguments)``; ``right`` is the hook of the right backend. It may keep what it
-    saw in ``self.seen[...]``, a list.
-    """
-
-    def __init__(self, base: type, module: str, **members: Any) -> None:
+    def __init__(self, base: type, module: str, lazy: Mapping[str, str], **members: Any) -> None:
         super().__init__()
-        self._base, self._module, self.members = base, sys.modules[module], members
+        self._base, self._module, self._lazy, self.members = base, sys.modules[module], lazy, members
 
-    def row(self, name: str, report: str, fails: str = HISTORY, **hooks: Any) -> None:
-        """Adds a toy: what is wrong as a bug report, the tests that it must fail, its hooks and other members."""
-        seen = property(lambda self: vars(self).setdefault("_seen", defaultdict(list)))
-        backend = type(name, (self._base,), {"seen": seen, "__module__": self._module.__name__, "__doc__": report})
-        setattr(self._module, name, backend)  # where other processes look for it
-        self[name] = Run(backend, dict.fromkeys(fails.split(), "fail"), members=self.members)
-        for member, value in hooks.items():
-            self._set(name, member, value)
+    def rows(self, text: str) -> None:
+        """Adds toys."""
+        tests: list[str] = []
+        for row in re.split(r"\n+(?=\S)", text.strip()):
+            if row.startswith("test_"):
+                tests = row.split()
+            elif not row.startswith("#"):
+                place, _, code = row.partition(": ")
+                name, _, hook = place.partition(".")
+                is_hook = inspect.isfunction(getattr(self._base, hook))
+                value = self._compiled(hook, code) if is_hook else eval(code, vars(self._module))
+                self.toy(name, *tests, **{hook: value})
 
-    def __call__(self, report: str, fails: str = HISTORY, **others: Any) -> Any:
-        """Decorates a hook. Its name is that of the toy; the name of its parameter `right` says which hook it is."""
+    def toy(self, name: str, *tests: str, **members: Any) -> None:
+        """Adds a toy, or more of its members. A hook is a function ``(self, right, *arguments)``."""
+        if name not in self:
+            seen = property(lambda self: vars(self).setdefault("_seen", defaultdict(list)))
+            backend = type(name, (self._base,), {"seen": seen, "__module__": self._module.__name__})
+            setattr(self._module, name, backend)  # where other processes look for it
+            self[name] = Run(backend, dict.fromkeys(tests, "fail"), members=self.members)
+        for member, value in members.items():
+            right = getattr(self._base, member, None)
+            setattr(self[name].backend, member, _hook(right, value) if inspect.isfunction(right) else value)
 
-        def add(change: Any) -> Any:
-            name = "".join(word[0].upper() + word[1:] for word in change.__name__.split("_"))
-            self.row(name, report, fails, **others)
-            return self.also(name)(change)
+    def _compiled(self, hook: str, code: str) -> Any:
+        before, *rest = re.split(r"(?<!\S)-(>|! \w+:)", code)
+        parts = dict(zip(rest[::2], rest[1::2], strict=True))
+        parameters = list(inspect.signature(getattr(self._base, hook)).parameters.values())[1:]
+        named = [f"{each.name}={each.name}" if each.kind is each.KEYWORD_ONLY else each.name for each in parameters]
+        lines = [f"def {hook}(self, right, {', '.join(each.name for each in parameters)}):", "    seen = self.seen"]
+        lines += ["    request = copy(request)"] if "request" in named else []
+        lines += [
+            self._part(before),
+            "    try:",
+            f"        reply = right({', '.join(named)})",
+            "    except ():",
+            "        pass",
+        ]
+        for kind, part in parts.items():
+            if kind != ">":
+                lines += [f"    except {kind[2:-1]} as error:", indent(self._part(part), "    "), "        raise"]
+        lines += [self._part(parts.get(">", "")), "    return reply"]
+        space = {**vars(errors), **vars(self._module), "copy": copy}
+        exec("\n".join(lines), space)
+        return space[hook]
 
-        return add
-
-    def also(self, name: str) -> Any:
-        """Decorates a further hook of a toy."""
-
-        def add(change: Any) -> Any:
-            self._set(name, list(inspect.signature(change).parameters)[1], change)
-            return change
-
-        return add
-
-    def _set(self, name: str, member: str, value: Any) -> None:
-        right = getattr(self._base, member, None)
-        setattr(self[name].backend, member, _hook(right, value) if inspect.isfunction(right) else value)
+    def _part(self, code: str) -> str:
+        """The lines of a part. With a partition that is not there, nothing is done."""
+        text = re.sub(r"^ {4}", "", code.strip(), flags=re.MULTILINE) or "pass"
+        found = [f"{name} = {value}\n" for name, value in self._lazy.items() if re.search(rf"(?<!\.)\b{name}\b", text)]
+        if re.search(r"(?<!\.)\bpartition\.", text):
+            text = f"if partition is not None:\n{indent(text, '    ')}"
+        return indent("".join(found) + text, "    ")
 
 
-def _hook(right, change):
+def _hook(right: Any, change: Any) -> Any:
     return wraps(right)(lambda self, *arguments, **named: change(self, partial(right, self), *arguments, **named))
-
-
-# --- what hooks do ----------------------------------------------------------------------------------------------------
-
-
-def asks(**changes):
-    """Changes the request: name -> value, or function of the request."""
-    return lambda self, right, request: right(changed(request, changes))
-
-
-def replies(**changes):
-    """Changes the reply: name -> value, or function of the reply."""
-    return lambda self, right, request: changed(right(request), changes)
-
-
-def changed(thing, changes):
-    return replace(thing, **{name: new(thing) if callable(new) else new for name, new in changes.items()})
-
-
-def then(do):
-    """Calls the right hook, then ``do(self, request, reply)``."""
-
-    def hook(self, right, request):
-        reply = right(request)
-        do(self, request, reply)
-        return reply
-
-    return hook
-
-
-def notes(what):
-    """Keeps ``what(*arguments)``, a list, in ``self.seen["noted"]`` before the call."""
-
-    def hook(self, right, *arguments):
-        self.seen["noted"] += what(*arguments)
-        return right(*arguments)
-
-    return hook
-
-
-def numbers(**texts):
-    """Puts the number of the call into a value of the request."""
-
-    def hook(self, right, request):
-        self.seen["numbered"].append(request)
-        count = len(self.seen["numbered"])
-        return right(replace(request, **{name: text.format(count) for name, text in texts.items()}))
-
-    return hook
-
-
-def rows(change):
-    """Changes the pairs of sample id and tags in what a claim or a listing gives: ``change(self, rows)``."""
-
-    def hook(self, right, request):
-        reply = right(request)
-        pairs = change(self, list(zip(reply.sample_ids, reply.tags, strict=True)))
-        return replace(reply, sample_ids=[each for each, _ in pairs], tags=[tags for _, tags in pairs])
-
-    return hook
-
-
-def settles(self, right, request):
-    """Says that all is done, and does nothing."""
-    return len(request.sample_ids)
-
-
-def catches(kind, then):
-    """Replies with ``then(self, request, error)`` where the right hook raises; raises that, if it is an error."""
-
-    def hook(self, right, request):
-        try:
-            return right(request)
-        except kind as error:
-            reply = then(self, request, error) or error
-            if reply is error:
-                raise
-            if isinstance(reply, Exception):
-                raise reply from error
-            return reply
-
-    return hook
-
-
-def reads(sort, change):
-    """Changes the columns of a sort in what a read gives: a dtype of dense tensors, "dense", "ragged" or "objects"."""
-    return replies(columns=lambda reply: {name: change(c) if _is(sort, c) else c for name, c in reply.columns.items()})
-
-
-def _is(sort, column):
-    if not isinstance(column, torch.Tensor):
-        return sort == "objects" and isinstance(column, list)
-    return sort == "ragged" if column.is_nested else sort in ("dense", column.dtype)
-
-
-def reads_as(sort, change, **spec):
-    """Changes the columns of a dtype or a rank in what a read gives, and says so in their specs."""
-
-    def hook(self, right, request):
-        reply = right(request)
-        columns, specs = dict(reply.columns), dict(reply.specs)
-        for name, each in specs.items():
-            if each.kind == "tensor" and sort in (each.dtype, each.rank) and not columns[name].is_nested:
-                columns[name], specs[name] = change(columns[name]), replace(each, **spec)
-        return replace(reply, columns=columns, specs=specs)
-
-    return hook
-
-
-def counts(sizes):
-    """Reserves other room for a put: ``sizes(write)`` are the bytes of its rows."""
-
-    def call_ledger(self, right, deadline, command):
-        if isinstance(command, commands.BeginPut):
-            command = replace(command, writes=[replace(each, row_bytes=sizes(each)) for each in command.writes])
-        return right(deadline, command)
-
-    return call_ledger

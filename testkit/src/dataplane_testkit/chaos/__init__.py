@@ -4,9 +4,8 @@ The command `dataplane conformance NAME --chaos` and a storage author's own test
 (`check`) is pure: it takes any `History`. A `Shim` points the same run at a store of any kind (`run_shim`).
 """
 
-from dataplane_testkit.chaos.checker import check, judged, shrunk
+from dataplane_testkit.chaos.checker import RULES, Finding, check, judged, shrunk
 from dataplane_testkit.chaos.history import Call, Event, History
-from dataplane_testkit.chaos.rules import RULES, Finding
 from dataplane_testkit.chaos.run import Settings, Verdict, run_chaos
 from dataplane_testkit.chaos.shim import Shim, run_shim
 

@@ -218,7 +218,6 @@ class Recorder:
         return True if reply is None else reply
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
     def _now(self) -> float:

@@ -1,33 +1,33 @@
-"""A run: starts the workers, lets the nemesis at them, audits the store, and has the history checked."""
+"""A run: starts the workers, kills, stops and continues them, audits the store, and has the history checked."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError, OperationTimeoutError
+from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError, OperationTimeoutError, printable
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass, Disturbance
 from dataplane_testkit._hooks import backend_of
 from dataplane_testkit._profiles import by_profile, is_long, new_seed
-from dataplane_testkit._store import Deployment
-from dataplane_testkit._timing import Background
+from dataplane_testkit._store import Store
+from dataplane_testkit._timing import STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker
-from dataplane_testkit.chaos.checker import judged, shrunk
+from dataplane_testkit.chaos.checker import GRANTED, RULES, Finding, judged, shrunk
 from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, History, read_calls, said
-from dataplane_testkit.chaos.nemesis import Nemesis
-from dataplane_testkit.chaos.page import page
-from dataplane_testkit.chaos.rules import Finding
 from dataplane_testkit.chaos.worker import BASE, LATER, PARTITIONS, STEPS, TASKS, Hands, Plan, live, seen_of, shown_by
 
 #: The process that puts again what killed ones were putting.
@@ -37,6 +37,29 @@ _AUDIT_CLAIMS: Final = 64
 _MOST_AUDIT_CLAIMS: Final = 30
 #: The reads of the audit that may take longer than their deadline before it stops reading.
 _MOST_HUNG: Final = 4
+#: How likely it is that a worker is killed or stopped, or that something is done to the store.
+_WEIGHTS: Final[Mapping[str, float]] = {"kill": 5, "stop": 4}
+_OTHERS: Final = 2
+#: How long it lasts, in leases: some stops outlast them.
+_LENGTHS: Final = (0.2, 0.5, 1.5, 3.0)
+#: Seconds between two looks at workers that end, and at whether a call begins.
+_LOOK_S: Final = 0.02
+_AIM_LOOK_S: Final = 0.0002
+#: Seconds for which it waits for a call of the worker that it is about to kill or stop.
+_AIM_S: Final = 1.0
+#: The most seconds from the start of that call to the kill or stop.
+_LATEST_S: Final = 0.0015
+#: How many calls a worker has made when `Run._kill_all` kills it.
+_CALLS: Final = 15
+#: The most calls that are listed per finding, the most samples per call, and the most characters of a call.
+_MOST_CALLS: Final = 60
+_MOST_SAMPLES: Final = 6
+_MOST_CHARACTERS: Final = 300
+_LEGEND: Final = (
+    "Times are seconds since the run began. A call takes effect at some moment between its begin and its end. `w0.2` "
+    "is worker 0 in its life 2: a new life begins after each kill. The calls with `*` prove the fault; without the "
+    "others it would not be certain. `#v` is the tag that holds the version, `#z` that of the field `z`."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +129,7 @@ class Verdict:
     seen: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([self.facts, *self.found(), *([f"see {self.page}"] if self.page else [])])
+        return "\n".join([self.facts, *self.found(), f"see {self.page}" if self.page else "nothing was found"])
 
     def found(self) -> list[str]:
         """What was found, as lines of text."""
@@ -133,58 +156,14 @@ class Verdict:
 
     def summary(self) -> dict[str, Any]:
         """The verdict in plain values."""
-        findings, seen = (
-            [{"rule": each.rule, "text": each.text, "calls": [call.name for call in each.calls]} for each in part]
-            for part in (self.findings, self.seen)
-        )
-        return {
-            "passed": self.passed,
-            "facts": self.facts,
-            "calls": self.counts(),
-            "events": dict(Counter(event.kind for event in self.history.events)),
-            "findings": findings,
-            "seen": seen,
-            "page": None if self.page is None else str(self.page),
-        }
 
+        def plain(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
+            return [{"rule": it.rule, "text": it.text, "calls": [call.name for call in it.calls]} for it in findings]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The store that a run works on."""
-
-    name: str
-    #: What `Hands` call in this process, and its deadline of a call.
-    client: Any
-    op_timeout_s: float
-    #: Starts a process with a client that is attached to the store. None: the workers are threads with ``client``.
-    new_worker: Callable[[], Worker] | None
-    #: The steps that the store can take, and what can be done to it.
-    steps: frozenset[str]
-    disturbances: Mapping[str, Disturbance]
-    #: What the store may hold, and whether it holds tags.
-    capacity_bytes: int | None = None
-    tags: bool = True
-    #: As in `History`.
-    atomic_overwrite: bool = True
-    fenced: bool = True
-    #: As in `Shim`. None: the whole contract.
-    promises: Mapping[str, str] | None = None
-
-
-def _of(deployment: Deployment, settings: Settings, capacity_bytes: int | None) -> Target:
-    declared = deployment.backend_class.capabilities
-    threaded = deployment.backend_class.scope is Scope.PROCESS
-    return Target(
-        name=deployment.name,
-        client=deployment.client,
-        op_timeout_s=deployment.client.config.op_timeout_s,
-        new_worker=None if threaded else partial(deployment.new_worker, op_timeout_s=settings.op_timeout_s),
-        steps=frozenset(step for step, (needed, _) in STEPS.items() if needed is None or needed in declared),
-        disturbances={} if threaded else deployment.case.disturbances(backend_of(deployment.client)),
-        capacity_bytes=capacity_bytes,
-        atomic_overwrite=Capability.ATOMIC_OVERWRITE in declared,
-        fenced=Capability.FENCED in declared,
-    )
+        events = dict(Counter(event.kind for event in self.history.events))
+        told = {"passed": self.passed, "facts": self.facts, "calls": self.counts(), "events": events}
+        told |= {"findings": plain(self.findings), "seen": plain(self.seen)}
+        return {**told, "page": None if self.page is None else str(self.page)}
 
 
 def run_chaos(
@@ -223,45 +202,81 @@ def run_chaos(
     progress("starting the store")
     # of scope process, the workers share this client; elsewhere it has the time to start the store
     starts_s = 0.0 if backend_class.scope is Scope.PROCESS else case.op_timeout_s
-    with closing(Deployment(case, isolated, op_timeout_s=max(starts_s, settings.op_timeout_s))) as deployment:
-        return run_on(_of(deployment, settings, capacity_bytes), settings, folder, command, progress)
+    with (
+        closing(Store(case, isolated, op_timeout_s=max(starts_s, settings.op_timeout_s))) as store,
+        _run_on(store, settings, capacity_bytes, progress) as run,
+    ):
+        return run.verdict(store.name, folder, command)
 
 
-def run_on(target: Target, settings: Settings, folder: Path, command: str, progress: Callable[[str], None]) -> Verdict:
-    """Runs a schedule on a store and has its history judged. The arguments are those of `run_chaos`."""
-    with _Run(target, settings, progress) as run:
-        history = run.history()
-        progress("checking the history")
-        broken, seen = judged(history, target.promises)
-        facts, path = run.facts(history), None
-        if broken or seen:
-            progress("shortening the history")
-            short = [[(each, shrunk(held, each)) for each, held in part] for part in (broken, seen)]
-            run.keep(folder, history)
-            path = folder / "finding.md"
-            path.write_text(page(target.name, command, short[0], facts, short[1], target.promises), encoding="utf-8")
-        findings, others = (tuple(each for each, _ in part) for part in (broken, seen))
-        return Verdict(findings=findings, seen=others, history=history, facts=facts, page=path)
-
-
-def history_of(deployment: Deployment, settings: Settings) -> History:
+def history_of(store: Store, settings: Settings) -> History:
     """The history of a run on a store that others use too: there is no limit to what it may hold."""
-    with _Run(_of(deployment, settings, None), settings) as run:
+    with _run_on(store, settings, None, lambda text: None) as run:
         return run.history()
 
 
-class _Run(ExitStack):
-    """A run on a store. It ends its processes with the block, and leaves the store to its owner."""
+def _run_on(store: Store, settings: Settings, capacity_bytes: int | None, progress: Callable[[str], None]) -> Run:
+    cls = store.backend_class
+    able, threaded = cls.capabilities, cls.scope is Scope.PROCESS
+    return Run(
+        settings,
+        progress,
+        client=store.client,
+        op_timeout_s=store.client.config.op_timeout_s,
+        new_worker=None if threaded else partial(store.new_worker, op_timeout_s=settings.op_timeout_s),
+        steps=frozenset(step for step, (needed, _) in STEPS.items() if needed is None or needed in able),
+        disturbances={} if threaded else store.case.disturbances(backend_of(store.client)),
+        capacity_bytes=capacity_bytes,
+        atomic_overwrite=Capability.ATOMIC_OVERWRITE in able,
+        fenced=Capability.FENCED in able,
+    )
 
-    def __init__(self, target: Target, settings: Settings, progress: Callable[[str], None] = lambda text: None) -> None:
+
+@dataclass(slots=True)
+class _Life:
+    """A worker from its start to its kill. While it is stopped: since when, and when to continue it."""
+
+    number: int
+    life: int
+    process: Worker
+    stopped_s: float | None = None
+    due_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"w{self.number}.{self.life}"
+
+
+class Run(ExitStack):
+    """A run on a store: the workers, which get a new life after each kill, and what is done to them and to the store.
+
+    It ends its processes with the block, and leaves the store to its owner. Without ``new_worker``, the workers are
+    threads with ``client``. ``promised`` is what a `History` says of the store.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        progress: Callable[[str], None],
+        *,
+        client: Any,
+        op_timeout_s: float,
+        new_worker: Callable[[], Worker] | None,
+        steps: frozenset[str],
+        disturbances: Mapping[str, Disturbance],
+        tags: bool = True,
+        **promised: Any,
+    ) -> None:
         super().__init__()
-        self._target, self._settings, self._progress = target, settings, progress
-        known: dict[str, Disturbance | None] = {"kill": None, "stop": None, **target.disturbances}
-        faults, steps = settings.faults, target.steps if settings.steps is None else settings.steps
-        for what, asked, has in (("faults", faults or (), sorted(known)), ("steps", steps, sorted(target.steps))):
+        self._settings, self._progress, self._promised = settings, progress, promised
+        self._client, self._op_timeout_s, self._new_worker = client, op_timeout_s, new_worker
+        known: dict[str, Disturbance | None] = {"kill": None, "stop": None, **disturbances}
+        faults, chosen = settings.faults, steps if settings.steps is None else settings.steps
+        for what, asked, has in (("faults", faults or (), sorted(known)), ("steps", chosen, sorted(steps))):
             if unknown := sorted(set(asked) - set(has)):
                 raise ConfigError(f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {has}.")
         self._faults = {name: each for name, each in known.items() if faults is None or name in faults}
+        self._able = steps
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="dataplane-chaos-")))
         self._plan = Plan(
             seed=settings.seed,
@@ -270,30 +285,44 @@ class _Run(ExitStack):
             pause_s=settings.pause_s,
             lease_s=settings.lease_s,
             op_timeout_s=settings.op_timeout_s,
-            steps=steps,
-            leases="ack" in target.steps,
-            tags=target.tags,
+            steps=chosen,
+            leases="ack" in steps,
+            tags=tags,
         )
         self._events: list[Event] = []
         self._processes: list[str] = []
+        self._workers: dict[int, _Life] = {}
+        self._until_s = 0.0
+
+    def verdict(self, name: str, folder: Path, command: str, promises: Mapping[str, str] | None = None) -> Verdict:
+        """Runs the schedule and has its history judged: by ``promises``, as in `Shim`, or by the whole contract."""
+        history = self.history()
+        self._progress("checking the history")
+        broken, seen = judged(history, promises)
+        facts, path = self._facts(history), None
+        if broken or seen:
+            self._progress("shortening the history")
+            short = [[(each, shrunk(held, each)) for each, held in part] for part in (broken, seen)]
+            folder.mkdir(parents=True, exist_ok=True)
+            for process in self._processes:
+                shutil.copy(self._plan.file_of(process), folder)
+            (folder / "history.json").write_text(json.dumps(asdict(history)), encoding="utf-8")
+            path = folder / "finding.md"
+            path.write_text(page(name, command, short[0], facts, short[1], promises), encoding="utf-8")
+        findings, others = (tuple(each for each, _ in part) for part in (broken, seen))
+        return Verdict(findings=findings, seen=others, history=history, facts=facts, page=path)
 
     def history(self) -> History:
         """Runs the schedule and the audit."""
-        settings, target = self._settings, self._target
-        registers = PARTITIONS if "register" in target.steps else ()
+        settings = self._settings
+        registers = PARTITIONS if "register" in self._able else ()
         first, heir = self._hands("first", 900_000_000), self._hands(HEIR, 901_000_000)
         for partition in registers:
             first.register(partition, "register")
-        if target.new_worker is None:
-            self._threads()
+        if self._new_worker is None:
+            self._run_threads()
         else:
-            with closing(Nemesis(self._plan, target.new_worker, self._processes, self._events)) as nemesis:
-                nemesis.start(settings.workers, settings.schedule_s)
-                if settings.kills is None:
-                    nemesis.disrupt(self._faults, settings.every_s, self._look)
-                    nemesis.finish(settings.op_timeout_s + settings.allowance_s)
-                else:
-                    nemesis.kill_all(settings.kills)
+            self._run_processes(self._new_worker)
         if not any(call.process.startswith("w") for call in self._calls()):
             raise OperationTimeoutError(
                 f"a chaos run refused to judge: no worker made a call in the {settings.schedule_s:g} s of the run. "
@@ -312,19 +341,11 @@ class _Run(ExitStack):
         calls, end_s = self._calls(), self._now()
         calls += [each for call in calls if call.operation == "save" for each in self._saved(call)]
         for partition in PARTITIONS:
-            target.client.clear_samples(None, partition)
-        return History(
-            calls=tuple(calls),
-            events=tuple(self._events),
-            end_s=end_s,
-            audited_s=audited_s,
-            capacity_bytes=target.capacity_bytes,
-            atomic_overwrite=target.atomic_overwrite,
-            fenced=target.fenced,
-            allowance_s=settings.allowance_s,
-        )
+            self._client.clear_samples(None, partition)
+        times: dict[str, Any] = {"end_s": end_s, "audited_s": audited_s, "allowance_s": settings.allowance_s}
+        return History(calls=tuple(calls), events=tuple(self._events), **times, **self._promised)
 
-    def facts(self, history: History) -> str:
+    def _facts(self, history: History) -> str:
         """What ran, in a sentence."""
         outcomes = Counter(call.outcome for call in history.calls)
         kinds = Counter(event.kind for event in history.events)
@@ -334,13 +355,6 @@ class _Run(ExitStack):
             f"{self._settings.schedule_s:g} s ({outcomes[OK]} succeeded, {outcomes[REFUSED]} were refused, "
             f"{outcomes[UNKNOWN]} have an unknown outcome); {done}."
         )
-
-    def keep(self, folder: Path, history: History) -> None:
-        """Writes the history, whole and of each process."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in self._processes:
-            shutil.copy(self._plan.file_of(name), folder)
-        (folder / "history.json").write_text(json.dumps(asdict(history)), encoding="utf-8")
 
     def _now(self) -> float:
         return time.monotonic() - self._plan.epoch_s
@@ -354,23 +368,8 @@ class _Run(ExitStack):
 
     def _hands(self, process: str, first_version: int) -> Hands:
         self._processes.append(process)
-        plan = replace(self._plan, op_timeout_s=self._target.op_timeout_s)
-        return self.enter_context(closing(Hands(self._target.client, plan, process, first_version)))
-
-    def _threads(self) -> None:
-        until_s = time.monotonic() + self._settings.schedule_s
-        give_up = until_s + self._settings.op_timeout_s + self._settings.allowance_s
-        threads = []
-        for worker in range(self._settings.workers):
-            self._processes.append(f"w{worker}.0")
-            self._plan.file_of(f"w{worker}.0").touch()
-            threads.append(Background(partial(live, self._target.client, self._plan, worker, 0, until_s)))
-        while any(thread.running for thread in threads) and time.monotonic() < give_up:
-            time.sleep(0.05)
-            self._look()
-        for thread in threads:
-            if not thread.running:
-                thread.result()  # raises what a step raised
+        plan = replace(self._plan, op_timeout_s=self._op_timeout_s)
+        return self.enter_context(closing(Hands(self._client, plan, process, first_version)))
 
     def _put_again(self, heir: Hands) -> None:
         """Puts what killed workers were putting."""
@@ -380,13 +379,148 @@ class _Run(ExitStack):
                 if "overwrite" in self._plan.steps or not heir.read(call.partition, call.samples, fields):
                     heir.write(call.partition, call.samples, fields)
 
-    # --- the audit ----------------------------------------------------------------------------------------------------
+    def _run_threads(self) -> None:
+        until_s = time.monotonic() + self._settings.schedule_s
+        give_up = until_s + self._settings.op_timeout_s + self._settings.allowance_s
+        threads = []
+        for worker in range(self._settings.workers):
+            self._add(f"w{worker}.0")
+            threads.append(Background(partial(live, self._client, self._plan, worker, 0, until_s)))
+        while any(thread.running for thread in threads) and time.monotonic() < give_up:
+            time.sleep(0.05)
+            self._look()
+        for thread in threads:
+            if not thread.running:
+                thread.result()  # raises what a step raised
+
+    def _run_processes(self, new_worker: Callable[[], Worker]) -> None:
+        settings = self._settings
+        try:
+            for number in range(settings.workers):
+                self._workers[number] = _Life(number, 0, new_worker())
+            for worker in self._workers.values():
+                worker.process.wait_ready()
+            self._until_s = time.monotonic() + settings.schedule_s
+            for worker in self._workers.values():
+                self._begin(worker)
+            if settings.kills is None:
+                self._disrupt(new_worker)
+                self._finish(self._until_s + settings.op_timeout_s + settings.allowance_s)
+            else:
+                self._kill_all(settings.kills, new_worker)
+        finally:
+            for worker in self._workers.values():
+                worker.process.kill()
+                worker.process.close()
+
+    def _disrupt(self, new_worker: Callable[[], Worker]) -> None:
+        """Kills and stops workers and disturbs the store, until the time is over."""
+        faults, every_s = self._faults, self._settings.every_s
+        rng, due_s = random.Random(f"{self._plan.seed} nemesis"), time.monotonic() + every_s / 2
+        others = len(faults.keys() - _WEIGHTS.keys())
+        weights = [_WEIGHTS.get(name) or _OTHERS / others for name in faults]
+        while True:
+            due_s += rng.uniform(0.3, 1.7) * every_s if faults else math.inf
+            while time.monotonic() < min(due_s, self._until_s):
+                self._continue(self._now())
+                self._look()
+                time.sleep(0.05)
+            if time.monotonic() >= self._until_s:
+                return
+            name, number = rng.choices(list(faults), weights)[0], rng.randrange(len(self._workers))
+            for_s, disturbance = rng.choice(_LENGTHS) * self._plan.lease_s, faults[name]
+            if disturbance is not None:
+                began_s = self._now()
+                with disturbance.act():
+                    time.sleep(for_s if disturbance.lasts else 0.0)
+                times = {"begin_s": began_s, "end_s": self._now()}
+                self._events.append(Event(kind=name, process="", **times, loses_data=disturbance.loses_data))
+                continue
+            self._stop(self._workers[number], rng.random(), for_s)
+            if name == "kill":
+                self._kill(self._workers[number], new_worker)
+
+    def _kill_all(self, count: int, new_worker: Callable[[], Worker]) -> None:
+        """Kills so many workers, each after some calls. When it returns, none is left."""
+
+        def has_called(worker: _Life) -> bool:
+            if worker.process.replied:
+                worker.process.result()  # raises what ended it
+            return self._plan.file_of(worker.name).read_bytes().count(b"\n") >= 2 * _CALLS
+
+        rng, size = random.Random(self._plan.seed), len(self._workers)
+        for turn in range(max(count, size)):
+            worker = self._workers[turn % size]
+            eventually(partial(has_called, worker), STARTS_S, f"the first calls of {worker.name}")
+            self._stop(worker, rng.random())
+            self._kill(worker, new_worker if turn < count - size else None)
+
+    def _finish(self, give_up: float) -> None:
+        """Waits until all workers have ended, but not for ever: their last calls are then ones that never ended."""
+        self._continue(math.inf)
+        for worker in self._workers.values():
+            while not worker.process.replied and time.monotonic() < give_up:
+                time.sleep(_LOOK_S)
+            if worker.process.replied:
+                worker.process.result()  # raises what the worker raised, or that it died by itself
+
+    def _add(self, name: str) -> None:
+        self._processes.append(name)
+        self._plan.file_of(name).touch()
+
+    def _begin(self, worker: _Life) -> None:
+        self._add(worker.name)
+        worker.process.start(live, self._plan, worker.number, worker.life, self._until_s)
+
+    def _kill(self, worker: _Life, new_worker: Callable[[], Worker] | None) -> None:
+        """Kills a worker that is stopped, and gives it a new life, if there is to be one."""
+        worker.process.kill()
+        self._add_event("kill", worker)
+        worker.process.close()
+        del self._workers[worker.number]
+        if new_worker is not None:
+            renewed = self._workers[worker.number] = _Life(worker.number, worker.life + 1, new_worker())
+            renewed.process.wait_ready()
+            self._begin(renewed)
+
+    def _continue(self, by_s: float) -> None:
+        """Continues the workers whose stop is over by a moment."""
+        for worker in self._workers.values():
+            if worker.stopped_s is not None and worker.due_s <= by_s:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, signal.SIGCONT)
+                self._add_event("stop", worker)
+
+    def _add_event(self, kind: str, worker: _Life) -> None:
+        assert worker.stopped_s is not None
+        self._events.append(Event(kind=kind, process=worker.name, begin_s=worker.stopped_s, end_s=self._now()))
+        worker.stopped_s = None
+
+    def _stop(self, worker: _Life, choice: float, for_s: float = 0.0) -> None:
+        """Stops a worker in the middle of a call, if one begins soon: most of the time it pauses."""
+        if worker.stopped_s is not None:
+            return
+        worker.stopped_s = self._now()
+        give_up, lines = time.monotonic() + _AIM_S, 0
+        with self._plan.file_of(worker.name).open("rb") as file:
+            while True:
+                lines += file.read().count(b"\n")
+                over = time.monotonic() > give_up
+                if lines % 2 or over:  # each call is a line at its start and one at its end
+                    time.sleep(choice * _LATEST_S)
+                    os.kill(worker.process.pid, signal.SIGSTOP)
+                    lines += file.read().count(b"\n")
+                    if lines % 2 or over:
+                        break
+                    os.kill(worker.process.pid, signal.SIGCONT)
+                time.sleep(_AIM_LOOK_S)
+        worker.due_s = self._now() + for_s
 
     def _take_the_rest(self, audit: Hands) -> None:
         """Claims (and acks) for all tasks until nothing has come back for longer than any lease lasts."""
-        tasks = TASKS if "claim" in self._target.steps else ()
+        tasks = TASKS if "claim" in self._able else ()
         left = {(partition, task) for partition in PARTITIONS for task in tasks}
-        last, tells = time.monotonic(), "consumed" in self._target.steps
+        last, tells = time.monotonic(), "consumed" in self._able
         given: Counter[tuple[str, str]] = Counter()
         while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
             for partition, task in sorted(left):
@@ -413,13 +547,13 @@ class _Run(ExitStack):
                 for name in names[start : start + 16]:
                     began_s = time.monotonic()
                     audit.read(partition, [name], (field,))
-                    hung += time.monotonic() - began_s > self._target.op_timeout_s
+                    hung += time.monotonic() - began_s > self._op_timeout_s
                     if hung > _MOST_HUNG:  # as of a store whose parts are dead: all others may take as long
                         return
 
     def _saved(self, save: Call) -> list[Call]:
         """What a save holds, loaded into the store, which nobody uses any more. Nothing if there is no save."""
-        client, partition = self._target.client, save.partition
+        client, partition = self._client, save.partition
         loaded = replace(save, number=save.number + 1_000_000, operation="saved", outcome=UNKNOWN)
         if save.outcome == REFUSED:
             return []
@@ -436,3 +570,81 @@ class _Run(ExitStack):
         except DataPlaneError as error:
             absent = isinstance(error, MissingDataError) and save.outcome != OK
             return [] if absent else [replace(loaded, error=said(error))]
+
+
+#: Findings, each with a history in which `check` finds it.
+Found = Sequence[tuple[Finding, History]]
+
+
+def page(
+    name: str, command: str, broken: Found, facts: str, seen: Found = (), promises: Mapping[str, str] | None = None
+) -> str:
+    """The page: what was found, each with its shrunk history. What is ``seen`` breaks the contract, but no promise."""
+    count = "1 fault" if len(broken) == 1 else f"{len(broken)} faults"
+    lines = [f"# {count} of {name} under chaos", "", facts, "", "The same schedule again (times will differ):", ""]
+    lines += [f"    {command}", ""]
+    for number, (found, history) in enumerate([*broken, *seen], start=1):
+        said = None if promises is None else promises.get(found.rule)
+        title = found.rule if number <= len(broken) else f"Seen, not promised: {found.rule}"
+        lines += [f"## {number}. {title}", "", found.text, "", f'The contract: "{RULES[found.rule]}"', ""]
+        if promises is not None:
+            lines += ["The store does not promise this." if said is None else f"The store: {said}", ""]
+        if said is not None and number > len(broken):
+            lacks = ", ".join(f"`{each}`" for each in GRANTED if each not in (promises or {}))
+            lines += [f"This takes for granted some of what the store does not promise: {lacks}.", ""]
+        lines += [*(f"    {line}" for line in table(found, history)), ""]
+    return "\n".join(map(printable, [*lines, _LEGEND])) + "\n"
+
+
+def table(found: Finding, history: History) -> list[str]:
+    """The calls of a history and what was done meanwhile, one per line. Those that prove the finding have a star."""
+    proof = {call.name for call in found.calls}
+    calls = list(history.calls)
+    if len(calls) > _MOST_CALLS:
+        calls = [call for call in calls if call.name in proof][-_MOST_CALLS:]
+    since_s = min((call.begin_s for call in calls), default=0.0) - 1
+    until_s = max((min(call.end_s, call.begin_s + 60) for call in calls), default=0.0) + 1
+    shown: list[Call | Event] = [*calls, *(event for event in history.events if since_s <= event.begin_s <= until_s)]
+    return [_line(each, proof) for each in sorted(shown, key=lambda each: each.begin_s)]
+
+
+def _line(each: Call | Event, proof: set[str]) -> str:
+    end = "never" if math.isinf(each.end_s) else f"{each.end_s:.3f}"
+    if isinstance(each, Call):
+        star = "*" if each.name in proof else " "
+        text = f"{each.name:<9} {_asked(each)} -> {_reply(each)}"
+        text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    else:
+        what = {"kill": "kill -9", "stop": "stopped with SIGSTOP, then continued"}.get(each.kind, each.kind)
+        star, text = " ", f"{each.process or 'the store':<9} {what}"
+    return f"{each.begin_s:8.3f} {end:>8} {star} {text}"
+
+
+def _asked(call: Call) -> str:
+    words = [call.operation, call.partition, call.task and f"task {call.task}"]
+    words += [f"version {call.version}" if call.operation == "put" else "", ",".join(call.fields)]
+    if call.operation == "claim":
+        words.append(f"{'a full batch of' if call.blocking else 'up to'} {call.limit}")
+    words += [f"lease {call.lease_s:g} s" if call.lease_s is not None else "", "everything" if call.whole else ""]
+    words += [_samples(call)] if call.operation not in ("claim", "list", "saved") else []
+    return " ".join(filter(None, words))
+
+
+def _reply(call: Call) -> str:
+    if call.outcome != OK:
+        return f"{call.outcome} {call.error}".strip()
+    if call.operation == "consumed":
+        return str(call.flag)
+    return _samples(call) or "nothing" if call.operation in ("get", "claim", "list", "saved") else "ok"
+
+
+def _samples(call: Call) -> str:
+    """The samples of a call, with the ends of their tokens and with what the reply showed of them."""
+    tokens = dict(zip(call.samples, call.tokens, strict=False))
+    shown = []
+    for sample in call.samples[:_MOST_SAMPLES]:
+        cells = " ".join(f"{name}={version}" for name, version in call.seen.get(sample, {}).items())
+        token = f"({tokens[sample][-6:]})" if tokens.get(sample) else ""
+        shown.append(" ".join(filter(None, [sample, token, cells])))
+    more = len(call.samples) - _MOST_SAMPLES
+    return ", ".join([*shown, *([f"and {more} more"] if more > 0 else [])])

@@ -9,7 +9,7 @@ import uuid
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -29,11 +29,10 @@ from dataplane_core.errors import (
 from dataplane_core.meta import KVBatchMeta
 from dataplane_testkit._author import Disturbance
 from dataplane_testkit._columns import items_of
-from dataplane_testkit._nursery import Nursery
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
-from dataplane_testkit.chaos.rules import GUARANTEES, RULES
-from dataplane_testkit.chaos.run import Settings, Target, Verdict, run_on
+from dataplane_testkit.chaos.checker import GUARANTEES, RULES
+from dataplane_testkit.chaos.run import Run, Settings, Verdict
 from dataplane_testkit.chaos.worker import TASKS
 
 #: What workers can do with each shim, and with one whose claims have leases.
@@ -143,9 +142,6 @@ def _module(place: str) -> ModuleType:
     return sys.modules[name]
 
 
-# --- the client of a run ----------------------------------------------------------------------------------------------
-
-
 def _packed(field: str, value: Any) -> bytes:
     return json.dumps(value).encode() if field == "o" else value.numpy().tobytes()
 
@@ -180,7 +176,6 @@ class ShimClient:
             self._ask("close")
 
     def put_samples(self, names: Sequence[str], partition: str, columns: Mapping[str, Any], tags: object) -> None:
-        """Puts columns; the tags are left out."""
         cells = {field: items_of(column) if field == "o" else column for field, column in columns.items()}
         rows = {
             name: {field: _packed(field, column[place]) for field, column in cells.items()}
@@ -189,7 +184,6 @@ class ShimClient:
         self._ask("put", self._mark + partition, rows)
 
     def get_samples(self, names: Sequence[str], partition: str, fields: Sequence[str]) -> dict[str, list[Any]]:
-        """Reads columns as lists of cells."""
         rows = self._ask("get", self._mark + partition, list(names), list(fields))
         missing = [f"{name}.{field}" for name in names for field in fields if field not in rows.get(name, {})]
         if missing:
@@ -197,18 +191,15 @@ class ShimClient:
         return {field: [_unpacked(field, rows[name][field]) for name in names] for field in fields}
 
     def claim_meta(self, partition: str, task: str, fields: Sequence[str], limit: int, **how: Any) -> KVBatchMeta:
-        """Claims what is ready."""
         given = self._ask("claim", self._mark + partition, task, list(fields), limit, how["lease_s"])
         tokens = list(given.values()) if isinstance(given, Mapping) else None
         return KVBatchMeta(partition, task, list(given), lease_tokens=tokens)
 
     def ack(self, meta: KVBatchMeta) -> None:
-        """Acks a claim."""
         tokens = dict(zip(meta.sample_ids, meta.lease_tokens or [], strict=True))
         self._ask("ack", self._mark + meta.partition_id, meta.task_name, tokens)
 
     def list_samples(self, partition: str) -> KVBatchMeta:
-        """Lists a partition."""
         return KVBatchMeta(partition, None, list(self._ask("list", self._mark + partition)))
 
     def clear_samples(self, names: Sequence[str] | None, partition: str) -> None:
@@ -227,12 +218,6 @@ class ShimClient:
             if isinstance(error, DataPlaneError):
                 raise
             raise BackendError(f"{type(error).__name__}: {error}") from error
-
-
-def _prepare(name: str) -> None:
-    """Imports what the shim needs, and what else the first nested tensor of a process would import during a call."""
-    load_compiler()
-    load_shim(name)
 
 
 def _opened(name: str, options: Mapping[str, Any], mark: str, give_up_s: float) -> ShimClient:
@@ -265,19 +250,18 @@ def run_shim(
     promises, give_up_s = load_shim(name).promises, settings.op_timeout_s + settings.allowance_s + _GIVE_UP_S
     opened = partial(_opened, name, dict(options), f"chaos-{uuid.uuid4().hex[:8]}-", give_up_s)
     progress("connecting")
-    _prepare(name)
-    with ExitStack() as stack:
-        client = stack.enter_context(opened())
-        nursery = Nursery.of(name.rpartition(":")[0], partial(_prepare, name))
-        stack.callback(nursery.release)
-        target = Target(
-            name=name.rpartition(":")[2],
+    load_compiler()  # which the first nested tensor would import during a call
+    with (
+        opened() as client,
+        Run(
+            settings,
+            progress,
             client=client,
             op_timeout_s=settings.op_timeout_s,
-            new_worker=partial(Worker, nursery, opened),
+            new_worker=partial(Worker, opened),
             steps=_STEPS | (_LEASED_STEPS if "lease" in promises else frozenset()),
             disturbances=client.shim.disturbances(),
             tags=False,
-            promises=promises,
-        )
-        return run_on(target, settings, folder, command, progress)
+        ) as run,
+    ):
+        return run.verdict(name.rpartition(":")[2], folder, command, promises)

@@ -86,11 +86,7 @@ class Plan:
         return self.lease_s if self.leases and TASKS[task][1] else None
 
     def file_of(self, process: str) -> Path:
-        """The history of a process."""
         return self.folder / f"{process}.jsonl"
-
-
-# --- cells ------------------------------------------------------------------------------------------------------------
 
 
 def cell(field: str, sample: str, version: int, length: int) -> Any:
@@ -105,6 +101,15 @@ def cell(field: str, sample: str, version: int, length: int) -> Any:
     if field == "y":
         return torch.tensor([float(version), float(mark), float(length)], dtype=torch.float64)
     return torch.tensor([version, mark]) if field == LATER else {"v": version, "sample": sample}
+
+
+def columns_of(names: Sequence[str], fields: Sequence[str], version: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """What a put of this version writes of some samples."""
+    columns: dict[str, Any] = {}
+    for field in fields:
+        cells = [cell(field, name, version, length) for name, length in zip(names, lengths, strict=True)]
+        columns[field] = as_objects(*cells) if field == "o" else cells if field == "x" else torch.stack(cells)
+    return columns
 
 
 def version_of(field: str, sample: str, value: Any) -> int | str:
@@ -123,7 +128,6 @@ def version_of(field: str, sample: str, value: Any) -> int | str:
 
 
 def seen_of(rows: Any, names: Sequence[str], fields: Sequence[str]) -> Seen:
-    """The versions in the rows of a read."""
     seen: Seen = {name: {} for name in names}
     for field in fields:
         column = rows[field]
@@ -140,9 +144,6 @@ def shown_by(meta: KVBatchMeta) -> dict[str, Any]:
     versions = [{f"#{name}": value for name, value in row.items() if isinstance(value, int)} for row in tags]
     seen = dict(zip(meta.sample_ids, versions, strict=True))
     return {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "seen": seen}
-
-
-# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 class Hands:
@@ -163,11 +164,9 @@ class Hands:
         self._held: list[KVBatchMeta] = []
 
     def close(self) -> None:
-        """Ends the history."""
         self._recorder.close()
 
     def take(self, kind: str, rng: random.Random) -> None:
-        """Takes one of `STEPS`."""
         partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice(("train", *TASKS))
         lengths = rng.choices((1, 3, 200, 1000), k=rng.choice((1, 1, 2, 3, 4, 6)))
         count, chance, known = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
@@ -231,11 +230,8 @@ class Hands:
         if not names:
             return False
         self._version += 1
-        tag, columns = "z" if tuple(fields) == (LATER,) else "v", dict[str, Any]()
-        sizes = list(lengths[: len(names)]) or [3] * len(names)
-        for field in fields:
-            cells = [cell(field, name, self._version, size) for name, size in zip(names, sizes, strict=True)]
-            columns[field] = as_objects(*cells) if field == "o" else cells if field == "x" else torch.stack(cells)
+        tag, sizes = "z" if tuple(fields) == (LATER,) else "v", list(lengths[: len(names)]) or [3] * len(names)
+        columns = columns_of(names, fields, self._version, sizes)
         put = partial(self._client.put_samples, names, partition, columns, [{tag: self._version} for _ in names])
         about = {
             "samples": list(names),
@@ -246,7 +242,6 @@ class Hands:
         return self._call("put", partition, put, **about) is not None
 
     def read(self, partition: str, names: Sequence[str], fields: Sequence[str]) -> bool:
-        """Reads fields of samples. Returns whether all of them are there."""
         if not names:
             return False
         get = partial(self._client.get_samples, names, partition, list(fields))
@@ -262,7 +257,6 @@ class Hands:
         return [] if meta is None else list(meta.sample_ids)
 
     def consumed(self, partition: str, task: str) -> bool:
-        """Asks whether a task is done with a partition."""
         ask = partial(self._client.check_consumption_status, partition, [task])
         return bool(self._call("consumed", partition, ask, lambda flag: {"flag": flag}, task=task))
 
@@ -280,18 +274,15 @@ class Hands:
         return meta
 
     def settle(self, operation: str, meta: KVBatchMeta, **more: Any) -> bool:
-        """Acks, nacks or renews a claim."""
         about = {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "task": meta.task_name, **more}
         act = partial(getattr(self._client, operation), meta, **more)
         return self._call(operation, meta.partition_id, act, **about) is not None
 
     def clear(self, partition: str, names: Sequence[str]) -> bool:
-        """Clears samples."""
         clear = partial(self._client.clear_samples, list(names), partition)
         return bool(names) and self._call("clear", partition, clear, samples=list(names)) is not None
 
     def register(self, partition: str, operation: str) -> None:
-        """Registers a partition, anew or with ``if_exists="keep"``."""
         how = "keep" if operation == "keep" else "replace"
         register = self._client.register_partition
         self._call(operation, partition, partial(register, partition, [*BASE, LATER], None, list(TASKS), if_exists=how))

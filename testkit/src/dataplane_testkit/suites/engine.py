@@ -11,18 +11,18 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Final
 
 import pytest
 
 from dataplane_core.backends import RefsGoneError, RowStoreBackend
 from dataplane_core.errors import preview
-from dataplane_testkit._base import Suite
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._rows import delete, keeps_log, log_of, new_handles, opened, put, rows_at, soon
-from dataplane_testkit._store import Store, not_declared, not_run
+from dataplane_testkit._rows import keeps_log, log_of, new_handles, opened, put, rows_at, soon
+from dataplane_testkit._store import Store, Suite, not_declared, not_run
 from dataplane_testkit._timing import in_threads
-from dataplane_testkit._workers import call_engine
+from dataplane_testkit._workers import Worker, call_engine
 
 _MANY: Final = 300
 _THREADS: Final = 8
@@ -69,7 +69,7 @@ def _logs(store: Store) -> Iterator[tuple[RowStoreBackend, RowStoreBackend]]:
     """Two clients of the log of a separate store, which is empty, and in which no owner writes."""
     if not keeps_log(store.backend):
         not_declared("a log: the backend overrides no append")
-    case, options = store.case, store.deployment.options
+    case, options = store.case, store.options
     separate = case.isolated_options(dict(options), f"log{secrets.token_hex(4)}")
     if separate == options:
         not_run("the author's class supplies no isolated_options, and the test would damage the shared store's log")
@@ -114,8 +114,6 @@ def _check_records(records: Sequence[tuple[int, bytes]], newest: int) -> None:
 class EngineSuite(Suite, chapter="engine"):
     """The methods of a `RowStoreBackend`. Other backends do not have them, so these tests are skipped for them."""
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize("content", list(_CONTENTS))
     def test_a_row_comes_back_byte_for_byte(self, store: Store, content: str) -> None:
         row = dict.fromkeys(new_handles(1), _CONTENTS[content])
@@ -129,7 +127,7 @@ class EngineSuite(Suite, chapter="engine"):
         kept = {handle: str(handle).encode() for handle in stays}
         put(backend, {**kept, **dict.fromkeys(gone, b"gone")})
         for some in ([*never, *gone], gone):  # those that are not there are ignored
-            delete(backend, some)
+            backend.delete_rows(some, soon())
             _holds(backend, {**dict.fromkeys([*never, *gone]), **kept}, "delete_rows")
         with pytest.raises(RefsGoneError) as caught:
             backend.get_rows(handles[:30], soon())
@@ -145,7 +143,7 @@ class EngineSuite(Suite, chapter="engine"):
             expected[handle] = str(handle).encode()
         _holds(backend, expected, "put_rows of handles that are alike")
         for handle in (base // 10, base):
-            delete(backend, [handle])
+            backend.delete_rows([handle], soon())
             expected[handle] = None
             _holds(backend, expected, "delete_rows of one of the handles that are alike")
 
@@ -164,7 +162,7 @@ class EngineSuite(Suite, chapter="engine"):
                 row = str(handle).encode() * 50
                 put(backend, {handle: row})
                 _holds(backend, {handle: row}, f"put_rows, with {_THREADS} threads")
-                delete(backend, [handle])
+                backend.delete_rows([handle], soon())
                 _holds(backend, {handle: None}, f"delete_rows, with {_THREADS} threads")
 
         in_threads(*(partial(work, new_handles(20)) for _ in range(_THREADS)))
@@ -175,17 +173,15 @@ class EngineSuite(Suite, chapter="engine"):
             for handle in new_handles(10):
                 put(writer, {handle: b"row"})
                 _holds(reader, {handle: b"row"}, "another client's put_rows")
-                delete(reader, [handle])
+                reader.delete_rows([handle], soon())
                 _holds(writer, {handle: None}, "another client's delete_rows")
-        (worker,), (here, there) = store.deployment.workers(1), new_handles(2)
+        (worker,), (here, there) = store.workers(1), new_handles(2)
         put(backend, {here: b"here"})
         seen = worker.run(call_engine, rows_at, [here, there])
         assert seen == {here: b"here", there: None}, "another process does not see a row that this client put"
         worker.run(call_engine, put, {there: b"there"})
-        worker.run(call_engine, delete, [here])
+        worker.run(call_engine, methodcaller("delete_rows", [here], soon()))
         _holds(backend, {here: None, there: b"there"}, "another process's put_rows and delete_rows")
-
-    # --- the log ------------------------------------------------------------------------------------------------------
 
     def test_a_number_in_the_log_is_taken_once_and_in_turn(self, store: Store) -> None:
         with _logs(store) as logs:
@@ -240,7 +236,7 @@ class EngineSuite(Suite, chapter="engine"):
     def test_racing_appends_take_each_number_once(self, store: Store) -> None:
         with _logs(store) as (engine, another):
             # also with the options that are secrets elsewhere
-            worker = store.deployment.new_engine_worker(another.owner_options())
+            worker = Worker(partial(opened, type(engine), another.owner_options(), False))
             writers = {"one": engine, "two": another, "three": engine}
             won: dict[str, list[int]] = {name: [] for name in writers}
             done = threading.Event()

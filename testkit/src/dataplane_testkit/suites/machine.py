@@ -32,12 +32,11 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, this_process
-from dataplane_testkit._base import Suite
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
 from dataplane_testkit._hooks import Hooks, backend_of
 from dataplane_testkit._profiles import by_profile, fewest, is_long, new_seed
 from dataplane_testkit._rows import stores_rows
-from dataplane_testkit._store import BOUNDED_BYTES, Store, check_error, no_polls
+from dataplane_testkit._store import BOUNDED_BYTES, Store, Suite, check_error, no_polls
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
 from dataplane_testkit.faults import Faults
 from dataplane_testkit.histories import (
@@ -82,15 +81,12 @@ RULES: Final = sentences("machine")
 
 
 class Broken(AssertionError):
-    """A store differs from the ledger."""
-
     def __init__(self, rule: str, text: str) -> None:
         sentence, hint = RULES[rule]
         super().__init__(f'{text}\nThe last call breaks the contract: "{sentence}"\nCheck first: {hint}')
 
 
 def same(rule: str, found: Any, expected: Any, what: str) -> None:
-    """Asserts that a store says what the ledger says."""
     if found != expected:
         raise Broken(rule, f"{what}: {found!r}, expected {expected!r}")
 
@@ -106,9 +102,6 @@ def proving(rule: str) -> Iterator[None]:
         raise Broken(rule, str(error)) from error
 
 
-# --- cells ------------------------------------------------------------------------------------------------------------
-
-
 def _column(kind: str, rows: list[Any]) -> Any:
     if kind in ("ragged", "short"):
         return jagged(rows)
@@ -118,7 +111,6 @@ def _column(kind: str, rows: list[Any]) -> Any:
 
 
 def _plain(column: Any) -> list[Any]:
-    """The rows of a column as lists."""
     if isinstance(column, torch.Tensor):
         return [row.tolist() for row in column.unbind()]
     return [row.tolist() if isinstance(row, torch.Tensor) else row for row in items_of(column)]
@@ -139,9 +131,6 @@ def _scribble(thing: Any) -> None:
 def _exact(tags: Any) -> list[tuple[str, str, str]]:
     """So that 1, 1.0 and True differ, and NaN is NaN."""
     return sorted((name, type(value).__name__, repr(value)) for name, value in tags.items())
-
-
-# --- a store and its model --------------------------------------------------------------------------------------------
 
 
 class StoreMachine:
@@ -177,17 +166,15 @@ class StoreMachine:
         self.reply: Any = None  # of the model to the last step
 
     def partition(self, name: str) -> str:
-        """The partition of the store that has this name in the history."""
         return f"{self.base}{name}"
 
     @property
     def hooks(self) -> Hooks:
-        """Those of the client that takes the step."""
         return Hooks(backend_of(self.client))
 
     def drawn(self, seed: int, num_steps: int) -> Iterator[Step]:
         """The steps of a history. Each depends on what the ledger replied to those before."""
-        about = self.store.deployment.backend_class
+        about = self.store.backend_class
         narrows = self.store.backend.narrow and (about.wire.bytes or about.wire.narrow)
         options: dict[str, Any] = {"bounded": self.bounded, "narrows": narrows, "shares": about.wire.shared_rows}
         history = History(random.Random(seed), about.capabilities, real=True, **options)
@@ -197,7 +184,6 @@ class StoreMachine:
             history.heard(step, self.reply)
 
     def run(self, steps: Iterable[Step]) -> Failure | None:
-        """Takes steps. Returns how they failed."""
         try:
             with self.ending():
                 for step in steps:
@@ -257,8 +243,6 @@ class StoreMachine:
         except DataPlaneError as error:
             raise Broken("room", f"a store that was emptied does not take what it took before: {error}") from error
 
-    # --- taking steps -------------------------------------------------------------------------------------------------
-
     def take(self, step: Step) -> Any:
         """Takes a step on the store and on the model, and compares the answers. Returns that of the model."""
         if not (isinstance(step, commands.SettleRequest) and self.short.intersection(step.lease_tokens)):
@@ -270,8 +254,12 @@ class StoreMachine:
         return reply
 
     def expected(self, step: Step) -> tuple[Any, DataPlaneError | None]:
-        """What the model says."""
         return _attempt(lambda: self.model.answer(step))
+
+    def both(self, rule: str, what: str, step: Any, call: Any, *args: Any) -> tuple[Any, Any]:
+        """The reply of the model to a step, and what a call of the store returns. Both succeed or are refused."""
+        reply, error = self.expected(step)
+        return reply, self.agree(rule, what, error, call, *args)
 
     def agree(
         self, rule: str, what: str, expected: DataPlaneError | None, call: Any, *args: Any, waits: bool = False
@@ -379,8 +367,6 @@ class StoreMachine:
         with Faults.of(self.client).before(hook, note):
             yield sent
 
-    # --- registration -------------------------------------------------------------------------------------------------
-
     def take_register(self, step: commands.RegisterRequest) -> Any:
         """Registers a partition anew or keeps it, or finishes it. Its epoch is that which the client drew."""
         finishes = step.if_exists == "keep" and not step.consumer_tasks
@@ -410,11 +396,8 @@ class StoreMachine:
         return reply
 
     def forget(self, name: str, ids: Sequence[str] | None) -> None:
-        """Cells that were cleared."""
         for key in [key for key in self.cells if key[0] == name and (ids is None or key[1] in ids)]:
             del self.cells[key]
-
-    # --- writes -------------------------------------------------------------------------------------------------------
 
     def take_put(self, step: Put) -> Any:
         """Puts, and uses the memory of what was put for something else."""
@@ -448,7 +431,6 @@ class StoreMachine:
         return carried_out
 
     def take_faulty(self, faulty: Faulty) -> Any:
-        """Takes a step of which the first call of the hook goes wrong."""
         step = faulty.step
         self.fault = _HOOKS.get(step.op, step.op), faulty.fault
         reply = getattr(self, f"take_{step.op}")(step)
@@ -456,7 +438,6 @@ class StoreMachine:
         return reply
 
     def was_put(self, step: Put) -> None:
-        """The store holds the cells of a put."""
         for name in step.columns:
             for sample_id, row in zip(step.sample_ids, step.rows(name), strict=True):
                 self.cells[step.partition_id, sample_id, name] = row
@@ -485,7 +466,6 @@ class StoreMachine:
         return None
 
     def take_repeat(self, step: Repeat) -> Any:
-        """The very request comes again."""
         if step.request_id not in self.sent:
             return None
         hook, request = self.sent[step.request_id]
@@ -500,17 +480,12 @@ class StoreMachine:
         return reply
 
     def take_clear(self, step: commands.ClearRequest) -> Any:
-        """Clears samples or a partition."""
-        reply, error = self.expected(step)
         partition = self.partition(step.partition_id)
-        self.agree("clear", "the clear", error, self.client.clear_samples, step.sample_ids, partition)
+        reply, _ = self.both("clear", "the clear", step, self.client.clear_samples, step.sample_ids, partition)
         self.forget(step.partition_id, step.sample_ids)
         return reply
 
-    # --- reads --------------------------------------------------------------------------------------------------------
-
     def take_locate(self, step: commands.Locate) -> Any:
-        """Reads cells, which may be missing. What was read belongs to the caller."""
         unique = list(dict.fromkeys(step.sample_ids))
         _, error = self.expected(replace(step, sample_ids=unique))
         if error is not None and not isinstance(error, KeyError):
@@ -523,7 +498,6 @@ class StoreMachine:
         return found
 
     def compare(self, found: Any, name: str, ids: Sequence[str], fields: Sequence[str]) -> None:
-        """Compares every cell with its last write."""
         for field in fields:
             expected = [self.cells[name, sample_id, field] for sample_id in ids]
             column = found[field]
@@ -540,10 +514,8 @@ class StoreMachine:
                 _scribble(column)
 
     def take_list_samples(self, step: commands.ListRequest) -> Any:
-        """Lists ids and tags, in order of first write."""
-        reply, error = self.expected(step)
         about = (self.partition(step.partition_id), _short(step.tag_filter), step.sample_ids)
-        meta = self.agree("list", "the listing", error, self.client.list_samples, *about)
+        reply, meta = self.both("list", "the listing", step, self.client.list_samples, *about)
         if meta is not None:
             same("order", meta.sample_ids, list(reply.sample_ids), "the ids listed")
             same("tags", [*map(_exact, meta.tags)], [*map(_exact, reply.tags)], "the tags listed")
@@ -552,37 +524,34 @@ class StoreMachine:
         return reply
 
     def take_list_partitions(self, step: commands.ListPartitionsRequest) -> Any:
-        """Lists the partitions. Others of the store are left out."""
-        reply, _ = self.expected(step)
-        mine = [each for each in self.client.list_partitions() if each.startswith(self.base)]
+        reply, partitions = self.both("list_partitions", "the list", step, self.client.list_partitions)
+        mine = [partition for partition in partitions if partition.startswith(self.base)]
         same("list_partitions", mine, sorted(map(self.partition, reply)), "the partitions")
         return reply
 
     def take_list_fields(self, step: commands.FieldsRequest) -> Any:
-        """Lists the fields of samples."""
-        reply, error = self.expected(step)
         about = (step.sample_ids, self.partition(step.partition_id))
-        found = self.agree("list_fields", "the list of fields", error, self.client.list_fields, *about)
-        if found is not None:
-            same("list_fields", [*map(sorted, found)], [sorted(reply.patterns[at]) for at in reply.index], "the fields")
+        reply, fields = self.both("list_fields", "the list of fields", step, self.client.list_fields, *about)
+        if fields is not None:
+            same(
+                "list_fields", [*map(sorted, fields)], [sorted(reply.patterns[at]) for at in reply.index], "the fields"
+            )
         return reply
 
     def take_inspect(self, step: commands.InspectRequest) -> Any:
-        """Describes a partition, and answers questions."""
-        reply, error = self.expected(step)
         partition, name = self.partition(step.partition_id), step.partition_id
-        found = self.agree("describe", "the description", error, self.client.describe, partition)
+        reply, found = self.both("describe", "the description", step, self.client.describe, partition)
         if found is None:
             return None
         same("identity", found.info.epoch, self.epochs[name], "the epoch")
         same("keep", found.info.registration(), reply.info.registration(), "the registration")
         same("describe", dict(found.specs), dict(reply.specs), "the schema")
-        counts = ("num_samples", "num_cleared")
-        same("describe", [getattr(found, each) for each in counts], [getattr(reply, each) for each in counts], "counts")
+        for count in ("num_samples", "num_cleared"):
+            same("describe", getattr(found, count), getattr(reply, count), count)
         same("describe", found.oldest_s is None, reply.oldest_s is None, "whether there is an oldest sample")
+        same("describe rows", dict(found.num_rows), dict(reply.num_rows), "the samples that have a field")
         if not any(key[0] == name for key in self.cells):
             same("payload", found.held_bytes, 0, "the bytes that it holds")
-        same("describe rows", dict(found.num_rows), dict(reply.num_rows), "the samples that have a field")
         for task, expected in reply.tasks.items():
             of = found.tasks[task]
             counted, right = [(each.num_ready, each.num_leased, each.num_consumed) for each in (of, expected)]
@@ -593,7 +562,6 @@ class StoreMachine:
         return reply
 
     def check_answers(self, partition: str, questions: Sequence[Any], expected: Sequence[Any]) -> None:
-        """Compares what claims would find."""
         found = self.hooks.ask("inspect_partition", partition, questions=list(questions)).answers
         for answer, right in zip(found, expected, strict=True):
             same("questions", answer is None, right is None, "whether there is such a task")
@@ -611,10 +579,7 @@ class StoreMachine:
         if given is not None and oldest is not None:
             same("oldest", given, oldest, f"when '{found.sample_id}' was leased, of the oldest lease")
 
-    # --- claims -------------------------------------------------------------------------------------------------------
-
     def take_claim(self, step: commands.ClaimRequest) -> Any:
-        """Claims with or without waiting, a lease, a filter, a sampler and ranks."""
         if step.lease_s == SHORT_S and self.staying is not None:
             step = replace(step, lease_s=LONG_S)
         reply, error = self.expected(step)
@@ -643,7 +608,6 @@ class StoreMachine:
         check_shortfall("shortfall", getattr(late, "shortfall", None), reply.shortfall)
 
     def claiming(self, claim: commands.ClaimRequest, **more: Any) -> Callable[[], KVBatchMeta]:
-        """The call of a client that makes a claim."""
         about = (self.partition(claim.partition_id), claim.task_name, claim.required_fields, claim.batch_size)
         call: Any = self.client.claim_meta
         return partial(call, *about, **_options(claim), **more)
@@ -672,7 +636,6 @@ class StoreMachine:
             self.compare(found, step.partition_id, meta.sample_ids, step.required_fields)
 
     def take_stay(self, step: Stay) -> Any:
-        """A claim begins to wait, unless it is answered at once."""
         if self.staying is not None:
             return None
         reply, error = self.expected(step)
@@ -710,7 +673,6 @@ class StoreMachine:
     take_ack = take_nack = take_renew = settle
 
     def take_consumed(self, step: commands.ConsumptionRequest) -> Any:
-        """Compares the consumption status, and whether tasks are finished."""
         reply, _ = self.expected(step)
         partition = self.partition(step.partition_id)
         found = self.client.check_consumption_status(partition, step.task_names)
@@ -724,7 +686,6 @@ class StoreMachine:
         return reply
 
     def take_export(self, step: commands.ExportRequest) -> Any:
-        """Compares what tasks have consumed, and what was cleared."""
         reply, error = self.expected(step)
         partition = self.partition(step.partition_id)
         for task in TASKS if error else reply.consumed:
@@ -739,11 +700,8 @@ class StoreMachine:
         return reply
 
     def take_set_cursor(self, step: commands.SetCursorRequest) -> Any:
-        """Sets what a task has consumed."""
-        reply, error = self.expected(step)
         about = (self.partition(step.partition_id), step.task_name, step.sample_ids)
-        self.agree("reset", "reset_consumption", error, self.client.reset_consumption, *about)
-        return reply
+        return self.both("reset", "reset_consumption", step, self.client.reset_consumption, *about)[0]
 
 
 def until_it_agrees(check: Callable[[], None]) -> None:
@@ -763,11 +721,9 @@ def check_shortfall(rule: str, found: Any, expected: Any) -> None:
     same(rule, found is None, expected is None, "whether it says what is lacking")
     if found is None:
         return
-    names = ("num_leased", "num_not_matching", "not_matching", "num_incomplete", "num_lacking")
-    for name in names:
+    counts = ("num_leased", "num_not_matching", "not_matching", "num_incomplete", "num_lacking")
+    for name in (*counts, "incomplete_groups", "missing_cells"):
         same(rule, getattr(found, name), getattr(expected, name), name)
-    for name in ("incomplete_groups", "missing_cells"):
-        same(rule, dict(getattr(found, name)), dict(getattr(expected, name)), name)
     same(rule, len(found.leased), len(expected.leased), "how many leases it names")
     for each in found.leased:
         same(rule, each.holder, this_process(), f"the holder of '{each.sample_id}'")
@@ -780,7 +736,6 @@ def _short(tag_filter: Any) -> Any:
 
 
 def _options(claim: commands.ClaimRequest) -> dict[str, Any]:
-    """The optional arguments of a client's claim."""
     options = {"lease_s": claim.lease_s, "tag_filter": _short(claim.tag_filter), "sampler": claim.sampler}
     if claim.dp_rank is not None:
         options |= {"dp_rank": claim.dp_rank, "dp_size": claim.dp_size, "batch_index": claim.batch_index}
@@ -788,7 +743,6 @@ def _options(claim: commands.ClaimRequest) -> dict[str, Any]:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, Any]:
-    """The result of a call, or the error that it raised."""
     try:
         return call(), None
     except DataPlaneError as error:
@@ -796,7 +750,6 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def _builtin(error: BaseException) -> type:
-    """The builtin exception that a user would catch."""
     return next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
 
 
@@ -807,9 +760,6 @@ def _rule_of_put(error: DataPlaneError | None) -> str:
         if isinstance(error, kind):
             return rule
     return "room" if isinstance(error, RuntimeError) else "put refused"
-
-
-# --- running and shrinking --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -841,12 +791,10 @@ def shrunk(failure: Failure, again: Callable[[Sequence[Step]], Failure | None]) 
 
 
 class MachineSuite(Suite, chapter="machine"):
-    """The contract as a whole, tested by random sequences of calls."""
-
     def test_random_histories_agree_with_the_ledger(self, store: Store) -> None:
         self.run(store, [store.client, store.same_store_client()], _HISTORIES, bounded=False)
         if store.declares(Capability.CAPACITY) and store.case.num_ledgers == 1:  # each ledger has its own capacity
-            self.run(store, [store.deployment.bounded("raise")], _BOUNDED, bounded=True)
+            self.run(store, [store.bounded("raise")], _BOUNDED, bounded=True)
 
     def run(
         self, store: Store, clients: Sequence[DataPlaneClient], histories: Mapping[int, int], *, bounded: bool

@@ -163,12 +163,7 @@ class SchemaMismatchError(InvalidRequestError):
 
     @classmethod
     def for_fields(cls, what: str, fields: Iterable[tuple[str, str, str, str]]) -> SchemaMismatchError:
-        """The error for columns that do not fit their fields.
-
-        Args:
-            what: The put, as ``put_samples('train', 512 samples)``.
-            fields: Name, what the column holds, what is expected, and the text of the spec of each. At least one.
-        """
+        """The error for columns that do not fit: name, what it holds, what is expected, and that as text of a spec."""
         found = list(fields)
         name, held, expected, _ = found[0]
         more = f" {len(found) - 1} more fields differ." if len(found) > 1 else ""
@@ -236,13 +231,7 @@ class MissingDataError(DataPlaneError, KeyError):
 
     @classmethod
     def for_samples(cls, what: str, partition_id: str, absent: Sequence[str]) -> MissingDataError:
-        """The error for samples that the partition does not hold.
-
-        Args:
-            what: The read, as ``get_samples('train', 512 samples)``.
-            partition_id: The partition.
-            absent: All ids that are missing, in the order of the request. At least one.
-        """
+        """The error for samples that the partition does not hold."""
         return cls(
             f"{what}: {preview(absent)} {'is' if len(absent) == 1 else 'are'} not in the partition.",
             partition_id=partition_id,
@@ -252,14 +241,7 @@ class MissingDataError(DataPlaneError, KeyError):
 
     @classmethod
     def for_cells(cls, what: str, partition_id: str, lacking: Iterable[tuple[str, Sequence[str]]]) -> MissingDataError:
-        """The error for cells that are not yet produced.
-
-        Args:
-            what: The read, as ``get_samples('train', 512 samples)``.
-            partition_id: The partition.
-            lacking: Each sample that lacks fields, with these fields, in the order of the request. At least one.
-                Columns of middleware (names that begin with ``~``) are named only if no field of the user is missing.
-        """
+        """The error for cells that are not yet produced."""
         cells, _, shown = _first_cells(lacking)
         return cls(
             f"{what}: cells not yet produced: {shown}.",
@@ -276,7 +258,7 @@ def _first_cells(lacking: Iterable[tuple[str, Sequence[str]]]) -> tuple[dict[str
     count = 0
     for sample_id, names in lacking:
         count += 1
-        if count <= _NUM_NAMED:
+        if count <= _NUM_NAMED:  # columns of middleware only if no other one is missing
             cells[sample_id] = [name for name in names if not name.startswith("~")] or names
     shown = "; ".join(f"'{sample_id}' lacks {preview(names)}" for sample_id, names in cells.items())
     more = f"; and {count - len(cells)} more samples" if count > len(cells) else ""
@@ -296,13 +278,7 @@ class LostSamplesError(MissingDataError):
 
     @classmethod
     def for_payload(cls, what: str, partition_id: str, lost: Iterable[tuple[str, Sequence[str]]]) -> LostSamplesError:
-        """The error for cells whose payload is gone.
-
-        Args:
-            what: The read, as ``get_samples('train', 512 samples)``.
-            partition_id: The partition.
-            lost: Each sample with its fields whose payload is gone, in the order of the request. At least one.
-        """
+        """The error for cells whose payload is gone."""
         all_lost = list(lost)
         cells, count, shown = _first_cells(all_lost)
         return cls(
@@ -496,12 +472,7 @@ class RoomTimeoutError(CapacityExceededError, OperationTimeoutError):
 
     @classmethod
     def after(cls, refusal: CapacityExceededError, *, asked_in_vain: bool = False) -> RoomTimeoutError:
-        """The error of a put that was refused for the last time.
-
-        Args:
-            refusal: What the store said.
-            asked_in_vain: Whether the put asked again after that, and got no answer in time.
-        """
+        """The error of a put that was refused for the last time, and perhaps got no answer when it asked again."""
         last = " The store did not answer the last question." if asked_in_vain else ""
         return cls(
             f"{refusal.message} No room became free before the deadline. Nothing was written.{last}",

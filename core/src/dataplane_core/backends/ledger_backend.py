@@ -344,52 +344,47 @@ class LedgerBackend(Backend, ABC):
 
     def _put_when_there_is_room(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
         """Runs a put, which queues for room unless ``on_full`` is ``raise``. Returns the refs that it freed."""
-        ticket = _Ticket() if self.config.on_full == "block" else None
-        try:
-            return self._put_in_turn(request, writes, ticket)
-        except OperationTimeoutError as late:
-            if ticket is None or ticket.refusal is None:
-                raise
-            raise RoomTimeoutError.after(ticket.refusal, asked_in_vain=True) from late
-        finally:
-            if ticket is not None and ticket.waited:
-                self.stop_waiting(ticket.id)
-            if ticket is not None and ticket.queued_at is not None:  # the put ends while it is still in the queue
-                until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
-                with suppress(Exception):  # the ledger drops it later anyway
-                    self.call_ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
-
-    def _put_in_turn(
-        self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
-    ) -> Sequence[Ref]:
-        """Tries a put until there is room for it. Returns the refs that it freed."""
-        start = time.monotonic()
-        bell, cancellation = Bell(), CANCELLATION.get() or Cancellation()
+        if self.config.on_full != "block":
+            return self.put_once(request, writes, None)
+        ticket, bell, start = _Ticket(), Bell(), time.monotonic()
+        cancellation = CANCELLATION.get() or Cancellation()
         cancellation.listen(bell.ring)
 
         def wake() -> bool:
             bell.ring()
             return True
 
-        while True:
-            try:
-                return self.put_once(request, writes, ticket)
-            except CapacityExceededError as error:
-                if not error.retryable or ticket is None:
-                    raise
-                now = time.monotonic()
-                left_s = request.deadline - now
-                if left_s <= LEAST_ROOM_PAUSE_S or cancellation.is_set:
-                    ticket.refusal = None
-                    raise RoomTimeoutError.after(error) from error
-                ticket.refusal = error
-                if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
-                    ticket.queued_at, ticket.waited = now, True
-                    wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
-                    self.call_ledger_waking(request.deadline, wait, wake)
-                # 0 if the engine itself is full: it does not say when to ask again
-                pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
-                bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
+        try:
+            while True:
+                try:
+                    return self.put_once(request, writes, ticket)
+                except CapacityExceededError as error:
+                    if not error.retryable:
+                        raise
+                    now = time.monotonic()
+                    left_s = request.deadline - now
+                    if left_s <= LEAST_ROOM_PAUSE_S or cancellation.is_set:
+                        ticket.refusal = None
+                        raise RoomTimeoutError.after(error) from error
+                    ticket.refusal = error
+                    if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
+                        ticket.queued_at, ticket.waited = now, True
+                        wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
+                        self.call_ledger_waking(request.deadline, wait, wake)
+                    # 0 if the engine itself is full: it does not say when to ask again
+                    pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
+                    bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
+        except OperationTimeoutError as late:
+            if ticket.refusal is None:
+                raise
+            raise RoomTimeoutError.after(ticket.refusal, asked_in_vain=True) from late
+        finally:
+            if ticket.waited:
+                self.stop_waiting(ticket.id)
+            if ticket.queued_at is not None:  # the put ends while it is still in the queue
+                until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
+                with suppress(Exception):  # the ledger drops it later anyway
+                    self.call_ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
 
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed. An engine whose parts come and go may override it."""

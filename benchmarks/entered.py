@@ -10,6 +10,7 @@ threads of the process, so the numbers are exact, and the same on every machine.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ import torch
 
 from dataplane_core import DataPlaneClient, connect
 
-BACKENDS: dict[str, dict[str, Any]] = {"noop": {}, "shm_store": {"capacity_bytes": 50_000_000}}
+BACKENDS: dict[str, dict[str, Any]] = {"noop": {}, "shm_store": {"namespace": f"entered-{os.getpid()}"}}
 IDS = ["a", "b"]
 COLUMNS = {"input_ids": [[1, 2, 3], [4]], "reward": torch.tensor([0.5, 1.0])}
 

@@ -1,14 +1,11 @@
-"""The threads of an asyncio client; and a limit of the process that keeps a client from working is named."""
+"""A limit of the process that keeps a client from working is named."""
 
-import asyncio
 import errno
 import threading
-from queue import SimpleQueue
 
 import pytest
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client.async_client import CallThreads
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendError
@@ -60,51 +57,3 @@ async def test_an_asyncio_client_that_gets_no_thread_says_so(monkeypatch):
             await client.list_partitions()
     assert await client.list_partitions() == []
     await client.close()
-
-
-class SlowQueue(SimpleQueue):
-    """Lets a thread hold back what it has taken."""
-
-    def __init__(self):
-        super().__init__()
-        self.taken, self.go_on = threading.Event(), threading.Event()
-
-    def get(self):
-        call = super().get()
-        self.taken.set()
-        self.go_on.wait(30)
-        return call
-
-
-async def test_a_thread_that_has_just_taken_a_call_is_not_counted_on_for_the_next():
-    threads = CallThreads("test", 2)
-    threads._calls = queue = SlowQueue()
-    both = threading.Barrier(2)
-
-    calls = [threads.submit(lambda: both.wait(30))]
-    queue.taken.wait(30)
-    calls.append(threads.submit(lambda: both.wait(30)))
-    queue.go_on.set()
-    for call in calls:
-        await call.end()
-    assert [call.error for call in calls] == [None, None]
-    assert len(threads._threads) == 2
-    threads.close()
-
-
-def test_event_loops_that_have_ended_are_not_kept():
-    threads = CallThreads("test", 1)
-    go_on = threading.Event()
-
-    async def leave():
-        threads.submit(lambda: go_on.wait(30))
-
-    async def ask():
-        await threads.submit(int).end()
-
-    for _ in range(3):
-        asyncio.run(leave())
-    go_on.set()
-    asyncio.run(ask())
-    threads.close()
-    assert not threads._ended

@@ -358,6 +358,18 @@ async def test_a_cancelled_async_loop_loses_nothing(prefetch):
         assert (await client.claim_meta("p", "t", ["x"], 1, timeout_s=20.0)).sample_ids == ["c"]
 
 
+@PREFETCH
+async def test_an_async_loop_that_stops_waiting_gets_the_batch_when_it_asks_again(prefetch):
+    async with _async_client() as client, stream(client, "p", "t", ["x"], 3, prefetch=prefetch) as batches:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(batches), 0.05)
+        await client.put_samples(["c", "d"], "p", {"x": torch.arange(2)})
+        assert (await anext(batches)).meta.sample_ids == ["a", "b", "c"]
+        if not prefetch:
+            assert (await client.claim_meta("p", "t", ["x"], 1, timeout_s=20.0)).sample_ids == ["d"]
+
+
 async def test_leases_are_renewed_while_calls_that_do_not_stop_the_event_loop_take_all_threads(faults, monkeypatch):
     monkeypatch.setattr(streams, "RENEWED_AFTER", 1 / 60)
     opened, names = threading.Event(), []

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dataplane_core.client import Collate, DataPlaneClient, Feed, StreamBatch, Terms, Uneven
+from dataplane_core.client import DataPlaneClient
+from dataplane_core.client.streams import Collate, Feed, StreamBatch, Terms, Uneven
 from dataplane_core.config import load_config
 from dataplane_core.connecting import connect
 from dataplane_core.errors import DataPlaneError, InvalidRequestError

@@ -4,20 +4,16 @@ Trainers use it through `dataplane_core.connect`; the registry makes it.
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.client import DataPlaneClient
-from dataplane_core.client.connection import Connection, refuse_in_fork
 from dataplane_core.client.rows import common_fields
 from dataplane_core.client.streams import (
     RENEWED_AFTER,
     AsyncStream,
-    Collate,
     Feed,
     Stream,
     StreamBatch,
     Terms,
-    Uneven,
     longest_wait_s,
     stream,
 )
@@ -26,18 +22,13 @@ __all__ = [
     "RENEWED_AFTER",
     "AsyncDataPlaneClient",
     "AsyncStream",
-    "Collate",
-    "Connection",
     "DataPlaneClient",
     "Feed",
     "OperationCancelledError",
     "Stream",
     "StreamBatch",
     "Terms",
-    "Uneven",
     "common_fields",
     "longest_wait_s",
-    "program_name",
-    "refuse_in_fork",
     "stream",
 ]

@@ -12,7 +12,9 @@ from pydantic import BaseModel
 from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.arguments import check_count
 from dataplane_core.backends import Backend, spread_over
-from dataplane_core.client import AsyncDataPlaneClient, Connection, DataPlaneClient, program_name, refuse_in_fork
+from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient
+from dataplane_core.client.announcing import program_name
+from dataplane_core.client.connection import Connection, refuse_in_fork
 from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config, validate_model
 from dataplane_core.connecting.manager import build_manager, check_backend_class
 from dataplane_core.entry_points import BACKEND_GROUP, MIDDLEWARE_GROUP, find_plugins, load_plugin, plugin_code

@@ -35,15 +35,14 @@ from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
 from dataplane_core.backends import ExtentClient
-from dataplane_core.codec.frames import unframe_ragged
-from dataplane_core.codec.header import KIND_TENSOR
+from dataplane_core.codec.cells import KIND_TENSOR, unframe_rows
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state, unpack_state
 from dataplane_core.log import LoggedLedger, newest_record
 from dataplane_core.saves import SavedFile, pack_rows, unpack_rows
-from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, WireFormat
+from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, Ragged, WireFormat
 from dataplane_integrations._packed_weights import next_version, read_version
 from dataplane_observe import Recording
 from dataplane_observe._lines import sealed, unsealed
@@ -129,10 +128,10 @@ def _read_row(data: bytes) -> object:
 
 
 def _unframed(frames: Sequence[Any]) -> Any:
-    kind, rows = unframe_ragged(frames)
+    kind, rows = unframe_rows(frames)
     spec = FieldSpec.of_objects()
     if kind == KIND_TENSOR:
-        dtype, shape = (rows.values.dtype, rows.values.shape) if isinstance(rows, codec.Ragged) else (rows.dtype, ())
+        dtype, shape = (rows.values.dtype, rows.values.shape) if isinstance(rows, Ragged) else (rows.dtype, ())
         spec = FieldSpec.of_cells(dtype, tuple(shape))
     return codec.decode_columns({"x": frames}, {"x": spec}, len(frames), _BYTES)["x"]
 

@@ -44,7 +44,7 @@ from dataplane_core.hosting import (
 from dataplane_core.hosting.extent_host import Fetch, Fill, Find, Written
 from dataplane_core.hosting.extents import Wanted
 from dataplane_core.log import NotesLog
-from dataplane_core.spec import FieldSpec
+from dataplane_core.spec import FieldSpec, Ragged
 from dataplane_testkit._timing import eventually
 
 WAIT_S = 60.0
@@ -122,7 +122,7 @@ def columns_of(lengths, seed=0):
     return {
         "dense": torch.randn(count, 2, 3, generator=generator),
         "scalar": torch.rand(count, generator=generator) < 0.5,
-        "ragged": torch.nested.nested_tensor_from_jagged(values, offsets),
+        "ragged": Ragged(values, offsets),
     }
 
 
@@ -136,7 +136,7 @@ def get(unit, reads, num_rows, specs=SPECS):
 
 def rows(columns, name):
     column = columns[name]
-    return list(column.unbind()) if column.is_nested else list(column)
+    return list(column.values.split(column.lengths.tolist()) if isinstance(column, Ragged) else column)
 
 
 def assert_rows(found, columns, wanted):

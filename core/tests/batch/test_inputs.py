@@ -15,9 +15,10 @@ import tqdm
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs, write_columns
-from dataplane_core.codec import as_columns, jagged_parts, shared, wire
+from dataplane_core.codec import as_columns, compact, tensor_columns, wire
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.spec import Ragged
 
 IDS = ["a_g0", "a_g1", "b_g0"]
 META = KVBatchMeta("train", "policy", IDS, sequence_lengths=[2, 1, 3])
@@ -62,6 +63,7 @@ def written(client, fields, writer=put, names=None):
 
 def values(column):
     """A column's rows as Python values."""
+    column = tensor_columns({"x": column})["x"]
     return [row.tolist() for row in column.unbind()] if isinstance(column, torch.Tensor) else column.tolist()
 
 
@@ -260,7 +262,7 @@ def test_other_columns_are_objects(client, given):
 def test_rows_of_a_list_that_are_the_same_large_tensor_are_stored_once_without_a_look_at_their_bytes(
     client, as_numpy, monkeypatch
 ):
-    monkeypatch.setattr(shared, "equal_rows", lambda column: None)
+    monkeypatch.setattr(compact, "equal_rows", lambda column: None)
     monkeypatch.setattr(wire, "equal_rows", lambda column: None)
     one, other = torch.arange(100_000.0), torch.arange(120_000.0)
     rows = [one.numpy(), other.numpy(), one.numpy()] if as_numpy else [one, other, one]
@@ -332,7 +334,7 @@ def test_arrows_numbers_are_not_copied_on_the_way_to_the_backend(array):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of read-only memory
         column = as_columns("test", pa.table({"x": array}), 3)["x"]
-    found = jagged_parts(column)[0] if column.is_nested else column
+    found = column.values if isinstance(column, Ragged) else column
     assert found.data_ptr() == address(array)
     assert values(column) == array.to_pylist()
     assert str(found.dtype).removeprefix("torch.") in str(array.type).replace("float", "float32")

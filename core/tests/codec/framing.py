@@ -3,8 +3,7 @@
 import torch
 
 from dataplane_core.codec import TensorRows, decode_columns, dense_or_jagged, encode_columns, num_rows, object_column
-from dataplane_core.codec.frames import unframe_ragged
-from dataplane_core.codec.header import KIND_OBJECT
+from dataplane_core.codec.cells import KIND_OBJECT, unframe_rows
 from dataplane_core.spec import FieldSpec, WireFormat
 
 FRAMES = WireFormat(bytes=True)
@@ -25,7 +24,7 @@ def frame_cell(cell):
 
 def unframe_column(frames, spec=None):
     """A tensor, or a list of items, of a spec or of what the frames say."""
-    kind, rows = unframe_ragged(frames)
+    kind, rows = unframe_rows(frames)
     if kind == KIND_OBJECT:
         return decode_columns({"x": frames}, {"x": FieldSpec.of_objects()}, len(frames), FRAMES)["x"].tolist()
     if spec is not None:

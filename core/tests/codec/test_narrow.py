@@ -9,7 +9,7 @@ from tensordict import NonTensorStack
 
 from dataplane_core import WireFormat, connect
 from dataplane_core.codec import (
-    DTYPE_CODES,
+    DTYPE_OF_CODE,
     Columns,
     cell_digests,
     decode_columns,
@@ -17,14 +17,14 @@ from dataplane_core.codec import (
     narrowed,
     widened,
 )
-from dataplane_core.codec.narrow import LEAST_BYTES
+from dataplane_core.codec.compact import LEAST_BYTES
 from dataplane_core.errors import BackendError, FrameError
-from dataplane_core.spec import FieldSpec, SharedRows
+from dataplane_core.spec import FieldSpec, Ragged, SharedRows
 
 FRAMES = WireFormat(bytes=True, shared_rows=True)
 JAGGED = WireFormat(shared_rows=True, narrow=True)
-ROWS = WireFormat(ragged="rows", promote_1d=True, zero_length_rows=False, narrow=True)
-WIRES = pytest.mark.parametrize("wire", [FRAMES, JAGGED, ROWS], ids=["frames", "jagged", "rows"])
+PROMOTED = WireFormat(promote_1d=True, narrow=True)
+WIRES = pytest.mark.parametrize("wire", [FRAMES, JAGGED, PROMOTED], ids=["frames", "jagged", "promoted"])
 #: More elements than are looked at first, and than one part has.
 MANY = 300_000
 #: From narrow to wide; of two that are as wide, the one without a sign comes first.
@@ -48,10 +48,9 @@ def dtypes_of(column):
     """The dtypes in which cells were sent."""
     if isinstance(column, SharedRows):
         column = column.rows
-    if isinstance(column, torch.Tensor):
-        return {column.dtype}
-    codes = {code: dtype for dtype, code in DTYPE_CODES.items()}
-    return {row.dtype if isinstance(row, torch.Tensor) else codes[bytes(row[:6])[5]] for row in column}
+    if not isinstance(column, list):
+        return {(column.values if isinstance(column, Ragged) else column).dtype}
+    return {DTYPE_OF_CODE[bytes(frame[:6])[5]] for frame in column}
 
 
 def same_rows(column, rows):

@@ -20,17 +20,7 @@ from dataplane_core.spec import FieldSpec, WireFormat
 WIRES = {
     "jagged": WireFormat(),
     "bytes": WireFormat(bytes=True),
-    "rows": WireFormat(ragged="rows"),
-    "native": WireFormat(objects="native"),
-    "promoted": WireFormat(promote_1d=True),
-    "no empty rows": WireFormat(zero_length_rows=False),
-    "uint8 only": WireFormat(dtypes=frozenset({torch.uint8})),
-    "everything": WireFormat(
-        ragged="rows",
-        promote_1d=True,
-        zero_length_rows=False,
-        dtypes=frozenset({torch.uint8, torch.int64, torch.float32}),
-    ),
+    "native and promoted": WireFormat(objects="native", promote_1d=True),
 }
 SHAPES = {
     "scalars": [()] * 4,

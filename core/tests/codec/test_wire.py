@@ -13,13 +13,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dataplane_core.codec import as_columns, decode_columns, encode_columns, encode_item, num_rows
 from dataplane_core.errors import BackendError, FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
-from dataplane_core.spec import FieldSpec, WireFormat
+from dataplane_core.spec import FieldSpec, Ragged, WireFormat
 
-JAGGED, ROWS, NATIVE = WireFormat(), WireFormat(ragged="rows"), WireFormat(objects="native")
-PROMOTED = WireFormat(promote_1d=True)
-NO_EMPTY_ROWS = WireFormat(zero_length_rows=False)
-ONLY_BYTES = WireFormat(dtypes=frozenset({torch.uint8}))
-ALL_AT_ONCE = WireFormat(ragged="rows", promote_1d=True, zero_length_rows=False, dtypes=frozenset({torch.uint8}))
+JAGGED, NATIVE, PROMOTED = WireFormat(), WireFormat(objects="native"), WireFormat(promote_1d=True)
 FLOATS = FieldSpec.of_cells(torch.float32, (0,))
 DEEP = FieldSpec.of_cells(torch.float32, (0, 2))
 SCALARS = FieldSpec.of_cells(torch.float32, ())
@@ -30,6 +26,11 @@ def jagged(lengths, *trailing):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     values = torch.arange(float(offsets[-1]) * torch.Size(trailing).numel())
     return torch.nested.nested_tensor_from_jagged(values.view(-1, *trailing), offsets)
+
+
+def ragged(lengths, *trailing):
+    column = jagged(lengths, *trailing)
+    return Ragged(column.values(), column.offsets())
 
 
 def quietly(make):
@@ -57,43 +58,13 @@ def encoded(column, wire, **kwargs):
     return columns["x"]
 
 
-#: Column, wire -> the shape and dtype in which it travels; of unequal rows those of the values.
-SENT = {
-    "equal rows of a jagged column go dense": (jagged([3, 3]), JAGGED, (2, 3), torch.float32),
-    "scalars are promoted": (torch.zeros(3), PROMOTED, (3, 1), torch.float32),
-    "wide cells are not": (torch.zeros(3, 1), PROMOTED, (3, 1), torch.float32),
-    "a dtype that is not carried goes as bytes": (torch.zeros(2, 3), ONLY_BYTES, (2, 3, 4), torch.uint8),
-    "of scalars too": (torch.zeros(2, dtype=torch.bfloat16), ONLY_BYTES, (2, 2), torch.uint8),
-    "the last dim is that of the bytes": (torch.zeros(2, 3, 4, 5), ONLY_BYTES, (2, 3, 80), torch.uint8),
-    "and of ragged rows": (jagged([2, 1], 3), ONLY_BYTES, (3, 12), torch.uint8),
-    "a dtype that is carried stays": (torch.ones(2, 3).byte(), ONLY_BYTES, (2, 3), torch.uint8),
-    "cells without content get some": (torch.zeros(2, 3, 0), NO_EMPTY_ROWS, (2, 4), torch.uint8),
-}
-
-
-@pytest.mark.parametrize("case", SENT)
-def test_the_form_in_which_a_column_travels(case):
-    column, wire, shape, dtype = SENT[case]
-    sent = encoded(column, wire)
-    sent = sent.values() if sent.is_nested else sent
-    assert (tuple(sent.shape), sent.dtype) == (shape, dtype)
-
-
-def test_unequal_rows_travel_as_one_jagged_tensor_or_as_a_list_of_rows():
-    column = encoded(jagged([3, 0, 2]), JAGGED)
-    assert column.layout == torch.jagged
-    assert (column._maybe_min_seqlen, column._maybe_max_seqlen) == (0, 3)
-    for given, shapes in ((torch.zeros(2, 3), [(3,), (3,)]), (jagged([3, 0, 2], 4), [(3, 4), (0, 4), (2, 4)])):
-        rows = encoded(given, ROWS)
-        assert [tuple(row.shape) for row in rows] == shapes
-        assert all(row.is_contiguous() for row in rows)
-    # where empty rows do not survive, every row gets one element in front
-    column = encoded(jagged([2, 0]), NO_EMPTY_ROWS)
-    assert column.offsets().diff().tolist() == [3, 1]
-    assert column.values().tolist() == [0, 0, 1, 0]
-    # whether or not a row is empty: the reader does not see the data before it decides
-    assert encoded(torch.ones(2, 3), NO_EMPTY_ROWS).tolist() == [[0, 1, 1, 1]] * 2
-    assert encoded(torch.ones(2), NO_EMPTY_ROWS).tolist() == [1, 1]
+def test_rows_travel_dense_if_they_are_equally_long_and_else_end_to_end():
+    column = jagged([3, 0, 2], 4)
+    sent = encoded(column, JAGGED)
+    assert (type(sent), sent.values.data_ptr()) == (Ragged, column.values().data_ptr())
+    assert sent.offsets.tolist() == [0, 3, 3, 5]
+    assert encoded(jagged([3, 3]), JAGGED).shape == (2, 3)
+    assert [encoded(torch.zeros(3, *cell), PROMOTED).shape for cell in ((), (1,))] == [(3, 1)] * 2
 
 
 def test_promoted_scalars_come_back_as_scalars_and_wide_cells_as_wide():
@@ -105,9 +76,8 @@ def test_promoted_scalars_come_back_as_scalars_and_wide_cells_as_wide():
 def test_objects_travel_as_items_or_as_bytes_and_bytes_wires_get_one_frame_per_cell():
     stack = NonTensorStack("x", [1, 2])
     assert encoded(stack, NATIVE) == ["x", [1, 2]]
-    rows = encoded(stack, WireFormat(objects="encoded", ragged="rows"))
-    assert [bytes(row.numpy()) for row in rows] == [encode_item("x"), encode_item([1, 2])]
-    assert encoded(stack, WireFormat(objects="encoded")).layout == torch.jagged
+    sent = encoded(stack, JAGGED)
+    assert (bytes(sent.values), sent.offsets.tolist()) == (encode_item("x") + encode_item([1, 2]), [0, 2, 5])
     for column in (torch.zeros(2), jagged([2, 0]), stack):
         frames = encoded(column, FRAMES)
         assert len(frames) == 2
@@ -185,7 +155,7 @@ LISTS = {
     },
     "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
 }
-EACH_WIRE = pytest.mark.parametrize("wire", [JAGGED, FRAMES, ALL_AT_ONCE], ids=WireFormat.describe)
+EACH_WIRE = pytest.mark.parametrize("wire", [JAGGED, FRAMES, PROMOTED], ids=WireFormat.describe)
 
 
 def there_and_back(column, wire):
@@ -295,33 +265,39 @@ def raised(column, spec, wire=JAGGED, **kwargs):
     return decode_columns({"x": column}, {"x": spec}, 3, wire, **kwargs)["x"]
 
 
+def of_offsets(*cuts):
+    return Ragged(torch.zeros(6), torch.tensor(cuts))
+
+
 #: Reply, spec, wire. Three rows were asked for.
 WRONG_REPLIES = [
     # fewer or more rows
     (torch.zeros(2), SCALARS, JAGGED),
     (torch.zeros(4, 2), FLOATS, JAGGED),
-    (jagged([1, 2]), FLOATS, JAGGED),
-    *((column, FLOATS, ROWS) for column in ([torch.zeros(1)] * 2, [])),
+    (ragged([1, 2]), FLOATS, JAGGED),
     (["a"], OBJECTS, NATIVE),
     (torch.zeros(2, 5, dtype=torch.uint8), OBJECTS, JAGGED),
     (frame_column(torch.zeros(2)), SCALARS, FRAMES),
     (frame_column(["a"]), OBJECTS, FRAMES),
+    # another form
+    *((column, FLOATS, JAGGED) for column in (jagged([1, 2, 3]), [torch.zeros(1)] * 3, [b"a"] * 3, None)),
+    *((column, FLOATS, FRAMES) for column in ([None] * 3, torch.zeros(3, 2))),
+    *((column, OBJECTS, FRAMES) for column in (["a", "b", "c"], None)),
+    *((column, OBJECTS, NATIVE) for column in (None, "abc", torch.zeros(3))),
+    # offsets that are none of these values
+    *((of_offsets(*cuts), FLOATS, JAGGED) for cuts in ([0, 1, 3, 5], [1, 2, 3, 6], [0, 4, 2, 6], [0.0, 1.0, 3.0, 6.0])),
+    (Ragged(torch.tensor(1.0), torch.tensor([0, 1, 1, 1])), FLOATS, JAGGED),
     # other cells than the spec says
-    *((column, SCALARS, JAGGED) for column in (torch.zeros(3).double(), torch.zeros(3, 1), jagged([1, 2, 3]))),
-    *((column, FLOATS, JAGGED) for column in (torch.zeros(3), torch.tensor(1.0), None)),
-    *((column, DEEP, JAGGED) for column in (torch.zeros(3, 2, 3), jagged([1, 2, 3], 3), jagged([1, 2, 3]))),
-    (torch.zeros(3), SCALARS, PROMOTED),
-    *((column, FLOATS, ONLY_BYTES) for column in (torch.zeros(3, 2, 2), torch.zeros(3, 2, 3).byte())),
-    *(([*[torch.zeros(2)] * 2, last], FLOATS, ROWS) for last in (torch.zeros(2, 1), torch.zeros(2).int())),
-    ([b"a", b"b", b"c"], FLOATS, ROWS),
+    *((column, SCALARS, JAGGED) for column in (torch.zeros(3).double(), torch.zeros(3, 1), ragged([1, 2, 3]))),
+    *((column, FLOATS, JAGGED) for column in (torch.zeros(3), torch.tensor(1.0))),
+    *((column, DEEP, JAGGED) for column in (torch.zeros(3, 2, 3), ragged([1, 2, 3], 3), ragged([1, 2, 3]))),
+    (torch.zeros(3, 2), SCALARS, PROMOTED),
     (torch.zeros(3, 2), OBJECTS, JAGGED),
     (torch.zeros(3, 2, device="meta"), FLOATS, JAGGED),
-    *((column, FLOATS, FRAMES) for column in (frame_column(torch.zeros(3)), [None] * 3, torch.zeros(3, 2))),
-    *((column, OBJECTS, FRAMES) for column in (["a", "b", "c"], None, frame_column(torch.zeros(3)))),
-    *((column, OBJECTS, NATIVE) for column in (None, "abc")),
+    (frame_column(torch.zeros(3)), FLOATS, FRAMES),
+    (frame_column(torch.zeros(3)), OBJECTS, FRAMES),
     (frame_column(torch.zeros(3, 2)), DEEP, FRAMES),
     (frame_column(["a", "b", "c"]), SCALARS, FRAMES),
-    *((column, FLOATS, NO_EMPTY_ROWS) for column in (torch.zeros(3, 0), jagged([1, 0, 2]))),
     # damaged, or of a dtype that nobody knows
     ([*frame_column(torch.zeros(2))[:1], b"abc", b"abc"], SCALARS, FRAMES),
     (torch.full((3, 2), 0xC1, dtype=torch.uint8), OBJECTS, JAGGED),  # a byte that msgpack never uses
@@ -335,23 +311,8 @@ def test_a_reply_that_is_not_what_the_spec_says_is_a_backend_error(column, spec,
         raised(column, spec, wire)
 
 
-def test_another_container_of_the_same_cells_is_fine():
-    for column, spec, wire, shape in [
-        (jagged([2, 2, 2]), FLOATS, JAGGED, (3, 2)),
-        ([torch.zeros(2)] * 3, FLOATS, JAGGED, (3, 2)),
-        (torch.zeros(3, 2), FLOATS, ROWS, (3, 2)),
-        (list(torch.zeros(3)), SCALARS, ROWS, (3,)),
-        (jagged([1, 1, 1]), SCALARS, PROMOTED, (3,)),
-    ]:
-        assert raised(column, spec, wire).shape == shape
-    items = ["a", [1], None]
-    for column in (items, tuple(items), object_array(items), NonTensorStack(*items)):
-        assert raised(column, OBJECTS, NATIVE).tolist() == items
-
-
-def test_a_reply_is_made_contiguous_and_detached_and_may_lie_at_an_odd_address():
+def test_a_reply_is_made_contiguous_and_detached_and_dense_if_its_rows_are_equally_long():
     column = raised(torch.zeros(2, 3, requires_grad=True).t(), FLOATS)
     assert column.is_contiguous()
     assert not column.requires_grad
-    column = torch.arange(1, 26, dtype=torch.uint8)[1:].view(3, 2, 4)
-    assert raised(column, FLOATS, ONLY_BYTES).view(torch.uint8).flatten().tolist() == list(range(2, 26))
+    assert raised(ragged([2, 2, 2]), FLOATS).shape == (3, 2)

@@ -10,18 +10,17 @@ from one_store import joined
 from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import DataPlaneConfig, WireFormat, connect
-from dataplane_core.codec import Ragged, byte_array
+from dataplane_core.codec import byte_array
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError
+from dataplane_core.spec import Ragged
 from dataplane_noop import NoopBackend
 from dataplane_testkit import Faults, backend_of
 from dataplane_testkit._columns import items_of
 
 
-class CarriesRows(NoopBackend):
-    wire = WireFormat(
-        ragged="rows", promote_1d=True, dtypes=frozenset({torch.uint8, torch.float32}), zero_length_rows=False
-    )
+class Promotes(NoopBackend):
+    wire = WireFormat(promote_1d=True)
 
 
 class CarriesBytes(NoopBackend):
@@ -32,7 +31,7 @@ class CarriesBytes(NoopBackend):
         super().store_write(write_id, frames, num_samples, deadline)
 
 
-WIRES = {"native": NoopBackend, "rows": CarriesRows, "bytes": CarriesBytes}
+WIRES = {"native": NoopBackend, "promoted": Promotes, "bytes": CarriesBytes}
 IDS = ["a", "b", "c"]
 ITEMS = [{"turns": ["hi", "there"], "image": torch.arange(6).view(2, 3)}, None, b"raw"]
 
@@ -208,36 +207,6 @@ def test_cells_not_yet_produced_are_still_told_by_the_users_names_alone(guarded)
     assert caught.value.missing_cells == dict.fromkeys(IDS, ("dense",))
     with pytest.raises(MissingDataError, match="'zz' is not in the partition"):
         guarded.get_samples(["zz"], "p", ["reward"])
-
-
-def window(rows):
-    """Jagged rows in a larger buffer of the backend."""
-    values = torch.cat([torch.full((3,), 99), *rows, torch.full((50,), 99)])
-    offsets = torch.tensor([3, *(3 + torch.tensor([len(row) for row in rows]).cumsum(0)).tolist()])
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-def gaps(rows):
-    """Jagged rows with room between them."""
-    lengths = torch.tensor([len(row) for row in rows])
-    values = torch.cat([torch.cat([row, torch.full((2,), 99)]) for row in rows])
-    offsets = torch.tensor([0, *(lengths + 2).cumsum(0).tolist()])
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch says so once in a process
-@pytest.mark.parametrize("form", [window, gaps, torch.nested.nested_tensor])
-def test_a_backend_may_answer_with_nested_tensors_of_any_layout(form):
-    class Answers(NoopBackend):
-        def get_samples(self, request):
-            reply = super().get_samples(request)
-            return replace(reply, columns={**reply.columns, "x": form(list(reply.columns["x"].unbind()))})
-
-    with connect_backend(Answers, DataPlaneConfig(backend="noop", middleware=["wire_guard"])) as client:
-        client.register_partition("p", [], None, [])
-        client.put_samples(IDS, "p", {"x": [[1, 2, 3], [4], [5, 6]]})
-        rows = client.get_samples(IDS, "p", ["x"])["x"].unbind()
-        assert [row.tolist() for row in rows] == [[1, 2, 3], [4], [5, 6]]
 
 
 def test_it_stands_anywhere_among_other_middleware():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dataplane_core.codec import Ragged
 from dataplane_core.ledger import commands
+from dataplane_core.spec import Ragged
 from dataplane_noop import NoopBackend
 from dataplane_testkit import AuthorsClass
 

@@ -6,8 +6,8 @@ import uuid
 import pytest
 
 from dataplane_core.backends import reads_of
-from dataplane_core.codec import Ragged
 from dataplane_core.ledger import commands
+from dataplane_core.spec import Ragged
 from dataplane_shm import ShmBackend
 from dataplane_testkit import AuthorsClass
 

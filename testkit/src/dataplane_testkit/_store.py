@@ -343,7 +343,7 @@ class Store:
             data = data[8 + 8 * data[6] :]  # behind "DPF", version, kind, dtype, rank, 0, and the shape as int64
         else:
             assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
-            data = bits(raw if wire.zero_length_rows or rank == 0 else raw[1:])
+            data = bits(raw)
         return msgpack.unpackb(data) if rank is None else data
 
     @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dataplane_core.middleware import Middleware
-from dataplane_core.spec import OPERATIONS, SharedRows, WireBatch, hookimpl
+from dataplane_core.spec import OPERATIONS, Ragged, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 
@@ -138,9 +138,9 @@ def _fail(error: Exception) -> Any:
 def _without_last(column: Any, num_rows: int) -> Any:
     if isinstance(column, SharedRows):
         return SharedRows(column.rows, column.index[:-num_rows])
-    if isinstance(column, list):
-        return column[:-num_rows]
-    return list(column.unbind())[:-num_rows] if column.is_nested else column[:-num_rows]
+    if isinstance(column, Ragged):
+        return Ragged(column.values[: column.offsets[-1 - num_rows]], column.offsets[:-num_rows])
+    return column[:-num_rows]
 
 
 def _wrapper(operation: str) -> Callable[..., Any]:

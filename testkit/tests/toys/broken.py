@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -16,10 +17,9 @@ from msgspec.structs import replace
 from table import Table
 
 from dataplane_core import spec
-from dataplane_core.codec import Ragged
 from dataplane_core.errors import MissingDataError
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Capability, new_id
+from dataplane_core.spec import Capability, Ragged, new_id
 from dataplane_noop import NoopBackend
 from dataplane_noop._segments import Segment
 
@@ -63,12 +63,26 @@ def recast(reply, sort, change, **about):
     """Changes the columns of a sort in a read: a dtype or rank of dense tensors, "dense", "ragged" or "objects"."""
     columns, specs = dict(reply.columns), dict(reply.specs)
     for name, column in columns.items():
-        sorts = ["objects"] if isinstance(column, list) else []
+        sorts = ["ragged"] if isinstance(column, Ragged) else ["objects"]
         if isinstance(column, torch.Tensor):
-            sorts = ["ragged"] if column.is_nested else ["dense", column.dtype, specs[name].rank]
+            sorts = ["dense", column.dtype, specs[name].rank]
         if sort in sorts:
             columns[name], specs[name] = change(column), replace(specs[name], **about)
     return replace(reply, columns=columns, specs=specs)
+
+
+def cast(column, dtype):
+    return Ragged(column.values.to(dtype), column.offsets) if isinstance(column, Ragged) else column.to(dtype)
+
+
+def dtype_of(column):
+    return (column.values if isinstance(column, Ragged) else column).dtype
+
+
+def without_empty_rows(column):
+    rows = column.values.split(column.lengths.tolist())
+    rows = [row if len(row) else row.new_zeros((1, *row.shape[1:])) for row in rows]
+    return Ragged(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
 
 
 def sized(command, sizes):
@@ -104,8 +118,7 @@ test_columns_come_back_bit_for_bit[int64]
 PromotesScalars.get_samples: -> reply = recast(reply, 0, lambda column: column.unsqueeze(1), rank=1)
 ChangesDtype.get_samples: -> reply = recast(reply, torch.int64, torch.Tensor.float, dtype="float32")
 NarrowsIntegers.get_samples: -> reply = recast(reply, torch.int64, lambda column: column.int().long())
-LosesEmptyRows.get_samples: -> reply = recast(reply, "ragged", lambda column: [
-        row if len(row) else row.new_zeros((1, *row.shape[1:])) for row in column.unbind()])
+LosesEmptyRows.get_samples: -> reply = recast(reply, "ragged", without_empty_rows)
 test_columns_come_back_bit_for_bit[float32]
 CleansNaNs.get_samples: -> reply = recast(reply, torch.float32, lambda c: torch.where(c.isnan(), torch.nan, c))
 test_objects_come_back_equal
@@ -127,14 +140,11 @@ ForgetsWhatWasInts.get_samples: -> specs = {name: replace(each, lists="") for na
     reply = replace(reply, specs=specs)
 ReadsTheWidthOfTheFirstRow.fetch_fields: -> first = located.parts[0]
     for name in first.fields:
-        stored = self._segments[first.write_id]._columns[name]
-        dtype = (stored.values if isinstance(stored, Ragged) else stored).dtype
-        reply[name] = reply[name].to(dtype).to(reply[name].dtype)
+        dtype = dtype_of(self._segments[first.write_id]._columns[name])
+        reply[name] = cast(cast(reply[name], dtype), dtype_of(reply[name]))
 DropsMissingSamples.get_samples: request.sample_ids = [each for each in request.sample_ids if each in listed]
     if not request.sample_ids: return spec.WireBatch(columns={}, specs={})
-KeepsTheCallersMemory.store_write: nested = [name for name, c in columns.items() if getattr(c, "is_nested", False)]
-    kept = {name: Ragged(c.values(), c.offsets()) if name in nested else c for name, c in columns.items()}
-    self._segments[write_id] = Segment(kept, num_samples)
+KeepsTheCallersMemory.store_write: self._segments[write_id] = Segment(columns, num_samples)
     return
 WaitsForMissingData.get_samples: -! MissingDataError: time.sleep(0.2); return self.get_samples(request)
 FillsMissingCells.get_samples: -! MissingDataError:
@@ -162,8 +172,7 @@ ReplacesTags.put_samples: -> for each, tags in zip(request.sample_ids, request.t
 CountsIntegersWide.call_ledger: command = sized(command, lambda write: [8 * size for size in write.row_bytes])
 CountsSharedRowsForEachSample.call_ledger: command = sized(command, lambda write: [
         size * max(1, list(write.positions or []).count(row)) for row, size in enumerate(write.row_bytes)])
-ReportsSuccessTooEarly.put_samples: columns = request.columns.items()
-    request.columns = {name: list(c) if isinstance(c, list) else c.clone() for name, c in columns}
+ReportsSuccessTooEarly.put_samples: request.columns = copy.deepcopy(request.columns)
     threading.Timer(0.05, right, [request]).start()
     return len(request.sample_ids)
 TakesMoreThanWereRegistered.put_samples: if len(request.sample_ids) <= (partition.info.num_samples or 0):
@@ -175,8 +184,8 @@ OverwritesByDeleting.put_samples: if request.columns and partition and written:
 KeepsWhatWasRegistered.register_partition: seen[request.partition_id] += request.fields
 KeepsWhatWasRegistered.put_samples: kept = [name for name in request.columns if name in seen[request.partition_id]]
     request.columns, request.specs = ({name: part[name] for name in kept} for part in (request.columns, request.specs))
-KeepsTheWidthOfTheFirstPut.store_write: for name, column in columns.items(): seen[name].append(column.dtype)
-    columns = {name: column.to(seen[name][0]) for name, column in columns.items()}
+KeepsTheWidthOfTheFirstPut.store_write: for name, column in columns.items(): seen[name].append(dtype_of(column))
+    columns = {name: cast(column, seen[name][0]) for name, column in columns.items()}
 EvictsWhenFull.put_samples: -! CapacityExceededError: if error.retryable and listed:
         self._service.call(commands.ClearRequest(request.partition_id, listed[:1]))
         return self.put_samples(request)
@@ -312,7 +321,7 @@ WakesAFew.call_ledger_waking: kept = seen["kept"]
     kept += [command.token] if len(kept) < 16 and command.token not in kept else []
     wake = wake if command.token in kept else lambda: True
 test_narrow_integers_take_less_room
-StoresIntegersWide.store_write: columns = {name: column.to(torch.int64) for name, column in columns.items()}
+StoresIntegersWide.store_write: columns = {name: cast(column, torch.int64) for name, column in columns.items()}
 test_hooks_say_what_they_did
 ForgetsToWriteTags.put_samples: if not request.columns: return 0
 ReturnsNone.clear_samples: -> reply = None
@@ -331,7 +340,7 @@ WritesRowByRow.put_samples: parts, tags = [], request.tags or [None] * len(reque
 test_the_payload_is_copied_no_more_than_it_may_be[put_samples]
 CopiesOnTheWayIn.put_samples: kept, request.columns = [], dict(request.columns)
     for name, column in request.columns.items():
-        if isinstance(column, torch.Tensor) and not column.is_nested:
+        if isinstance(column, torch.Tensor):
             kept += [bytearray(column.numpy().tobytes()) for _ in range(8)]
             request.columns[name] = torch.frombuffer(kept[-1], dtype=column.dtype).view(column.shape).clone()
 test_a_blocked_put_ends_by_its_deadline

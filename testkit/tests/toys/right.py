@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 
-import torch
 from broken_stores import FolderStore, processes
 from msgspec.structs import replace
 from table import Run, Table
@@ -20,13 +19,11 @@ class NamedOptions(CapacityOptions):
 
 
 opened: set[str] = set()
-dtypes = frozenset({torch.uint8, torch.float32})
 noop, folder = Table(NoopBackend, __name__, {}), Table(FolderStore, __name__, {}, **processes.members)
 noop.rows("""
 DeclaresNothing.capabilities: frozenset()
 DeclaresClaims.capabilities: frozenset({Capability.CLAIMS})
-CarriesRows.wire: WireFormat(
-        ragged="rows", promote_1d=True, objects="encoded", dtypes=dtypes, zero_length_rows=False)
+Promotes.wire: WireFormat(promote_1d=True)
 CarriesBytes.wire: WireFormat(bytes=True)
 CarriesBytes.store_write: columns = {name: list(map(bytes, column)) for name, column in columns.items()}
 StandsStill.ack: time.sleep(0 if seen["asked"] else 1.6)  # as a machine may: the first one comes late
@@ -49,7 +46,7 @@ _PROCESSES = "process or attach or bootstrap or fork or elsewhere or holder or k
 _TESTS = {
     "DeclaresNothing": ("", 40),
     "DeclaresClaims": ("order or histories or claim", 4),
-    **dict.fromkeys(("CarriesRows", "CarriesBytes"), ("columns_come_back or objects_come_back or hook or narrow", 24)),
+    **dict.fromkeys(("Promotes", "CarriesBytes"), ("columns_come_back or objects_come_back or hook or narrow", 24)),
     "StandsStill": ("history or histories", 1),
     "OthersCome": ("listed or number_of_clients or announces", 2),
     "OpensOnce": ("close or attach or fork or bootstrap or auto or side_by_side or declarations", 4),

@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 
 from dataplane_core import to_arrow
-from dataplane_core.codec import Ragged, dense_or_jagged, ragged_of_nested
+from dataplane_core.codec import dense_or_jagged, ragged_of_nested
 from dataplane_core.errors import InvalidTypeError, UnsupportedOperationError
-from dataplane_core.spec import FieldSpec
+from dataplane_core.spec import FieldSpec, Ragged
 
 try:
     import pyarrow

@@ -15,12 +15,11 @@ from datetime import datetime
 from typing import Any, Final, Literal
 
 import msgspec
-import torch
 from pydantic import ConfigDict
 
 from dataplane_core.backends import CapacityOptions, LedgerBackend, columns_of
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.codec import JaggedColumns, Piece, encode_columns, merge_pieces, ragged_of_nested
+from dataplane_core.codec import Piece, encode_columns, merge_pieces
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import MissingDataError, SchemaMismatchError, printable
@@ -286,12 +285,8 @@ class _RecordedStore(LedgerBackend):
             record, write = self._writes[part.write_id]
             columns = columns_of(write, self._blocks.encoded(record, self.wire))
             for name in part.fields:
-                column: Any = columns[name]
-                if isinstance(column, torch.Tensor) and column.is_nested:
-                    column = ragged_of_nested(column, f"field '{name}'")
-                pieces[name].append(Piece(column, part.positions, part.rows))
-        jagged = JaggedColumns()
-        return {name: merge_pieces(each, jagged) for name, each in pieces.items()}
+                pieces[name].append(Piece(columns[name], part.positions, part.rows))
+        return {name: merge_pieces(parts) for name, parts in pieces.items()}
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         """The recording stays as it is."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from dataplane_core.codec import as_columns, plain
+from dataplane_core.codec import as_columns, plain, tensor_columns
 from dataplane_core.spec import TagValue
 
 #: Fields whose rows, if they have two dims, have the tokens in the second one: M-RoPE's (4, L). The store wants the dim
@@ -31,7 +31,7 @@ def columns_to_put(fields: TensorDictBase | Mapping[str, Any], num_rows: int) ->
     """
     if isinstance(fields, LazyStackedTensorDict):  # its `get` refuses rows that differ in shape
         rows = [{name: _cell_to_put(name, row.get(name)) for name in row.keys()} for row in fields.tensordicts]
-        return dict(as_columns("kv_batch_put", rows, num_rows))
+        return tensor_columns(as_columns("kv_batch_put", rows, num_rows))
     names = list(fields.keys())  # a TensorDict iterates over rows; its `get`, unlike its index, keeps non-tensor data
     return {name: _column_to_put(name, fields.get(name), num_rows) for name in names}
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, stored_columns
 from dataplane_core.backends.ledger_backend import RefsGoneError
-from dataplane_core.codec import StoredColumn
 from dataplane_core.errors import BackendError, CorruptDataError
 from dataplane_core.host_memory import Arena, Uses, copy_arrays, extent_bytes, recycled_bytes
 from dataplane_core.hosting.extent_host import (
@@ -34,7 +33,7 @@ from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import decode_about
 from dataplane_core.hosting.session import Bytes, Pin, Session
 from dataplane_core.ledger import Ref, commands
-from dataplane_core.spec import FieldSpec
+from dataplane_core.spec import FieldSpec, WireColumn
 
 #: A put of at most this many bytes is one request: the copy into it costs less than further requests.
 _FEW_BYTES: Final = 16 << 10
@@ -231,7 +230,7 @@ class ExtentClient:
                 raise BackendError("a storage unit sent other columns than were asked for.")
             for read, columns in zip(reads, fetched.columns, strict=True):
                 count = len(read.positions)
-                stored: dict[str, StoredColumn] = {}
+                stored: dict[str, WireColumn] = {}
                 for name, column in zip(read.slots, columns, strict=True):
                     data, layout = _received(column, count, fill)
                     stored |= stored_columns(data, layout, count, {name: 0}, specs)

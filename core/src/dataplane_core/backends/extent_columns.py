@@ -13,25 +13,15 @@ import numpy as np
 import torch
 
 from dataplane_core.backends.writes import columns_of
-from dataplane_core.codec import (
-    DTYPE_CODES,
-    DTYPE_OF_CODE,
-    JaggedColumns,
-    Piece,
-    Ragged,
-    StoredColumn,
-    byte_array,
-    is_narrow,
-    jagged_parts,
-    merge_pieces,
-    rows_in_order,
-)
+from dataplane_core.codec.compact import is_narrow
+from dataplane_core.codec.rows import Piece, merge_pieces, rows_in_order
+from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, byte_array
 from dataplane_core.errors import CorruptDataError
 from dataplane_core.host_memory import Copy, copy_arrays
 from dataplane_core.hosting.extents import Column, Layout, offsets_at
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import commands
-from dataplane_core.spec import FieldSpec, SharedRows, WireColumn
+from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn
 
 
 class StoredRows(NamedTuple):
@@ -44,7 +34,7 @@ class StoredRows(NamedTuple):
         in_place: Whether the read may return tensors on the memory of the columns. If not, it copies.
     """
 
-    columns: Mapping[str, StoredColumn]
+    columns: Mapping[str, WireColumn]
     rows: Sequence[int]
     positions: Sequence[int]
     in_place: bool
@@ -54,7 +44,7 @@ class ExtentPlan:
     """Where the columns of a write will lie in its extent, and their bytes.
 
     Args:
-        columns: Dense or jagged tensors with N rows each, in the order of the write's slots.
+        columns: Tensors or `Ragged` with N rows each, in the order of the write's slots.
         num_rows: N.
 
     Attributes:
@@ -72,13 +62,11 @@ class ExtentPlan:
         self.num_rows = num_rows
         self.layout = Layout([])
         for column in columns:
-            assert isinstance(column, torch.Tensor)
-            if column.is_nested:
-                values, offsets, _, _ = jagged_parts(column)
-                step = values.dtype.itemsize * math.prod(values.shape[1:])
-                num_elements = int(offsets[num_rows] - offsets[0])
-                self.layout.add_ragged(num_rows, num_elements, step, DTYPE_CODES[values.dtype])
+            if isinstance(column, Ragged):
+                code = DTYPE_CODES[column.values.dtype]
+                self.layout.add_ragged(num_rows, len(column.values), column.itemsize, code)
             else:
+                assert isinstance(column, torch.Tensor)
                 length = column.shape[1] if column.dim() > 1 else 0
                 step = column.dtype.itemsize * math.prod(column.shape[1:])
                 self.layout.add_dense(num_rows, step, length, DTYPE_CODES[column.dtype])
@@ -87,16 +75,11 @@ class ExtentPlan:
         """The bytes of the tables and columns, ascending: where each chunk begins in the extent, and the chunk."""
         chunks: list[tuple[int, Bytes]] = []
         for column, at in zip(self._columns, self.layout.columns, strict=True):
-            assert isinstance(column, torch.Tensor)
-            if column.is_nested:
-                values, offsets, _, _ = jagged_parts(column)
-                cuts = offsets.numpy()
-                table = np.ascontiguousarray(cuts[: self.num_rows + 1], dtype=np.int64)
-                chunks.append((at.table, table.view(np.uint8)))
-                first, end = int(cuts[0]), int(cuts[self.num_rows])
-            else:
-                values, first, end = column.contiguous(), 0, self.num_rows
-            chunks.append((at.start, byte_array(values)[first * at.step : end * at.step]))
+            if isinstance(column, Ragged):
+                chunks.append((at.table, column.offsets.numpy().view(np.uint8)))
+            values = column.values if isinstance(column, Ragged) else column
+            assert isinstance(values, torch.Tensor)
+            chunks.append((at.start, byte_array(values.contiguous())))
         return chunks
 
     def copies_into(self, extent: Bytes) -> list[Copy]:
@@ -121,7 +104,7 @@ def plans_of(
 
 def stored_columns(
     extent: Bytes, layout: Layout, num_rows: int, slots: Mapping[str, int], specs: Mapping[str, FieldSpec]
-) -> dict[str, StoredColumn]:
+) -> dict[str, WireColumn]:
     """Columns with all rows that lie in an extent; views of it.
 
     Args:
@@ -158,31 +141,28 @@ def read_stored(
         in_order = part.in_place and rows_in_order(part.positions, 0, num_rows)
         if in_order and rows_in_order(part.rows, part.rows[0], num_rows):
             starts.update(dict.fromkeys(part.columns, part.rows[0]))
-    jagged = JaggedColumns()
     copies: list[Copy] = []
     columns: dict[str, WireColumn] = {}
-    for name, each in pieces.items():
+    for name, parts_of_field in pieces.items():
         dtype = specs[name].stored.torch_dtype if specs[name].kind == "tensor" else None
-        found = _as_it_lies(each[0].column, starts[name], num_rows, jagged, dtype) if name in starts else None
-        columns[name] = merge_pieces(each, jagged, dtype, copies) if found is None else found
+        view = _as_it_lies(parts_of_field[0].column, starts[name], num_rows, dtype) if name in starts else None
+        columns[name] = merge_pieces(parts_of_field, dtype, copies) if view is None else view
     copy_arrays(copies, threads)
     return columns
 
 
-def _as_it_lies(
-    column: StoredColumn, start: int, num_rows: int, jagged: JaggedColumns, dtype: torch.dtype | None
-) -> torch.Tensor | None:
-    """A tensor on the memory of a column, from the row ``start``. None if that has narrow integers."""
+def _as_it_lies(column: WireColumn, start: int, num_rows: int, dtype: torch.dtype | None) -> WireColumn | None:
+    """A column on the memory of another one, from the row ``start``. None if that has narrow integers."""
     if isinstance(column, Ragged):
         if dtype not in (None, column.values.dtype):
             return None
         cuts = column.offsets.numpy()[start : start + num_rows + 1]
-        return jagged.add(column.values[cuts[0] : cuts[-1]], torch.from_numpy(cuts - cuts[0]))
+        return Ragged(column.values[cuts[0] : cuts[-1]], torch.from_numpy(cuts - cuts[0]))
     assert isinstance(column, torch.Tensor)
     return None if dtype not in (None, column.dtype) else column[start : start + num_rows]
 
 
-def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> StoredColumn:
+def _column(extent: Bytes, column: Column, num_rows: int, spec: FieldSpec) -> WireColumn:
     is_object = spec.kind == "object"
     dtype, rank = (torch.uint8, 1) if is_object else (spec.torch_dtype, spec.rank)
     stored = DTYPE_OF_CODE.get(column.dtype) if column.dtype else dtype

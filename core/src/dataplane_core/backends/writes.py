@@ -40,7 +40,7 @@ def writes_of(
     Raises:
         BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
     """
-    from dataplane_core.codec import cell_nbytes, num_rows, row_nbytes  # it imports torch
+    from dataplane_core.codec.rows import cell_nbytes, row_nbytes  # it imports torch
 
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
@@ -53,7 +53,7 @@ def writes_of(
     writes += [commands.Write((name,), sizes[name].tolist()) for name in apart]
     for name, column in columns.items():
         if isinstance(column, SharedRows):
-            num_shared = num_rows(column.rows)
+            num_shared = len(column.rows)
             _check_index(name, column, num_shared, num_samples)
             writes.append(commands.Write((name,), row_nbytes({name: column.rows}, num_shared), column.index))
     return writes

@@ -24,7 +24,6 @@ from dataplane_core.codec.inputs import as_column
 from dataplane_core.codec.rows import num_rows, object_column
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
-    Ragged,
     carrier,
     dense_or_jagged,
     gather_rows,
@@ -37,7 +36,7 @@ from dataplane_core.codec.tensors import (
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import TagValue
+from dataplane_core.spec import Ragged, TagValue
 from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:
@@ -291,9 +290,7 @@ def cut_rows(
     if column.is_nested:
         rows = rows_of(column, what)
         if not torch.equal(rows.offsets, offsets):
-            raise InvalidRequestError(
-                f"{what}: its {rows.num_rows} rows are jagged already, but not of the given lengths."
-            )
+            raise InvalidRequestError(f"{what}: its {len(rows)} rows are jagged already, but not of the given lengths.")
         return to_nested(Ragged(rows.values, offsets))
     if column.dim() < 2:
         raise InvalidRequestError(f"{what} is of shape {tuple(column.shape)}. Expected a padded tensor (N, S, ...).")
@@ -341,9 +338,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
         InvalidRequestError: Row counts differ, or a response has no token before it.
     """
     rows, mask = rows_of(full, "full"), rows_of(response_mask, "response_mask")
-    if rows.num_rows != mask.num_rows:
+    if len(rows) != len(mask):
         raise InvalidRequestError(
-            f"response_from_nested: full has {rows.num_rows} rows and response_mask {mask.num_rows}. Expected one "
+            f"response_from_nested: full has {len(rows)} rows and response_mask {len(mask)}. Expected one "
             "response per row."
         )
     wide, need = rows.lengths, mask.lengths

@@ -25,7 +25,7 @@ from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.columns import check_pad_value, cut_columns, object_array, objects_of, rows_of
 from dataplane_core.batch.tokens import as_lengths, find_cut, row_lengths, token_columns
 from dataplane_core.codec.inputs import as_column, as_columns
-from dataplane_core.codec.rows import Columns
+from dataplane_core.codec.rows import Columns, tensor_columns
 from dataplane_core.codec.tensors import is_jagged, jagged_parts, pad_rows
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta
@@ -379,7 +379,7 @@ def _cut(
     ``where`` is the call, and ``lacks`` what says the lengths and was not there, for messages; the others are as for
     `find_cut`.
     """
-    plain: dict[str, Any] = {name: columns.get(name) for name in columns.keys()}
+    plain = tensor_columns(columns)
     lists, ints = (columns.lists, columns.ints) if isinstance(columns, Columns) else ({}, ())
     try:
         aligned, starts = find_cut(where, plain, lengths if num_rows else [], declared, began)

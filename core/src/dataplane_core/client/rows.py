@@ -9,21 +9,20 @@ from itertools import chain
 from typing import Any, Final
 
 from msgspec.structs import replace
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
 from dataplane_core.client.connection import Connection, check_counts
 from dataplane_core.client.registering import check_fields, open_partition
 from dataplane_core.codec import (
     Columns,
-    JaggedColumns,
     as_columns,
     decode_columns,
     encode_columns,
     join_parts,
     list_as,
     misfit_of,
-    spread,
+    repeat_rows,
 )
 from dataplane_core.errors import (
     BackendError,
@@ -161,11 +160,7 @@ def get(
         columns = _read(connection, unique, partition_id, names, share_rows, connection.deadline())
         if len(unique) != len(ids):
             at = {sample_id: position for position, sample_id in enumerate(unique)}
-            positions, jagged = [at[sample_id] for sample_id in ids], JaggedColumns()
-            columns = {
-                name: spread(column, positions, jagged, share=share_rows and isinstance(column, NonTensorStack))
-                for name, column in columns.items()
-            }
+            columns = repeat_rows(columns, [at[sample_id] for sample_id in ids], share=share_rows)
         return TensorDict(columns, batch_size=[len(ids)])
 
 

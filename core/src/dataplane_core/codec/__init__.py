@@ -4,32 +4,31 @@ The client encodes every put and decodes every read here. Backends that store by
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.codec.digests import cell_digests, scalar_of_digest
-from dataplane_core.codec.frames import join_row, join_rows, split_rows
+from dataplane_core.codec.cells import copy_item, decode_item, encode_item, join_row, join_rows, plain, split_rows
+from dataplane_core.codec.compact import is_narrow, narrowed, widened
 from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.lists import column_of_array, list_as, misfit_of
-from dataplane_core.codec.narrow import is_narrow, narrowed, widened
-from dataplane_core.codec.objects import copy_item, decode_item, encode_item
-from dataplane_core.codec.pieces import Piece, StoredColumn, merge_pieces, rows_in_order
-from dataplane_core.codec.python_values import plain
 from dataplane_core.codec.rows import (
     Columns,
     EmptyLists,
+    Piece,
     TensorRows,
+    cell_nbytes,
     empty_columns,
     join_parts,
+    merge_pieces,
     num_rows,
     object_column,
+    repeat_rows,
+    row_nbytes,
+    rows_in_order,
     take_rows,
+    tensor_columns,
 )
-from dataplane_core.codec.shared import spread
-from dataplane_core.codec.sizes import cell_nbytes, row_nbytes
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
     DTYPE_CODES,
     DTYPE_OF_CODE,
-    JaggedColumns,
-    Ragged,
     bounds_of,
     byte_array,
     byte_slices,
@@ -47,7 +46,7 @@ from dataplane_core.codec.tensors import (
     ragged_of_rows,
     to_nested,
 )
-from dataplane_core.codec.wire import decode_columns, encode_columns
+from dataplane_core.codec.wire import cell_digests, decode_columns, encode_columns, scalar_of_digest
 
 __all__ = [
     "ALL_DTYPES",
@@ -55,10 +54,7 @@ __all__ = [
     "DTYPE_OF_CODE",
     "Columns",
     "EmptyLists",
-    "JaggedColumns",
     "Piece",
-    "Ragged",
-    "StoredColumn",
     "TensorRows",
     "as_column",
     "as_columns",
@@ -97,12 +93,13 @@ __all__ = [
     "ragged_of_dense",
     "ragged_of_nested",
     "ragged_of_rows",
+    "repeat_rows",
     "row_nbytes",
     "rows_in_order",
     "scalar_of_digest",
     "split_rows",
-    "spread",
     "take_rows",
+    "tensor_columns",
     "to_nested",
     "widened",
 ]

@@ -15,20 +15,22 @@ import pyarrow.compute as pc
 import torch
 
 from dataplane_core.codec.lists import column_of_array, column_of_list
-from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
+from dataplane_core.codec.tensors import dense_or_ragged, offsets_of
 from dataplane_core.errors import DataPlaneError, InvalidTypeError
+from dataplane_core.spec import Ragged
 
 #: Under these names, a column's schema keeps an extension type that this process does not know.
 _NAME: Final = b"ARROW:extension:name"
 _PARAMETERS: Final = b"ARROW:extension:metadata"
+_LISTS: Final = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 
 def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
     """The column that an Arrow array (or chunked array) of N rows stands for.
 
-    - Numbers: a tensor (N,) of their dtype. Lists of numbers: a tensor (N, L) if all rows are equally long, else one
-      jagged nested tensor. Lists may hold lists of a fixed size, or tensors of one shape, which are trailing dims.
-      Values of one chunk are not copied; chunks are joined first. Bools have one bit in Arrow, so they are copied.
+    - Numbers: a tensor (N,) of their dtype. Lists of numbers: a tensor (N, L) if all rows are equally long, else
+      `Ragged`. Lists may hold lists of a fixed size, or tensors of one shape, which are trailing dims. Values of one
+      chunk are not copied; chunks are joined first. Bools have one bit in Arrow, so they are copied.
     - Tensors (Arrow's own of a fixed or variable shape, those of Ray and of ``datasets``): a tensor (N, ...) if all
       rows have one shape, else the rows as a list of tensors.
     - ``bool8``: bools. ``json``: what the text says, an object per row. ``uuid``: its string.
@@ -45,36 +47,29 @@ def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
             extension type.
     """
     column = _joined(column)
-    if (metadata and _NAME in metadata) or isinstance(column.type, pa.BaseExtensionType):
-        found = _values_of_extension(what, column, metadata or {})
-        return column_of_list(what, found) if isinstance(found, list) else found
-    has_extensions = _holds_extensions(what, column.type)
-    kinds = [column.type]  # of the column, and of what its lists hold
-    while _is_list(kinds[-1]) and (len(kinds) == 1 or pa.types.is_fixed_size_list(kinds[-1])):
-        kinds.append(kinds[-1].value_type)
-    if not _is_number(kinds[-1]) and not _is_of_one_shape(kinds[-1]):
-        if pa.types.is_temporal(kinds[-1]) or pa.types.is_decimal(kinds[-1]):
-            raise InvalidTypeError(
-                f"{what} is an Arrow column of {column.type}, which torch lacks.",
-                hint="Cast it: column.cast(pyarrow.int64()), or to pyarrow.float64() or pyarrow.string().",
-            )
-        return column_of_list(what, _items(what, column) if has_extensions else column.to_pylist())
-    cells = column
-    for _ in kinds[1:]:
-        _refuse_nulls(what, cells)
-        cells = cells.flatten()
-    if _is_number(kinds[-1]):
-        _refuse_nulls(what, cells)
-        values = column_of_array(what, cells.to_numpy(zero_copy_only=False))
-    else:
-        values = column_of_arrow(what, cells)
-    if len(kinds) == 1:
-        return values
-    trailing = [*(kind.list_size for kind in kinds[1:-1]), *values.shape[1:]]
-    if pa.types.is_fixed_size_list(column.type):
-        return values.reshape(len(column), column.type.list_size, *trailing)
-    offsets = offsets_of(_lengths(column))
-    return dense_or_jagged(Ragged(values.reshape(int(offsets[-1]), *trailing).contiguous(), offsets))
+    kind = column.type
+    if (metadata and _NAME in metadata) or isinstance(kind, pa.BaseExtensionType):
+        values = _values_of_extension(what, column, metadata or {})
+        return column_of_list(what, values) if isinstance(values, list) else values
+    _holds_extensions(what, kind)  # refuses what is not known
+    innermost = kind
+    while isinstance(innermost, _LISTS):
+        innermost = innermost.value_type
+    if pa.types.is_temporal(innermost) or pa.types.is_decimal(innermost):
+        raise InvalidTypeError(
+            f"{what} is an Arrow column of {kind}, which torch lacks.",
+            hint="Cast it: column.cast(pyarrow.int64()), or to pyarrow.float64() or pyarrow.string().",
+        )
+    if _is_number(kind):
+        _refuse_nulls(what, column)
+        return column_of_array(what, column.to_numpy(zero_copy_only=False))
+    if not isinstance(kind, _LISTS) or not _has_one_shape(kind.value_type):
+        return column_of_list(what, _items(what, column))
+    _refuse_nulls(what, column)
+    cells = column_of_arrow(what, column.flatten())
+    if pa.types.is_fixed_size_list(kind):
+        return cells.reshape(len(column), kind.list_size, *cells.shape[1:])
+    return dense_or_ragged(Ragged(cells.contiguous(), offsets_of(_lengths(column))))
 
 
 def _joined(column: Any) -> Any:
@@ -92,19 +87,19 @@ def _items(what: str, column: Any) -> list[Any]:
     if not _holds_extensions(what, column.type):
         return column.to_pylist()  # type: ignore[no-any-return] # pyarrow has no types
     if column.null_count:
-        known = iter(_items(what, column.drop_null()))
-        return [next(known) if valid else None for valid in column.is_valid().to_pylist()]
+        items = iter(_items(what, column.drop_null()))
+        return [next(items) if valid else None for valid in column.is_valid().to_pylist()]
     if isinstance(column.type, pa.BaseExtensionType):
-        found = _values_of_extension(what, column, {})
-        if not isinstance(found, torch.Tensor):
-            return found  # type: ignore[no-any-return] # pyarrow has no types
-        return found.tolist() if found.dim() == 1 else list(found.unbind())
-    if _is_list(column.type):
-        values = iter(_items(what, column.flatten()))
-        return [[next(values) for _ in range(length)] for length in _lengths(column).tolist()]
+        values = _values_of_extension(what, column, {})
+        if not isinstance(values, torch.Tensor):
+            return values  # type: ignore[no-any-return] # pyarrow has no types
+        return values.tolist() if values.dim() == 1 else list(values.unbind())
+    if isinstance(column.type, _LISTS):
+        cells = iter(_items(what, column.flatten()))
+        return [[next(cells) for _ in range(length)] for length in _lengths(column).tolist()]
     if pa.types.is_struct(column.type):
         names = [field.name for field in column.type]
-        columns = [_items(what, each) for each in column.flatten()]
+        columns = [_items(what, part) for part in column.flatten()]
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     raise InvalidTypeError(
         f"{what} is an Arrow column of {column.type}. Expected extension types only in lists and structs."
@@ -115,11 +110,36 @@ def _lengths(lists: Any) -> torch.Tensor:
     return torch.tensor(pc.list_value_length(lists).to_numpy(), dtype=torch.int64, device="cpu")
 
 
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _has_one_shape(kind: Any) -> bool:
+    """Whether values of a type are numbers, or tensors of one shape, so that lists of them can be joined."""
+    if pa.types.is_fixed_size_list(kind):
+        return _has_one_shape(kind.value_type)
+    if not isinstance(kind, pa.BaseExtensionType):
+        return _is_number(kind)
+    read = _EXTENSIONS.get(kind.extension_name)
+    return read is _bools or (read is _tensors_of_one_shape and _parameters(kind)["shape"][0] is not None)
+
+
+def _refuse_nulls(what: str, cells: Any) -> None:
+    if cells.null_count:
+        raise InvalidTypeError(
+            f"{what} is an Arrow column of numbers with nulls: {cells.null_count} of {len(cells)} "
+            f"{'lists' if isinstance(cells.type, _LISTS) else 'values'}, the first at {cells.is_null().index(True)}. "
+            "Expected a value everywhere.",
+            hint="Write column.fill_null(value), or table.drop_null() without these rows and their sample ids, or "
+            "NonTensorStack(*column.to_pylist()) for one object per sample.",
+        )
+
+
 # --- extension types --------------------------------------------------------------------------------------------------
 
 
 def _values_of_extension(what: str, column: Any, metadata: Mapping[bytes, bytes]) -> Any:
-    """What an array of an extension type stands for: a tensor of N rows, or a list of N items.
+    """What an array of an extension type stands for: a tensor of N rows, `Ragged`, or a list of N items.
 
     Args:
         what: As for `column_of_arrow`.
@@ -155,36 +175,34 @@ def _parameters(source: Any) -> Mapping[str, Any]:
         return {"shape": source.shape, "permutation": getattr(source, "permutation", None)}
     if not isinstance(source, bytes):
         source = source.__arrow_ext_serialize__() if hasattr(source, "__arrow_ext_serialize__") else b""
-    found = json.loads(source or b"{}")
-    if isinstance(found, list):  # Ray's have the shape, those of `datasets` the shape and the dtype
-        return {"shape": found[0] if isinstance(found[0], list) else found}
-    return found if isinstance(found, dict) else {}
+    parameters = json.loads(source or b"{}")
+    if isinstance(parameters, list):  # Ray's have the shape, those of `datasets` the shape and the dtype
+        return {"shape": parameters[0] if isinstance(parameters[0], list) else parameters}
+    return parameters if isinstance(parameters, dict) else {}
 
 
 def _tensors_of_one_shape(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
     """(N, ...). If the first dim of the shape is None, rows may differ in it."""
     lengths = _lengths(storage) if parameters["shape"][0] is None else None
     num_rows, shape = len(storage), parameters["shape"]
-    while _is_list(storage.type):
+    while isinstance(storage.type, _LISTS):
         _refuse_nulls(what, storage)
         storage = storage.flatten()
     if not _is_number(storage.type):
         raise ValueError(f"its tensors hold {storage.type}, which are no numbers")
     values = column_of_arrow(what, storage)
     if lengths is not None:
-        return dense_or_jagged(Ragged(values.reshape(int(lengths.sum()), *shape[1:]), offsets_of(lengths)))
+        return dense_or_ragged(Ragged(values.reshape(int(lengths.sum()), *shape[1:]), offsets_of(lengths)))
     return _permuted(values.reshape(num_rows, *shape), parameters, num_batch=1)
 
 
-def _tensors_of_any_shape(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
+def _tensors_of_any_shape(what: str, storage: Any, parameters: Mapping[str, Any]) -> list[torch.Tensor]:
     """Rows of a shape of their own, stored as their values and their shapes."""
     _refuse_nulls(what, storage)
-    names = [storage.type.field(number).name for number in range(storage.type.num_fields)]
-    columns = dict(zip(names, storage.flatten(), strict=True))
-    lengths = _lengths(columns["data"]).tolist()
-    values = column_of_arrow(what, columns["data"].flatten()).split_with_sizes(lengths)
+    columns = dict(zip([field.name for field in storage.type], storage.flatten(), strict=True))
+    rows = column_of_arrow(what, columns["data"].flatten()).split_with_sizes(_lengths(columns["data"]).tolist())
     shapes = columns["shape"].cast(pa.list_(pa.int64())).to_pylist()
-    return [_permuted(each.reshape(shape), parameters) for each, shape in zip(values, shapes, strict=True)]
+    return [_permuted(row.reshape(shape), parameters) for row, shape in zip(rows, shapes, strict=True)]
 
 
 def _permuted(values: torch.Tensor, parameters: Mapping[str, Any], num_batch: int = 0) -> torch.Tensor:
@@ -202,7 +220,7 @@ def _from_json(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def _uuids(what: str, storage: Any, parameters: Mapping[str, Any]) -> Any:
-    return [None if each is None else str(uuid.UUID(bytes=each)) for each in storage.to_pylist()]
+    return [None if data is None else str(uuid.UUID(bytes=data)) for data in storage.to_pylist()]
 
 
 #: Name -> what reads its values: what, their storage, and the parameters of the type.
@@ -219,14 +237,6 @@ _EXTENSIONS: Final[Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]]] =
 }
 
 
-def _is_of_one_shape(kind: Any) -> bool:
-    """Whether values of a type are numbers, or tensors of one shape, so that lists of them can be joined."""
-    if not isinstance(kind, pa.BaseExtensionType):
-        return False
-    read = _EXTENSIONS.get(kind.extension_name)
-    return read is _bools or (read is _tensors_of_one_shape and _parameters(kind)["shape"][0] is not None)
-
-
 def _holds_extensions(what: str, kind: Any) -> bool:
     """Whether a type is an extension type, or has one inside. Refuses one that this process does not know."""
     if isinstance(kind, pa.BaseExtensionType):
@@ -240,26 +250,3 @@ def _holds_extensions(what: str, kind: Any) -> bool:
                 hint="Import the package that defines it before the column is read.",
             )
     return any(_holds_extensions(what, field.type) for field in fields)
-
-
-# --- plain types ------------------------------------------------------------------------------------------------------
-
-
-def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
-def _is_list(kind: Any) -> bool:
-    kinds = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
-    return isinstance(kind, kinds)
-
-
-def _refuse_nulls(what: str, cells: Any) -> None:
-    if cells.null_count:
-        raise InvalidTypeError(
-            f"{what} is an Arrow column of numbers with nulls: {cells.null_count} of {len(cells)} "
-            f"{'lists' if _is_list(cells.type) else 'values'}, the first at {cells.is_null().index(True)}. Expected a "
-            "value everywhere.",
-            hint="Write column.fill_null(value), or table.drop_null() without these rows and their sample ids, or "
-            "NonTensorStack(*column.to_pylist()) for one object per sample.",
-        )

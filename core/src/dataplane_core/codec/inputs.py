@@ -1,24 +1,26 @@
-"""What people have, as columns: the one function through which everything goes that `put_samples`, `write_columns` and
-`kv_first_write` are given.
+"""What people have, as columns: the one way for everything that `put_samples`, `write_columns` and `kv_first_write` are
+given.
 
 Arrow tables, DataFrames and data sets are recognized by the names of their classes, so that their packages are not
 imported here.
+
+Shape legend: ``N`` rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from dataplane_core.codec.lists import column_of_array, column_of_list, says_its_dtype
-from dataplane_core.codec.rows import Columns, TensorRows
+from dataplane_core.codec.rows import Columns, EmptyLists, TensorRows, object_column
+from dataplane_core.codec.tensors import dense_or_jagged
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
-
-_LISTS: Final = (list, tuple)
+from dataplane_core.spec import Ragged
 
 
 def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Columns:
@@ -37,8 +39,8 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
         num_samples: N.
 
     Returns:
-        Columns, which alias ``fields`` where they can. A list of large tensors becomes `TensorRows`, and one of empty
-        lists `EmptyLists`. The numbers of rows are not checked.
+        Columns, which alias ``fields`` where they can: tensors, object columns, `Ragged` for rows that differ in their
+        first dim, `TensorRows` for a list of large tensors, and `EmptyLists`. The numbers of rows are not checked.
 
     Raises:
         InvalidTypeError: None of these, or a column that cannot be converted.
@@ -68,28 +70,36 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
             hint="Write {'name': column} for one column, and list(data.take(n)) for the next rows of a stream.",
         )
     _check_names(where, [name for name, _ in columns])
-    lists = {name: column for name, column in columns if isinstance(column, _LISTS)}
-    found = {name: as_column(f"{where} refused: field '{name}'", column, keep_rows=True) for name, column in columns}
+    lists = {name: column for name, column in columns if isinstance(column, (list, tuple))}
+    found = {name: _column(f"{where} refused: field '{name}'", column) for name, column in columns}
     return Columns(found, lists, [name for name, items in lists.items() if not says_its_dtype(items)])
 
 
-def as_column(what: str, column: Any, *, keep_rows: bool = False) -> Any:
+def as_column(what: str, column: Any) -> Any:
     """The tensor or object column that a column stands for. What it does not know, it returns as it is.
 
     Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
     an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
-    With ``keep_rows``, a list of large tensors is returned as `TensorRows`, one of empty lists as `EmptyLists`.
     """
-    if isinstance(column, (torch.Tensor, TensorDictBase)) or (keep_rows and isinstance(column, TensorRows)):
+    column = _column(what, column)
+    if isinstance(column, EmptyLists):
+        return object_column(column)
+    rows = column.joined(what) if isinstance(column, TensorRows) else column
+    return dense_or_jagged(rows) if isinstance(rows, Ragged) else rows
+
+
+def _column(what: str, column: Any) -> Any:
+    """As `as_column`, in the forms that only the codec takes."""
+    if isinstance(column, (torch.Tensor, TensorDictBase, Ragged, TensorRows)):
         return column
     if isinstance(column, (list, tuple)):
-        return column_of_list(what, column, keep_rows=keep_rows)
+        return column_of_list(what, column)
     if isinstance(column, np.ndarray):
         return column_of_array(what, column)
     if _is_a(column, "pyarrow.lib", "Array", "ChunkedArray"):
         return column_of_arrow(what, column)
     if _is_a(column, "datasets.arrow_dataset", "Column"):
-        return as_column(what, column[:])
+        return _column(what, column[:])
     if _is_a(column, "pandas", "Series"):
         if _is_a(column.dtype, "pandas", "ArrowDtype"):
             return column_of_arrow(what, column.array.__arrow_array__())

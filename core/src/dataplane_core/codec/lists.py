@@ -18,22 +18,20 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack
 
-from dataplane_core.codec.objects import MAX_DEPTH
-from dataplane_core.codec.rows import EmptyLists, TensorRows, object_column
-from dataplane_core.codec.shared import LARGE_CELL_BYTES
-from dataplane_core.codec.tensors import Ragged, dense_or_jagged, offsets_of
+from dataplane_core.codec.cells import MAX_DEPTH
+from dataplane_core.codec.compact import LARGE_CELL_BYTES
+from dataplane_core.codec.rows import EXACT_IN_FLOAT32, EmptyLists, TensorRows, object_column
+from dataplane_core.codec.tensors import dense_or_ragged, offsets_of
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.spec import FieldSpec
+from dataplane_core.spec import FieldSpec, Ragged
 
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
 _TENSORS: Final = (torch.Tensor, np.ndarray)
 #: The kinds of numpy's dtypes that hold strings, bytes and objects.
 _OBJECTS: Final = "SUTO"
-#: float32 and float64 hold integers up to this exactly.
-EXACT_IN_FLOAT32: Final = 2**24
+#: float64 holds integers up to this exactly.
 _EXACT_IN_FLOAT64: Final = 2**53
 _HINT: Final = (
     "Write a tensor (of rows of their own length: torch.nested.as_nested_tensor(rows, layout=torch.jagged)), or "
@@ -41,24 +39,19 @@ _HINT: Final = (
 )
 
 
-def column_of_list(
-    what: str, items: Sequence[Any], *, keep_rows: bool = False
-) -> torch.Tensor | TensorRows | EmptyLists | NonTensorStack:
+def column_of_list(what: str, items: Sequence[Any]) -> Any:
     """The column that a list (or tuple) of N items stands for.
 
-    - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else one jagged nested
-      tensor of rows (L,). An empty list is a row of length 0.
+    - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else `Ragged` of rows
+      (L,). An empty list is a row of length 0; only empty lists are `EmptyLists`.
     - All int: int64. Float, or int and float: float32, as in torch. All bool: bool. numpy's numbers are as Python's.
-    - Tensors or arrays of one dtype and rank, which may differ in their first dim: a tensor (N, ...), or one jagged
-      nested tensor, in new memory. They keep their dtype.
-    - Anything else (strings, dicts, bytes, None, lists of tensors, only empty lists): an object per row. Written to a
-      field of another type, empty lists are its rows of length 0.
+    - Tensors or arrays of one dtype and rank, which may differ in their first dim: a tensor (N, ...), or `Ragged`, in
+      new memory. They keep their dtype. If they are large, `TensorRows`, in their own memory, to find equal ones.
+    - Anything else (strings, dicts, bytes, None, lists of tensors): an object per row.
 
     Args:
         what: The call and the field. Messages begin with it.
         items: One per row.
-        keep_rows: Return what only the codec takes: tensors that are large as `TensorRows`, in their own memory, to
-            find equal ones; and only empty lists as `EmptyLists`.
 
     Raises:
         InvalidTypeError: None, bools or lists are mixed with numbers, or tensors with anything of these, or lists of
@@ -79,16 +72,16 @@ def column_of_list(
             inner = set(map(type, chain.from_iterable(items)))
         if inner and inner <= _NUMBERS:
             values = torch.from_numpy(_numbers(what, list(chain.from_iterable(items)), inner))
-            return dense_or_jagged(Ragged(values, _offsets(items)))
-        if keep_rows and not inner:
+            return dense_or_ragged(Ragged(values, _offsets(items)))
+        if not inner:
             return EmptyLists(items)
     if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
-        return _column_of_tensors(what, items, keep_rows)
+        return _column_of_tensors(what, items)
     _refuse_near_numbers(what, items)
     return object_column(items)
 
 
-def list_as(items: Sequence[Any], spec: FieldSpec) -> torch.Tensor | NonTensorStack | None:
+def list_as(items: Sequence[Any], spec: FieldSpec) -> Any:
     """A list as the column of a field of which more is known than the list itself says.
 
     Ints are written to a field of floats, or of smaller ints, if it holds them exactly; floats to one of other floats;
@@ -110,7 +103,7 @@ def list_as(items: Sequence[Any], spec: FieldSpec) -> torch.Tensor | NonTensorSt
     if not kinds <= _LISTS or spec.rank > 1:
         return None
     values = _tensor_as(_plain(chain.from_iterable(items)), spec)
-    return None if values is None else dense_or_jagged(Ragged(values, _offsets(items)))
+    return None if values is None else dense_or_ragged(Ragged(values, _offsets(items)))
 
 
 def misfit_of(items: Sequence[Any], spec: FieldSpec) -> str:
@@ -218,15 +211,15 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
     return singles
 
 
-def _column_of_tensors(what: str, items: Sequence[Any], keep_rows: bool) -> torch.Tensor | TensorRows:
+def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor | Ragged | TensorRows:
     rows = TensorRows(
         column_of_array(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
         for number, item in enumerate(items)
     )
-    if keep_rows and rows.nbytes >= LARGE_CELL_BYTES * len(rows):
+    if rows.nbytes >= LARGE_CELL_BYTES * len(rows):
         return rows
     joined = rows.joined(what)
-    return dense_or_jagged(joined) if isinstance(joined, Ragged) else joined
+    return dense_or_ragged(joined) if isinstance(joined, Ragged) else joined
 
 
 def _tensor_of(what: str, array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -1,21 +1,25 @@
-"""Rows of columns in any container: their number, and a selection of them."""
+"""Rows of columns in any container: their number and size, selections of them, and their join.
+
+Shape legend: ``N`` rows of a column, ``n`` rows of a read.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 
-from dataplane_core.codec.objects import copy_item
+from dataplane_core.codec.cells import copy_item
 from dataplane_core.codec.tensors import (
-    JaggedColumns,
-    Ragged,
+    bounds_of,
+    byte_array,
     carrier,
     dense_or_jagged,
     empty_tensor,
-    gather_rows,
     host_tensor,
     is_jagged,
     jagged_parts,
@@ -23,32 +27,31 @@ from dataplane_core.codec.tensors import (
     ragged_of_dense,
     ragged_of_nested,
     ragged_of_rows,
+    take_dense,
+    take_ragged,
+    to_nested,
 )
 from dataplane_core.errors import SchemaMismatchError
-from dataplane_core.spec import FieldSpec, SharedRows
+from dataplane_core.host_memory import Copy, copy_arrays
+from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn
 
 #: The spec of a column of `EmptyLists`.
 EMPTY_LISTS: Final = FieldSpec.of_empty_lists()
+#: Rows that lie side by side are copied at once. If such a run has fewer bytes on average, an index is faster.
+_LEAST_RUN_BYTES: Final = 512
+#: Columns of fewer bytes are copied by one operator if possible: the rest would take longer than the copy.
+_SMALL_BYTES: Final = 1 << 16
+#: float32 holds integers up to this exactly.
+EXACT_IN_FLOAT32: Final = 2**24
+#: What a frame may be. A memoryview is one of bytes.
+_BYTES: Final = frozenset({bytes, bytearray, memoryview})
+
+
+# --- columns of a put or a read ---------------------------------------------------------------------------------------
 
 
 class EmptyLists(list[list[Any]]):
     """A column of empty lists, which say nothing about their type: it leaves its field open."""
-
-
-class Columns(dict[str, Any]):
-    """Columns that the codec takes.
-
-    Attributes:
-        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
-        ints: The columns whose ints leave their field open: floats may follow. See `FieldSpec.of_ints`.
-    """
-
-    def __init__(
-        self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]] | None = None, ints: Iterable[str] = ()
-    ) -> None:
-        super().__init__(columns)
-        self.lists = {name: items for name, items in (lists or {}).items() if name in columns}
-        self.ints = frozenset(ints)
 
 
 class TensorRows(list[torch.Tensor]):
@@ -68,10 +71,47 @@ class TensorRows(list[torch.Tensor]):
             raise
 
 
+class Columns(dict[str, Any]):
+    """Columns that the codec takes: tensors, `Ragged`, `TensorRows`, `EmptyLists`, and object columns.
+
+    Attributes:
+        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
+        ints: The columns whose ints leave their field open: floats may follow. See `FieldSpec.of_ints`.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]] | None = None, ints: Iterable[str] = ()
+    ) -> None:
+        super().__init__(columns)
+        self.lists = {name: items for name, items in (lists or {}).items() if name in columns}
+        self.ints = frozenset(ints)
+
+
+def tensor_columns(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
+    """The columns, with a tensor in the place of each `Ragged`: dense if all rows have the same shape, else jagged.
+
+    Jagged columns of equal lengths share their offsets, so that torch can combine them.
+    """
+    found: dict[str, Any] = {}
+    forms: dict[bytes, tuple[torch.Tensor, tuple[int, int]]] = {}
+    for name in columns.keys():
+        column: Any = columns.get(name)
+        if isinstance(column, Ragged):
+            key = column.offsets.numpy().tobytes()
+            form = forms.get(key)
+            if form is None:
+                form = forms[key] = column.offsets, bounds_of(column.lengths)
+            offsets, bounds = form
+            if bounds[0] == bounds[1]:
+                column = column.values.view(len(column), bounds[0], *column.values.shape[1:])
+            else:
+                column = to_nested(Ragged(column.values, offsets), bounds)
+        found[name] = column
+    return found
+
+
 def num_rows(column: Any) -> int:
-    """Rows of a column in any container: tensor, nested tensor, ``NonTensorStack``, object array, list, shared rows."""
-    if isinstance(column, SharedRows):
-        return len(column.index)
+    """Rows of a column in any container."""
     if isinstance(column, torch.Tensor):
         return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
     return len(column)
@@ -104,31 +144,113 @@ def empty_rows(spec: FieldSpec, count: int) -> Any:
     return empty_tensor((count, 0, *spec.trailing), spec.torch_dtype)
 
 
-def take_rows(column: Any, positions: Sequence[int], jagged: JaggedColumns | None = None) -> Any:
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def row_nbytes(columns: Mapping[str, WireColumn | SharedRows], num_samples: int) -> list[int]:
+    """Payload bytes per row, summed over all encoded columns of ``num_samples`` rows, as capacity and metrics count
+    them. Exact for tensors and frames; for native objects, the size of their values without Python's overhead."""
+    total = np.zeros(num_samples, dtype=np.int64)
+    for column in columns.values():
+        total += cell_nbytes(column, num_samples)
+    sizes: list[int] = total.tolist()
+    return sizes
+
+
+def cell_nbytes(column: WireColumn | SharedRows, num_samples: int) -> Any:
+    """Payload bytes of each cell of one column: an int64 array (N,), or one number if all are equal.
+
+    A shared cell counts for the first of its rows only.
+    """
+    if isinstance(column, SharedRows):
+        sizes = np.zeros(num_samples, dtype=np.int64)
+        _, firsts = np.unique(column.index, return_index=True)
+        sizes[firsts] = cell_nbytes(column.rows, max(column.index, default=-1) + 1)
+        return sizes
+    if isinstance(column, Ragged):
+        return column.lengths * column.itemsize
+    if isinstance(column, torch.Tensor):
+        return column.nbytes // max(num_samples, 1)
+    size_of: Any = len if set(map(type, column)) <= _BYTES else _item_nbytes  # frames: 5 times as fast
+    return np.fromiter(map(size_of, column), dtype=np.int64, count=len(column))
+
+
+def _item_nbytes(item: Any) -> int:
+    if isinstance(item, (memoryview, torch.Tensor, np.ndarray)):
+        return item.nbytes
+    if isinstance(item, (bytes, bytearray, str)):
+        return len(item)
+    if isinstance(item, dict):
+        return sum(_item_nbytes(key) + _item_nbytes(value) for key, value in item.items())
+    return sum(map(_item_nbytes, item)) if isinstance(item, list) else 8
+
+
+# --- selections -------------------------------------------------------------------------------------------------------
+
+
+def take_rows(column: Any, positions: Sequence[int]) -> Any:
     """The rows at ``positions``, in that order. Repeats are allowed.
 
     Args:
-        column: What `decode_columns` returns.
+        column: A column of a read: a tensor of any layout, or a ``NonTensorStack``.
         positions: Row numbers, not negative.
-        jagged: The jagged columns of the same read.
 
     Returns:
         Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
         ``NonTensorStack`` is copied, so that rows stay independent.
     """
+    taken = _take(column, positions)
+    return dense_or_jagged(taken) if isinstance(taken, Ragged) else taken
+
+
+def _take(column: Any, positions: Sequence[int]) -> Any:
+    """As `take_rows`, but ragged rows are not made one tensor."""
     if isinstance(column, torch.Tensor):
-        if not column.is_nested:
-            return take_dense(host_tensor(column, "a column"), positions)
-        rows = ragged_of_nested(column, "a column")
-        assert isinstance(rows, Ragged)
-        return dense_or_jagged(take_ragged(rows, positions), jagged)
-    items = column.tolist()
-    seen: set[int] = set()
-    taken_items = []
+        column = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
+    if isinstance(column, Ragged):
+        return take_ragged(column, positions)
+    if isinstance(column, torch.Tensor):
+        return take_dense(column, positions)
+    items, seen, taken = column.tolist(), set[int](), []
     for position in positions:
-        taken_items.append(copy_item(items[position]) if position in seen else items[position])
+        taken.append(copy_item(items[position]) if position in seen else items[position])
         seen.add(position)
-    return object_column(taken_items)
+    return object_column(taken)
+
+
+def spread(column: Any, index: Sequence[int], *, share: bool) -> Any:
+    """The N rows of a column of U rows.
+
+    Args:
+        column: A column of a read, or `Ragged`.
+        index: The row of ``column`` that each row of the result is.
+        share: Return a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. If False, every
+            row has memory of its own.
+    """
+    if not share:
+        return _take(column, index)
+    if isinstance(column, Ragged):
+        rows: Sequence[Any] = column.values.split_with_sizes(column.lengths.tolist())
+    else:
+        rows = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
+    wrapped = [NonTensorData(data=row) for row in rows]  # once each: it takes as long as copying some KB
+    return NonTensorStack(*[wrapped[at] for at in index])
+
+
+def repeat_rows(columns: Mapping[str, Any], positions: Sequence[int], *, share: bool) -> dict[str, Any]:
+    """The rows of a read at ``positions``, in that order.
+
+    Args:
+        columns: The columns of the read.
+        positions: Row numbers.
+        share: Whether the rows of object columns, and of those of which rows are shared, are one object where they
+            repeat.
+    """
+    rows = {
+        name: spread(column, positions, share=share and isinstance(column, NonTensorStack))
+        for name, column in columns.items()
+    }
+    return tensor_columns(rows)
 
 
 def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
@@ -146,20 +268,154 @@ def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
         return object_column([items[row] for row in order])
     if all(part.dim() == 1 for part in parts):
         return take_dense(torch.cat(list(parts)), order)
-    rows = [ragged_of_nested(part, "a column") if part.is_nested else ragged_of_dense(part) for part in parts]
-    values, lengths = zip(
-        *[(each.values, each.offsets.diff()) for each in rows if isinstance(each, Ragged)], strict=True
-    )
-    return dense_or_jagged(take_ragged(Ragged(torch.cat(values), offsets_of(torch.cat(lengths))), order))
+    rows: list[Any] = [
+        ragged_of_nested(part, "a column") if part.is_nested else ragged_of_dense(part) for part in parts
+    ]
+    joined = torch.cat([part.values for part in rows])
+    lengths = torch.cat([part.offsets.diff() for part in rows])
+    return dense_or_jagged(take_ragged(Ragged(joined, offsets_of(lengths)), order))
 
 
-def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:
-    """The rows at ``positions``, in that order, in new memory."""
-    picks = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
-    lengths = rows.offsets.diff().index_select(0, picks)
-    return gather_rows(rows.values, rows.offsets.index_select(0, picks), offsets_of(lengths))
+# --- joining rows of stored columns with one copy ---------------------------------------------------------------------
 
 
-def take_dense(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-    """As `take_ragged`, for rows of one shape."""
-    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64, device="cpu")).view(rows.dtype)
+class Piece(NamedTuple):
+    """Some rows of one stored column.
+
+    Attributes:
+        column: The column.
+        rows: Rows of the column.
+        positions: Where these rows stand in the read, one for each.
+    """
+
+    column: WireColumn
+    rows: Sequence[int]
+    positions: Sequence[int]
+
+
+def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
+    """Whether ``rows`` are ``start``, ``start + 1``, ..., ``count`` of them."""
+    if isinstance(rows, range):
+        return rows == range(start, start + count)
+    return len(rows) == count and (not count or (rows[0] == start and list(rows) == list(range(start, start + count))))
+
+
+def merge_pieces(
+    pieces: Sequence[Piece], dtype: torch.dtype | None = None, copies: list[Copy] | None = None
+) -> WireColumn:
+    """The column of a read, in new memory.
+
+    Args:
+        pieces: At least one. Their positions together are 0 to n - 1.
+        dtype: The dtype of the result. Integer columns may be narrower (`WireFormat.narrow`). None: that of the first.
+        copies: Gets the copies that are left to the caller, who can then make those of all columns at once. The column
+            has undefined values until then. None: this function makes them.
+
+    Returns:
+        A dense tensor if all rows have one shape and were stored so, else `Ragged`. A list for items, which are copied.
+    """
+    first, rows, positions = pieces[0]
+    count = len(rows)
+    is_run = len(pieces) == 1 and count > 0 and rows_in_order(positions, 0, count)
+    is_run = is_run and rows_in_order(rows, rows[0], count)
+    if is_run and isinstance(first, torch.Tensor) and first.nbytes < _SMALL_BYTES:
+        run = first[rows[0] : rows[0] + count]
+        if dtype not in (None, run.dtype):
+            return run.to(dtype)
+        return run.view(torch.uint8).clone().view(torch.bool) if run.dtype == torch.bool else run.clone()
+    if isinstance(first, list):
+        return _merge_items(pieces)
+    left: list[Copy] = [] if copies is None else copies
+    merged: WireColumn
+    if isinstance(first, torch.Tensor) and all(
+        isinstance(piece.column, torch.Tensor) and piece.column.shape[1:] == first.shape[1:] for piece in pieces
+    ):
+        merged = _merge_dense(first, pieces, dtype or first.dtype, left)
+    else:
+        merged = _merge_ragged(pieces, is_run, dtype, left)
+    if copies is None:
+        copy_arrays(left, threads=1)
+    return merged
+
+
+def _merge_items(pieces: Sequence[Piece]) -> list[object]:
+    items: list[object] = [None] * sum(len(piece.rows) for piece in pieces)
+    for column, rows, positions in pieces:
+        assert isinstance(column, list)
+        for row, position in zip(rows, positions, strict=True):
+            items[position] = copy_item(column[row])
+    return items
+
+
+def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype, copies: list[Copy]) -> torch.Tensor:
+    shape = like.shape[1:]
+    merged = empty_tensor((sum(len(piece.rows) for piece in pieces), *shape), dtype)
+    for column, rows, positions in pieces:
+        assert isinstance(column, torch.Tensor)
+        runs = _runs(rows, positions)
+        if dtype.itemsize * math.prod(shape) * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
+            picked = carrier(column).index_select(0, torch.as_tensor(rows, device="cpu"))
+            if column.dtype != dtype:
+                picked = picked.view(column.dtype).to(dtype)
+            carrier(merged).index_copy_(0, torch.as_tensor(positions, device="cpu"), picked)
+            continue
+        source, target, unit = _arrays(column, merged)
+        step = unit * math.prod(shape)
+        for row, position, count in runs:
+            begin, end = position * step, (position + count) * step
+            copies.append((target[begin:end], source[row * step : (row + count) * step]))
+    return merged
+
+
+def _merge_ragged(pieces: Sequence[Piece], is_run: bool, dtype: torch.dtype | None, copies: list[Copy]) -> Ragged:
+    ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
+    first, rows, positions = ragged[0]
+    if is_run:  # the usual case, without work for each row
+        cuts = first.offsets.numpy()[rows[0] : rows[0] + len(rows) + 1]
+        values = first.values[cuts[0] : cuts[-1]]
+        merged = empty_tensor(values.shape, dtype or values.dtype)
+        source, target, _ = _arrays(values, merged)
+        copies.append((target, source))
+        return Ragged(merged, torch.from_numpy(cuts - cuts[0]))
+    lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64, device="cpu")
+    for column, rows, positions in ragged:
+        lengths.numpy()[np.asarray(positions)] = column.lengths[np.asarray(rows)]
+    offsets = offsets_of(lengths)
+    like = first.values
+    merged = empty_tensor((int(offsets[-1]), *like.shape[1:]), dtype or like.dtype)
+    for column, rows, positions in ragged:
+        source, target, unit = _arrays(column.values, merged)
+        step = unit * math.prod(like.shape[1:])
+        ends = (offsets * step).tolist()
+        for row, position, count in _runs(rows, positions):
+            begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
+            copies.append((target[ends[position] : ends[position + count]], source[begin:end]))
+    return Ragged(merged, offsets)
+
+
+def _as_ragged(column: WireColumn) -> Ragged:
+    if isinstance(column, Ragged):
+        return column
+    assert isinstance(column, torch.Tensor)
+    return ragged_of_dense(column)
+
+
+def _arrays(source: torch.Tensor, target: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+    """Both as flat arrays, between which numpy copies: as bytes, or as integers of different dtypes. And how many items
+    of the arrays an element is."""
+    if source.dtype == target.dtype:
+        return byte_array(source), byte_array(target), source.dtype.itemsize
+    return source.reshape(-1).numpy(), target.reshape(-1).numpy(), 1
+
+
+def _runs(rows: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of rows that stand side by side in both: the first row, its position, and how many."""
+    count = len(rows)
+    if not count:
+        return []
+    if rows_in_order(rows, rows[0], count) and rows_in_order(positions, positions[0], count):
+        return [(rows[0], positions[0], count)]
+    row, position = np.asarray(rows), np.asarray(positions)
+    starts = np.concatenate(([0], np.flatnonzero((np.diff(row) != 1) | (np.diff(position) != 1)) + 1))
+    counts = np.diff(np.append(starts, count))
+    return list(zip(row[starts].tolist(), position[starts].tolist(), counts.tolist(), strict=True))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
 from dataplane_core.host_memory import recycled_bytes
 from dataplane_core.packed import BytesLike
+from dataplane_core.spec import Ragged
 
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -53,44 +53,6 @@ ALL_DTYPES: Final = frozenset(DTYPE_CODES)
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Parts of at least so many bytes on average are copied one by one.
 _LARGE_PART: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Rows that may differ in their first dim, joined end to end.
-
-    Attributes:
-        values: (T, *trailing), contiguous, on the host.
-        offsets: (N + 1,) int64 on the host, from 0 to T.
-    """
-
-    values: torch.Tensor
-    offsets: torch.Tensor
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return len(self.offsets) - 1
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element of the ragged dim, its trailing dims included."""
-        return self.values.dtype.itemsize * math.prod(self.values.shape[1:])
-
-    @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """(N,) int64."""
-        return np.diff(self.offsets.numpy())
-
-    def dense(self) -> torch.Tensor | None:
-        """A view (N, L, *trailing) if all rows have length L; else None."""
-        lengths = self.lengths
-        if len(lengths) == 0:
-            return self.values.new_empty((0, 0, *self.values.shape[1:]))
-        length = int(lengths[0])
-        if (lengths != length).any():
-            return None
-        return self.values.view(len(lengths), length, *self.values.shape[1:])
 
 
 # --- from what callers have to plain tensors --------------------------------------------------------------------------
@@ -157,10 +119,34 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
     """A jagged tensor's values, offsets, lengths (None: no gaps between rows), and the ragged dim of the values.
 
-    Reads private attributes, since the public methods of a nested tensor cost 100 us a call.
+    Reads private attributes where torch's public methods take 37 us, since they go through its dispatcher.
     """
     parts: Any = nested
-    return parts._values, parts._offsets, parts._lengths, parts._ragged_idx - 1
+    return parts._values, parts.offsets(), parts.lengths(), parts._ragged_idx - 1
+
+
+def check_ragged(rows: Ragged, what: str) -> Ragged:
+    """The rows as plain host memory. Aliases them if they are that already.
+
+    Raises:
+        InvalidTypeError: As `host_tensor`, or the offsets are not those of the values.
+    """
+    values = host_tensor(rows.values, what)
+    offsets = host_tensor(rows.offsets, what)
+    if offsets.dtype != torch.int64 or not _fit(offsets, values):
+        raise InvalidTypeError(
+            f"{what} has ragged rows whose offsets are not int64, ascending, and from 0 to the length of their values, "
+            f"{tuple(values.shape)}."
+        )
+    return Ragged(values, offsets)
+
+
+def _fit(offsets: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether these are the offsets of rows that lie end to end and are all of the values."""
+    cuts = offsets.numpy()
+    if cuts.ndim != 1 or not len(cuts) or not values.dim():
+        return False
+    return bool(cuts[0] == 0 and cuts[-1] == len(values) and (cuts[1:] >= cuts[:-1]).all())
 
 
 def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
@@ -174,10 +160,8 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
         return ragged_of_rows(list(nested.detach().unbind()), what)
     values, offsets, lengths, dim = jagged_parts(nested)
     offsets = offsets.detach().to(device="cpu", dtype=torch.int64).contiguous()
-    if dim == 0 and lengths is None:  # the usual case, without the overhead of torch's operators
-        cuts = offsets.numpy()
-        if cuts[0] == 0 and cuts[-1] == len(values) and (cuts[1:] >= cuts[:-1]).all():
-            return Ragged(host_tensor(values, what), offsets)
+    if dim == 0 and lengths is None and _fit(offsets, values):  # the usual case
+        return Ragged(host_tensor(values, what), offsets)
     starts = offsets[:-1]
     sizes = offsets.diff() if lengths is None else lengths.detach().to(device="cpu", dtype=torch.int64)
     if dim != 0:
@@ -274,14 +258,16 @@ def gather_rows(
     return Ragged(join_bytes([source[row] for row in slices], values.dtype, shape), offsets)
 
 
-def pad_front(rows: Ragged) -> Ragged:
-    """Adds one zero element in front of every row. New memory."""
-    offsets = rows.offsets + torch.arange(len(rows.offsets), device="cpu")
-    shape = (int(offsets[-1]), *rows.values.shape[1:])
-    source, zeros = byte_view(rows.values), bytes(rows.itemsize)
-    cuts = (rows.offsets * rows.itemsize).tolist()
-    parts = [part for begin, end in pairwise(cuts) for part in (zeros, source[begin:end])]
-    return Ragged(join_bytes(parts, rows.values.dtype, shape), offsets)
+def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:
+    """The rows at ``positions``, in that order, in new memory."""
+    picks = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
+    lengths = rows.offsets.diff().index_select(0, picks)
+    return gather_rows(rows.values, rows.offsets.index_select(0, picks), offsets_of(lengths))
+
+
+def take_dense(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """As `take_ragged`, for rows of one shape."""
+    return carrier(rows).index_select(0, torch.as_tensor(positions, dtype=torch.int64, device="cpu")).view(rows.dtype)
 
 
 def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> torch.Tensor:
@@ -298,7 +284,7 @@ def pad_rows(rows: Ragged, width: int, value: float | bool | complex = 0) -> tor
     for begin, end in pairwise(cuts):
         parts.append(source[begin:end])
         parts.append(filler[: size - (end - begin)])
-    return join_bytes(parts, dtype, (rows.num_rows, width, *rows.values.shape[1:]))
+    return join_bytes(parts, dtype, (len(rows), width, *rows.values.shape[1:]))
 
 
 def bounds_of(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int]:
@@ -309,8 +295,8 @@ def bounds_of(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[int, int]:
 def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Tensor:
     """One jagged nested tensor with cached min and max length. Aliases ``ragged``.
 
-    Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes longer,
-    because it makes a view that autograd tracks.
+    Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes four
+    times as long, because it makes a view that autograd tracks.
 
     Args:
         ragged: The rows.
@@ -321,79 +307,21 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
 
 
-def dense_or_jagged(rows: Ragged, jagged: JaggedColumns | None = None) -> torch.Tensor:
-    """Rows as one tensor, which aliases them: dense if all have the same shape, else jagged.
-
-    Args:
-        rows: The rows.
-        jagged: The jagged columns of the same read, to share offsets with.
-    """
-    dense = rows.dense()
-    if dense is not None:
-        return dense
-    return to_nested(rows) if jagged is None else jagged.add(rows.values, rows.offsets)
-
-
-class JaggedColumns:
-    """Makes the jagged columns of one read. Columns of equal lengths share their offsets, so that torch can combine
-    them, and what is computed from the offsets."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[torch.Tensor, tuple[int, int]]] = {}
-
-    def add(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """A jagged tensor. Aliases ``values``, and ``offsets`` unless a column of equal lengths was added before."""
-        offsets, bounds = self._form(offsets)
-        return to_nested(Ragged(values, offsets), bounds)
-
-    def keep(self, column: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-        """A jagged tensor as it is, if `add` could have made it for this read, with ``num_rows``; else None."""
-        if not isinstance(column, NestedTensor):
-            return None
-        values, offsets, lengths, dim = jagged_parts(column)
-        if dim != 0 or lengths is not None or not (_is_plain(values) and _is_plain(offsets)):
-            return None
-        if offsets.dtype != torch.int64 or offsets.shape[0] != num_rows + 1:
-            return None
-        known, (shortest, longest) = self._form(offsets)
-        cuts = offsets.numpy()
-        if (
-            known is not offsets
-            or not 0 <= shortest < longest
-            or cuts[0] != 0
-            or cuts[-1] != values.shape[0]
-            or [_length_kept(column, name) for name in ("min_seqlen", "max_seqlen")] != [shortest, longest]
-        ):
-            return None
-        return column
-
-    def _form(self, offsets: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        key = offsets.numpy().tobytes()
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = offsets, bounds_of(np.diff(offsets.numpy()))
-        return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _length_kept(nested: Any, name: str) -> int | None:
-    """A length that a nested tensor has cached."""
-    kept = nested._metadata_cache.get(name)
-    return None if kept is None else kept.shape[0]
-
-
 def _kept_length(length: int) -> torch.Tensor:
     """A length as a nested tensor caches it: the size of an empty tensor."""
     return torch.empty(length, 0, dtype=torch.float32, device="cpu")
+
+
+def dense_or_ragged(rows: Ragged) -> torch.Tensor | Ragged:
+    """Rows as a column: a dense tensor, which aliases them, if all have the same shape."""
+    dense = rows.dense()
+    return rows if dense is None else dense
+
+
+def dense_or_jagged(rows: Ragged) -> torch.Tensor:
+    """Rows as one tensor, which aliases them: dense if all have the same shape, else jagged."""
+    column = dense_or_ragged(rows)
+    return to_nested(column) if isinstance(column, Ragged) else column
 
 
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
@@ -449,16 +377,6 @@ def join_bytes(parts: Sequence[BytesLike], dtype: torch.dtype, shape: Sequence[i
     if not size:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(joined(parts, size)).view(dtype).view(tuple(shape))
-
-
-def from_byte_tensor(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous uint8 tensor read as ``dtype`` and ``shape``. A view if the alignment allows it, else a copy."""
-    if math.prod(shape) == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    flat = data.reshape(-1)
-    if flat.data_ptr() % dtype.itemsize or flat.storage_offset() % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype).view(tuple(shape))
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

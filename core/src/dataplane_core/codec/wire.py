@@ -1,84 +1,98 @@
-"""Converts columns to a backend's wire format and back.
+"""Converts columns to a backend's wire format and back, and makes digests of their cells.
 
 `encode_columns` converts what a caller puts into what the backend's hooks take. `decode_columns` checks a backend's
 reply and converts it into what the caller gets. Both are pure: no I/O, no state. The form of a field's cells on the
 wire depends on its `FieldSpec` and the `WireFormat`, so any process can read what another wrote. Of the data, only the
-width of integers depends on it, and cells carry it with them:
-
-0. Integers go in the narrowest dtype that holds those of the put (`narrow`), if cells are frames, which name their
-   dtype, or the wire has `WireFormat.narrow`. What follows is then said of that dtype.
-1. A dtype that the wire does not carry is bit-cast: cells ``(L, *t)`` to uint8 ``(L, prod(t) * itemsize)``, scalars to
-   ``(itemsize,)``. Cells without elements (a trailing dim of 0) become uint8 ``(L,)`` if the wire cannot carry empty
-   rows.
-2. If the wire cannot carry empty rows, cells of rank 1 and more get an extra zero element in front, on their first dim.
-3. If the wire cannot carry ``(N,)``, scalars are sent as ``(N, 1)``.
+width of integers depends on it, and cells carry it with them: integers go in the narrowest dtype that holds those of
+the put (`compact`), if cells are frames, which name their dtype, or the wire has `WireFormat.narrow`.
 
 Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from msgspec.structs import replace
-from tensordict import (
-    NonTensorData,
-    NonTensorStack,
-    TensorDictBase,
-    is_tensorclass,
-)
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
 
-from dataplane_core.codec.frames import frame_ragged, ragged_of_items, unframe_ragged
-from dataplane_core.codec.header import KIND_OBJECT, KIND_TENSOR
-from dataplane_core.codec.lists import EXACT_IN_FLOAT32
-from dataplane_core.codec.narrow import is_narrow, narrowed, widened
-from dataplane_core.codec.objects import check_items, decode_items
+from dataplane_core.codec.cells import (
+    KIND_OBJECT,
+    KIND_TENSOR,
+    check_items,
+    decode_items,
+    encode_item,
+    encode_items,
+    frame_rows,
+    unframe_rows,
+)
+from dataplane_core.codec.compact import (
+    LARGE_CELL_BYTES,
+    Repeats,
+    equal_rows,
+    is_narrow,
+    narrowed,
+    same_memory,
+    widened,
+)
 from dataplane_core.codec.rows import (
     EMPTY_LISTS,
+    EXACT_IN_FLOAT32,
     Columns,
     EmptyLists,
     TensorRows,
+    cell_nbytes,
     empty_rows,
     num_rows,
     object_column,
-    take_dense,
-    take_ragged,
+    spread,
+    tensor_columns,
 )
-from dataplane_core.codec.shared import LARGE_CELL_BYTES, Repeats, equal_rows, same_memory, spread
-from dataplane_core.codec.sizes import cell_nbytes
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
-    JaggedColumns,
-    Ragged,
+    byte_array,
     byte_view,
-    dense_or_jagged,
-    from_byte_tensor,
-    gather_rows,
+    check_ragged,
+    dense_or_ragged,
+    from_bytes,
     host_tensor,
-    is_jagged,
-    jagged_parts,
     offsets_of,
-    pad_front,
     ragged_of_dense,
     ragged_of_nested,
     ragged_of_rows,
+    take_dense,
+    take_ragged,
 )
-from dataplane_core.errors import (
-    BackendError,
-    DataPlaneError,
-    FrameError,
-    InvalidRequestError,
-    InvalidTypeError,
-)
+from dataplane_core.digests import fast_digest
+from dataplane_core.errors import BackendError, DataPlaneError, FrameError, InvalidRequestError, InvalidTypeError
 from dataplane_core.packed import BytesLike
-from dataplane_core.spec import FieldSpec, SharedRows, WireColumn, WireFormat
+from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()
+_ENCODED: Final = FieldSpec("tensor", "uint8", 1)
+#: Narrow cells are hashed in parts of so many elements, which stay in the processor's cache in between.
+_PART: Final = 1 << 16
+_Rows: TypeAlias = Ragged | torch.Tensor
+_Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
+_Cuts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _values(rows: _Rows) -> torch.Tensor:
+    return rows.values if isinstance(rows, Ragged) else rows
+
+
+def _mapped(rows: _Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> _Rows:
+    """Rows with their values changed, which keep their shape."""
+    return Ragged(change(rows.values), rows.offsets) if isinstance(rows, Ragged) else change(rows)
+
+
+def _spec_of(rows: _Rows) -> FieldSpec:
+    shape = rows.values.shape if isinstance(rows, Ragged) else rows.shape[1:]
+    return FieldSpec.of_cells(_values(rows).dtype, tuple(shape))
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -96,8 +110,8 @@ def encode_columns(
 
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
-            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `TensorRows` and
-            `EmptyLists`. `codec.inputs.as_columns` makes these of what callers have.
+            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `Ragged`,
+            `TensorRows` and `EmptyLists`. `as_columns` makes these of what callers have.
         num_samples: N.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
@@ -105,10 +119,10 @@ def encode_columns(
             not named is.
 
     Returns:
-        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. The rows of a
-        column may be views of one buffer. Large equal rows of a column are `SharedRows`, if the wire has them. Tensors
-        that need no conversion alias the caller's memory, and native object items are the caller's objects: a backend
-        that keeps them must copy them (`objects.copy_item`). Frames and encoded objects are new memory.
+        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. Large equal rows
+        of a column are `SharedRows`, if the wire has them. Tensors that need no conversion alias the caller's memory,
+        and native object items are the caller's objects: a backend that keeps them must copy them (`copy_item`).
+        Frames, which may be views of one buffer, and encoded objects are new memory.
 
     Raises:
         InvalidRequestError: A column does not have one row per sample.
@@ -120,17 +134,18 @@ def encode_columns(
     specs: dict[str, FieldSpec] = {}
     for name in fields.keys():
         leaf: Any = fields.get(name)
-        if isinstance(leaf, (torch.Tensor, TensorRows)):
-            column, repeats = _ingest(name, leaf, num_samples, wire)
-            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(column)
-            specs[name] = FieldSpec.of_ints(_spec_of(column).rank) if is_open else _spec_of(column)
+        if isinstance(leaf, (torch.Tensor, Ragged, TensorRows)):
+            rows, repeats = _ingest(name, leaf, num_samples, wire)
+            spec = _spec_of(rows)
+            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(rows)
+            specs[name] = FieldSpec.of_ints(spec.rank) if is_open else spec
             if (wire.bytes or wire.narrow) and (narrow if isinstance(narrow, bool) else narrow.get(name, True)):
-                column = _narrowed(column)
-            encoded = _encode_tensor(column, _spec_of(column), wire)
+                rows = _mapped(rows, narrowed)
+            encoded = _on_wire(rows, wire)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
             empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
-            specs[name], encoded, repeats = EMPTY_LISTS, _encode_tensor(empty, _spec_of(empty), wire), None
+            specs[name], encoded, repeats = EMPTY_LISTS, _on_wire(empty, wire), None
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
@@ -140,53 +155,39 @@ def encode_columns(
 
 
 def _ingest(
-    name: str, leaf: torch.Tensor | TensorRows, num_samples: int, wire: WireFormat
-) -> tuple[Ragged | torch.Tensor, Repeats | None]:
+    name: str, leaf: torch.Tensor | Ragged | TensorRows, num_samples: int, wire: WireFormat
+) -> tuple[_Rows, Repeats | None]:
     """The plain rows of a leaf. If the wire has shared rows, without large equal ones, and which rows these are."""
     what = f"put_samples refused: field '{name}'"
-    if isinstance(leaf, TensorRows):
-        found = len(leaf)
-    elif leaf.dim() == 0:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         raise InvalidRequestError(f"{what} is a scalar tensor. Expected {num_samples} rows, one per sample id.")
-    elif is_jagged(leaf):
-        found = len(jagged_parts(leaf)[1]) - 1
-    else:
-        found = leaf.size(0)
-    _check_rows(name, found, num_samples)
+    _check_rows(name, num_rows(leaf), num_samples)
     same = None
-    if isinstance(leaf, TensorRows):  # large rows
+    if isinstance(leaf, Ragged):
+        rows: _Rows = check_ragged(leaf, what)
+    elif isinstance(leaf, TensorRows):  # large rows
         same = same_memory(leaf) if wire.shared_rows else None
         try:
-            column = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
+            rows = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
         except DataPlaneError:
-            column = leaf.joined(what)  # raises the error with the numbers of all rows
+            rows = leaf.joined(what)  # raises the error with the numbers of all rows
     elif leaf.is_nested:
-        column = ragged_of_nested(leaf, what)
+        rows = ragged_of_nested(leaf, what)
     else:
         expanded = num_samples > 1 and leaf.layout == torch.strided and leaf.stride(0) == 0
         if wire.shared_rows and expanded and leaf[0].nbytes >= LARGE_CELL_BYTES:
             same, leaf = Repeats([0], [0] * num_samples), leaf[:1]
-        column = host_tensor(leaf, what)
-    equal = equal_rows(column) if wire.shared_rows else None
+        rows = host_tensor(leaf, what)
+    equal = equal_rows(rows) if wire.shared_rows else None
     if equal is None:
-        return column, same
-    some = take_ragged(column, equal.firsts) if isinstance(column, Ragged) else take_dense(column, equal.firsts)
-    return some, equal.after(same)
+        return rows, same
+    firsts = take_ragged(rows, equal.firsts) if isinstance(rows, Ragged) else take_dense(rows, equal.firsts)
+    return firsts, equal.after(same)
 
 
-def _spec_of(column: Ragged | torch.Tensor) -> FieldSpec:
-    if isinstance(column, Ragged):
-        return FieldSpec.of_cells(column.values.dtype, tuple(column.values.shape))
-    return FieldSpec.of_cells(column.dtype, tuple(column.shape[1:]))
-
-
-def _narrowed(column: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
-    return Ragged(narrowed(column.values), column.offsets) if isinstance(column, Ragged) else narrowed(column)
-
-
-def _are_ints_for_floats(column: Ragged | torch.Tensor) -> bool:
+def _are_ints_for_floats(rows: _Rows) -> bool:
     """Whether these are int64 numbers, each of them the same as a float."""
-    values = _plain(column)
+    values = _values(rows)
     if values.dtype != torch.int64 or values.numel() == 0:
         return False
     least, most = values.aminmax()
@@ -229,79 +230,38 @@ def _encode_objects(
 ) -> tuple[WireColumn, Repeats | None]:
     """Encodes items. If the wire has shared rows, without large equal ones, and which rows these are."""
     same = same_memory(items) if wire.shared_rows else None
-    some = items if same is None else [items[row] for row in same.firsts]
+    firsts = items if same is None else [items[row] for row in same.firsts]
     if wire.objects == "native" and not wire.bytes:
         check_items(items, name, allow_pickle=allow_pickle)
-        if same is not None and cell_nbytes(some, len(some)).sum() < LARGE_CELL_BYTES * len(some):
-            some, same = items, None
-        return some, same
+        if same is not None and cell_nbytes(firsts, len(firsts)).sum() < LARGE_CELL_BYTES * len(firsts):
+            firsts, same = items, None
+        return firsts, same
     try:
-        column = ragged_of_items(some, name, allow_pickle=allow_pickle)
+        rows = _encoded_items(firsts, name, allow_pickle)
     except DataPlaneError:
-        column = ragged_of_items(items, name, allow_pickle=allow_pickle)  # raises the error with the number of the row
-    if same is not None and column.values.nbytes < LARGE_CELL_BYTES * len(some):
-        column, same = take_ragged(column, same.index), None
-    equal = equal_rows(column) if wire.shared_rows else None
+        rows = _encoded_items(items, name, allow_pickle)  # raises the error with the number of the row
+    if same is not None and rows.values.nbytes < LARGE_CELL_BYTES * len(firsts):
+        rows, same = take_ragged(rows, same.index), None
+    equal = equal_rows(rows) if wire.shared_rows else None
     if equal is not None:
-        column, same = take_ragged(column, equal.firsts), equal.after(same)
-    return (list(frame_ragged(column, KIND_OBJECT)) if wire.bytes else _container(column, wire)), same
+        rows, same = take_ragged(rows, equal.firsts), equal.after(same)
+    return _on_wire(rows, wire, KIND_OBJECT), same
 
 
-def _encode_tensor(column: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat) -> WireColumn:
-    """Encodes plain rows."""
+def _encoded_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:
+    """Items as uint8 rows."""
+    encoded = encode_items(items, name, allow_pickle=allow_pickle)
+    data = bytearray().join(encoded)
+    lengths = torch.tensor(list(map(len, encoded)), dtype=torch.int64, device="cpu")
+    return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
+
+
+def _on_wire(rows: _Rows, wire: WireFormat, kind: int = KIND_TENSOR) -> WireColumn:
     if wire.bytes:
-        return list(frame_ragged(column))
-    dtype, trailing = _on_wire(spec, wire)
-    if spec.rank == 0:
-        assert isinstance(column, torch.Tensor)
-        if dtype != column.dtype:
-            return column.unsqueeze(-1).view(torch.uint8)
-        return column.unsqueeze(-1) if wire.promote_1d else column
-    values = column.values if isinstance(column, Ragged) else column.flatten(0, 1)
-    if values.dtype != dtype or tuple(values.shape[1:]) != trailing:
-        width = math.prod(spec.trailing)
-        if width == 0:
-            values = torch.zeros((len(values), *trailing), dtype=dtype, device="cpu")
-        else:
-            values = values.view(len(values), width).view(torch.uint8)
-    if isinstance(column, Ragged):
-        encoded: Ragged | torch.Tensor = Ragged(values, column.offsets)
-    else:
-        encoded = values.view(column.shape[0], column.shape[1], *trailing)
-    return _container(encoded if wire.zero_length_rows else _pad(encoded), wire)
-
-
-def _on_wire(spec: FieldSpec, wire: WireFormat) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and trailing shape of a field's cells on the wire. For scalars, the shape of the whole cell."""
-    dtype = spec.torch_dtype
-    if spec.rank == 0:
-        if not wire.carries(dtype):
-            return torch.uint8, (dtype.itemsize,)
-        return dtype, (1,) if wire.promote_1d else ()
-    width = math.prod(spec.trailing)
-    if width == 0 and not wire.zero_length_rows:
-        return torch.uint8, ()
-    if not wire.carries(dtype):
-        return torch.uint8, (width * dtype.itemsize,)
-    return dtype, spec.trailing
-
-
-def _pad(rows: Ragged | torch.Tensor) -> Ragged | torch.Tensor:
-    """Adds one zero element in front of every row. New memory."""
-    if isinstance(rows, torch.Tensor):
-        return torch.cat([rows.new_zeros((rows.shape[0], 1, *rows.shape[2:])), rows], dim=1)
-    return pad_front(rows)
-
-
-def _container(column: Ragged | torch.Tensor, wire: WireFormat) -> WireColumn:
-    """Rows of rank 1 and more in the wire's container: a dense or jagged tensor, or a list of rows."""
-    if wire.ragged == "rows":
-        if isinstance(column, Ragged):
-            return list(column.values.split_with_sizes(column.lengths.tolist()))
-        return list(column.unbind())
-    if isinstance(column, torch.Tensor):
-        return column
-    return dense_or_jagged(column)
+        return frame_rows(rows, kind)
+    if isinstance(rows, Ragged):
+        return dense_or_ragged(rows)
+    return rows.unsqueeze(-1) if rows.dim() == 1 and wire.promote_1d else rows
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -320,8 +280,7 @@ def decode_columns(
 
     Args:
         columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership: what needs no
-            conversion is returned as it is. The container may differ from the one that `encode_columns` made (a dense
-            column may come back as jagged or as rows); the cells may not.
+            conversion is returned as it is. A column that was dense when it was put may come back as `Ragged`.
         specs: Field -> the spec of its cells, as in `WireBatch`. Must have every key of ``columns``.
         num_samples: N, at least 1.
         wire: The backend's wire format.
@@ -340,38 +299,33 @@ def decode_columns(
         FrameError: The bytes are malformed.
     """
     decoded: dict[str, Any] = {}
-    jagged = JaggedColumns()
     for name, column in columns.items():
         spec = specs.get(name)
         if spec is None:
             raise BackendError(f"get_samples: the backend's reply has no spec for field '{name}'.")
-        index = _index_of(name, column, num_samples)
-        rows, count = (column.rows, num_rows(column.rows)) if isinstance(column, SharedRows) else (column, num_samples)
+        index, count = None, num_samples
+        if isinstance(column, SharedRows):
+            index, count = column.index, len(column.rows)
+            _check_count(name, len(index), num_samples)
+            if min(index) < 0 or max(index) >= count:
+                found = f"an index that does not lie within its {count} rows"
+                raise _mismatch(name, found, "a row for each sample")
+            column = column.rows
         try:
             if spec.lists == "empty":
-                found: Any = empty_rows(spec, count)
+                rows: Any = empty_rows(spec, count)
             elif spec.kind == "object":
-                found = _decode_objects(name, rows, count, wire, allow_pickle)
+                rows = _decode_objects(name, column, count, wire, allow_pickle)
             else:
-                found = _decode_tensor(name, rows, spec.stored, count, wire, jagged)
-                found = found if found.dtype == spec.torch_dtype else found.to(spec.torch_dtype)
-            decoded[name] = found if index is None else spread(found, index, jagged, share=share_rows)
+                rows = _decode_tensor(name, column, spec.stored, count, wire)
+                if spec.dtype != spec.stored.dtype:
+                    rows = _mapped(rows, partial(torch.Tensor.to, dtype=spec.torch_dtype))
+            decoded[name] = rows if index is None else spread(rows, index, share=share_rows)
         except FrameError as error:
             row = error.row
             error.add_place([name], row if row is None or index is None else list(index).index(row))
             raise
-    return decoded
-
-
-def _index_of(name: str, column: WireColumn | SharedRows, num_samples: int) -> Sequence[int] | None:
-    """The checked index of shared rows; None for any other column."""
-    if not isinstance(column, SharedRows):
-        return None
-    _check_count(name, len(column.index), num_samples)
-    found = num_rows(column.rows)
-    if min(column.index) < 0 or max(column.index) >= found:
-        raise _mismatch(name, f"an index that does not lie within its {found} rows", "a row for each sample")
-    return column.index
+    return tensor_columns(decoded)
 
 
 def _mismatch(name: str, found: str, expected: str) -> BackendError:
@@ -383,156 +337,145 @@ def _check_count(name: str, found: int, num_samples: int) -> None:
         raise _mismatch(name, f"{found} rows", f"{num_samples}, one per sample id")
 
 
-def _check_frames(name: str, column: Any, num_samples: int) -> Sequence[BytesLike]:
-    strange = [column] if not isinstance(column, Sequence) else column
-    for kind in set(map(type, strange)):
-        if not issubclass(kind, (bytes, bytearray, memoryview)):
-            raise _mismatch(name, f"a {kind.__name__}", "frames: bytes, bytearray or memoryview")
+def _list_of(name: str, column: Any, num_samples: int, kinds: tuple[type, ...], what: str) -> list[Any]:
+    """The column, a list of values of some types; of any, if ``kinds`` are none."""
+    strange = set(map(type, column)) if isinstance(column, list) else {type(column)}
+    if not isinstance(column, list) or (kinds and not all(issubclass(kind, kinds) for kind in strange)):
+        kind = next(kind for kind in strange if not issubclass(kind, kinds))
+        raise _mismatch(name, f"a {kind.__name__}", f"a list of {what}")
     _check_count(name, len(column), num_samples)
-    return column  # type: ignore[no-any-return] # a backend's column is of any type; it was looked at above
+    return column
 
 
-def _decode_objects(name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool) -> NonTensorStack:
-    if wire.bytes:
-        kind, rows = unframe_ragged(_check_frames(name, column, num_samples))
-        if kind != KIND_OBJECT:
-            raise _mismatch(name, "framed tensors", "framed objects")
-        items = _items_of(rows, allow_pickle)
-    elif wire.objects == "native":
-        if not isinstance(column, (Sequence, NonTensorStack, np.ndarray)) or isinstance(column, str):
-            raise _mismatch(name, f"a {type(column).__name__}", f"a list of {num_samples} items")
-        items = column.tolist() if isinstance(column, (NonTensorStack, np.ndarray)) else list(column)
-        _check_count(name, len(items), num_samples)
-    else:
-        found = _check_cells(name, _gather(name, column, num_samples), torch.uint8, ())
-        items = _items_of(found, allow_pickle)
-    return object_column(items)
-
-
-def _items_of(encoded: Ragged | torch.Tensor, allow_pickle: bool) -> list[Any]:
-    rows = encoded if isinstance(encoded, Ragged) else ragged_of_dense(encoded)
-    data, cuts = byte_view(rows.values), rows.offsets.tolist()
-    return decode_items([data[start:stop] for start, stop in pairwise(cuts)], allow_pickle=allow_pickle)
-
-
-def _decode_tensor(
-    name: str, column: Any, spec: FieldSpec, num_samples: int, wire: WireFormat, jagged: JaggedColumns
-) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype, None)
-    if dtype not in DTYPE_CODES:
-        raise BackendError(f"get_samples: the backend's spec for field '{name}' has an unknown dtype '{spec.dtype}'.")
-    if wire.bytes:
-        kind, rows = unframe_ragged(_check_frames(name, column, num_samples), dtype)
-        sent = _as_sent(spec, _plain(rows).dtype)
-        if kind != KIND_TENSOR or _spec_of(rows) != sent:
-            found = "framed objects" if kind != KIND_TENSOR else _spec_of(rows).describe()
-            raise _mismatch(name, found, spec.describe())
-    else:
-        if wire.narrow:
-            column = _of_one_width(column, dtype)
-            spec = _as_sent(spec, _dtype_of(column))
-        sent_dtype = spec.torch_dtype
-        wire_dtype, trailing = _on_wire(spec, wire)
-        as_it_is = spec.rank and wire_dtype == dtype and wire.zero_length_rows
-        kept = jagged.keep(column, num_samples) if as_it_is else None
-        if kept is not None:
-            values = jagged_parts(kept)[0]
-            if values.dtype == dtype and tuple(values.shape[1:]) == trailing:
-                return kept
-        rows = _gather(name, column, num_samples)
-        if spec.rank == 0:
-            rows = _check_scalars(name, rows, wire_dtype, trailing)
-            same = wire_dtype == sent_dtype
-            rows = rows.view(num_samples) if same else from_byte_tensor(rows, sent_dtype, (num_samples,))
-        else:
-            rows = _restore(name, _check_cells(name, rows, wire_dtype, trailing), spec, wire)
-    if isinstance(rows, torch.Tensor):
-        return widened(rows, dtype)
-    return dense_or_jagged(Ragged(widened(rows.values, dtype), rows.offsets), jagged)
-
-
-def _as_sent(spec: FieldSpec, dtype: torch.dtype | None) -> FieldSpec:
-    """The spec of cells that came back in this dtype: that of the field, or a narrower one."""
-    return replace(spec, dtype=_name(dtype)) if dtype is not None and is_narrow(dtype, spec.torch_dtype) else spec
-
-
-def _dtype_of(column: Any) -> torch.dtype | None:
-    first = column[0] if isinstance(column, Sequence) and column else column
-    return first.dtype if isinstance(first, torch.Tensor) else None
-
-
-def _of_one_width(column: Any, dtype: torch.dtype) -> Any:
-    """A column of rows, some of which may be narrower than the others, in one dtype."""
-    if not isinstance(column, list) or len({_dtype_of(row) for row in column}) < 2:
-        return column
-    return [widened(row, dtype) if isinstance(row, torch.Tensor) else row for row in column]
-
-
-def _plain(rows: Ragged | torch.Tensor) -> torch.Tensor:
-    return rows.values if isinstance(rows, Ragged) else rows
-
-
-def _gather(name: str, column: Any, num_samples: int) -> Ragged | torch.Tensor:
-    """A reply's rows, one per sample: dense (N, *cell), or joined end to end."""
-    what = f"the column '{name}' of the backend's reply"
-    if not isinstance(column, torch.Tensor):
-        if not isinstance(column, Sequence) or not all(isinstance(row, torch.Tensor) for row in column):
-            raise _mismatch(name, f"a {type(column).__name__} of other things than tensors", "tensors")
-    elif column.dim() == 0:
+def _rows_of(name: str, column: Any, num_samples: int) -> _Rows:
+    """A reply's rows as they are, one per sample."""
+    if not isinstance(column, (torch.Tensor, Ragged)) or (isinstance(column, torch.Tensor) and column.is_nested):
+        kind = "nested tensor" if isinstance(column, torch.Tensor) else type(column).__name__
+        raise _mismatch(name, f"a {kind}", "a dense tensor or Ragged")
+    if isinstance(column, torch.Tensor) and column.dim() == 0:
         raise _mismatch(name, "a scalar tensor", f"{num_samples} rows")
-    _check_count(name, num_rows(column), num_samples)
+    _check_count(name, len(column), num_samples)
+    what = f"the column '{name}' of the backend's reply"
     try:
-        if not isinstance(column, torch.Tensor):
-            return ragged_of_rows(column, what)
-        return ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what)
+        return check_ragged(column, what) if isinstance(column, Ragged) else host_tensor(column, what)
     except DataPlaneError as error:
         raise BackendError(f"get_samples: {error.message}") from error
 
 
-def _check_scalars(name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, cell: tuple[int, ...]) -> torch.Tensor:
-    """Checks cells that are scalars before they are encoded; returns them as (N, *cell)."""
-    dense = rows.dense() if isinstance(rows, Ragged) else rows
-    if dense is None or dense.dtype != dtype or tuple(dense.shape[1:]) != cell:
-        raise _mismatch(name, _cells(rows), f"{_name(dtype)} cells of shape {cell} on the wire")
-    return dense
+def _decode_objects(name: str, column: Any, num_samples: int, wire: WireFormat, allow_pickle: bool) -> NonTensorStack:
+    if wire.bytes:
+        kind, rows = unframe_rows(_list_of(name, column, num_samples, _FRAMES, "frames"))
+        if kind != KIND_OBJECT:
+            raise _mismatch(name, "framed tensors", "framed objects")
+    elif wire.objects == "native":
+        return object_column(_list_of(name, column, num_samples, (), "items"))
+    else:
+        rows = _rows_of(name, column, num_samples)
+        if _spec_of(rows) != _ENCODED:
+            raise _mismatch(name, _spec_of(rows).describe(), f"{_ENCODED.describe()} on the wire")
+    encoded = rows if isinstance(rows, Ragged) else ragged_of_dense(rows)
+    data = byte_view(encoded.values)
+    items = [data[start:stop] for start, stop in pairwise(encoded.offsets.tolist())]
+    return object_column(decode_items(items, allow_pickle=allow_pickle))
 
 
-def _check_cells(
-    name: str, rows: Ragged | torch.Tensor, dtype: torch.dtype, trailing: tuple[int, ...]
-) -> Ragged | torch.Tensor:
-    """Checks cells of shape (L, *trailing); returns them."""
-    plain, skip = _plain(rows), 1 if isinstance(rows, Ragged) else 2
-    if plain.dtype != dtype or plain.dim() != skip + len(trailing) or tuple(plain.shape[skip:]) != trailing:
-        expected = FieldSpec.of_cells(dtype, (0, *trailing)).describe()
-        raise _mismatch(name, _cells(rows), f"{expected} on the wire")
-    return rows
+_FRAMES: Final = (bytes, bytearray, memoryview)
 
 
-def _cells(rows: Ragged | torch.Tensor) -> str:
-    shape = ["L", *map(str, rows.values.shape[1:])] if isinstance(rows, Ragged) else list(map(str, rows.shape[1:]))
-    return f"{_name(_plain(rows).dtype)} cells of shape ({', '.join(shape)})"
+def _decode_tensor(name: str, column: Any, spec: FieldSpec, num_samples: int, wire: WireFormat) -> _Rows:
+    dtype: Any = getattr(torch, spec.dtype, None)
+    if dtype not in DTYPE_CODES:
+        raise BackendError(f"get_samples: the backend's spec for field '{name}' has an unknown dtype '{spec.dtype}'.")
+    if wire.bytes:
+        kind, rows = unframe_rows(_list_of(name, column, num_samples, _FRAMES, "frames"), dtype)
+        if kind != KIND_TENSOR:
+            raise _mismatch(name, "framed objects", spec.describe())
+    else:
+        rows = _rows_of(name, column, num_samples)
+        if wire.promote_1d and spec.rank == 0 and isinstance(rows, torch.Tensor) and rows.shape == (num_samples, 1):
+            rows = rows.view(num_samples)
+    found, values = _spec_of(rows), _values(rows)
+    is_same = values.dtype == dtype or ((wire.bytes or wire.narrow) and is_narrow(values.dtype, dtype))
+    if not is_same or (found.rank, found.trailing) != (spec.rank, spec.trailing):
+        raise _mismatch(name, found.describe(), spec.describe())
+    return rows if values.dtype == dtype else _mapped(rows, partial(widened, dtype=dtype))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+# --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def _restore(name: str, rows: Ragged | torch.Tensor, spec: FieldSpec, wire: WireFormat) -> Ragged | torch.Tensor:
-    """Reverts padding and bit-cast of cells of rank 1 and more."""
-    if not wire.zero_length_rows:
-        if isinstance(rows, Ragged):
-            lengths = rows.offsets.diff()
-            if bool((lengths < 1).any()):
-                raise _mismatch(name, "a row of length 0", "at least 1 element per row, which this wire adds")
-            rows = gather_rows(rows.values, rows.offsets[:-1] + 1, offsets_of(lengths - 1))
-        elif rows.shape[1] < 1:
-            raise _mismatch(name, "rows of length 0", "at least 1 element per row, which this wire adds")
-        else:
-            rows = rows[:, 1:].contiguous()
-    dtype, trailing = spec.torch_dtype, spec.trailing
-    plain = _plain(rows)
-    if plain.dtype == dtype and tuple(plain.shape[1 if isinstance(rows, Ragged) else 2 :]) == trailing:
-        return rows
-    if isinstance(rows, Ragged):
-        return Ragged(from_byte_tensor(rows.values, dtype, (len(rows.values), *trailing)), rows.offsets)
-    return from_byte_tensor(rows, dtype, (*rows.shape[:2], *trailing))
+def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
+    """A digest (`fast_digest`) of each cell, (N,) uint64.
+
+    On a wire of tensors they are digests of the cells' bytes in the dtype that was put, whatever their container and
+    their width on the wire. A scalar of up to 8 bytes is its own digest. On a wire of bytes they are digests of the
+    frames. An object that only pickle could encode has the digest of no bytes.
+
+    Args:
+        column: Encoded for the wire.
+        spec: Its spec.
+        wire: The form of the column.
+    """
+    if isinstance(column, SharedRows):
+        digests: _Sums = cell_digests(column.rows, spec, wire)[np.asarray(column.index)]
+        return digests
+    if isinstance(column, list):
+        cells: Iterable[BytesLike] = column if wire.bytes else map(_item_bytes, column)
+        return np.fromiter(map(fast_digest, cells), np.uint64, len(column))
+    spec, values = spec.stored, _values(column)
+    if _is_own_digest(spec) and values.numel() == len(column):
+        wide = widened(values, spec.torch_dtype).contiguous()
+        words = np.zeros((len(column), 8), dtype=np.uint8)
+        words[:, : wide.itemsize] = byte_array(wide).reshape(len(column), -1)
+        return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
+    cuts = column.offsets.numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
+    cuts = cuts * (values.numel() // max(len(values), 1))  # of elements
+    if spec.kind == "tensor" and is_narrow(values.dtype, spec.torch_dtype):
+        dtype = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
+        cells = _wide_cells(values.reshape(-1).numpy(), cuts, dtype)
+    else:
+        cells = _cut(byte_view(values.contiguous()), cuts * values.itemsize)
+    return np.fromiter(map(fast_digest, cells), np.uint64, len(column))
+
+
+def scalar_of_digest(digest: int, spec: FieldSpec) -> torch.Tensor | None:
+    """The scalar whose digest this is, on the host. None: cells of this field are hashed.
+
+    Example:
+        >>> scalar_of_digest(7, FieldSpec("tensor", "int64", 0, ()))
+        tensor(7)
+    """
+    spec = spec.stored
+    if not _is_own_digest(spec):
+        return None
+    return torch.frombuffer(bytearray(digest.to_bytes(8, "little")), dtype=spec.torch_dtype, count=1)[0]
+
+
+def _is_own_digest(spec: FieldSpec) -> bool:
+    return spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8
+
+
+def _wide_cells(values: np.ndarray[Any, Any], cuts: _Cuts, dtype: np.dtype[Any]) -> Iterator[BytesLike]:
+    """The bytes in ``dtype`` of cells that lie end to end in a narrower one: how narrow differs from put to put. Those
+    of a cell hold until the next one is taken."""
+    part = np.empty(max(_PART, int(np.diff(cuts).max())), dtype)
+    data, first = part.view(np.uint8).data, 0
+    while first + 1 < len(cuts):
+        start = int(cuts[first])
+        last = int(cuts.searchsorted(start + len(part), "right")) - 1
+        end = int(cuts[last])
+        part[: end - start] = values[start:end]
+        yield from _cut(data, (cuts[first : last + 1] - start) * dtype.itemsize)
+        first = last
+
+
+def _cut(data: memoryview, cuts: _Cuts) -> Iterator[BytesLike]:
+    places = cuts.tolist()
+    return map(data.__getitem__, map(slice, places[:-1], places[1:]))
+
+
+def _item_bytes(item: Any) -> bytes:
+    try:
+        return encode_item(item)
+    except InvalidTypeError:  # allow_pickle is on, but a native object is not pickled
+        return b""

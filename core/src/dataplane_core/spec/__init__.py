@@ -4,7 +4,7 @@ All other wings import it. Authors of backends and middleware write against it.
 """
 
 from dataplane_core.spec.capabilities import GUARANTEES, Capability, Scope, WireFormat
-from dataplane_core.spec.columns import SharedRows, WireColumn
+from dataplane_core.spec.columns import Ragged, SharedRows, WireColumn
 from dataplane_core.spec.field_spec import FieldSpec
 from dataplane_core.spec.operations import (
     CONTRACT_VERSION,
@@ -80,6 +80,7 @@ __all__ = [
     "PhaseInfo",
     "PutRequest",
     "Question",
+    "Ragged",
     "RegisterRequest",
     "SampleList",
     "Sampler",

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Literal
-
-if TYPE_CHECKING:
-    import torch
+from typing import Final, Literal
 
 
 class Capability(StrEnum):
@@ -87,56 +84,36 @@ class WireFormat:
     """The form in which a backend's hooks take cells. Core's codec encodes every batch in it.
 
     Attributes:
-        bytes: The backend takes each cell, tensor or object, as one frame (`codec.frames`). The other attributes then
-            do not apply.
-        ragged: The form of a tensor column whose rows may differ in their first dim: one ``jagged`` nested tensor (a
-            dense one if all rows are equally long), or a list of ``rows``.
+        bytes: The backend takes each cell, tensor or object, as one frame (`codec.cells`). Of the other attributes,
+            only ``shared_rows`` then applies.
+        ragged: The form of a tensor column whose rows differ in their first dim. ``jagged``, the only one: a `Ragged`,
+            with the rows end to end and their offsets. If all rows are equally long, the column is a dense tensor.
         promote_1d: The engine cannot carry ``(N,)``, so scalar cells are sent as ``(N, 1)``.
         objects: Whether object columns arrive as a list of items (``native``) or of encoded bytes, as one uint8 row
             per item (``encoded``).
-        dtypes: The dtypes that the engine carries. The others are sent bit-cast to uint8, which must be one of them.
-            None: all that the contract promises.
-        zero_length_rows: Whether the engine carries rows of length 0. If not, every row is sent with one extra element.
         shared_rows: Whether equal large cells of a column are sent once, as `SharedRows`, and may be returned so.
         narrow: Whether integers may be sent in a narrower dtype than that of their spec, which differs from put to put.
-            The backend returns each cell in the dtype that it was sent in, or in that of its spec. Frames are always
+            The backend returns each column in the dtype that it was sent in, or in that of its spec. Frames are always
             sent so: they say their dtype.
     """
 
     bytes: bool = False
-    ragged: Literal["jagged", "rows"] = "jagged"
+    ragged: Literal["jagged"] = "jagged"
     promote_1d: bool = False
     objects: Literal["native", "encoded"] = "encoded"
-    dtypes: frozenset[torch.dtype] | None = None
-    zero_length_rows: bool = True
     shared_rows: bool = False
     narrow: bool = False
 
     def __post_init__(self) -> None:
-        if self.ragged not in ("jagged", "rows"):
-            raise ValueError(f"WireFormat: ragged must be 'jagged' or 'rows', got {self.ragged!r}.")
+        if self.ragged != "jagged":
+            raise ValueError(f"WireFormat: ragged must be 'jagged', got {self.ragged!r}.")
         if self.objects not in ("native", "encoded"):
             raise ValueError(f"WireFormat: objects must be 'native' or 'encoded', got {self.objects!r}.")
-        if self.dtypes is not None and "torch.uint8" not in map(str, self.dtypes):
-            raise ValueError("WireFormat: dtypes must hold torch.uint8, which carries the dtypes that are not listed.")
-        if self.narrow and self.dtypes is not None:
-            raise ValueError("WireFormat: narrow needs an engine with all dtypes: dtypes must be None.")
-
-    def carries(self, dtype: torch.dtype) -> bool:
-        """Whether the engine carries a dtype; otherwise it is sent bit-cast."""
-        return self.dtypes is None or dtype in self.dtypes
 
     def describe(self) -> str:
-        """One line for people, such as ``jagged, (N,) promoted, objects encoded, all dtypes``."""
+        """One line for people, such as ``jagged, (N,) promoted, objects encoded``."""
         if self.bytes:
             return "cells as framed bytes"
-        words: list[str] = [self.ragged]
-        if self.promote_1d:
-            words.append("(N,) promoted")
-        words.append(f"objects {self.objects}")
-        words.append("all dtypes" if self.dtypes is None else f"{len(self.dtypes)} dtypes, the others bit-cast")
-        if not self.zero_length_rows:
-            words.append("empty rows padded")
-        if self.narrow:
-            words.append("narrow integers")
-        return ", ".join(words)
+        promoted = ", (N,) promoted" if self.promote_1d else ""
+        narrow = ", narrow integers" if self.narrow else ""
+        return f"{self.ragged}{promoted}, objects {self.objects}{narrow}"

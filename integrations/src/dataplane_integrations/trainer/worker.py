@@ -29,7 +29,7 @@ from dataplane_core.batch import (
     token_columns,
     write_columns,
 )
-from dataplane_core.codec import as_columns, num_rows, take_rows
+from dataplane_core.codec import as_columns, num_rows, take_rows, tensor_columns
 from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
@@ -713,8 +713,7 @@ def _without_repeats(meta: KVBatchMeta, fields: Mapping[str, Any]) -> tuple[KVBa
     rows = list({sample_id: row for row, sample_id in enumerate(meta.sample_ids)}.values())
     if len(rows) == meta.size:
         return meta, fields
-    given = as_columns("write-back", fields, meta.size)
-    columns = {name: given.get(name) for name in given.keys()}
+    columns = tensor_columns(as_columns("write-back", fields, meta.size))
     lengths = {name: num_rows(column) for name, column in columns.items()}
     if set(lengths.values()) - {meta.size}:
         raise InvalidRequestError(f"write-back refused: columns have {lengths} rows. Expected {meta.size}.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
-from dataplane_core.codec import JaggedColumns, Piece, merge_pieces
+from dataplane_core.codec import Piece, merge_pieces
 from dataplane_core.host_memory import check_capacity
 from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
@@ -65,10 +65,9 @@ class NoopBackend(LedgerBackend):
                 raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
             for name in part.fields:
                 pieces[name].append(segment.piece(name, part.positions, part.rows))
-        jagged = JaggedColumns()
         tensors = [name for name, spec in located.specs.items() if spec.kind == "tensor" and self.wire.narrow]
         dtypes = {name: located.specs[name].stored.torch_dtype for name in tensors}
-        return {name: merge_pieces(each, jagged, dtypes.get(name)) for name, each in pieces.items()}
+        return {name: merge_pieces(parts, dtypes.get(name)) for name, parts in pieces.items()}
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         by_write: dict[int, list[int]] = {}

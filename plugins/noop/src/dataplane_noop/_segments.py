@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from dataplane_core.codec import Piece, Ragged, StoredColumn, jagged_parts, merge_pieces
+from dataplane_core.codec import Piece, merge_pieces
 from dataplane_core.spec import WireColumn
 
 
 class Segment:
     """The columns of one put, and which of its rows exist. Never changed in place: readers need no lock."""
 
-    def __init__(self, columns: Mapping[str, StoredColumn], num_rows: int) -> None:
+    def __init__(self, columns: Mapping[str, WireColumn], num_rows: int) -> None:
         self._columns = dict(columns)
         self._at: list[int] = list(range(num_rows))  # row of the put -> row of the columns; -1: deleted
         self._num_kept = num_rows  # rows of the columns
@@ -25,7 +23,7 @@ class Segment:
     @classmethod
     def copy_of(cls, columns: Mapping[str, WireColumn], num_rows: int) -> Segment:
         """A segment with copies of encoded columns."""
-        return cls({name: _copy(_stored(column), range(num_rows)) for name, column in columns.items()}, num_rows)
+        return cls({name: _copy(column, range(num_rows)) for name, column in columns.items()}, num_rows)
 
     def gone(self, rows: Sequence[int]) -> list[int]:
         """Those of ``rows`` that are deleted."""
@@ -52,14 +50,6 @@ class Segment:
         return rest
 
 
-def _stored(column: WireColumn) -> StoredColumn:
-    """An encoded column as it is stored; aliases ``column``."""
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        values, offsets, _, _ = jagged_parts(column)
-        return Ragged(values, offsets.to(torch.int64))
-    return column
-
-
-def _copy(column: StoredColumn, rows: Sequence[int]) -> StoredColumn:
+def _copy(column: WireColumn, rows: Sequence[int]) -> WireColumn:
     """Rows of a column in new memory."""
-    return _stored(merge_pieces([Piece(column, rows, range(len(rows)))]))
+    return merge_pieces([Piece(column, rows, range(len(rows)))])

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from dataplane_core.codec import Ragged
 from dataplane_core.hosting import Memory
 from dataplane_core.ledger import commands
+from dataplane_core.spec import Ragged
 from dataplane_testkit import AuthorsClass
 from dataplane_tq_simple import TQSimpleBackend
 

@@ -1,0 +1,224 @@
+"""What makes the cells of a put smaller: integers in a narrower dtype, and equal large cells once.
+
+**Narrow integers.** A column of int64, int32 or int16 goes in the narrowest dtype that holds what a put has in it:
+token ids, routed experts and masks are int64 in most trainers, and fit one or two bytes. A field keeps the dtype that
+was put (`FieldSpec`); only its cells in a store may be narrower, and how narrow differs from put to put. So each cell's
+dtype is stored beside it: in the header of its frame, or by a backend whose wire has `WireFormat.narrow`.
+
+**Shared rows.** The samples of a group often have the very same image or long prompt. Rows that are the same memory are
+found by their address, others by a hash of their bytes. Small cells are not looked at: to store them apart costs more
+than it saves.
+
+Shape legend: ``N`` rows, ``U`` rows that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dataplane_core.codec.tensors import ByteArray, byte_array, empty_tensor
+from dataplane_core.digests import fast_digest
+from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
+from dataplane_core.spec import Ragged
+
+#: The dtypes that a column may be sent in, the narrowest first, with the least and the largest value of each.
+_NARROW: Final = [
+    (dtype, torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    for dtype in (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32)
+]
+#: The dtypes of columns that are narrowed -> those that they may be sent in.
+NARROWER: Final = {
+    wide: frozenset(dtype for dtype, _, _ in _NARROW if dtype.itemsize < wide.itemsize)
+    for wide in (torch.int16, torch.int32, torch.int64)
+}
+#: Columns of fewer bytes stay as they are. To look at one and to convert it takes about 10 us at both ends, in which as
+#: many bytes are copied.
+LEAST_BYTES: Final = 16 << 10
+#: A column is looked at and converted in parts of so many bytes, which stay in the processor's cache in between.
+_PART_BYTES: Final = 1 << 20
+#: These elements are looked at before all others: most columns that are wide show it here.
+_FIRST: Final = 4096
+#: Only columns whose cells have at least so many bytes on average are looked at.
+LARGE_CELL_BYTES: Final = 128 << 10
+#: Bytes read at each of so many places of a cell, to tell most cells apart without reading them.
+_SAMPLE_BYTES: Final = 8
+_SAMPLES: Final = 8
+
+
+# --- narrow integers --------------------------------------------------------------------------------------------------
+
+
+def is_narrow(dtype: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether cells of a field of dtype ``wide`` may be stored in ``dtype`` instead."""
+    return dtype in NARROWER.get(wide, ())
+
+
+def narrowed(values: torch.Tensor) -> torch.Tensor:
+    """A host tensor in the narrowest dtype that holds its values, in new memory; or itself, if it is none narrower.
+
+    Large ones are looked at and converted by several threads.
+    """
+    if values.dtype not in NARROWER or values.nbytes < LEAST_BYTES:
+        return values
+    wide = values.reshape(-1).numpy()
+    step = _PART_BYTES // wide.itemsize
+    low, high = _bounds(wide[:_FIRST])
+    dtype = _narrowest(values.dtype, low, high)
+    if dtype is None:
+        return values
+    found = empty_tensor(wide.shape, dtype).numpy()
+    seen: list[tuple[int, int]] = []
+    misfits: list[torch.dtype | None] = []
+
+    def convert(start: int) -> None:
+        if None in misfits:  # the column is wide
+            return
+        part = wide[start : start + step]
+        bounds = _bounds(part)
+        seen.append(bounds)
+        least = _narrowest(values.dtype, min(low, bounds[0]), max(high, bounds[1]))
+        if least != dtype:
+            misfits.append(least)
+        elif not misfits:
+            found[start : start + step] = part
+
+    starts = range(0, wide.size, step)
+    in_threads([partial(convert, start) for start in starts], min(max(1, len(starts) // 2), default_copy_threads()))
+    if misfits:
+        dtype = _narrowest(values.dtype, min(each for each, _ in seen), max(each for _, each in seen))
+        if dtype is None:
+            return values
+        found = empty_tensor(wide.shape, dtype).numpy()
+        copy_arrays([(found, wide)])
+    return torch.from_numpy(found).view(values.shape)
+
+
+def _bounds(part: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Bounds of some values and of 0. The upper one is a power of 2, less 1: no dtype ends in between."""
+    low, bits = 0, int(np.bitwise_or.reduce(part))  # takes half the time of the minimum and maximum
+    if bits < 0:
+        low, bits = int(part.min()), max(0, int(part.max()))
+    return low, (1 << bits.bit_length()) - 1
+
+
+def _narrowest(wide: torch.dtype, low: int, high: int) -> torch.dtype | None:
+    """The first of the dtypes narrower than ``wide`` that holds all values between these bounds."""
+    fitting = (dtype for dtype, least, most in _NARROW if least <= low and high <= most)
+    return next((dtype for dtype in fitting if dtype in NARROWER[wide]), None)
+
+
+def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the dtype of its field: in new memory if it `is_narrow`, else itself."""
+    return empty_tensor(values.shape, dtype).copy_(values) if is_narrow(values.dtype, dtype) else values
+
+
+# --- shared rows ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Which rows of a column are equal.
+
+    Attributes:
+        firsts: The U rows that differ from all rows before them.
+        index: For each of the N rows, its place among these.
+    """
+
+    firsts: list[int]
+    index: list[int]
+
+    @classmethod
+    def by_key(cls, keys: Sequence[Hashable]) -> Repeats | None:
+        """Rows with equal keys are equal. None: no two are."""
+        first_of = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        if len(first_of) == len(keys):
+            return None
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        return cls([first_of[key] for key in places], [places[key] for key in keys])
+
+    def after(self, earlier: Repeats | None) -> Repeats:
+        """These repeats, which were found among the ``firsts`` of ``earlier`` ones, as repeats of all rows."""
+        if earlier is None:
+            return self
+        return Repeats([earlier.firsts[row] for row in self.firsts], [self.index[place] for place in earlier.index])
+
+
+def same_memory(rows: Sequence[Any]) -> Repeats | None:
+    """Rows that are the same object or, if they are tensors, the same memory. None: there are none."""
+    objects = Repeats.by_key(list(map(id, rows)))
+    others = rows if objects is None else [rows[row] for row in objects.firsts]
+    found = _of_one_address(others)
+    return objects if found is None else found.after(objects)
+
+
+def _of_one_address(rows: Sequence[Any]) -> Repeats | None:
+    """Different objects that are tensors of the same memory."""
+    if set(map(type, rows)) == {torch.Tensor}:
+        with suppress(RuntimeError):  # a sparse tensor has no address
+            found = Repeats.by_key([row.data_ptr() or -id(row) for row in rows])  # an empty one has the address 0
+            if found is None:
+                return None
+            firsts = [rows[row] for row in found.firsts]
+            if all(_is_plain_alias(firsts[at], row) for at, row in zip(found.index, rows, strict=True)):
+                return found
+    return Repeats.by_key([_memory_of(row) for row in rows])
+
+
+def _is_plain_alias(first: torch.Tensor, row: torch.Tensor) -> bool:
+    """Whether two rows that begin at the same address are the same, and neither conjugated nor negated lazily."""
+    return first.is_set_to(row) and first.dtype == row.dtype and not row.is_neg() and not row.is_conj()
+
+
+def _memory_of(row: Any) -> Hashable:
+    if type(row) is not torch.Tensor or row.layout != torch.strided or not row.numel():
+        return id(row)
+    return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device, row.is_conj(), row.is_neg()
+
+
+def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:
+    """Rows with equal bytes. None: there are none, or the cells are small.
+
+    Reads a few bytes of each cell, and all bytes only of those whose few bytes are equal. A hash (XXH3) finds the equal
+    ones, and a comparison confirms it.
+    """
+    values, num_rows = (column.values, len(column)) if isinstance(column, Ragged) else (column, column.shape[0])
+    if num_rows < 2 or values.nbytes < LARGE_CELL_BYTES * num_rows:
+        return None
+    data = byte_array(values)
+    if isinstance(column, Ragged):
+        cuts = column.offsets.numpy() * column.itemsize
+    else:
+        cuts = np.arange(num_rows + 1, dtype=np.int64) * (len(data) // num_rows)
+    starts, sizes = cuts[:-1], np.diff(cuts)
+    samples = _samples(data, starts, sizes)
+    alike = Repeats.by_key([(size, sample.tobytes()) for size, sample in zip(sizes.tolist(), samples, strict=True)])
+    if alike is None:
+        return None
+    cells: list[Any] = [data[start:stop] for start, stop in zip(starts.tolist(), cuts[1:].tolist(), strict=True)]
+    counts = np.bincount(alike.index)
+    hashes = [fast_digest(cell) if counts[at] > 1 else 0 for at, cell in zip(alike.index, cells, strict=True)]
+    found = Repeats.by_key(list(zip(alike.index, hashes, strict=True)))
+    if found is None:
+        return None
+    for row, at in enumerate(found.index):
+        first = found.firsts[at]
+        if first != row and not np.array_equal(cells[row], cells[first]):
+            return None  # two cells with one hash
+    return found
+
+
+def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
+    """Bytes of each row, (N, places * bytes); zeros for rows that are too short."""
+    last = np.maximum(sizes - _SAMPLE_BYTES, 0)
+    places = starts[:, None] + last[:, None] * np.arange(_SAMPLES) // (_SAMPLES - 1)
+    at = (places[:, :, None] + np.arange(_SAMPLE_BYTES)).reshape(len(starts), -1)
+    found = data[np.minimum(at, len(data) - 1)]
+    found[sizes < _SAMPLE_BYTES] = 0
+    return found

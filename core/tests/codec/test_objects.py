@@ -10,7 +10,7 @@ import math
 import pickle
 import struct
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -92,7 +92,7 @@ OUTSIDE = {
     "subclass of dict": (collections.OrderedDict(), "of type collections.OrderedDict"),
     "custom": (Custom(), "of type .*Custom"),
     "datetime": (datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), "of type datetime.datetime"),
-    "timestamp": (msgpack.Timestamp(1), "of type msgpack.ext.Timestamp"),
+    "extension": (msgspec.msgpack.Ext(1, b""), "of type msgspec.*Ext"),
     "int of 65 bits": (2**63, "does not fit in 64 bits"),
     "int of 65 bits, negative": (-(2**63) - 1, "does not fit in 64 bits"),
     "int key": ({1: 2}, "a dict with a key of type int"),
@@ -129,7 +129,7 @@ def test_what_can_be_pickled_may_contain_itself_and_what_cannot_is_refused():
     assert item[0] is item
     with pytest.raises(InvalidTypeError, match="row 0: an item of type function cannot be pickled"):
         encode_item(lambda: None, allow_pickle=True)
-    inside = msgpack.packb([msgpack.ExtType(2, pickle.dumps((1, 2)))])  # a pickle counts at the top only
+    inside = msgspec.msgpack.encode([msgspec.msgpack.Ext(2, pickle.dumps((1, 2)))])  # a pickle counts at the top only
     for allow_pickle in (False, True):
         with pytest.raises(FrameError):
             decode_item(inside, allow_pickle=allow_pickle)

@@ -85,7 +85,7 @@ def test_core_imports_no_backend_no_engine_and_no_trainer():
 #: From the ground up: each imports only from those before it. The first two lines are of modules beside the wings.
 WINGS = (
     *("_compiler_marks", "errors", "arguments", "durable_files", "ownership", "entry_points", "config", "schema"),
-    *("meta", "digests", "packed", "spec", "host_memory"),
+    *("meta", "digests", "spec", "host_memory"),
     *("codec", "ledger", "hosting", "log", "backends", "saves", "middleware", "client"),
     *("connecting", "dataloader", "sharding", "batch", "cli"),
 )

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeVar, cast
 from unittest import mock
 
-import msgpack
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -344,7 +344,7 @@ class Store:
         else:
             assert isinstance(raw, torch.Tensor), f"raw_get returned a {type(raw).__name__}, expected the cell's tensor"
             data = bits(raw)
-        return msgpack.unpackb(data) if rank is None else data
+        return msgspec.msgpack.decode(data) if rank is None else data
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], int]]:

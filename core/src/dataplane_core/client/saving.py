@@ -31,7 +31,6 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import group_of
-from dataplane_core.packed import pack_msgpack
 from dataplane_core.saves import SavedFile, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import Capability, FieldSpec, RegisterRequest, TagValue
 from dataplane_core.spec.replies import Registration
@@ -281,7 +280,7 @@ class _Reader:
 
 def _packed(listed: _Listed, sample_ids: Sequence[str]) -> bytes:
     """How these rows were listed, to be compared: as values, two NaN of a tag differ."""
-    return pack_msgpack([listed.get(sample_id) for sample_id in sample_ids])
+    return msgspec.msgpack.encode([listed.get(sample_id) for sample_id in sample_ids], enc_hook=str)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

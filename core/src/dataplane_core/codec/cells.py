@@ -31,6 +31,7 @@ from dataplane_core.codec.compact import is_narrow, widened
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     DTYPE_OF_CODE,
+    BytesLike,
     byte_view,
     from_bytes,
     host_tensor,
@@ -41,7 +42,6 @@ from dataplane_core.codec.tensors import (
     take_ragged,
 )
 from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError
-from dataplane_core.packed import BytesLike
 from dataplane_core.spec import Ragged
 
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dataplane_core.errors import InvalidTypeError, SchemaMismatchError
 from dataplane_core.host_memory import recycled_bytes
-from dataplane_core.packed import BytesLike
 from dataplane_core.spec import Ragged
 
+BytesLike: TypeAlias = bytes | bytearray | memoryview
 ByteArray: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: The code of each dtype in a frame's header. Part of the format: codes are never reused.

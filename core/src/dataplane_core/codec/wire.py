@@ -54,6 +54,7 @@ from dataplane_core.codec.rows import (
 )
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
+    BytesLike,
     byte_array,
     byte_view,
     check_ragged,
@@ -69,7 +70,6 @@ from dataplane_core.codec.tensors import (
 )
 from dataplane_core.digests import fast_digest
 from dataplane_core.errors import BackendError, DataPlaneError, FrameError, InvalidRequestError, InvalidTypeError
-from dataplane_core.packed import BytesLike
 from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()

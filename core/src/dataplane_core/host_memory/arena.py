@@ -42,20 +42,16 @@ _TOUCH_STEP: Final = 16 << 20
 class Arena:
     """Shared memory, mapped into this process.
 
-    The mapping lasts as long as the arena or any array from `window` does. Linux only.
+    The mapping lasts as long as the arena or any array from `window` does. Memory is used only for pages that were
+    touched. Linux only. Each method that asks the system raises `OSError`.
 
     Args:
         fd: The file descriptor of an arena. The object takes it over, and closes it when it is collected.
         read_only: Map the memory so that a write ends the process with SIGSEGV.
 
     Attributes:
-        fd: The file descriptor.
-        size_bytes: The size of the arena. Memory is used only for pages that were touched.
         bytes: The whole arena as an array (size_bytes,) uint8. A view.
         address: Where the arena begins in this process.
-
-    Raises:
-        OSError: The memory cannot be mapped.
     """
 
     def __init__(self, fd: int, *, read_only: bool = False) -> None:
@@ -72,11 +68,7 @@ class Arena:
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "dataplane") -> Arena:
-        """Makes a new arena. Its memory is zero and not yet touched.
-
-        Args:
-            size_bytes: The size. It cannot change later.
-            name: Shown by tools such as lsof, as ``memfd:NAME``.
+        """Makes a new arena. Its memory is zero and not yet touched. Tools such as lsof show it as ``memfd:NAME``.
 
         Raises:
             OSError: The system has no memfd, or ``ulimit -f`` is less than the size.
@@ -95,12 +87,7 @@ class Arena:
     def open(cls, path: Path, size_bytes: int) -> Arena:
         """The arena in a file, which is made, or made larger, as needed. Pages that were never written take no room.
 
-        Args:
-            path: The file. Who cuts it ends the processes that use its memory (SIGBUS).
-            size_bytes: The least size.
-
-        Raises:
-            OSError: The file cannot be used.
+        Who cuts the file ends the processes that use its memory (SIGBUS).
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -142,11 +129,7 @@ class Arena:
         return thread
 
     def give_room(self, start: int, stop: int) -> None:
-        """Has the file system set room aside for these bytes. A write where there is none would end the process.
-
-        Raises:
-            OSError: The file system is full.
-        """
+        """Has the file system set room aside for these bytes. A write where there is none would end the process."""
         os.posix_fallocate(self.fd, start, stop - start)
 
     def give_back(self, start: int, stop: int) -> None:
@@ -186,37 +169,17 @@ class Arena:
         return sorted(uses)
 
     def window(self, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The whole arena as an array (size_bytes,) uint8. It keeps ``owner`` alive, as do all arrays and tensors that
-        are made from it.
-
-        Example:
-            >>> arena = Arena.create(1 << 20)
-            >>> arena.window(owner=object())[64:67].tolist()
-            [0, 0, 0]
-        """
+        """As ``bytes``. It keeps ``owner`` alive, as do all arrays and tensors that are made from it."""
         return np.asarray(_Window(self.bytes, self.address, owner))
 
 
 class Uses:
     """Says which bytes of an arena's file this process uses, to a later owner of the file, who knows no pins of before.
 
-    The kernel forgets it when this process ends. Thread-safe.
-
-    Args:
-        fd: A file descriptor of the arena. It stays the caller's.
+    The kernel forgets it when this process ends. Thread-safe. The descriptor stays the caller's.
 
     Raises:
         OSError: The file cannot be opened again, or its file system has no locks.
-
-    Example:
-        >>> arena = Arena.create(1 << 20)
-        >>> uses = Uses(arena.fd)
-        >>> uses.begin(64, 128)
-        >>> arena.used_by_others(0, 1 << 20)
-        [(64, 128)]
-        >>> uses.end(64)
-        >>> arena.used_by_others(0, 1 << 20)
-        []
     """
 
     def __init__(self, fd: int) -> None:
@@ -248,10 +211,8 @@ class Uses:
     def during(self, places: Iterable[tuple[int, int]], check: Callable[[], object]) -> Iterator[None]:
         """Uses these bytes in a block.
 
-        Args:
-            places: Where they begin and end.
-            check: Raises if the owner of before has ended: a later one may have given the bytes to others, since
-                nobody had said that they are used. Called when that is said.
+        ``check`` raises if the owner of before has ended: a later one may have given the bytes to others, since nobody
+        had said that they are used. It is called when that is said.
         """
         with contextlib.ExitStack() as used:
             for start, stop in places:
@@ -313,23 +274,8 @@ class Extent:
 class Extents:
     """The extents of an arena and the holes between them.
 
-    Allocating and freeing take O(log n). `make_room` takes O(n log n), and moves as few bytes as it can.
-
-    Args:
-        size_bytes: The size of the arena.
-
-    Example:
-        >>> extents = Extents(1024)
-        >>> first, second = extents.allocate(512), extents.allocate(100)
-        >>> second.offset, second.size_bytes, extents.used_bytes
-        (512, 128, 640)
-        >>> extents.free(first)
-        >>> extents.allocate(600) is None
-        True
-        >>> extents.make_room(600, move=lambda source, target, size_bytes: None)
-        True
-        >>> second.offset, extents.allocate(600).offset
-        (0, 128)
+    Offsets only: it touches no memory. Allocating and freeing take O(log n). `make_room` takes O(n log n), and moves as
+    few bytes as it can.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -345,11 +291,7 @@ class Extents:
 
     @classmethod
     def of(cls, size_bytes: int, places: Iterable[tuple[int, int]]) -> tuple[Extents, list[Extent]]:
-        """Extents that lie at given places.
-
-        Args:
-            size_bytes: The size of the arena.
-            places: The offset and size in bytes of each, ascending.
+        """Extents that lie at these offsets, ascending, and have these sizes.
 
         Raises:
             ValueError: They overlap, or do not lie in the arena on the bounds of extents.
@@ -406,15 +348,9 @@ class Extents:
     def make_room(self, size_bytes: int, move: Callable[[int, int, int], None]) -> bool:
         """Moves extents that are not pinned to lower offsets, until a hole of ``size_bytes`` exists.
 
-        Of all ways to make such a hole by sliding neighbours together, it takes the one that moves the fewest bytes.
-
-        Args:
-            size_bytes: The size of the hole.
-            move: Called as ``move(source, target, size_bytes)`` to move bytes to a lower offset. Both ranges may
-                overlap.
-
-        Returns:
-            Whether such a hole exists now. If not, nothing was moved.
+        Of all ways to make such a hole by sliding neighbours together, it takes the one that moves the fewest bytes:
+        ``move(source, target, size_bytes)`` moves them to a lower offset, and both ranges may overlap. False: there is
+        no such hole, and nothing was moved.
         """
         if self._by_size and self._by_size[-1][0] >= size_bytes:
             return True

@@ -70,12 +70,6 @@ def copy_arrays(
         threads: How many threads copy at most, with the one that calls. None: `default_copy_threads`.
         copied: Called each time some MB were copied into targets that follow one another, with the first and the last
             of these targets, by the thread that copied.
-
-    Example:
-        >>> target = np.zeros(3, dtype=np.uint8)
-        >>> copy_arrays([(target, np.ones(3, dtype=np.uint8))])
-        >>> target.tolist()
-        [1, 1, 1]
     """
     size_bytes = sum(target.nbytes for target, _ in copies)
     most = max(1, size_bytes // _LEAST_BYTES)

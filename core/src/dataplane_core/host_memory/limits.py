@@ -11,7 +11,7 @@ from typing import Final
 
 from dataplane_core.errors import ConfigError
 
-_ROOT: Final = Path("/")
+_ROOT: Final = Path("/")  # below it lie ``proc`` and ``sys``
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,6 @@ def memory_limit(root: Path = _ROOT) -> MemoryLimit:
 
     It is the least of what the machine has available and what the control groups of this process (versions 1 and 2)
     leave it. Shared memory counts for both. Pages of files that the kernel can drop at any time are available.
-
-    Args:
-        root: Where ``proc`` and ``sys`` lie.
-
-    Example:
-        >>> memory_limit().available_bytes > 0
-        True
     """
     lines = (root / "proc/meminfo").read_text().splitlines()
     fields = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
@@ -83,15 +76,7 @@ def _droppable_bytes(group: Path) -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """How many cores this thread may run on: those of its mask, or fewer if the control groups grant less time.
-
-    Args:
-        root: Where ``proc`` and ``sys`` lie.
-
-    Example:
-        >>> usable_cores() >= 1
-        True
-    """
+    """How many cores this thread may run on: those of its mask, or fewer if the control groups grant less time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _cores_granted(root)))
 

@@ -109,16 +109,9 @@ def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[
 
 
 def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -> Layout:
-    """Moves the rows that are kept together, in place, at the extent's start.
+    """Moves the rows that are kept, ascending, together at the start of an extent. Nobody may use its bytes meanwhile.
 
-    Args:
-        extent: The bytes of the put. Nobody may use them meanwhile.
-        layout: Where its columns lie.
-        num_rows: How many rows it holds.
-        rows: Those to keep, ascending.
-
-    Returns:
-        The layout of the kept rows. Its offsets are never higher than before.
+    Returns their layout. Its offsets are never higher than before.
     """
     kept = np.asarray(rows, dtype=np.int64)
     squeezed = Layout([])
@@ -222,18 +215,9 @@ class Payload:
 
 
 class ExtentService:
-    """Which parts of an arena hold what. One thread uses it.
+    """Which parts of an arena hold what. It makes some bytes ready before they are used. One thread uses it."""
 
-    Args:
-        arena: The memory.
-        touch_ahead_bytes: How much of it is made ready before it is used.
-
-    Attributes:
-        syncs: Whether the bytes of a put must be on a disk before it is kept.
-        touch_until: How much of the arena is ready, or will be soon.
-    """
-
-    syncs = False
+    syncs = False  # whether the bytes of a put must be on a disk before it is kept
 
     def __init__(self, arena: Arena, touch_ahead_bytes: int = 0) -> None:
         self.arena = arena
@@ -243,7 +227,7 @@ class ExtentService:
         #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
         self._least_refused: int | None = None
         self._touch_ahead_bytes = touch_ahead_bytes
-        self.touch_until = 0
+        self.touch_until = 0  # so much of the arena is ready, or will be soon
         self._toucher: threading.Thread | None = None
 
     @property
@@ -270,10 +254,7 @@ class ExtentService:
     def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
         """The bytes of writes are there, whose extents are still pinned. What outlives its process notes where.
 
-        Args:
-            write_ids: The writes.
-            digests: `digest_of` the extent of each write, from who wrote the bytes and then had them synced. None: they
-                were not synced.
+        ``digests``: `digest_of` each extent, from who wrote the bytes and had them synced. None: they were not synced.
         """
 
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:

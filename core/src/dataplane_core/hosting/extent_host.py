@@ -195,9 +195,6 @@ class ExtentHost(Host):
     def _new_client(self, number: int) -> Client:
         return _Client(number)
 
-    def _check_room(self, request: CheckRoom, client: _Client) -> None:
-        self._extents.check_room(request.size_bytes)
-
     def _allocate(self, request: Allocate | PutWhole, client: _Client) -> list[int]:
         write_ids = [write.write_id for write in request.writes]
         if any(write_id in late for late in self._late for write_id in write_ids):
@@ -331,15 +328,12 @@ class ExtentHost(Host):
         self._late[0].update(write_id for write_id in write_ids if not self._extents.holds(write_id))
         self._extents.drop(request.refs)
 
-    def _retain(self, request: Retain, client: _Client) -> None:
-        self._extents.retain(request.live)
-
     def _memory(self, request: Memory, client: _Client) -> ExtentStatistics:
         return self._extents.statistics()._replace(num_sessions=len(self._clients))
 
 
 ExtentHost.handlers = {
-    CheckRoom: ExtentHost._check_room,
+    CheckRoom: lambda host, request, client: host._extents.check_room(request.size_bytes),
     Allocate: ExtentHost._allocate,
     PutWhole: ExtentHost._put_whole,
     Written: ExtentHost._written,
@@ -348,6 +342,6 @@ ExtentHost.handlers = {
     Fetch: ExtentHost._fetch,
     Release: ExtentHost._release,
     Drop: ExtentHost._drop,
-    Retain: ExtentHost._retain,
+    Retain: lambda host, request, client: host._extents.retain(request.live),
     Memory: ExtentHost._memory,
 }

@@ -222,6 +222,7 @@ class ExtentService:
     def __init__(self, arena: Arena, touch_ahead_bytes: int = 0) -> None:
         self.arena = arena
         self._extents = Extents(arena.size_bytes)
+        self.most_bytes = self._extents.size_bytes  # that all extents may take
         self._payloads: dict[int, Payload] = {}  # by write id
         self._doomed: dict[Extent, None] = {}  # free as soon as nobody pins them
         #: The least size for which no room could be made since rows were dropped or pins ended. Not searched again.
@@ -229,11 +230,6 @@ class ExtentService:
         self._touch_ahead_bytes = touch_ahead_bytes
         self.touch_until = 0  # so much of the arena is ready, or will be soon
         self._toucher: threading.Thread | None = None
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that all extents may take."""
-        return self._extents.size_bytes
 
     @property
     def used_bytes(self) -> int:

@@ -172,13 +172,13 @@ class KeptExtents(ExtentService):
         touch_ahead_bytes: int = 0,
     ) -> None:
         before = _memory_before(folder, notes.notes)
-        self._most_bytes = most_bytes
         arena = Arena.open(folder / _ARENA, most_bytes * ADDRESSES)
         for path in (folder / _ARENA, folder):  # the file must be there after a loss of power, with its size
             sync_path(path)
         # memory that is ready takes room of the file system, which must be left to rows and to the journal
         has_room = arena.free_bytes + arena.touched_bytes >= most_bytes * (1 + _SPARE_SHARE)
         super().__init__(arena, touch_ahead_bytes if has_room else 0)
+        self.most_bytes = most_bytes
         self._notes = notes
         self.syncs = sync
         self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
@@ -194,10 +194,6 @@ class KeptExtents(ExtentService):
         self._restore(is_same_memory=msgspec.structs.replace(before, size_bytes=now.size_bytes) == now)
         self._restored: set[int] | None = set(self._payloads)  # None: their rows are known
         notes.note(_MEMORY_NOTE, msgspec.msgpack.encode(now))
-
-    @property
-    def most_bytes(self) -> int:
-        return self._most_bytes
 
     # --- what comes back ----------------------------------------------------------------------------------------------
 
@@ -396,16 +392,16 @@ class KeptExtents(ExtentService):
         left, self._left = self._left, []
         for extent in left:
             self._free(extent)
-        if self.used_bytes + size_bytes > self._most_bytes and not self._make_room(size_bytes):
+        if self.used_bytes + size_bytes > self.most_bytes and not self._make_room(size_bytes):
             return None
         return self._new_extent(size_bytes)
 
     def _make_room(self, size_bytes: int) -> bool:
         """Copies extents without their dropped rows, those with most first, until all take few enough bytes."""
         waiting = deque(self._squeezable())
-        while waiting and self.used_bytes + size_bytes > self._most_bytes:
+        while waiting and self.used_bytes + size_bytes > self.most_bytes:
             self._squeeze(waiting.popleft())
-        return self.used_bytes + size_bytes <= self._most_bytes
+        return self.used_bytes + size_bytes <= self.most_bytes
 
     def _squeeze(self, write_id: int) -> int:
         if not self._is_whole(write_id):
@@ -456,7 +452,7 @@ class KeptExtents(ExtentService):
         if self._has_room[first:last].all():
             return
         missing = first + np.flatnonzero(~self._has_room[first:last])
-        if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self._most_bytes * (1 + _SPARE_SHARE):
+        if (np.count_nonzero(self._has_room) + len(missing)) * _BLOCK > self.most_bytes * (1 + _SPARE_SHARE):
             self._free_spare()
         if missing.size and self.arena.free_bytes < len(missing) * _BLOCK + _JOURNAL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

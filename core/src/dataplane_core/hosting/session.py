@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
@@ -504,17 +504,17 @@ class Session:
         _close_all(self._first, self._idle)
 
 
+@dataclass(slots=True, eq=False)
 class _Line:
     """What a call sends and receives over its socket. While nothing moves, the host is watched."""
 
-    def __init__(self, channel: socket.socket, deadline: float, make_watch: Callable[[], Watch] | None) -> None:
-        self._channel = channel
-        self._deadline = deadline
-        self._make_watch = make_watch
-        self._watch: Watch | None = None
-        self._moved_at = time.monotonic()
-        self._received = bytearray()
-        self.descriptors: list[int] = []
+    _channel: socket.socket
+    _deadline: float
+    _make_watch: Callable[[], Watch] | None
+    _watch: Watch | None = None
+    _moved_at: float = field(default_factory=time.monotonic)
+    _received: bytearray = field(default_factory=bytearray)
+    descriptors: list[int] = field(default_factory=list)
 
     def send(self, arrays: list[memoryview]) -> None:
         """Sends arrays, one after the other."""

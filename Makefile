@@ -42,7 +42,7 @@ ALONE_skyrl    := skyrl==0.3.0
 
 # The oldest versions that the packages below say they accept, in an environment of its own. The wheel of torch from PyPI
 # brings CUDA (3 GB): give the name of another one by TORCH_MINIMUM.
-MINIMUM       := core plugins/noop plugins/shm_store plugins/redis_store
+MINIMUM       := core observe plugins/noop plugins/shm_store plugins/redis_store
 TORCH_MINIMUM ?= torch==2.7.0
 # Not run: what needs datasets or Ray, whose own bounds are higher, or looks at all packages or at a new tensordict. And
 # old versions of tensordict warn of lists in a TensorDict.
@@ -88,7 +88,7 @@ test-long: setup  ## Run all tests with seeds and counts turned up, forged bytes
 	$(MAKE) fuzz INPUTS=450000
 	$(MAKE) $(addprefix test-,$(TRAINERS))
 
-test-minimum: .venv-minimum/.installed  ## Run the tests of core, noop, shm_store, redis_store with the oldest versions
+test-minimum: .venv-minimum/.installed  ## Run the tests of core, observe, noop, shm_store, redis_store with the oldest versions
 	.venv-minimum/bin/python -m pytest $(UNLIKE_MINIMUM) $(addsuffix /tests,$(MINIMUM))
 
 .venv-minimum/.installed: $(addsuffix /pyproject.toml,$(MINIMUM)) scripts/lower_bounds.py tests/minimum.txt

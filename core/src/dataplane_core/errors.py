@@ -377,8 +377,8 @@ class Shortfall(Frozen, frozen=True):
 #: Why a task waits. ``gone``, ``stopped``, ``silent``, ``closed``: the process that it waits for is, or its client.
 #: ``stuck``: a call of it does not end. ``works``: it is alive, and works. ``leased``: others hold the samples.
 #: ``unwritten``: nobody is known who writes a field. ``group``: groups are not whole. ``filter``: no sample passes the
-#: filter. ``full``: the store is. ``evicted``: samples were cleared before they were given. ``short``: fewer samples
-#: came than were to. ``unclaimed``: nobody has claimed for the task. ``name``: another name was probably meant.
+#: filter. ``full``: the store is. ``short``: fewer samples came than were to. ``unclaimed``: nobody has claimed for the
+#: task. ``name``: another name was probably meant.
 Cause: TypeAlias = Literal[
     "",
     "gone",
@@ -392,7 +392,6 @@ Cause: TypeAlias = Literal[
     "group",
     "filter",
     "full",
-    "evicted",
     "short",
     "unclaimed",
     "name",

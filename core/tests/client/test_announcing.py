@@ -14,6 +14,7 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.client import announcing
 from dataplane_core.errors import ConfigError, OperationTimeoutError
+from dataplane_core.spec import ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 
@@ -64,65 +65,57 @@ def test_the_more_clients_the_less_often(client, faults, said, monkeypatch):
     assert [each.client.period_s for each in said] == [5.0, 30.0, 30.0]
 
 
-def test_work_in_which_a_claim_waits_is_not_forgotten():
+def test_work_that_is_under_way_is_not_forgotten():
     log = announcing.WorkLog()
     wide = tuple(f"f{number}" for number in range(200))
-    waits = log.of("claim_meta", "p", "t", wide)
-    waits.waits["token"] = waits.began_at
-    for number in range(100):
-        log.begin("put_samples", f"p{number}", ["x"])
-    told = log.told(waits.began_at + 5.0)
-    assert [(each.waits_s, each.fields) for each in told if each.operation == "claim_meta"] == [(5.0, wide)]
-    assert [each.partition_id for each in told[:2]] == ["p99", "p98"]
-    assert len(told) < 30
-    assert log.of("claim_meta", "p", "t", wide) is waits
+    claim = ClaimRequest("p", "t", list(wide), 1, all_or_nothing=True)
+    with log.claim(claim) as waiting:
+        for number in range(100):
+            log.begin("put_samples", f"p{number}", ["x"]).serve()
+        announced = log.announced(waiting.began_at + 5.0)
+    claims = [work for work in announced if work.operation == "claim_meta"]
+    assert [(work.began_s, work.ended_s, work.fields) for work in claims] == [(5.0, None, wide)]
+    assert [work.partition_id for work in announced[:2]] == ["p99", "p98"]
+    assert len(announced) < 30
 
 
-def test_threads_that_begin_the_same_work_share_it():
-    started = threading.Barrier(8)
-    log, found = announcing.WorkLog(), set()
-
-    def begin():
-        started.wait()
-        for number in range(3000):
-            log.of("put_samples", "p").waits[f"{threading.get_ident()}-{number}"] = 0.0
-        found.add(log.of("put_samples", "p"))
-
-    threads = [threading.Thread(target=begin) for _ in range(8)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert len(found) == 1
-    assert len(found.pop().waits) == 8 * 3000
+def test_of_claims_that_wait_side_by_side_the_first_counts():
+    log = announcing.WorkLog()
+    claims = [ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True) for _ in range(2)]
+    with log.claim(claims[0]) as first:
+        began_at = first.began_at
+        with log.claim(claims[1]) as second:
+            second.serve()
+        (work,) = log.announced(began_at + 9.0)
+    assert (first is second, work.began_s, work.ended_s, work.served_s is not None) == (True, 9.0, None, True)
+    (work,) = log.announced(began_at + 9.0)
+    assert work.ended_s is not None
 
 
 def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
     with opened({"backend": "noop", "announce_s": None}) as client:
         log = client._connection.work
 
-        def told():
-            (work,) = (each for each in log.told(time.monotonic()) if each.operation == "claim_meta")
+        def claims():
+            (work,) = (work for work in log.announced(time.monotonic()) if work.operation == "claim_meta")
             return work
 
         client.register_partition("p", ["x"], None, ["t"])
         for _ in range(2):  # polls
             client.claim_meta("p", "t", ["x"], 3, blocking=False, tag_filter={"n": (">=", 1)})
-        first = log.of("claim_meta", "p", "t", ["x"]).unserved_since
-        assert first is not None
-        assert (told().batch_size, dict(told().tag_filter)) == (3, {"n": (">=", 1)})
+        first = claims()
+        assert (first.batch_size, dict(first.tag_filter), first.served_s) == (3, {"n": (">=", 1)}, None)
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
-        assert log.of("claim_meta", "p", "t", ["x"]).unserved_since == first
-        assert told().unserved_s > 0.0
+        assert claims().began_s >= first.began_s + 0.1
         client.put_samples(["a"], "p", {"x": [1.0]})
         client.claim_meta("p", "t", ["x"], 1)
-        assert told().unserved_s is None
+        served = claims()
+        assert served.served_s < served.began_s
+        assert served.ended_s < served.served_s
+        client.claim_meta("p", "t", ["x"], 1, blocking=False)
+        again = claims()
+        assert again.began_s < again.served_s, "it waits since then"
 
 
 def test_a_failed_announcement_disturbs_nothing(client, faults, said):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dataplane_core import connect
-from dataplane_core.client.phases import Phases
+from dataplane_core.client.announcing import Phases
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_testkit._timing import STARTS_S, eventually
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.anyio
 
 
 def names(phases):
-    return [each.name for each in phases.told(0.0)]
+    return [each.name for each in phases.announced(0.0)]
 
 
 def told(phases):
-    return [(each.name, list(each.groups)) for each in phases.told(0.0)]
+    return [(each.name, list(each.groups)) for each in phases.announced(0.0)]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_phase_has_the_groups_of_the_one_around_it_and_none_of_one_that_has_en
     first.__exit__(None, None, None)
     with within("decode"):
         assert told(phases) == [("decode", ["q2", "q3"])]
-        assert [each.partition_id for each in phases.told(0.0)] == ["p"]
+        assert [each.partition_id for each in phases.announced(0.0)] == ["p"]
     second.__exit__(None, None, None)
     with within("score"):
         assert told(phases) == [("score", [])]
@@ -113,7 +113,7 @@ def test_what_is_told_is_bounded(phases, within):
     with contextlib.ExitStack() as stack:
         for number in range(100):
             stack.enter_context(threaded(within("n" * 1000, *(f"q{number}_{place}" for place in range(50)))))
-        told = phases.told(0.0)
+        told = phases.announced(0.0)
     assert len(told) == 64
     assert sum(len(each.groups) for each in told) == 256
     assert {len(each.name) for each in told} == {80}

@@ -15,6 +15,7 @@ from dataplane_mooncake.machine import ACCEPTED, DISTRIBUTIONS
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = [
     "core",
+    "observe",
     "testkit",
     "tools",
     "integrations",

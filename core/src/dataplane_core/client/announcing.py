@@ -1,4 +1,4 @@
-"""A client announces itself to the store: where it runs, what it does, and what it waits for."""
+"""A client announces itself to the store: where it runs, its calls under way, the last of each kind, and its phases."""
 
 from __future__ import annotations
 
@@ -13,22 +13,11 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from dataplane_core.backends import Backend
-from dataplane_core.client.phases import Phases
-from dataplane_core.config import DataPlaneConfig
-from dataplane_core.spec import (
-    AnnounceRequest,
-    CallInfo,
-    ClientInfo,
-    WorkInfo,
-    new_id,
-)
-from dataplane_core.spec.requests import Request
+from dataplane_core.spec import AnnounceRequest, CallInfo, ClaimRequest, ClientInfo, PhaseInfo, WorkInfo, new_id
 from dataplane_core.spec.waking import Bell
 
 #: Seconds after which a new client announces itself first. Short programs do not.
@@ -40,12 +29,14 @@ _PER_CLIENT_S: Final = 0.01
 _PERIODS: Final = 3
 #: Seconds that an announcement, and that of the end, may take.
 _TIMEOUT_S: Final = 2.0
-#: How many operations it names, how much of its work, and how many fields of each.
+#: What an announcement has at most: calls, work, fields of each; phases, and groups of all of them; letters of a name.
 _MOST_CALLS: Final = 8
 _MOST_WORK: Final = 64
 _MOST_FIELDS: Final = 1024
+_MOST_PHASES: Final = 64
+_MOST_GROUPS: Final = 256
 _MOST_LETTERS: Final = 80
-#: How much work a client remembers in which no claim waits.
+#: How much work a client remembers that has ended.
 _MOST_ENDED: Final = 16
 
 
@@ -61,93 +52,186 @@ class RunningCall:
         self.thread_id = threading.get_ident()
 
 
-@dataclass(slots=True, eq=False)
 class Work:
-    """What a client does again and again: puts of certain fields, claims for a task, or clears. See `WorkInfo`."""
+    """Puts of certain fields, or claims for a task: the last one, and claims that wait. See `WorkInfo`."""
 
-    operation: str
-    partition_id: str
-    task_name: str
-    fields: tuple[str, ...]
-    tag_filter: dict[str, tuple[str, Any]] | None = None
-    batch_size: int = 0
-    num_samples: int = 0
-    began_at: float = field(default_factory=lambda: time.monotonic())  # tests replace it
-    ended_at: float | None = None
-    gap_s: float = 0.0
-    unserved_since: float | None = None  # the begin of the first claim after the last one that was served
-    turn: int = 0  # the higher, the later it was done last
-    waits: dict[str, float] = field(default_factory=dict)  # token of a claim under way that waits -> its begin
+    __slots__ = (
+        "began_at",
+        "claim",
+        "ended_at",
+        "fields",
+        "operation",
+        "partition_id",
+        "served_at",
+        "task_name",
+        "waits",
+    )
 
-    def end(self, num_samples: int) -> None:
-        """One of the operations has put, given or cleared samples."""
-        now = time.monotonic()
-        if self.ended_at is not None:
-            self.gap_s = max(self.gap_s, now - self.ended_at)
-        self.ended_at = now
-        self.unserved_since = None
-        self.num_samples += num_samples
+    def __init__(self, operation: str, partition_id: str, task_name: str, fields: tuple[str, ...]) -> None:
+        self.operation = operation
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.fields = fields
+        self.claim: ClaimRequest | None = None
+        self.waits: dict[str, float] = {}  # token of a claim under way -> its begin
+        self.began_at = time.monotonic()
+        self.ended_at: float | None = None
+        self.served_at: float | None = None
 
-    def told(self, now: float) -> WorkInfo:
+    def serve(self) -> None:
+        """The operation has put samples, or was given some."""
+        self.served_at = time.monotonic()
+
+    def announced(self, now: float) -> WorkInfo:
         """As it is announced."""
-        unserved_since = self.unserved_since
+        claim, ended_at, served_at, starts = self.claim, self.ended_at, self.served_at, list(self.waits.values())
+        ranks = claim.dp_size or 1 if claim is not None and claim.sampler == "balanced" else 1
         return WorkInfo(
             operation=self.operation,
             partition_id=self.partition_id,
             task_name=self.task_name,
             fields=self.fields[:_MOST_FIELDS],
-            tag_filter=self.tag_filter,
-            batch_size=self.batch_size,
-            num_samples=self.num_samples,
-            began_s=now - self.began_at,
-            ended_s=None if self.ended_at is None else now - self.ended_at,
-            longest_gap_s=self.gap_s,
-            waits_s=max((now - since for since in list(self.waits.values())), default=None),
-            unserved_s=None if unserved_since is None else now - unserved_since,
+            tag_filter=None if claim is None else claim.tag_filter,
+            batch_size=0 if claim is None else claim.batch_size * ranks,
+            began_s=now - min(starts, default=self.began_at),
+            ended_s=None if starts or ended_at is None else now - ended_at,
+            served_s=None if served_at is None else now - served_at,
         )
+
+
+class _UnderWay:
+    """A claim is under way until the end of the ``with``."""
+
+    __slots__ = ("_token", "_work")
+
+    def __init__(self, work: Work, token: str) -> None:
+        self._work, self._token = work, token
+
+    def __enter__(self) -> Work:
+        return self._work
+
+    def __exit__(self, *_: object) -> None:
+        self._work.waits.pop(self._token, None)
+        self._work.ended_at = time.monotonic()
 
 
 class WorkLog:
     """What a client did last, of each kind. Any thread may use it: it changes by single steps of C."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], Work] = {}
-        self._turns = count(1)
-
-    def of(self, operation: str, partition_id: str, task_name: str = "", fields: Iterable[str] = ()) -> Work:
-        """The work that an operation belongs to. It counts as the last one then."""
-        key = (operation, partition_id, task_name, tuple(fields))
-        work = self._found.get(key) or self._found.setdefault(key, Work(*key))  # another thread may do the same
-        work.turn = next(self._turns)
-        if len(self._found) > _MOST_ENDED:
-            ended = [(each.turn, key) for key, each in list(self._found.items()) if not each.waits]
-            for _, oldest in heapq.nsmallest(len(ended) - _MOST_ENDED, ended):
-                self._found.pop(oldest, None)
-        return work
+        self._work: dict[tuple[Any, ...], Work] = {}
 
     def begin(self, operation: str, partition_id: str, fields: Iterable[str] = ()) -> Work:
-        """An operation begins."""
-        work = self.of(operation, partition_id, "", fields)
+        """A put or a registration begins."""
+        work = self._of(operation, partition_id, "", tuple(fields))
         work.began_at = time.monotonic()
         return work
 
-    def told(self, now: float) -> list[WorkInfo]:
+    def claim(self, request: ClaimRequest) -> _UnderWay:
+        """A claim is under way while the ``with`` lasts. After one that got nothing, it goes on waiting."""
+        work = self._of("claim_meta", request.partition_id, request.task_name, tuple(request.required_fields))
+        served_at = work.served_at
+        goes_on = work.ended_at is not None and not work.waits and (served_at is None or served_at < work.began_at)
+        if not goes_on:
+            work.began_at = time.monotonic()
+        work.claim = request
+        work.waits[request.token] = work.began_at
+        return _UnderWay(work, request.token)
+
+    def _of(self, *kind: Any) -> Work:
+        work = self._work.get(kind)
+        if work is None:
+            work = self._work.setdefault(kind, Work(*kind))  # another thread may do the same
+            idle = [(other.began_at, kind) for kind, other in list(self._work.items()) if not other.waits]
+            for _, oldest in heapq.nsmallest(len(idle) - _MOST_ENDED, idle):
+                self._work.pop(oldest, None)
+        return work
+
+    def announced(self, now: float) -> list[WorkInfo]:
         """As it is announced, what began last first."""
-        last = heapq.nlargest(_MOST_WORK, list(self._found.values()), key=lambda each: each.turn)
-        return [each.told(now) for each in last]
+        last = heapq.nlargest(_MOST_WORK, list(self._work.values()), key=lambda work: work.began_at)
+        return [work.announced(now) for work in last]
 
 
-class _Client(Protocol):
-    """What is used of a client's connection."""
+# --- phases -----------------------------------------------------------------------------------------------------------
 
-    config: DataPlaneConfig
-    backend: Backend
-    middleware: list[Any]
-    calls: set[RunningCall]
-    work: WorkLog
-    phases: Phases
 
-    def call(self, request: Request) -> Any: ...
+class _Phase:
+    """A phase that began now, within others, outermost first."""
+
+    __slots__ = ("around", "began_at", "groups", "has_ended", "name", "partition_id")
+
+    def __init__(self, name: str, partition_id: str, groups: list[str], around: tuple[_Phase, ...]) -> None:
+        self.name = name[:_MOST_LETTERS]
+        self.partition_id = partition_id
+        self.groups = groups[:_MOST_GROUPS]
+        self.around = around
+        self.began_at = time.monotonic()
+        self.has_ended = False
+
+
+#: The phases of this thread or task, of any client, outermost first. Some may have ended, if a task outlived them.
+_WITHIN: Final[ContextVar[tuple[_Phase, ...]]] = ContextVar("_WITHIN", default=())
+
+
+def _still_open() -> tuple[_Phase, ...]:
+    return tuple(phase for phase in _WITHIN.get() if not phase.has_ended)
+
+
+class Within:
+    """While a ``with`` of it lasts, this thread or task is in a phase. It may be used again."""
+
+    def __init__(self, phases: set[_Phase], name: str, partition_id: str, groups: list[str]) -> None:
+        self._phases, self._about = phases, (name, partition_id, groups)
+        self._begun: list[_Phase] = []
+
+    def __enter__(self) -> None:
+        around = _still_open()
+        phase = _Phase(*self._about, around)
+        self._begun.append(phase)
+        try:
+            self._phases.add(phase)
+            _WITHIN.set((*around, phase))
+        except BaseException:  # an interrupt
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        phase = self._begun.pop()
+        self._phases.discard(phase)
+        phase.has_ended = True
+        phase.around = ()  # else phases whose ends cross would hold each other
+        # not reset: ends may cross, and a generator may be closed in another context than it was begun in
+        _WITHIN.set(_still_open())
+
+
+class Phases:
+    """The phases of a client that have not ended. Any thread may use it: it changes by single steps of C."""
+
+    def __init__(self) -> None:
+        self._open: set[_Phase] = set()
+
+    def within(self, name: str, partition_id: str, groups: list[str]) -> Within:
+        """While the ``with`` lasts, this thread or task is in a phase."""
+        return Within(self._open, name, partition_id, groups)
+
+    def announced(self, now: float) -> list[PhaseInfo]:
+        """As they are announced: those that no other one is within, what began first first."""
+        phases = list(self._open)
+        outer = {around for phase in phases for around in phase.around}
+        inner = [phase for phase in phases if phase not in outer]
+        infos, left = [], _MOST_GROUPS
+        for phase in heapq.nsmallest(_MOST_PHASES, inner, lambda phase: phase.began_at):
+            makers = (one for one in (phase, *reversed(phase.around)) if one.groups and not one.has_ended)
+            maker = next(makers, phase)
+            groups = maker.groups[:left]
+            left -= len(groups)
+            running_s = now - phase.began_at
+            infos.append(PhaseInfo(phase.name, running_s, partition_id=maker.partition_id, groups=groups))
+        return infos
+
+
+# --- announcing -------------------------------------------------------------------------------------------------------
 
 
 class Announcer:
@@ -157,8 +241,8 @@ class Announcer:
     keep a client alive that nobody uses any longer.
     """
 
-    def __init__(self, client: _Client, period_s: float) -> None:
-        self._client = weakref.ref(client)
+    def __init__(self, connection: Any, period_s: float) -> None:  # a Connection, which imports this module
+        self._connection = weakref.ref(connection)
         self._pid = os.getpid()
         self._period_s = period_s
         self.client_id = new_id()
@@ -173,11 +257,11 @@ class Announcer:
 
     def stop(self) -> None:
         """The client closes. Blocks at most until its backend has to be stopped."""
-        client = self._client()
-        until = math.inf if client is None else client.backend.stop_by
+        connection = self._connection()
+        until = math.inf if connection is None else connection.backend.stop_by
         self.end(until)
         # a short program that did something is known afterwards, though it was never listed
-        if self._listed or (client is not None and client.work.told(0.0)):
+        if self._listed or (connection is not None and connection.work.announced(0.0)):
             self._announce(ttl_s=0.0, until=until)
 
     def end(self, until: float = math.inf) -> None:
@@ -198,43 +282,37 @@ class Announcer:
 
     def _announce(self, ttl_s: float, until: float = math.inf, period_s: float = 0.0) -> int | None:
         """Announces the client. Returns how many are listed, or None if it failed."""
-        client = self._client()
-        if client is None:
+        connection = self._connection()
+        if connection is None:
             self._stop.ring()
             return None
         deadline = min(time.monotonic() + _TIMEOUT_S, until)
-        request = AnnounceRequest(client=describe_client(client, self, period_s), ttl_s=ttl_s, deadline=deadline)
+        request = AnnounceRequest(client=describe_client(connection, self, period_s), ttl_s=ttl_s, deadline=deadline)
         try:
-            num_clients: int = client.call(request)
-            return num_clients
+            num_clients: int = connection.call(request)
         except Exception:  # the operations of the client say what is wrong
             return None
+        return num_clients
 
 
-def describe_client(client: _Client, announcer: Announcer | None, period_s: float = 0.0) -> ClientInfo:
+def describe_client(connection: Any, announcer: Announcer | None, period_s: float = 0.0) -> ClientInfo:
     """A client as it announces itself. Without an announcer, nobody knows its id."""
     now = time.monotonic()
-    running = [call for call in list(client.calls) if call.operation]
+    running = [call for call in list(connection.calls) if call.operation]
     first = heapq.nsmallest(_MOST_CALLS, running, key=lambda call: call.began_at)
+    addresses = (getattr(middleware, "metrics_address", "") for middleware in connection.middleware)
     return ClientInfo(
         client_id="" if announcer is None else announcer.client_id,
         host=socket.gethostname(),
         pid=os.getpid(),
-        role=client.config.role or program_name(),
+        role=connection.config.role or program_name(),
         open_s=0.0 if announcer is None else now - announcer.opened_at,
         num_calls=len(running),
-        calls=[
-            CallInfo(
-                operation=each.operation,
-                partition_id=str(each.partition_id)[:_MOST_LETTERS],
-                running_s=now - each.began_at,
-            )
-            for each in first
-        ],
-        metrics_address=next(filter(None, (getattr(each, "metrics_address", "") for each in client.middleware)), ""),
+        calls=[CallInfo(call.operation, str(call.partition_id)[:_MOST_LETTERS], now - call.began_at) for call in first],
+        metrics_address=next(filter(None, addresses), ""),
         period_s=period_s,
-        work=client.work.told(now),
-        phases=client.phases.told(now),
+        work=connection.work.announced(now),
+        phases=connection.phases.announced(now),
     )
 
 
@@ -244,8 +322,8 @@ _announcers: weakref.WeakSet[Announcer] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """No thread may be in the code of an engine while the interpreter ends."""
-    for each in list(_announcers):
-        each.end()
+    for announcer in list(_announcers):
+        announcer.end()
 
 
 def program_name() -> str:

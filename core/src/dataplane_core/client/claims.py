@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from dataplane_core.arguments import Index, Seconds, check_meta, checked, checked_as
 from dataplane_core.client.connection import Connection, Waiters, check_counts, copy_of
-from dataplane_core.client.explaining import PATIENCE_S, begin_work, explain, warn, work_of
+from dataplane_core.client.explaining import PATIENCE_S, explain, warn
 from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.errors import (
     BackendError,
@@ -128,10 +128,25 @@ def claiming(
         ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
         ClientClosedError: The client or the stream was closed.
     """
-    work = begin_work(connection, request)
+    with connection.work.claim(request) as work:
+        claim = yield from _asking(connection, request, timeout_s, waiters, wake, since)
+        if claim.sample_ids:
+            work.serve()
+    return claimed(connection, request, claim), claim
+
+
+def _asking(
+    connection: Connection,
+    request: ClaimRequest,
+    timeout_s: float | None,
+    waiters: Waiters,
+    wake: Callable[[], None],
+    since: Callable[[], float] | None,
+) -> Generator[Step, Any, Claim]:
+    """The steps of a claim until it is answered."""
     if timeout_s is None:
         claim: Claim = yield request
-        return claimed(connection, request, claim), claim
+        return claim
     start = time.monotonic()
     since = since or (lambda: start)
     warn_after_s = connection.config.warn_after_s or (PATIENCE_S if timeout_s == math.inf else math.inf)
@@ -141,7 +156,6 @@ def claiming(
     try:
         if Capability.WAKES in connection.capabilities:
             request.wake = Wake(wake)
-        work.waits[request.token] = start
         with waiters.waiting(wake):
             while True:
                 now, gives_up = time.monotonic(), since() + timeout_s
@@ -149,7 +163,7 @@ def claiming(
                 request.explain = now >= gives_up  # it is the last question
                 claim = yield request
                 if claim.answered:
-                    return claimed(connection, request, claim), claim
+                    return claim
                 if request.explain:
                     error = _timed_out(request, timeout_s, claim)
                     yield partial(explain, connection, error, request, now - start, over)
@@ -169,7 +183,6 @@ def claiming(
                     if verdict is not None and verdict.is_over and timeout_s == math.inf and since() < math.inf:
                         over, timeout_s = verdict, time.monotonic() - since()
     finally:
-        work.waits.pop(request.token, None)
         if request.wake is not None:
             connection.entrance.enter("claim_meta", request.wake.end)
 
@@ -218,8 +231,6 @@ def _kind(count: int, what: str, named: tuple[str, ...] | list[str]) -> str:
 
 def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBatchMeta:
     """The meta of a claim. Counts the batches of a rank."""
-    if claim.sample_ids:
-        work_of(connection, request).end(len(claim.sample_ids))
     if request.dp_rank is not None and (claim.sample_ids or claim.num_ranks is not None):
         number = request.batch_index if request.batch_epoch in (None, claim.epoch) else 0
         key = (request.partition_id, request.task_name, request.dp_rank)

@@ -21,10 +21,9 @@ from msgspec.structs import replace
 
 from dataplane_core.arguments import check_name
 from dataplane_core.backends import Backend
-from dataplane_core.client.announcing import Announcer, RunningCall, WorkLog
+from dataplane_core.client.announcing import Announcer, Phases, RunningCall, WorkLog
 from dataplane_core.client.entrance import Entrance
 from dataplane_core.client.field_names import FieldNames
-from dataplane_core.client.phases import Phases
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (

@@ -14,9 +14,9 @@ from typing import Final, Literal
 
 from msgspec import structs
 
-from dataplane_core.client.announcing import Work, describe_client
+from dataplane_core.client.announcing import describe_client
 from dataplane_core.client.connection import ADVICE_S, Connection
-from dataplane_core.client.verdict import Facts, judge, question_of, room_is_wanted
+from dataplane_core.client.verdict import Facts, got_nothing, judge, question_of, room_is_wanted
 from dataplane_core.config import size_bytes
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, UnknownPartitionError, Verdict
 from dataplane_core.spec import (
@@ -94,7 +94,7 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
                 task_name=each.task_name,
                 required_fields=list(each.fields),
                 tag_filter=None if each.tag_filter is None else dict(each.tag_filter),
-                explain=each.waits_s is not None or each.unserved_s is not None,
+                explain=got_nothing(each),
             )
             for each in waiting
         ]
@@ -146,27 +146,11 @@ def _with_names(connection: Connection, facts: Facts, deadline: float) -> Facts:
     return replace(facts, tags=tags, members=members)
 
 
-def begin_work(connection: Connection, request: ClaimRequest) -> Work:
-    """A claim begins."""
-    work = work_of(connection, request)
-    work.began_at = time.monotonic()
-    if work.unserved_since is None:
-        work.unserved_since = work.began_at
-    work.tag_filter, work.batch_size = request.tag_filter, request.batch_size
-    if request.sampler == "balanced":
-        work.batch_size *= request.dp_size or 1
-    return work
-
-
-def work_of(connection: Connection, request: ClaimRequest) -> Work:
-    return connection.work.of("claim_meta", request.partition_id, request.task_name, request.required_fields)
-
-
 def warn(connection: Connection, request: ClaimRequest, waited_s: float, until: float) -> Verdict | None:
     """Says why a claim waits, in the log and to middleware. Never raises what goes wrong with that."""
     if waited_s < _worth_s(connection):
         return None
-    verdict = _verdict_of(connection, request, waited_s, until)
+    verdict = _verdict_of(connection, request, until)
     if verdict is None or verdict.state not in ("waits", "starved") or connection.config.warn_after_s is None:
         return verdict
     _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
@@ -185,7 +169,7 @@ def explain(
     """Says why a claim timed out, if no verdict ended it. Not if that might cost the store much."""
     error.verdict = verdict
     if error.verdict is None and waited_s >= max(_EXPLAINED_AFTER_S, _worth_s(connection)):
-        error.verdict = _verdict_of(connection, request, waited_s)
+        error.verdict = _verdict_of(connection, request)
     if error.verdict is not None and error.verdict.state in ("waits", "starved"):
         error.message = f"{error.message} {error.verdict.text}"
 
@@ -195,16 +179,11 @@ def _worth_s(connection: Connection) -> float:
     return 0.0 if connection.announcer is None else connection.announcer.num_clients * _PER_CLIENT_S
 
 
-def _verdict_of(
-    connection: Connection, request: ClaimRequest, waited_s: float, until: float = math.inf
-) -> Verdict | None:
-    """Why a claim of this client waits, or has waited until now, if that is soon found."""
+def _verdict_of(connection: Connection, request: ClaimRequest, until: float = math.inf) -> Verdict | None:
+    """Why a claim of this client, which is under way, waits, if that is soon found."""
     if not {Capability.LISTING, Capability.CLAIMS} <= connection.capabilities:
         return None
     key = request.partition_id, request.task_name
-    waits = work_of(connection, request).waits
-    is_over = request.token not in waits
-    waits.setdefault(request.token, time.monotonic() - waited_s)
     try:
         return next(iter(judged(connection, *key, min(until, time.monotonic() + ADVICE_S))), None)
     except DataPlaneError:  # the claim itself says what is wrong
@@ -212,9 +191,6 @@ def _verdict_of(
     except Exception:  # of middleware, say; it must not take the place of the claim's own error
         _log.exception("It was not found out why claim_meta('%s', '%s') waits.", *key)
         return None
-    finally:
-        if is_over:
-            waits.pop(request.token, None)
 
 
 def _tasks_of(clients: Iterable[ClientInfo], partition_id: str) -> list[str]:

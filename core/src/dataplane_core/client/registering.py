@@ -28,11 +28,10 @@ _log = logging.getLogger(__name__)
 def register(connection: Connection, request: RegisterRequest) -> PartitionInfo:
     """Registers a partition, and says who does. A finished one may have any number of samples."""
     partition_id = request.partition_id
-    work = connection.work.begin("register_partition", partition_id)
     request.registered_by = f"{this_process()} ({connection.config.role or program_name()})"
     request.registered_at = time.time()
+    connection.work.begin("register_partition", partition_id)
     info = connection.remember(partition_id, connection.call(request))
-    work.end(0)
     if (dropped := info.replaced) is not None and dropped.num_samples and dropped.epoch not in connection.registered:
         _log.warning("%s", printable(_dropped(partition_id, dropped)))
     if info.epoch == request.epoch:

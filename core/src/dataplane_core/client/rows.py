@@ -105,7 +105,7 @@ def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fi
             return KVBatchMeta(partition_id, None, [])
         if not columns and rows is None:
             raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-        work = connection.work.begin("put_samples", partition_id, fields=columns)
+        work = connection.work.begin("put_samples", partition_id, columns)
         request = PutRequest(
             partition_id=partition_id,
             sample_ids=ids,
@@ -121,7 +121,7 @@ def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fi
                 raise
             open_partition(connection, partition_id, list(columns), [], request.deadline)
             _put_fitting(connection, where, request, inputs)
-        work.end(len(ids))
+        work.serve()
         return KVBatchMeta(
             partition_id,
             None,
@@ -172,9 +172,7 @@ def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] |
             connection.infos.pop(partition_id, None)
         elif not ids:
             return
-        work = connection.work.begin("clear_samples", partition_id)
-        cleared: int = connection.call(ClearRequest(partition_id, ids))
-        work.end(0 if ids is None else cleared)
+        connection.call(ClearRequest(partition_id, ids))
 
 
 def describe(connection: Connection, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:

@@ -162,22 +162,19 @@ class CallInfo(Frozen, frozen=True):
 
 
 class WorkInfo(Frozen, frozen=True):
-    """What a client does again and again: puts of certain fields, claims for a task, or clears.
+    """The last put of certain fields, claim for a task, or registration, which may be under way.
 
     Attributes:
-        operation: ``put_samples``, ``claim_meta`` or ``clear_samples``.
+        operation: ``put_samples``, ``claim_meta`` or ``register_partition``.
         partition_id: The partition.
         task_name: The task that it claims for, or empty.
         fields: What it puts, or what its claims require.
-        tag_filter: That of its last claim, in full form.
-        batch_size: That of its last claim.
-        num_samples: Samples that it put, was given or cleared in all. A clear of all counts as none.
-        began_s: Seconds since it began the last of these operations, as of the announcement.
-        ended_s: Seconds since the last one that put, gave or cleared samples. None: there was none.
-        longest_gap_s: The longest time between two of these.
-        waits_s: Seconds for which a claim has waited that is under way. None: none waits.
-        unserved_s: Seconds since the first claim that got nothing, for a task that has got nothing since. None: it was
-            served.
+        tag_filter: That of the claim, in full form.
+        batch_size: That of the claim.
+        began_s: Seconds since it began, as of the announcement; or the first of the claims that wait, or that got
+            nothing one after the other.
+        ended_s: Seconds since a claim ended. None: one waits.
+        served_s: Seconds since the last one that put samples, or was given some. None: there was none.
     """
 
     operation: str
@@ -186,12 +183,9 @@ class WorkInfo(Frozen, frozen=True):
     fields: Sequence[str] = ()
     tag_filter: Mapping[str, tuple[str, Any]] | None = None
     batch_size: int = 0
-    num_samples: int = 0
     began_s: float = 0.0
     ended_s: float | None = None
-    longest_gap_s: float = 0.0
-    waits_s: float | None = None
-    unserved_s: float | None = None
+    served_s: float | None = None
 
 
 class PhaseInfo(Frozen, frozen=True):
@@ -224,7 +218,7 @@ class ClientInfo(Frozen, frozen=True):
         heard_s: Seconds since it was announced.
         metrics_address: ``host:port`` where its process serves metrics, or empty.
         period_s: Seconds until it announces itself again, as of the announcement.
-        work: What it did last in the partitions that it used last.
+        work: What it did last, of each kind, what began last first.
         phases: The innermost phase of each thread or task that is in one; those that began first, the first one first.
         state: ``open``; ``closed``; or ``silent``: it did not announce itself for longer than it should, so that its
             process is dead, stopped or cut off. The store sets it. On the host of such a process, `list_clients` knows

@@ -13,33 +13,6 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ATTENTION_MASK_FIELD",
-    "DP_TRAIN_FIELDS",
-    "ELEM_COUNTS_PER_GB",
-    "GLOBAL_FORWARD_PAD_SEQLEN",
-    "INPUT_IDS_FIELD",
-    "INPUT_LENGTHS_FIELD",
-    "INPUT_LENGTHS_TAG",
-    "LP_SEED_FIELDS",
-    "MESSAGE_LOG",
-    "MESSAGE_LOG_FIELDS",
-    "MICRO_BATCH_INDICES",
-    "MICRO_BATCH_LENGTHS",
-    "MULTIMODAL_FIELDS",
-    "PAD_TO_MULTIPLE",
-    "PER_TOKEN_FIELDS",
-    "PLAN_KEYS",
-    "RESPONSE_TOKEN_LENGTHS_FIELD",
-    "ROUTED_EXPERTS_FIELD",
-    "TURN_CONTENTS_FIELD",
-    "TURN_LENGTHS_FIELD",
-    "TURN_ROLES_FIELD",
-    "WEIGHT_VERSION_TAG",
-    "fields_with_optional_routed_experts",
-    "padded_length",
-]
-
 _Length = TypeVar("_Length", int, NDArray[np.int64])
 
 #: What a policy training step reads. ``input_ids`` (N, S) int64; ``input_lengths`` (N,) int64;

@@ -50,7 +50,6 @@ def fill(ledger: Ledger, num_samples: int, *, num_puts: int, tagged: bool, group
                 specs(FIELDS[put::num_puts]),
                 [commands.Write(list(specs(FIELDS[put::num_puts])), [64] * len(ids))],
                 tags,
-                None,
                 ttl_s=9.0,
             )
             ledger.apply(commands.CommitPut(ledger.apply(begin, 0.0)), 0.0)

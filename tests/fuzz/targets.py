@@ -197,7 +197,7 @@ def _begin_apart(
 #: What a ledger holds before a forged command: samples of two writes, a lease, an acked group, a begun put, garbage.
 _BEFORE: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
-    _begin("p", ["q0_g0", "q0_g1"], 100, [{"n": 1}, {"n": 2, "s": "a"}], "epoch"),
+    _begin("p", ["q0_g0", "q0_g1"], 100, [{"n": 1}, {"n": 2, "s": "a"}]),
     commands.CommitPut(100),
     _begin_apart("p", ["q1_g0", "q1_g1"], "xo", [_X, _O], 200),
     commands.CommitPut(200),
@@ -217,7 +217,7 @@ _THEN: Final[Sequence[Command[Any]]] = (
     commands.WaitForRoom("w", 8, wait_s=1.0),
     commands.CommitPut(300),
     commands.AbortPut(300),
-    commands.PutTags("p", ["q0_g0", "q4_g0"], [{"n": 5}, {"b": True, "f": 0.5, "none": None}], "epoch"),
+    commands.PutTags("p", ["q0_g0", "q4_g0"], [{"n": 5}, {"b": True, "f": 0.5, "none": None}]),
     commands.Locate("p", ["q0_g0", "q1_g1"], ["x"]),
     commands.ListRequest("p", {"n": (">=", 1)}, ["q0_g0", "q1_g1"]),
     commands.ListPartitionsRequest(),

@@ -168,8 +168,8 @@ class SchemaMismatchError(InvalidRequestError):
         name, held, expected, _ = found[0]
         more = f" {len(found) - 1} more fields differ." if len(found) > 1 else ""
         return cls(
-            f"{what} refused: field '{name}' holds {held}. Expected {expected}, as fixed by its first write.{more} "
-            "Nothing was written.",
+            f"{what} refused: field '{name}' holds {held}. Expected {expected}, as declared or as "
+            f"fixed by its first write.{more} Nothing was written.",
             hint="Convert the column, or write it under another name.",
             expected={name: text for name, _, _, text in found},
         )

@@ -14,7 +14,7 @@ def made():
 
 
 def put(ledger, *names):
-    ledger.apply(commands.PutTags("p", names, [{}] * len(names), None), 0.0)
+    ledger.apply(commands.PutTags("p", names, [{}] * len(names)), 0.0)
 
 
 def clear(ledger, *names):
@@ -79,7 +79,7 @@ def test_what_one_claim_chose_for_all_ranks_stays_so():
         ledger.apply(commands.NackRequest("p", "t", ["a"], ["0 2"]), 0.0)
         for later in (ledger, saved_and_loaded(ledger)):
             end = commands.ClaimRequest("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
-            assert not later.partition("p").may_claim(end, 0.0)
+            assert not later.may_claim(end, 0.0)
             told = later.apply(end, 0.0)
             assert (list(told.sample_ids), told.exhausted, told.num_ranks) == ([], True, 0)
             assert claim(later, 3, **ranks) == ["a"]

@@ -10,7 +10,7 @@ from dataplane_core.errors import UnknownPartitionError
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state
 from dataplane_core.spec import ClientInfo
 
-PUT = begin(["a"], tags=[{"n": 1}], epoch="e", write_id=1)
+PUT = begin(["a"], tags=[{"n": 1}], write_id=1)
 CLAIM = commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
 ONE_OF_EACH = [
     register(),
@@ -59,7 +59,7 @@ def test_all_are_listed_and_their_names_differ():
 
 def test_a_command_cannot_be_changed_and_a_stranger_is_refused():
     with pytest.raises(AttributeError):
-        PUT.epoch = "another"
+        PUT.write_id = 2
     with pytest.raises(TypeError, match="the ledger knows no command 'str'"):
         Ledger().apply("describe", 0.0)
     with pytest.raises(UnknownPartitionError):

@@ -37,8 +37,8 @@ def test_a_put_is_judged_without_a_trace():
     put(made, ["a"], size=6)
     made.apply(begin(["dies"], size=3), 0.0)
 
-    def judge(size, now, epoch=None, spec=INT):
-        put = replace(begin(["b"], size=size, epoch=epoch), specs={"x": spec})
+    def judge(size, now, spec=INT):
+        put = replace(begin(["b"], size=size), specs={"x": spec})
         made.check_put(put, now)
 
     before = pickle.dumps(made)
@@ -48,8 +48,6 @@ def test_a_put_is_judged_without_a_trace():
     assert full.value.retryable
     with pytest.raises(SchemaMismatchError):
         judge(99, now=9.0, spec=FLOAT)
-    with pytest.raises(StalePartitionError):
-        judge(99, now=9.0, epoch="another")
     assert pickle.dumps(made) == before
     judge(4, now=10.0)  # what the dead put reserved is free by then
 

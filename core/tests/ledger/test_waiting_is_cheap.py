@@ -111,9 +111,9 @@ def test_a_timeout_tells_nothing_of_an_earlier_registration_and_nothing_old(monk
     monkeypatch.setattr(time, "thread_time", iter(range(0, 10_000, 100)).__next__)  # each explanation took 100 s
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    service.call(commands.PutTags("p", ["a"], [{}], None))
+    service.call(commands.PutTags("p", ["a"], [{}]))
     assert shortfall().num_lacking == 1
-    service.call(commands.PutTags("p", ["b"], [{}], None))
+    service.call(commands.PutTags("p", ["b"], [{}]))
     assert shortfall().num_lacking == 1
     now += 2.1
     assert shortfall().num_lacking == 2

@@ -235,7 +235,9 @@ class Store:
         owner = client or self.client
         chosen = partition_id or self.new_id()
         self._clear_at_the_end(owner, chosen)
-        owner.register_partition(chosen, fields or ("x",), about.pop("num_samples", None), tasks, **about)
+        owner.register_partition(
+            chosen, about.pop("fields", fields or ("x",)), about.pop("num_samples", None), tasks, **about
+        )
         return chosen
 
     def filled(

@@ -114,7 +114,6 @@ class Put:
     columns: Mapping[str, str]  # the kinds of its cells; empty: tags alone
     number: int  # what its cells are made of, and its request id
     tags: Sequence[Mapping[str, Any]] | None = None
-    epoch: Literal["", "now", "old"] = ""  # the registration that it was checked against, if any
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
@@ -122,11 +121,10 @@ class Put:
         specs = {
             name: self._spec(kind, known.specs.get(name) if known else None) for name, kind in self.columns.items()
         }
-        epoch = {"": None, "now": known.info.epoch if known else None, "old": "of another time"}[self.epoch]
         about = (self.partition_id, self.sample_ids)
         if not specs:
             tags = self.tags or [{}] * len(self.sample_ids)
-            return [commands.PutTags(*about, tags, epoch, request_id=f"r{self.number}", left_s=ttl_s)]
+            return [commands.PutTags(*about, tags, request_id=f"r{self.number}", left_s=ttl_s)]
         writes = []
         for name, kind in self.columns.items():
             rows = [0] * len(self.sample_ids) if KINDS[kind].shared else None
@@ -134,7 +132,7 @@ class Put:
             writes.append(commands.Write([name], [KINDS[kind].size_bytes or size_bytes] * count, rows))
         first = self.number * 1000
         begin = commands.BeginPut(
-            *(*about, specs, writes, self.tags, epoch), write_id=first, ttl_s=ttl_s, request_id=f"r{self.number}"
+            *(*about, specs, writes, self.tags), write_id=first, ttl_s=ttl_s, request_id=f"r{self.number}"
         )
         return [begin, commands.CommitPut(first)]
 
@@ -296,7 +294,7 @@ class History:
         rare = isinstance(step, _FAULTY[fault]) and self.dice.random() < (0.1 if isinstance(step, Put) else 0.2)
         waits = isinstance(step, commands.ClaimRequest) and (step.all_or_nothing or step.lease_s == SHORT_S)
         if isinstance(step, Put) and fault == "late":
-            step = replace(step, columns={"x": "dense"}, tags=None, epoch="") if rare else step
+            step = replace(step, columns={"x": "dense"}, tags=None) if rare else step
         return Faulty(step, fault) if rare and not waits else step
 
     def heard(self, step: Step, reply: Any) -> None:
@@ -471,7 +469,6 @@ class History:
             self._columns(where, fields or self._fields()),
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
-            epoch=dice.choice(["now", "old"]) if dice.random() < 0.1 else "",
         )
         self._requests = [*self._requests[-6:], f"r{put.number}"]
         return put

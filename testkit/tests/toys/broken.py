@@ -161,7 +161,6 @@ RaisesPagesOfText.get_samples: -! MissingDataError:
 LeavesErrorsToTheClient.get_samples: -! DataPlaneError: raise RuntimeError(str(error)) from error
 DoesNotSayWhatItExpects.put_samples: -! SchemaMismatchError: error.expected = {}
 WritesTheGoodColumns.put_samples: return in_parts(right, by_column(request))
-IgnoresTheEpoch.put_samples: request.epoch = None
 PairsColumnsByTheirOrder.put_samples: request.columns = dict(zip(request.specs, request.columns.values(), strict=True))
 StoresTagsAsNumbers.put_samples: request.tags = request.tags and [
         {name: int(value) if isinstance(value, bool) else value for name, value in row.items()} for row in request.tags]
@@ -325,6 +324,10 @@ StoresIntegersWide.store_write: columns = {name: cast(column, torch.int64) for n
 test_hooks_say_what_they_did
 ForgetsToWriteTags.put_samples: if not request.columns: return 0
 ReturnsNone.clear_samples: -> reply = None
+test_of_racing_puts_that_exclude_each_other_one_is_accepted[enum]
+IgnoresEnums.put_samples: request.strings = {}
+test_of_racing_puts_that_exclude_each_other_one_is_accepted[declared]
+TakesAnyFirstWrite.put_samples: partition.declared.clear()
 test_first_writes_are_seen_whole_with_their_tags
 CommitsTagsAfterData.put_samples: later = replace(request, columns={}, specs={})
     if request.columns and request.tags: return in_parts(right, [replace(request, tags=None), later], 0.001)

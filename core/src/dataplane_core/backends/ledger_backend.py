@@ -223,9 +223,10 @@ class LedgerBackend(Backend, ABC):
         if not request.columns:
             tags = request.tags or [{}] * num_samples
             put = commands.PutTags(
-                *(request.partition_id, request.sample_ids, tags, request.epoch),
+                *(request.partition_id, request.sample_ids, tags),
                 request_id=request.request_id,
                 left_s=_left_s(request.deadline),
+                opens=request.opens,
             )
             self.call_ledger(request.deadline, put)
             return
@@ -413,11 +414,14 @@ class LedgerBackend(Backend, ABC):
     ) -> commands.BeginPut:
         """The command that begins a put, with a new write id."""
         return commands.BeginPut(
-            *(request.partition_id, request.sample_ids, request.specs, writes, request.tags, request.epoch),
+            *(request.partition_id, request.sample_ids, request.specs, writes, request.tags),
             write_id=self.new_write_id(sum(len(write.row_bytes) for write in writes)),
             ticket=None if ticket is None else ticket.id,
             ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
             request_id=request.request_id,
+            strings=request.strings,
+            strict=request.strict,
+            opens=request.opens,
         )
 
     def undo(self, write_id: int, deadline: float) -> None:

@@ -24,7 +24,6 @@ from typing import Any, Concatenate, Final, Generic, Literal, NoReturn, ParamSpe
 from dataplane_core.client.claims import ask, checked_claim, claimed, claiming
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import ADVICE_S, LATEST_END, ClientFacts, limit_hint, note_step
-from dataplane_core.client.registering import must_prepare, prepare_claim
 from dataplane_core.errors import BackendError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
@@ -348,8 +347,6 @@ class AsyncDataPlaneClient(ClientFacts):
         with connection.operation("claim_meta", arguments["partition_id"]):
             blocking, timeout_s = bool(arguments.pop("blocking")), arguments["timeout_s"]
             request = checked_claim(connection, all_or_nothing=blocking, **arguments)
-            if must_prepare(connection, request):
-                await self._run("claim_meta", partial(prepare_claim, connection, request))
             return await self._claim(request, timeout_s if blocking else None)
 
     # --- its end ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from dataplane_core.arguments import Index, Seconds, check_meta, checked, checked_as
 from dataplane_core.client.connection import Connection, Waiters, check_counts, copy_of
 from dataplane_core.client.explaining import PATIENCE_S, explain, warn
-from dataplane_core.client.registering import must_prepare, prepare_claim
+from dataplane_core.client.registering import advise, opening
 from dataplane_core.errors import (
     BackendError,
     ClaimTimeoutError,
@@ -50,6 +50,8 @@ def checked_claim(
     checked_as("claim_meta: timeout_s", Seconds, timeout_s)
     request = checked("claim_meta", ClaimRequest, tag_filter=check_tag_filter(tag_filter), **claim)
     request.required_fields = list(dict.fromkeys(request.required_fields))
+    request.strict = connection.config.strict_fields
+    request.opens = opening(connection, request.partition_id, request.required_fields, [request.task_name])
     if request.sampler != "first_write" or request.dp_rank is not None:
         connection.require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
     if request.lease_s is not None:
@@ -75,8 +77,6 @@ def claim_now(
     since: Callable[[], float] | None = None,
 ) -> tuple[KVBatchMeta, Claim]:
     """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
-    if must_prepare(connection, request):
-        prepare_claim(connection, request)
     bell = Bell()
     steps = claiming(connection, request, timeout_s, waiters, bell.ring, since)
     result: Any = None
@@ -253,9 +253,12 @@ def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBa
 
 
 def ask(connection: Connection, request: ClaimRequest) -> Claim:
-    """Asks once. Does not change the request."""
+    """Asks once."""
     claim: Claim = connection.call(copy_of(request))
     where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+    request.opens = None  # if the partition is cleared while the claim waits, it ends
+    if claim.advice:
+        advise(connection, where, claim.advice)
     counts = {"tags": len(claim.tags)}
     if request.lease_s is not None or claim.lease_tokens is not None:
         counts["lease tokens"] = len(claim.lease_tokens or ())

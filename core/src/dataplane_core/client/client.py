@@ -27,7 +27,7 @@ from dataplane_core.arguments import (
 from dataplane_core.client.claims import checked_claim, claim_now, settle
 from dataplane_core.client.connection import ClientFacts, Connection, note_step
 from dataplane_core.client.explaining import clients_of, judged, list_partitions
-from dataplane_core.client.registering import register, tell_short_groups
+from dataplane_core.client.registering import declared_fields, register, tell_short_groups
 from dataplane_core.client.rows import clear, describe, export, get, list_fields, list_samples, put, set_cursor
 from dataplane_core.client.saving import load, save
 from dataplane_core.errors import (
@@ -92,7 +92,7 @@ class DataPlaneClient(ClientFacts):
     def register_partition(
         self,
         partition_id: str,
-        fields: Sequence[str],
+        fields: Sequence[str] | Mapping[str, Any],
         num_samples: int | None,
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
@@ -105,12 +105,15 @@ class DataPlaneClient(ClientFacts):
 
         Args:
             partition_id: The name of the partition, not empty.
-            fields: Fields that producers are expected to write. They may write others as well.
+            fields: Fields that producers are expected to write. They may write others as well. A dict also declares
+                what a field holds, so that another first write is refused: ``"float32"``, ``"object"``, a dtype and the
+                shape of a cell such as ``("uint8", (3, 224, 224))``, or None. The first dim of a cell may differ from
+                row to row, as in any field.
             num_samples: How many distinct ids will be written, also those that are cleared meanwhile. More are refused.
                 With it, claims, streams and `is_finished` know the end. None: not known until `finish_partition`.
             consumer_tasks: The tasks that will claim.
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
-            enums: Field -> the strings that it may hold, for object columns.
+            enums: Field -> the strings that it may hold, for object columns: at most 256, of at most 64 characters.
             if_exists: ``replace``: drops an earlier registration of the same name with all that it held. ``keep``:
                 leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields,
                 tasks, strings of enums and followers that it lacks, and ``num_samples`` if it has none. Of several
@@ -119,8 +122,8 @@ class DataPlaneClient(ClientFacts):
                 they are starved, and what is exported is registered without them.
 
         Raises:
-            InvalidRequestError: A size below 1, empty names, a follower that is not among the tasks, or ``keep`` with
-                another group size than the partition has.
+            InvalidRequestError: A size below 1, empty names, a follower that is not among the tasks, no kind of cells,
+                or ``keep`` with another group size or kind of cells than the partition has.
             UnsupportedOperationError: The backend does not declare groups.
 
         Examples:
@@ -132,6 +135,7 @@ class DataPlaneClient(ClientFacts):
                 RegisterRequest,
                 partition_id=partition_id,
                 fields=fields,
+                declared=declared_fields(f"register_partition('{partition_id}')", fields),
                 num_samples=num_samples,
                 consumer_tasks=consumer_tasks,
                 grpo_group_size=grpo_group_size,

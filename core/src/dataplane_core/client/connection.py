@@ -23,7 +23,6 @@ from dataplane_core.arguments import check_name
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, Phases, RunningCall, WorkLog
 from dataplane_core.client.entrance import Entrance
-from dataplane_core.client.field_names import FieldNames
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (
@@ -67,8 +66,7 @@ _STOP_S: Final = 0.25
 _EXIT_S: Final = 5.0
 #: Seconds that an interrupted claim may take to give back what it was handed.
 _GIVE_BACK_S: Final = 1.0
-#: How many registrations a client remembers, and how many of its own.
-_MOST_INFOS: Final = 1024
+#: How many of its own registrations a client remembers.
 _MOST_REGISTERED: Final = 1024
 #: Seconds between two looks of a close whether operations run.
 _LOOK_S: Final = 0.002
@@ -175,10 +173,9 @@ class Connection:
         self.wire = type(backend).wire
         self.capabilities = type(backend).capabilities
         self.middleware: list[Any] = []
-        self.infos: dict[str, PartitionInfo] = {}  # partition -> its registration, as last read
         self.registered: deque[str] = deque(maxlen=_MOST_REGISTERED)  # the epochs of this client's registrations
         self.opened_at = time.time()
-        self.field_names = FieldNames(strict=config.strict_fields, open_partitions=config.open_partitions)
+        self.advice: set[str] = set()  # what its user was told of field names
         # rank -> epoch, batches given; guarded by state
         self.batches: dict[tuple[str, str, int | None], tuple[str | None, int]] = {}
         self.state = threading.RLock()
@@ -442,23 +439,14 @@ class Connection:
         info: PartitionInfo = self.call(DescribeRequest(partition_id, deadline=deadline))
         return info
 
-    def remember(self, partition_id: str, info: PartitionInfo) -> PartitionInfo:
-        """Remembers a registration."""
-        if len(self.infos) >= _MOST_INFOS:
-            self.infos.clear()
-        self.infos[partition_id] = info
-        return info
-
     def _tell_new_registration(self, error: DataPlaneError, partition_id: str) -> None:
         """Adds to an error that samples or leases are gone because another client has registered the partition."""
-        old = self.infos.get(partition_id)
         with suppress(DataPlaneError):
             info = self.describe(partition_id, time.monotonic() + ADVICE_S)
-            is_new = info.registered_at > self.opened_at if old is None else old.epoch != info.epoch
-            if is_new and info.registered_by and info.epoch not in self.registered:
-                again, gone = ("", "") if old is None else (" again", ": what it held before is gone")
+            is_new = info.registered_at > self.opened_at and info.epoch not in self.registered
+            if is_new and info.registered_by:
                 ago_s = max(0.0, time.time() - info.registered_at)
-                who = f"{info.registered_by} registered the partition{again} {ago_s:.0f} s ago{gone}."
+                who = f"{info.registered_by} registered the partition {ago_s:.0f} s ago."
                 error.hint = f"{error.hint or ''} {who}".lstrip()
 
 

@@ -1,18 +1,18 @@
-"""Registers partitions, and tells of field names that nobody registered."""
+"""Registers partitions."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from dataplane_core.client.announcing import program_name
-from dataplane_core.client.connection import ADVICE_S, Connection
-from dataplane_core.errors import DataPlaneError, Shortfall, UnknownPartitionError, printable
+from dataplane_core.client.connection import Connection
+from dataplane_core.errors import DataPlaneError, Shortfall, printable
 from dataplane_core.spec import (
-    Capability,
-    ClaimRequest,
+    FieldSpec,
     InspectRequest,
     PartitionDescription,
     PartitionInfo,
@@ -28,10 +28,9 @@ _log = logging.getLogger(__name__)
 def register(connection: Connection, request: RegisterRequest) -> PartitionInfo:
     """Registers a partition, and says who does. A finished one may have any number of samples."""
     partition_id = request.partition_id
-    request.registered_by = f"{this_process()} ({connection.config.role or program_name()})"
-    request.registered_at = time.time()
+    _sign(connection, request)
     connection.work.begin("register_partition", partition_id)
-    info = connection.remember(partition_id, connection.call(request))
+    info: PartitionInfo = connection.call(request)
     if (dropped := info.replaced) is not None and dropped.num_samples and dropped.epoch not in connection.registered:
         _log.warning("%s", printable(_dropped(partition_id, dropped)))
     if info.epoch == request.epoch:
@@ -39,67 +38,34 @@ def register(connection: Connection, request: RegisterRequest) -> PartitionInfo:
     return info
 
 
-def open_partition(
-    connection: Connection, partition_id: str, fields: Sequence[str], tasks: list[str], deadline: float
-) -> None:
-    """Registers a partition, or adds tasks to it, as a config with ``open_partitions`` allows."""
-    try:
-        info = connection.describe(partition_id, deadline)
-    except UnknownPartitionError:
-        group_size = None
-    else:
-        if set(tasks) <= set(info.consumer_tasks):
-            return
-        group_size = info.grpo_group_size
-    request = RegisterRequest(
-        partition_id,
-        fields=list(fields),
-        consumer_tasks=tasks,
-        grpo_group_size=group_size,
-        if_exists="keep",
-        deadline=deadline,
-    )
-    register(connection, request)
+def declared_fields(where: str, fields: Any) -> dict[str, str]:
+    """What is declared of fields, if they are a dict, as text."""
+    forms = fields.items() if isinstance(fields, Mapping) else ()
+    declared = {name: FieldSpec.declared(f"{where}: field '{name}'", form) for name, form in forms if form is not None}
+    return {name: spec.to_text() for name, spec in declared.items()}
 
 
-def must_prepare(connection: Connection, request: ClaimRequest) -> bool:
-    """Whether `prepare_claim` has anything to do, which may take calls."""
-    info = connection.infos.get(request.partition_id)
-    unknown = connection.field_names.unknown("claim", request.required_fields, info)
-    return connection.config.open_partitions or bool(unknown)
+def opening(
+    connection: Connection, partition_id: str, fields: Sequence[str], tasks: list[str]
+) -> RegisterRequest | None:
+    """What registers the partition of a put or a claim, as a config with ``open_partitions`` allows."""
+    if not connection.config.open_partitions:
+        return None
+    request = RegisterRequest(partition_id, fields=list(fields), consumer_tasks=tasks, if_exists="keep")
+    return _sign(connection, request)
 
 
-def prepare_claim(connection: Connection, request: ClaimRequest) -> None:
-    """Registers the task of a claim, if puts and claims do that, and tells of its fields. Blocks."""
-    if connection.config.open_partitions:
-        open_partition(
-            connection, request.partition_id, request.required_fields, [request.task_name], connection.deadline()
-        )
-    where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
-    check_fields(connection, "claim", where, request.partition_id, request.required_fields, connection.deadline())
+def _sign(connection: Connection, request: RegisterRequest) -> RegisterRequest:
+    request.registered_by = f"{this_process()} ({connection.config.role or program_name()})"
+    request.registered_at = time.time()
+    return request
 
 
-def check_fields(
-    connection: Connection, use: str, where: str, partition_id: str, names: Iterable[str], deadline: float
-) -> None:
-    """Tells of names that are not registered; see `FieldNames`. Asks the store only if it does not know them."""
-    found = connection.field_names
-    if not found.unknown(use, names, connection.infos.get(partition_id)):
-        return
-    until = deadline if found.strict else min(deadline, time.monotonic() + ADVICE_S)
-    try:
-        info = connection.remember(partition_id, connection.describe(partition_id, until))
-        unknown = found.unknown(use, names, info)
-        written: Iterable[str] = ()
-        if unknown and use == "claim":
-            connection.require(Capability.LISTING, "claim_meta with strict_fields")
-            request = InspectRequest(partition_id, count_rows=False, deadline=until)
-            written = connection.call(request).specs
-    except DataPlaneError:
-        if found.strict:
-            raise
-        return  # the put or the claim says it, if it matters
-    found.tell(use, where, unknown, info, written)
+def advise(connection: Connection, where: str, advice: str) -> None:
+    """Logs what the store says of field names, once. With ``open_partitions``, nobody chose the names."""
+    if advice not in connection.advice and not connection.config.open_partitions:
+        connection.advice.add(advice)
+        _log.warning("%s", printable(f"{where}: {advice} If it is right, register it."))
 
 
 def tell_short_groups(connection: Connection, partition_id: str, info: PartitionInfo) -> None:

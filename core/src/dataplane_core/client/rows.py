@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
 from dataplane_core.client.connection import Connection, check_counts
-from dataplane_core.client.registering import check_fields, open_partition
+from dataplane_core.client.registering import opening
 from dataplane_core.codec import (
     Columns,
     as_columns,
@@ -30,8 +30,6 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OpenCellsError,
     SchemaMismatchError,
-    StalePartitionError,
-    UnknownPartitionError,
     preview,
 )
 from dataplane_core.meta import KVBatchMeta
@@ -45,7 +43,6 @@ from dataplane_core.spec import (
     InspectRequest,
     ListRequest,
     PartitionDescription,
-    PartitionInfo,
     PutRequest,
     SampleList,
     SetCursorRequest,
@@ -54,7 +51,7 @@ from dataplane_core.spec import (
     check_tag_filter,
 )
 from dataplane_core.spec.replies import PartitionState
-from dataplane_core.spec.requests import ExportRequest
+from dataplane_core.spec.requests import MOST_LETTERS, MOST_WORDS, ExportRequest
 from dataplane_core.spec.tags import (
     check_tags,
     lengths_of,
@@ -113,14 +110,10 @@ def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fi
             specs=specs,
             tags=rows,
             deadline=connection.deadline(),
+            strict=connection.config.strict_fields,
+            opens=opening(connection, partition_id, list(columns), []),
         )
-        try:
-            _put_fitting(connection, where, request, inputs)
-        except UnknownPartitionError:
-            if not connection.config.open_partitions:
-                raise
-            open_partition(connection, partition_id, list(columns), [], request.deadline)
-            _put_fitting(connection, where, request, inputs)
+        _put_fitting(connection, where, request, inputs)
         work.serve()
         return KVBatchMeta(
             partition_id,
@@ -168,9 +161,7 @@ def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] |
     """Removes samples, or a partition. See `DataPlaneClient.clear_samples`."""
     with connection.operation("clear_samples", partition_id):
         ids = None if sample_ids is None else check_names("clear_samples: sample_ids", sample_ids)
-        if ids is None:
-            connection.infos.pop(partition_id, None)
-        elif not ids:
+        if ids is not None and not ids:
             return
         connection.call(ClearRequest(partition_id, ids))
 
@@ -250,7 +241,12 @@ def _put_fitting(connection: Connection, where: str, request: PutRequest, inputs
     tried: set[str] = set()
     while True:
         try:
-            _put(connection, where, request, inputs)
+            request.strings = {
+                name: strings
+                for name, spec in request.specs.items()
+                if spec.kind == "object" and (strings := _strings_of(inputs[name])) != []
+            }
+            _commit(connection, where, request)
             return
         except SchemaMismatchError as error:
             lists = inputs.lists if isinstance(inputs, Columns) else {}
@@ -272,56 +268,20 @@ def _put_fitting(connection: Connection, where: str, request: PutRequest, inputs
             request.specs = {**request.specs, **specs}
 
 
-def _put(connection: Connection, where: str, request: PutRequest, fields: Any) -> None:
-    words = {
-        name: strings
-        for name, spec in request.specs.items()
-        if spec.kind == "object" and (strings := _strings_of(fields[name]))
-    }
-    if not words and not connection.field_names.strict:
-        _commit(connection, where, request)
-        check_fields(connection, "put", where, request.partition_id, request.specs, request.deadline)
-        return
-    # enums and fields belong to one registration, so the put is tied to it
-    for attempt in (0, 1):
-        info = connection.infos.get(request.partition_id)
-        if info is None or attempt:
-            info = connection.remember(
-                request.partition_id, connection.describe(request.partition_id, request.deadline)
-            )
-        request.epoch = info.epoch
-        try:
-            for name, strings in words.items():
-                _check_enum(where, name, strings, info)
-            connection.field_names.tell(
-                "put", where, connection.field_names.unknown("put", request.specs, info), info, ()
-            )
-            _commit(connection, where, request)
-            return
-        except (StalePartitionError, InvalidRequestError) as error:
-            # the registration that was cached may be an old one, or have got more strings since
-            if attempt or (
-                isinstance(error, InvalidRequestError)
-                and connection.describe(request.partition_id, request.deadline) == info
-            ):
-                raise
+def _is_valid(text: str) -> bool:
+    """Whether it is valid Unicode, as the words of an enum are."""
+    return text.isascii() or text.encode(errors="ignore").decode() == text
 
 
-def _strings_of(column: Any) -> list[str]:
-    """The strings among the items of an object column."""
-    items = column.tolist() if hasattr(column, "tolist") else column
-    return [item for item in items if isinstance(item, str)]
-
-
-def _check_enum(where: str, name: str, strings: list[str], info: PartitionInfo) -> None:
-    """Accepts strings that the enum of the field contains, if it has one."""
-    words = info.enums.get(name)
-    unknown = [] if words is None else [word for word in dict.fromkeys(strings) if word not in set(words)]
-    if words is not None and unknown:
-        raise InvalidRequestError(
-            f"{where} refused: field '{name}' holds {preview(unknown)}. Expected strings of its enum: "
-            f"{preview(words, limit=8)}. Nothing was written."
-        )
+def _strings_of(column: Any) -> list[str] | None:
+    """The different strings among the items of an object column. None: an enum cannot have them all."""
+    strings: dict[str, None] = {}
+    for item in column.tolist() if hasattr(column, "tolist") else column:
+        if isinstance(item, str):
+            strings[str.__str__(item)] = None
+            if len(item) > MOST_LETTERS or len(strings) > MOST_WORDS or not _is_valid(item):
+                return None
+    return list(strings)
 
 
 def _commit(connection: Connection, where: str, request: PutRequest) -> None:

@@ -22,7 +22,7 @@ from dataplane_core.spec.replies import Claim
 from dataplane_core.spec.requests import Command
 
 #: Clients and hosts speak the same version. It changes with the form of any message, the ledger's commands included.
-VERSION: Final = 16
+VERSION: Final = 17
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")

@@ -40,6 +40,7 @@ from dataplane_core.spec.requests import (
     RequestId,
     SetCursorRequest as SetCursorRequest,
     SettleRequest as SettleRequest,
+    check_opens,
 )
 from dataplane_core.spec.tags import TagValue
 
@@ -74,11 +75,11 @@ class BeginPut(Frozen, Command[int], frozen=True):
         specs: Field -> spec of the cells.
         writes: Its writes: each field is in one of them.
         tags: One dict per row, or None.
-        epoch: The registration that the put was checked against, or None.
         write_id: The id of the put's first write, drawn at random. None: the ledger takes its next number.
         ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
         ttl_s: Seconds after which the put, if not committed, counts as abandoned.
         request_id: The id of the request, the same when it is repeated. None: it is not repeated.
+        strings, strict, opens: As in `PutRequest`.
     """
 
     op = "begin_put"
@@ -87,11 +88,13 @@ class BeginPut(Frozen, Command[int], frozen=True):
     specs: Mapping[str, FieldSpec]
     writes: Sequence[Write]
     tags: Sequence[Mapping[str, TagValue]] | None = None
-    epoch: str | None = None
     write_id: Index | None = None
     ticket: str | None = None
     ttl_s: Seconds = 0.0
     request_id: RequestId | None = None
+    strings: Mapping[str, Sequence[str] | None] = {}
+    strict: bool = False
+    opens: RegisterRequest | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -117,6 +120,7 @@ class BeginPut(Frozen, Command[int], frozen=True):
             of = range(len(rows)) if write.positions is None else write.positions
             self.expect(len(of) == len(rows) and set(of) == set(range(len(write.row_bytes))), "writes")
         self.expect(self.size_bytes <= 1 << 50, "writes")
+        check_opens(self)
 
 
 class WaitForRoom(Frozen, Command[None], frozen=True):
@@ -163,18 +167,19 @@ class AbortPut(Frozen, Command[list[Ref]], frozen=True):
 
 
 class PutTags(Frozen, Command[None], frozen=True):
-    """A put without payload, in one step. Raises as `BeginPut`. `SettleRequest` says what its last two fields are."""
+    """A put without payload, in one step. Raises as `BeginPut`. See `OnceRequest`, `PutRequest`."""
 
     op = "put_tags"
     partition_id: Name
     sample_ids: Sequence[str]
     tags: Sequence[Mapping[str, TagValue]]
-    epoch: str | None = None
     request_id: RequestId | None = None
     left_s: Seconds = 0.0
+    opens: RegisterRequest | None = None
 
     def check(self) -> None:
         self.expect(len(set(self.sample_ids)) == len(self.sample_ids) == len(self.tags), "sample_ids")
+        check_opens(self)
 
 
 class Part(Frozen, frozen=True):

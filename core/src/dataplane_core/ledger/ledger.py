@@ -37,7 +37,6 @@ from dataplane_core.errors import (
     InvalidRequestError,
     MissingDataError,
     OpenCellsError,
-    SchemaMismatchError,
     StalePartitionError,
     UnknownPartitionError,
     UnsupportedOperationError,
@@ -96,13 +95,15 @@ class Pending:
     """A put that is begun and not yet committed.
 
     Attributes:
-        put: The put, with its registration.
+        put: The put.
+        epoch: The registration.
         version: That of the partition when the put began.
         seqs: Of its rows that were there then: id -> the number of the row.
         expires_at: When it counts as abandoned.
     """
 
     put: commands.BeginPut
+    epoch: str
     version: int
     seqs: dict[str, int]
     expires_at: float
@@ -213,6 +214,13 @@ class Ledger:
             )
         return partition
 
+    def may_claim(self, claim: commands.ClaimRequest, now: float) -> bool:
+        """Whether a claim would change anything. Raises as the claim."""
+        partition = self._partitions.get(claim.partition_id)
+        if claim.opens is not None and (partition is None or claim.task_name not in partition.tasks):
+            return True
+        return self.partition(claim.partition_id).may_claim(claim, now)
+
     def next_lease_check(self, partition_id: str) -> float:
         """No lease of a partition ends before this time. Infinite if there is none."""
         partition = self._partitions.get(partition_id)
@@ -232,7 +240,7 @@ class Ledger:
 
     def _register(self, command: commands.RegisterRequest, now: float) -> tuple[PartitionInfo, list[Ref]]:
         partition, info = self._partitions.get(command.partition_id), PartitionInfo.requested(command)
-        request_id = f"register {command.partition_id} {command.epoch}"
+        request_id = _opening(command)
         if request_id in self._done:  # whatever became of the partition since
             dropped = self._done.reply(request_id)
             return replace(info, replaced=None if dropped is None else Replaced(**dropped)), []
@@ -245,6 +253,18 @@ class Ledger:
         self._partitions[command.partition_id] = Partition(command.partition_id, info)
         return replace(info, replaced=replaced), freed
 
+    def _found_or_opened(self, command: commands.BeginPut | commands.ClaimRequest) -> Partition:
+        """The partition of a put or a claim; a new one if it is unknown and to be opened."""
+        opens = command.opens
+        if opens is None or command.partition_id in self._partitions or _opening(opens) in self._done:
+            return self.partition(command.partition_id)
+        return Partition(command.partition_id, PartitionInfo.requested(opens))
+
+    def _open(self, partition: Partition, opens: commands.RegisterRequest | None, now: float) -> None:
+        if opens is not None and partition.partition_id not in self._partitions:
+            self._partitions[partition.partition_id] = partition
+            self._note_done(_opening(opens), opens.left_s, now)
+
     def _describe(self, command: commands.DescribeRequest, now: float) -> PartitionInfo:
         return self.partition(command.partition_id).info
 
@@ -256,6 +276,7 @@ class Ledger:
         if begun is not None:
             return begun
         partition = self._check_begin(command, now)
+        self._open(partition, command.opens, now)
         size_bytes, write_id = command.size_bytes, command.write_id
         if size_bytes:
             # a ledger that runs the records of a log again does not know its capacity, so it counts all that went ahead
@@ -275,12 +296,11 @@ class Ledger:
             specs=dict(command.specs),
             writes=list(command.writes),
             tags=None if command.tags is None else [dict(row) for row in command.tags],
-            epoch=partition.info.epoch,
         )
         seqs: dict[str, int] = {}
         if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
             seqs = {name: partition.rows[name].seq for name in put.sample_ids if name in partition.rows}
-        self._pending[write_id] = Pending(put, partition.version, seqs, expires_at=now + command.ttl_s)
+        self._pending[write_id] = Pending(put, partition.info.epoch, partition.version, seqs, now + command.ttl_s)
         return write_id
 
     def begun(self, put: commands.BeginPut) -> int | None:
@@ -292,25 +312,13 @@ class Ledger:
 
     def _check_begin(self, put: commands.BeginPut, now: float) -> Partition:
         self._refuse_done(put)
-        partition = self.partition(put.partition_id)
-        if put.epoch is not None and put.epoch != partition.info.epoch:
-            raise StalePartitionError(
-                f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: the partition was "
-                "registered again since the put was checked. Nothing was written.",
-            )
+        partition = self._found_or_opened(put)
         self._check_put(partition, put)
         self._check_capacity(put, now)
         return partition
 
     def _check_put(self, partition: Partition, put: commands.BeginPut) -> None:
-        wrong = [
-            (name, spec.describe(), kept.describe(), kept.to_text())
-            for name, spec in put.specs.items()
-            if (kept := partition.specs.get(name, spec)) is not spec and kept.after(spec) is None
-        ]
-        if wrong:
-            what = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples)"
-            raise SchemaMismatchError.for_fields(what, wrong)
+        partition.check_fields(put)
         partition.check_ids(put.sample_ids)
         if not self._overwrite:
             rows = (partition.rows[name] for name in put.sample_ids if name in partition.rows)
@@ -361,7 +369,7 @@ class Ledger:
             self._note_done(f"put {write_id}", put.ttl_s, now)
         try:
             self._refuse_done(put)
-            if partition is None or partition.info.epoch != put.epoch:
+            if partition is None or partition.info.epoch != pending.epoch:
                 self._refuse_stale(put, "the partition was cleared or registered again")
             if partition.version != pending.version:
                 for sample_id, seq in pending.seqs.items():
@@ -379,7 +387,7 @@ class Ledger:
 
     def _write(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
         for name, spec in put.specs.items():
-            before = partition.specs.get(name)
+            before = partition.spec_before(name, spec)
             partition.specs[name] = spec if before is None else before.after(spec) or spec
         lists = {name: spec.lists for name, spec in put.specs.items() if spec.lists}
         partition.held_bytes += put.size_bytes
@@ -400,9 +408,10 @@ class Ledger:
 
     def _put_tags(self, command: commands.PutTags, now: float) -> None:
         put = commands.BeginPut(
-            *(command.partition_id, command.sample_ids, {}, (), command.tags, command.epoch),
+            *(command.partition_id, command.sample_ids, {}, (), command.tags),
             ttl_s=max(1.0, command.left_s),
             request_id=command.request_id,
+            opens=command.opens,
         )
         self._commit_put(commands.CommitPut(self._begin_put(put, now)), now)
 
@@ -522,7 +531,10 @@ class Ledger:
         return self.partition(command.partition_id).set_cursor(command)
 
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        partition = self.partition(command.partition_id)
+        partition = self._found_or_opened(command)
+        self._open(partition, command.opens, now)
+        if command.opens is not None:
+            partition.add_task(command.task_name)
         request_id = f"claim {command.token} {partition.info.epoch}"
         if request_id in self._done:
             return partition.claim_again(command, *self._done.reply(request_id))
@@ -605,6 +617,11 @@ class Ledger:
     def _give_up(self, writes: Iterable[int], now: float) -> None:
         for write_id in writes:
             self._abandon(write_id, self._pending.pop(write_id).put, now)
+
+
+def _opening(command: commands.RegisterRequest) -> str:
+    """The id under which it is kept that a registration was carried out."""
+    return f"register {command.partition_id} {command.epoch}"
 
 
 #: Command -> the method that carries it out.

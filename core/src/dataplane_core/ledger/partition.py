@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from dataplane_core.entry_points import nearest
 from dataplane_core.errors import (
     InvalidRequestError,
     LeaseExpiredError,
     LeaseHolder,
+    SchemaMismatchError,
     Shortfall,
     UnknownTaskError,
     preview,
@@ -96,6 +98,7 @@ class Partition:
         version: Grows with every change of ``rows``.
         num_cleared: How many rows were cleared.
         batches: Task and rank -> the batches that the rank was given.
+        declared: Field -> what was declared of it.
         tasks: Task name -> what it was given.
         groups: Group name -> group, if it has any members.
         leases: The times at which leases may end.
@@ -112,6 +115,7 @@ class Partition:
     version: int = 0
     num_cleared: int = 0
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
+    declared: dict[str, FieldSpec] = field(init=False)
     tasks: dict[str, Task] = field(init=False)
     groups: dict[str, Group] = field(default_factory=dict, init=False)
     leases: Leases = field(default_factory=Leases, init=False)
@@ -120,6 +124,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         """Counts what follows from the rows and their holds, of a partition that is restored."""
+        self.declared = {name: FieldSpec.from_text(text) for name, text in self.info.declared.items()}
         self.tasks = {name: Task() for name in self.info.consumer_tasks}
         for names, count in Counter([tuple(row.cells.fields) for row in self.rows.values()]).items():
             self.num_rows.update(dict.fromkeys(names, count))
@@ -137,24 +142,37 @@ class Partition:
         """Adds what a further registration names to this one.
 
         Raises:
-            InvalidRequestError: It has another group size.
+            InvalidRequestError: It has another group size, or declares of a field what does not fit.
         """
         info = self.info
+        added = {name: FieldSpec.from_text(text) for name, text in command.declared.items()}
+        for name, spec in added.items():
+            kept = self.specs.get(name, self.declared.get(name, spec))
+            if kept != spec and kept.after(spec.for_first(kept)) is None:
+                raise InvalidRequestError(
+                    f"register_partition('{self.partition_id}') refused: field '{name}' is declared as "
+                    f"{spec.describe()}. The partition that is kept has {kept.describe()}. Nothing was changed."
+                )
         if command.grpo_group_size != info.grpo_group_size:
             raise InvalidRequestError(
                 f"register_partition('{self.partition_id}') refused: grpo_group_size is {command.grpo_group_size}. The "
                 f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
             )
-        self._add_tasks(command.consumer_tasks)
-        self.info = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers)
+        for task_name in command.consumer_tasks:
+            self.add_task(task_name)
+        fresh = {name: text for name, text in command.declared.items() if name not in self.declared}
+        self.declared |= {name: added[name] for name in fresh}
+        self.info = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers, fresh)
         if info.num_samples is None and command.num_samples is not None:
             self.seen.update(self.rows)
             self.info = structs.replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
             self.version += 1  # so that the commit of a put under way is checked again
 
-    def _add_tasks(self, task_names: Iterable[str]) -> None:
-        for task_name in task_names:
-            self.tasks.setdefault(task_name, Task())
+    def add_task(self, task_name: str) -> None:
+        """Adds a task, unless it is there."""
+        if task_name not in self.tasks:
+            self.tasks[task_name] = Task()
+            self.info = self.info.extended((), (task_name,), {})
 
     def replaced(self) -> Replaced:
         """What a new registration of the partition drops."""
@@ -165,6 +183,58 @@ class Partition:
             num_samples=len(self.rows),
             num_left={name: len(self.rows) - task.num_done for name, task in self.tasks.items()},
         )
+
+    # --- fields -------------------------------------------------------------------------------------------------------
+
+    def spec_before(self, name: str, written: FieldSpec) -> FieldSpec | None:
+        """What a field keeps before such cells are written. None: nothing is known of it."""
+        declared = self.declared.get(name)
+        return self.specs.get(name) or (None if declared is None else declared.for_first(written))
+
+    def check_fields(self, put: commands.BeginPut) -> None:
+        """Refuses cells that do not fit their fields, and strings that are not in the enum of theirs.
+
+        Raises:
+            SchemaMismatchError: A field keeps something else.
+            InvalidRequestError: The put is strict and has fields that were not registered, or a string is not allowed.
+        """
+        where = f"put_samples('{self.partition_id}', {len(put.sample_ids)} samples)"
+        wrong = [
+            (name, spec.describe(), kept.describe(), kept.to_text())
+            for name, spec in put.specs.items()
+            if (kept := self.spec_before(name, spec)) is not None and kept.after(spec) is None
+        ]
+        if wrong:
+            raise SchemaMismatchError.for_fields(where, wrong)
+        names = [name for name in put.specs if not name.startswith("~")]  # those are middleware's
+        if put.strict and (advice := self._advice(names, self.info.fields, "not registered")):
+            raise _not_strict(where, advice, " Nothing was written.")
+        for name, strings in put.strings.items():
+            words = self.info.enums.get(name)
+            unknown = [] if words is None else [text for text in strings or () if text not in words]
+            if unknown or (words is not None and strings is None):
+                held = preview(unknown) if unknown else "more or longer strings than an enum can have"
+                raise InvalidRequestError(
+                    f"{where} refused: field '{name}' holds {held}. Expected strings of its enum: "
+                    f"{preview(words or (), limit=8)}. Nothing was written."
+                )
+
+    def _advice(self, names: Iterable[str], good: Iterable[str], what: str) -> str:
+        """What to say of fields that are not among the good ones. Empty: nothing. No registered ones: all are good."""
+        wrong = [name for name in names if name not in good] if self.info.fields else []
+        if not wrong:
+            return ""
+        near = dict.fromkeys(f"'{known}'" for name in wrong if (known := nearest(name, good)))
+        meant = f"Did you mean {', '.join(near)}?" if near else f"Registered: {preview(self.info.fields, limit=8)}."
+        return f"field {preview(wrong)} is {what}. {meant}"
+
+    def _advice_of_strays(self, names: Iterable[str]) -> str:
+        """What to say of fields that nobody wrote, while fields with similar names were that nobody registered."""
+        strays = [name for name in self.specs if name not in self.info.fields] if self.info.fields else []
+        for name in names if strays else ():
+            if name not in self.specs and (stray := nearest(name, strays)):
+                return f"field '{name}' is not written, and '{stray}' is, which is not registered."
+        return ""
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -331,6 +401,13 @@ class Partition:
         if batch is not None:
             return batch
         outcome = self._outcome(command, now)
+        advice = ""
+        if not outcome.hands_out and not self.specs.keys() >= set(command.required_fields):
+            good = dict.fromkeys((*self.info.fields, *self.specs))
+            advice = self._advice(command.required_fields, good, "neither registered nor written")
+            if advice and command.strict:
+                raise _not_strict(f"claim_meta('{self.partition_id}', '{command.task_name}')", advice, "")
+            advice = advice or self._advice_of_strays(command.required_fields)
         claimables: list[Claimable] = []
         if outcome.hands_out:
             claimables = outcome.ready.choose(command.sampler, outcome.num_claimables)
@@ -350,6 +427,7 @@ class Partition:
             exhausted=outcome.exhausted,
             num_ready=min(outcome.num_claimables * self.group_size, command.batch_size),
             shortfall=self.shortfall(command, now) if command.explain and not rows else None,
+            advice=advice,
             epoch=None if command.dp_rank is None else self.info.epoch,
         )
 
@@ -503,8 +581,7 @@ class Partition:
         """Gives rows to a task for good, and takes back all others. Returns how many of the rows are there."""
         task_name = command.task_name
         if command.create:
-            self._add_tasks((task_name,))
-            self.info = self.info.extended((), (task_name,), {})
+            self.add_task(task_name)
         task = self._task(task_name)
         self.batches = {key: batches for key, batches in self.batches.items() if key[0] != task_name}
         for row in self.rows.values():
@@ -722,6 +799,11 @@ class Partition:
                 hint=f"Registered: {preview(self.tasks, limit=5) or 'none'}.",
             )
         return task
+
+
+def _not_strict(where: str, advice: str, end: str) -> InvalidRequestError:
+    hint = "Register the field, or leave strict_fields out of the config."
+    return InvalidRequestError(f"{where} refused: {advice}{end}", hint=hint)
 
 
 def _there(hold: Hold | None) -> Hold:

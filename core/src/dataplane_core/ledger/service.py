@@ -150,7 +150,7 @@ class LedgerService:
             case commands.BeginPut():
                 self._when_there_is_room(command, self.ledger.check_put)
             case commands.ClaimRequest():
-                return self.ledger.partition(command.partition_id).may_claim(command, self._clock())
+                return self.ledger.may_claim(command, self._clock())
             case commands.WaitForRoom():  # those who wait say so again
                 return False
         return not command.reads

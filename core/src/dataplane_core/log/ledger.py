@@ -15,7 +15,7 @@ from dataplane_core.log.base import Log
 
 _MESSAGES: Final = Messages()
 #: Which version the state is of, and which the records.
-_VERSIONS: Final = (2, VERSION)
+_VERSIONS: Final = (3, VERSION)
 _decode: Final = msgspec.msgpack.Decoder(tuple[tuple[int, int], msgspec.Raw]).decode
 #: Commands that make room, which a full disk must not keep from it.
 _FREES: Final = (commands.AbortPut, commands.ClearRequest, commands.Collected)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 from msgspec.structs import replace
 
-from dataplane_core.errors import CorruptDataError, Frozen
+from dataplane_core.errors import CorruptDataError, Frozen, InvalidRequestError
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +21,7 @@ _UNKNOWN: Final = "unknown"
 #: What a field may become of which only ints of lists are known: dtypes that hold all of these exactly.
 _OF_INTS: Final = ("int64", "float32", "float64")
 _TEXT: Final = re.compile(
-    r"(tensor:([a-z][a-z0-9_]*):([0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)|object::0:)(?::(empty|ints))?",
+    r"(tensor:([a-z][a-z0-9_]*):(-1|[0-9]{1,2}):((?:[0-9]{1,15}(?:,[0-9]{1,15})*)?)|object::0:)(?::(empty|ints))?",
     re.ASCII,
 )
 #: What lists left open: see `FieldSpec.lists`.
@@ -38,7 +41,7 @@ class FieldSpec(Frozen, frozen=True):
         kind: ``tensor`` or ``object``.
         dtype: Name of the torch dtype without its prefix, such as ``bfloat16``; empty for objects; ``unknown`` if only
             empty lists are known.
-        rank: Number of dims of a cell; 0 for objects.
+        rank: Number of dims of a cell; 0 for objects. -1: any, of a field of which only the dtype is declared.
         trailing: The cell's shape after its first dim.
         lists: The lists that were written, if they left the type open: ``empty`` or ``ints``. Of an open field, or of
             the cells that a read gives.
@@ -69,6 +72,38 @@ class FieldSpec(Frozen, frozen=True):
     def of_ints(cls, rank: int) -> FieldSpec:
         """The spec of ints of a list (rank 0), or of lists of ints (1), none of which is beyond 2**24."""
         return cls("tensor", "int64", rank, (), "ints")
+
+    @classmethod
+    def declared(cls, where: str, form: Any) -> FieldSpec:
+        """What a user declares of a field: ``"object"``, a dtype, or a dtype and the shape of a cell.
+
+        Args:
+            where: For messages: what is declared, and for which field.
+            form: Such as ``"float32"``: cells of any shape. ``("float32", ())``: scalars. ``("uint8", (3, 224, 224))``:
+                cells of this shape, whose first dim may differ from row to row, as in any field.
+
+        Raises:
+            InvalidRequestError: It is something else.
+        """
+        dtype, shape = (form, None) if isinstance(form, str) or not isinstance(form, Sequence) else (*form, None)[:2]
+        if dtype == "object" and shape is None:
+            return cls("object")
+        try:
+            trailing = tuple([operator.index(size) for size in shape[1:]]) if shape else ()
+            spec = cls("tensor", str(dtype).removeprefix("torch."), -1 if shape is None else len(shape), trailing)
+            is_good = min(trailing, default=0) >= 0 and cls.from_text(spec.to_text()).torch_dtype is not None
+        except (TypeError, CorruptDataError):
+            is_good = False
+        if not is_good or (not isinstance(form, str) and len(form) > 2):
+            raise InvalidRequestError(
+                f"{where} refused: {form!r}. Expected 'object', the name of a torch dtype such as 'float32', or a "
+                "dtype and the shape of a cell, such as ('uint8', (3, 224, 224))."
+            )
+        return spec
+
+    def for_first(self, written: FieldSpec) -> FieldSpec:
+        """What a field of which this is declared keeps, if such cells are the first."""
+        return replace(self, rank=written.rank, trailing=written.trailing) if self.rank < 0 else self
 
     @property
     def is_open(self) -> bool:
@@ -143,6 +178,14 @@ class FieldSpec(Frozen, frozen=True):
             raise CorruptDataError(f"{text[:100]!r} is no spec of a field: it has {len(dims)} dims after the first.")
         return cls("tensor", dtype, int(rank), dims, lists)
 
+    @staticmethod
+    def is_text(text: str) -> bool:
+        """Whether `from_text` can read a text."""
+        with suppress(CorruptDataError):
+            FieldSpec.from_text(text)
+            return True
+        return False
+
     def describe(self) -> str:
         """For error messages: ``float32 cells of shape (L, 16)``."""
         if self.kind == "object":
@@ -150,7 +193,7 @@ class FieldSpec(Frozen, frozen=True):
         if self.dtype == _UNKNOWN:
             return "empty lists"
         dtype = f"{', '.join(_OF_INTS[:-1])} or {_OF_INTS[-1]}" if self.is_open else self.dtype
-        if self.rank == 0:
-            return f"{dtype} scalars"
+        if self.rank <= 0:
+            return f"{dtype} scalars" if self.rank == 0 else f"{dtype} cells"
         dims = ", ".join(["L", *map(str, self.trailing)])
         return f"{dtype} cells of shape ({dims}{',' if self.rank == 1 else ''})"

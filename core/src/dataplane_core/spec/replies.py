@@ -25,6 +25,7 @@ class Registration(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
     followers: tuple[str, ...] = ()
+    declared: Mapping[str, str] = {}
 
 
 class Replaced(Frozen, frozen=True, kw_only=True):
@@ -76,8 +77,9 @@ class PartitionInfo(Registration, frozen=True, kw_only=True):
         consumer_tasks: Sequence[str],
         enums: Mapping[str, Sequence[str]],
         followers: Sequence[str] = (),
+        declared: Mapping[str, str] | None = None,
     ) -> PartitionInfo:
-        """This registration with what ``if_exists="keep"`` adds: fields, tasks, strings of enums, and followers."""
+        """This registration with what ``if_exists="keep"`` adds: fields, tasks, strings of enums, and so on."""
         names = dict.fromkeys((*self.enums, *enums))
         return replace(
             self,
@@ -85,6 +87,7 @@ class PartitionInfo(Registration, frozen=True, kw_only=True):
             consumer_tasks=_joined(self.consumer_tasks, consumer_tasks),
             enums={name: _joined(self.enums.get(name, ()), enums.get(name, ())) for name in names},
             followers=_joined(self.followers, followers),
+            declared={**self.declared, **(declared or {})},
         )
 
 
@@ -119,8 +122,8 @@ class Claim(Frozen, frozen=True):
         num_ranks: If the claim has a ``dp_size`` and its batch is decided: how many ranks have samples in it. 0: there
             is no such batch, for any rank.
         version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
-        ask_again_s: The least number of seconds until a waiting client asks again. A store with many waiting clients
-            limits its load in this way.
+        ask_again_s: The least number of seconds until a waiting client asks again.
+        advice: What its user should know of its fields, if this claim hands out none. Empty: nothing.
     """
 
     sample_ids: Sequence[str] = ()
@@ -133,6 +136,7 @@ class Claim(Frozen, frozen=True):
     num_ranks: int | None = None
     version: str | None = None
     ask_again_s: float = 0.0
+    advice: str = ""
 
     @property
     def answered(self) -> bool:

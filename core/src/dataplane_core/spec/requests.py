@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import socket
-from typing import Annotated, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, field
@@ -44,6 +44,11 @@ Sampler: TypeAlias = Literal["first_write", "freshest", "balanced"]
 IfExists: TypeAlias = Literal["replace", "keep"]
 #: The id of a request that is known by it.
 RequestId: TypeAlias = Annotated[str, Meta(max_length=64)]
+#: An enum has at most so many strings, of so many characters: a put tells the ledger as many of an object field.
+MOST_WORDS: Final = 256
+MOST_LETTERS: Final = 64
+_Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MOST_LETTERS)]
+_Words: TypeAlias = Annotated[list[_Word], Meta(max_length=MOST_WORDS)]
 #: The most data-parallel ranks of a claim: a ledger has a list of as many.
 _MOST_RANKS: Final = 1 << 20
 
@@ -137,9 +142,11 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
         epoch: The id of the registration, if it is a new one: random bits drawn by the client (`new_id`).
         registered_by: The process that asks, with its role, for messages.
         registered_at: When, in seconds since 1970 by that process' clock.
+        declared: Field -> what its cells must be, as text (`FieldSpec.declared`, `FieldSpec.to_text`).
 
     Raises:
-        InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size. Nothing changed.
+        InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size, or a field has other
+            cells than are declared. Nothing changed.
     """
 
     op = "register"
@@ -147,12 +154,23 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
     num_samples: Index | None = None
     consumer_tasks: list[Name] = field(default_factory=list)
     grpo_group_size: Count | None = None
-    enums: dict[str, list[Name]] = field(default_factory=dict)
+    enums: dict[str, _Words] = field(default_factory=dict)
     epoch: str = field(default_factory=new_id)
     if_exists: IfExists = "replace"
     followers: list[Name] = field(default_factory=list)
+    declared: dict[str, str] = field(default_factory=dict)
     registered_by: str = ""
     registered_at: float = 0.0
+
+    def check(self) -> None:
+        self.expect(all(map(FieldSpec.is_text, self.declared.values())), "declared")
+
+
+def check_opens(command: Any) -> None:
+    """Checks what a put or a claim registers."""
+    if command.opens is not None:
+        command.expect(command.opens.partition_id == command.partition_id, "opens")
+        command.opens.check()
 
 
 class DescribeRequest(PartitionRequest, Command[PartitionInfo]):
@@ -172,14 +190,17 @@ class PutRequest(IdentifiedRequest, kw_only=True):
             returns must copy it.
         specs: Field -> its spec; the same keys as ``columns``.
         tags: One dict per row, merged key by key into the tags that the sample has, or None.
-        epoch: The registration that the client checked the put against, or None.
+        strings: Object field -> its different strings, which the enums of the registration must hold. None: more or
+            longer ones than an enum can have. Fields without strings are left out.
+        strict: Whether fields that nobody registered are refused.
+        opens: What registers the partition if it is unknown. None: nothing.
 
     Raises:
-        SchemaMismatchError: A spec differs from the field's first write (`FieldSpec.after`). Its ``expected`` has the
-            specs of these fields. Nothing is written.
-        InvalidRequestError: An id has no ``_g``, a group would have too many members, or more distinct ids than
-            ``num_samples`` would have been written. Nothing is written.
-        StalePartitionError: ``epoch`` is not the current registration. Nothing is written.
+        SchemaMismatchError: A spec differs from what was declared of the field, or from its first write
+            (`FieldSpec.after`). Its ``expected`` has the specs of these fields. Nothing is written.
+        InvalidRequestError: An id has no ``_g``, a group would have too many members, more distinct ids than
+            ``num_samples`` would have been written, or a string is not in its enum. Nothing is written.
+        StalePartitionError: The partition was cleared or registered again meanwhile. Nothing is written.
         CapacityExceededError: The store is full and configured to raise.
         LostReplyError: The put was sent and its reply is lost.
         OperationTimeoutError: Its ``outcome`` says whether the put is written.
@@ -189,7 +210,9 @@ class PutRequest(IdentifiedRequest, kw_only=True):
     columns: dict[str, WireColumn | SharedRows]
     specs: dict[str, FieldSpec]
     tags: list[dict[str, TagValue]] | None
-    epoch: str | None = None
+    strings: dict[str, list[str] | None] = field(default_factory=dict)
+    strict: bool = False
+    opens: RegisterRequest | None = None
 
 
 class GetRequest(PartitionRequest, kw_only=True):
@@ -226,6 +249,8 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         wake: Given by a claim that waits, for a backend that declares ``wakes``. If this call hands out nothing, the
             backend calls it when the claim can be answered. `Claim.ask_again_s` then says when the claim asks again
             without being called.
+        strict: Whether fields are refused that are neither registered nor written.
+        opens: What registers the partition if it is unknown, or adds the task if it lacks it. None: nothing.
 
     Raises:
         UnknownTaskError: Not registered.
@@ -250,6 +275,8 @@ class ClaimRequest(OnceRequest, Command[Claim]):
     batch_epoch: str | None = None
     since: str | None = None
     wake: Wake | None = None
+    strict: bool = False
+    opens: RegisterRequest | None = None
 
     def check(self) -> None:
         if self.dp_rank is None and self.dp_size is not None:
@@ -260,6 +287,7 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         if self.sampler == "balanced" and self.dp_size is None:
             raise InvalidRequestError("claim_meta refused: sampler 'balanced' needs a dp_rank and a dp_size.")
         check_tag_filter(self.tag_filter)
+        check_opens(self)
 
 
 class SettleRequest(IdentifiedRequest, Command[int]):

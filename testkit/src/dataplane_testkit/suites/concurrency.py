@@ -105,11 +105,16 @@ class RaceSuite(Suite, chapter="races"):
         assert len(acked) == len(set(acked)), "two holders acked the same sample"
         assert sorted(acked) == sorted(ids(60))
 
-    @pytest.mark.parametrize("what", ["schema", "group"])
+    @pytest.mark.parametrize("what", ["schema", "declared", "enum", "group"])
     def test_of_racing_puts_that_exclude_each_other_one_is_accepted(self, store: Store, what: str) -> None:
         store.require(Capability.GROUPS if what == "group" else None)
 
-        of_one_group, expected = what == "group", {"schema": 1, "group": 2}[what]
+        about: Any = {
+            "declared": {"fields": {"x": "int64"}},
+            "enum": {"enums": {"x": ["0"]}},
+            "group": {"grpo_group_size": 2},
+        }
+        expected = 2 if what == "group" else 1
 
         def put(partition: str, name: str, column: Any) -> bool:
             try:
@@ -119,12 +124,15 @@ class RaceSuite(Suite, chapter="races"):
             return True
 
         for _ in range(10 * _FACTOR):
-            partition, names = store.register("x", grpo_group_size=2 if of_one_group else None), ids(4, "q_g")
+            partition, names = store.register("x", **about.get(what, {})), ids(4, "q_g")
             columns = [torch.arange(1), torch.zeros(1), torch.zeros(1, 3), as_objects(1)]
-            if of_one_group:
+            if what == "enum":
+                columns = [as_objects(str(number)) for number in range(4)]
+            elif what == "group":
                 columns = columns[:1] * 4
             accepted = in_threads(*[partial(put, partition, *each) for each in zip(names, columns, strict=True)])
             assert sum(accepted) == expected, f"{sum(accepted)} of 4 puts that exclude each other were accepted"
+            assert accepted[0] or what not in ("declared", "enum"), "a put that fits was refused"
             assert [store.has(partition, name) for name in names] == accepted
 
     def test_keep_from_many_clients_at_once(self, store: Store) -> None:

@@ -416,8 +416,6 @@ class StoreMachine:
 
         def arrange(request: Any) -> None:
             request.columns = dict(reversed(request.columns.items()))  # as middleware may that adds one
-            if step.epoch:
-                request.epoch = self.epochs.get(step.partition_id) if step.epoch == "now" else "of another time"
 
         if self.fault == ("put_samples", "late"):
             self.fault = None

@@ -22,9 +22,9 @@ from typing import Annotated, Any, Final, Self, cast
 
 import msgspec
 import torch
-import xxhash
 
 from dataplane_core.codec import Columns, EmptyLists, TensorRows, decode_columns, encode_columns
+from dataplane_core.digests import lasting_hash
 from dataplane_core.durable_files import sync_path, write_file
 from dataplane_core.errors import (
     CorruptDataError,
@@ -92,11 +92,11 @@ def _parts_of(kind: str, body: Mapping[str, Any], blocks: Iterable[bytes | bytea
     yield head
     index = []
     for block in blocks:
-        index.append((len(block), xxhash.xxh3_128_hexdigest(block)))
+        index.append((len(block), lasting_hash(block).hexdigest()))
         yield block
     text = json.dumps({**body, "blocks": index}, separators=(",", ":")).encode()
     yield text
-    yield _END.pack(len(text), xxhash.xxh3_128_digest(head + text))
+    yield _END.pack(len(text), lasting_hash(head + text).digest())
 
 
 class SavedFile:
@@ -165,7 +165,7 @@ class SavedFile:
                 block = self._file.read(size)
             except OSError as error:
                 raise self._unreadable(error) from error
-            if xxhash.xxh3_128_hexdigest(block) != digest:
+            if lasting_hash(block).hexdigest() != digest:
                 raise CorruptDataError(
                     f"'{self._path}' is not as it was written: the digest of block {number} differs; take another save."
                 )
@@ -181,7 +181,7 @@ class SavedFile:
             size, digest = _END.unpack(self._file.read(_END.size))
             self._file.seek(max(0, end - size))
             text = self._file.read(min(size, end))
-            if xxhash.xxh3_128_digest(head + text) != digest:
+            if lasting_hash(head + text).digest() != digest:
                 raise ValueError("its digest differs; it was truncated or changed")
             body: dict[str, Any] = json.loads(text)
             self._index = msgspec.convert(body, _Index).blocks

@@ -135,7 +135,7 @@ def test_a_process_whose_log_was_taken_answers_nothing_and_destroys_nothing(logs
 
 def test_a_log_of_another_version_is_refused(logs):
     beginning = folder_log._Beginning(2, 0.0, {}, b"")
-    for data, reason in ((folder_log._packed(beginning), "of version 2. Expected 3"), (b"", "damaged at byte 0 of 0")):
+    for data, reason in ((folder_log._packed(beginning), "of version 2. Expected 4"), (b"", "damaged at byte 0 of 0")):
         logs.file.write_bytes(data)
         with pytest.raises(CorruptDataError, match=reason):
             FolderLog(logs.folder)

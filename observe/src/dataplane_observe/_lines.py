@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from xxhash import xxh3_64_hexdigest
+
+from dataplane_core.digests import fast_hash
 
 with suppress(ImportError):  # Windows has none
     import fcntl
@@ -127,11 +128,11 @@ def _plain(value: Any) -> Any:
 
 def sealed(text: bytes) -> bytes:
     """A JSON object with a last member ``sum``."""
-    return b"".join((text[:-1], _SUM, xxh3_64_hexdigest(text).encode(), b'"}'))
+    return b"".join((text[:-1], _SUM, fast_hash(text).hexdigest().encode(), b'"}'))
 
 
 def unsealed(line: bytes) -> bytes | None:
     """What `sealed` was given. None: the line is damaged."""
     text, found, rest = line.rpartition(_SUM)
     text += b"}"
-    return text if found and rest == xxh3_64_hexdigest(text).encode() + b'"}' else None
+    return text if found and rest == fast_hash(text).hexdigest().encode() + b'"}' else None

@@ -24,11 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.codec import cell_digests, decode_columns, take_rows
 from dataplane_core.config import SizeBytes
+from dataplane_core.digests import fast_hash
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
 from dataplane_core.saves import pack_rows, tensor_rows
@@ -327,7 +327,7 @@ class _Segment:
             while left:
                 left = left[os.write(self._rows, left) :]
             self._rows_end = start + len(block)
-            line = {**line, "block": [start, len(block), xxhash.xxh3_64_hexdigest(block)]}
+            line = {**line, "block": [start, len(block), fast_hash(block).hexdigest()]}
         self._lines.write(line)
 
     def next(self) -> _Segment:

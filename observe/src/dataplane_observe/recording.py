@@ -6,7 +6,6 @@ import heapq
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any, Final, Literal, TypedDict
 
 import msgspec
 import numpy as np
-import xxhash
 
 from dataplane_core.arguments import fits
 from dataplane_core.codec import cell_digests, encode_columns
+from dataplane_core.digests import fast_digest, fast_hash
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -306,7 +305,7 @@ class Recording:
             raise CorruptDataError(f"{what} are missing.") from error
         except (OSError, ValueError, OverflowError) as error:
             raise SaveError(f"{what} cannot be read: {error}.") from error
-        is_whole = len(block) == size and xxhash.xxh3_64_hexdigest(block) == digest
+        is_whole = len(block) == size and fast_hash(block).hexdigest() == digest
         try:
             columns, head = unpack_rows(block)
         except DataPlaneError as error:
@@ -484,9 +483,7 @@ def _check_version(folder: Path, version: Any) -> None:
 
 def is_followed(sample_id: str, share: float = 1 / 16) -> bool:
     """Whether a sample is of a share of all, the same ones in every process."""
-    # the product spreads ids that differ in one digit, of which a checksum alone may choose all or none
-    mixed = zlib.crc32(sample_id.encode(errors="surrogatepass")) * 0x9E3779B1 & 0xFFFFFFFF
-    return mixed < share * (1 << 32)
+    return fast_digest(sample_id.encode(errors="surrogatepass")) < share * 2**64
 
 
 def is_recording(folder: Path | str) -> bool:

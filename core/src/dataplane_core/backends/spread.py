@@ -7,7 +7,6 @@ them, chosen by its name, so every client finds it without asking.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any, ClassVar, Final
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 
 from dataplane_core.backends.base import Backend
 from dataplane_core.backends.diagnosis import Finding
+from dataplane_core.digests import fast_digest
 from dataplane_core.errors import ConfigError
 from dataplane_core.spec import (
     AnnounceRequest,
@@ -33,8 +33,7 @@ _SEPARATOR: Final = ":"
 def ledger_of(partition_id: str, num_ledgers: int) -> int:
     """The number of the store that holds a partition, from 0. The same in every process."""
     # not `hash`: Python's differs from process to process
-    digest = hashlib.blake2b(partition_id.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % num_ledgers
+    return fast_digest(partition_id.encode()) % num_ledgers
 
 
 def _routed(operation: str) -> Any:

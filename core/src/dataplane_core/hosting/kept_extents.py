@@ -28,8 +28,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
-import xxhash
 
+from dataplane_core.digests import lasting_hash
 from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
 from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
@@ -98,7 +98,7 @@ class _Kept(msgspec.Struct, array_like=True):
 
 def digest_of(data: Bytes) -> bytes:
     """The digest of the bytes of an extent."""
-    return xxhash.xxh3_128_digest(data.data)
+    return lasting_hash(data.data).digest()
 
 
 def check_extents(folder: Path, notes: Mapping[str, bytes]) -> int:
@@ -355,7 +355,7 @@ class KeptExtents(ExtentService):
             write_id = next(itertools.chain(self._to_check, self._to_hash), None)
             if write_id is None:
                 return False
-            self._hashing = write_id, 0, xxhash.xxh3_128()
+            self._hashing = write_id, 0, lasting_hash()
         write_id, done, state = self._hashing
         data = self.bytes_of(self._payloads[write_id].extent)
         state.update(data[done : done + _STEP].data)

@@ -17,22 +17,21 @@ import os
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
+from dataplane_core.digests import fast_digest
 from dataplane_core.durable_files import disk_hint, sync_path, write_file
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.log.base import Log, TakenError
 
 _log = logging.getLogger(__name__)
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 #: The length of what follows, its CRC-32, and the digest of what follows. A damaged length must not make the frames
 #: after it look unfinished.
 _HEAD: Final = struct.Struct("<IIQ")
@@ -332,7 +331,7 @@ class NotesLog(FolderLog):
 
 def _packed(frame: _Beginning | _Frame) -> bytes:
     body = msgspec.msgpack.encode(frame)
-    return _HEAD.pack(len(body), _check(len(body)), xxh3_64_intdigest(body)) + body
+    return _HEAD.pack(len(body), _check(len(body)), fast_digest(body)) + body
 
 
 def _body_at(data: bytes, start: int) -> bytes | None:
@@ -343,8 +342,8 @@ def _body_at(data: bytes, start: int) -> bytes | None:
     if check != _check(size):
         return None
     body = data[start + _HEAD.size : start + _HEAD.size + size]
-    return body if len(body) == size and size and xxh3_64_intdigest(body) == digest else None
+    return body if len(body) == size and size and fast_digest(body) == digest else None
 
 
 def _check(size: int) -> int:
-    return zlib.crc32(size.to_bytes(4, "little"))
+    return fast_digest(size.to_bytes(4, "little")) & 0xFFFFFFFF

@@ -27,9 +27,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from xxhash import xxh3_64_intdigest
 
 from dataplane_core.codec import cell_digests, decode_columns, encode_columns, num_rows
+from dataplane_core.digests import fast_digest
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError, preview
 from dataplane_core.middleware.base import Middleware, MiddlewareContext
 from dataplane_core.spec import (
@@ -151,7 +151,7 @@ def _lacking(error: MissingDataError) -> tuple[str, list[str]] | None:
 
 
 def _hashes(sample_ids: Sequence[str]) -> _Sums:
-    return np.array([xxh3_64_intdigest(each.encode(errors="surrogatepass")) for each in sample_ids], dtype=np.uint64)
+    return np.array([fast_digest(each.encode(errors="surrogatepass")) for each in sample_ids], dtype=np.uint64)
 
 
 def _xxh3(
@@ -168,7 +168,7 @@ def _xxh3(
     """
     spec = spec.stored
     place = "\0".join((request.partition_id, name, spec.to_text())).encode(errors="surrogatepass")
-    sums = _mixed(cell_digests(column, spec, wire) ^ _mixed(ids + np.uint64(xxh3_64_intdigest(place))))
+    sums = _mixed(cell_digests(column, spec, wire) ^ _mixed(ids + np.uint64(fast_digest(place))))
     return torch.from_numpy(sums.view(np.int64))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import griffe
 
-_MADE = re.compile(r"_in_thread\(DataPlaneClient\.(\w+)")
-_WRAPS = re.compile(r"wraps\(DataPlaneClient\.(\w+)\)")
+_MADE = re.compile(r"(?:_in_thread|_like|wraps)\(DataPlaneClient\.(\w+)")
 
 
 class AsyncReference(griffe.Extension):
@@ -27,9 +26,8 @@ class AsyncReference(griffe.Extension):
             said = (
                 str(member.value) if member.is_attribute else " ".join(str(each.value) for each in _decorators(member))
             )
-            found = _MADE.match(said) or _WRAPS.match(said)
-            if found:
-                own.set_member(name, _coroutine(name, client.all_members[found[1]], member))
+            if method := _MADE.match(said):
+                own.set_member(name, _coroutine(name, client.members[method[1]], member))
 
 
 def _decorators(member: Any) -> list[Any]:
@@ -47,5 +45,6 @@ def _coroutine(name: str, method: Any, member: Any) -> griffe.Function:
         docstring=method.docstring,
         parent=member.parent,
     )
-    made.labels |= {"async"}
+    if member.is_attribute or "async" in member.labels:
+        made.labels |= {"async"}
     return made

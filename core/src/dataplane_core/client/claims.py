@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from dataplane_core.arguments import Index, Seconds, check_meta, checked, checked_as
 from dataplane_core.client.connection import Connection, Waiters, check_counts, copy_of
 from dataplane_core.client.explaining import PATIENCE_S, explain, warn
-from dataplane_core.client.registering import advise, opening
+from dataplane_core.client.partitions import advise, opening
 from dataplane_core.errors import (
     BackendError,
     ClaimTimeoutError,

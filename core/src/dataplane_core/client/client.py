@@ -27,8 +27,19 @@ from dataplane_core.arguments import (
 from dataplane_core.client.claims import checked_claim, claim_now, settle
 from dataplane_core.client.connection import ClientFacts, Connection, note_step
 from dataplane_core.client.explaining import clients_of, judged, list_partitions
-from dataplane_core.client.registering import declared_fields, register, tell_short_groups
-from dataplane_core.client.rows import clear, describe, export, get, list_fields, list_samples, put, set_cursor
+from dataplane_core.client.partitions import (
+    clear,
+    declared_fields,
+    describe,
+    export,
+    get,
+    list_fields,
+    list_samples,
+    put,
+    register,
+    set_cursor,
+    tell_short_groups,
+)
 from dataplane_core.client.saving import load, save
 from dataplane_core.errors import (
     InvalidRequestError,

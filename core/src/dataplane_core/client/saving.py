@@ -18,8 +18,17 @@ import msgspec
 from dataplane_core.arguments import check_names, checked
 from dataplane_core.client.connection import Connection
 from dataplane_core.client.explaining import list_partitions
-from dataplane_core.client.registering import register
-from dataplane_core.client.rows import clear, describe, export, get, list_fields, list_samples, put, set_cursor
+from dataplane_core.client.partitions import (
+    clear,
+    describe,
+    export,
+    get,
+    list_fields,
+    list_samples,
+    put,
+    register,
+    set_cursor,
+)
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,

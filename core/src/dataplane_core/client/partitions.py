@@ -1,10 +1,12 @@
-"""What puts, reads, clears and lists do with the rows of a partition, below the methods of `DataPlaneClient`."""
+"""What `DataPlaneClient` does with a partition: registers it, writes, reads, clears and lists its rows."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Final
 
@@ -12,8 +14,8 @@ from msgspec.structs import replace
 from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
+from dataplane_core.client.announcing import program_name
 from dataplane_core.client.connection import Connection, check_counts
-from dataplane_core.client.registering import opening
 from dataplane_core.codec import (
     Columns,
     as_columns,
@@ -26,11 +28,14 @@ from dataplane_core.codec import (
 )
 from dataplane_core.errors import (
     BackendError,
+    DataPlaneError,
     FrameError,
     InvalidRequestError,
     OpenCellsError,
     SchemaMismatchError,
+    Shortfall,
     preview,
+    printable,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
@@ -43,19 +48,25 @@ from dataplane_core.spec import (
     InspectRequest,
     ListRequest,
     PartitionDescription,
+    PartitionInfo,
     PutRequest,
+    Question,
+    RegisterRequest,
     SampleList,
     SetCursorRequest,
     TagFilter,
     WireBatch,
     check_tag_filter,
+    this_process,
 )
-from dataplane_core.spec.replies import PartitionState
+from dataplane_core.spec.replies import PartitionState, Replaced
 from dataplane_core.spec.requests import MOST_LETTERS, MOST_WORDS, ExportRequest
 from dataplane_core.spec.tags import (
     check_tags,
     lengths_of,
 )
+
+_log = logging.getLogger(__name__)
 
 #: Fields whose names begin with it belong to middleware. Callers do not see them.
 _HIDDEN: Final = "~"
@@ -78,6 +89,80 @@ def _naming_samples(partition_id: str, sample_ids: Sequence[str]) -> Iterator[No
         error.message = f"{what}: {error.message}"
         error.hint = error.hint or _DAMAGED
         raise
+
+
+# --- registrations ----------------------------------------------------------------------------------------------------
+
+
+def register(connection: Connection, request: RegisterRequest) -> PartitionInfo:
+    """Registers a partition, and says who does. A finished one may have any number of samples."""
+    partition_id = request.partition_id
+    _sign(connection, request)
+    connection.work.begin("register_partition", partition_id)
+    info: PartitionInfo = connection.call(request)
+    if (dropped := info.replaced) is not None and dropped.num_samples and dropped.epoch not in connection.registered:
+        _log.warning("%s", printable(_dropped(partition_id, dropped)))
+    if info.epoch == request.epoch:
+        connection.registered.append(info.epoch)
+    return info
+
+
+def declared_fields(where: str, fields: Any) -> dict[str, str]:
+    """What is declared of fields, if they are a dict, as text."""
+    forms = fields.items() if isinstance(fields, Mapping) else ()
+    declared = {name: FieldSpec.declared(f"{where}: field '{name}'", form) for name, form in forms if form is not None}
+    return {name: spec.to_text() for name, spec in declared.items()}
+
+
+def opening(
+    connection: Connection, partition_id: str, fields: Sequence[str], tasks: list[str]
+) -> RegisterRequest | None:
+    """What registers the partition of a put or a claim, as a config with ``open_partitions`` allows."""
+    if not connection.config.open_partitions:
+        return None
+    request = RegisterRequest(partition_id, fields=list(fields), consumer_tasks=tasks, if_exists="keep")
+    return _sign(connection, request)
+
+
+def _sign(connection: Connection, request: RegisterRequest) -> RegisterRequest:
+    request.registered_by = f"{this_process()} ({connection.config.role or program_name()})"
+    request.registered_at = time.time()
+    return request
+
+
+def advise(connection: Connection, where: str, advice: str) -> None:
+    """Logs what the store says of field names, once. With ``open_partitions``, nobody chose the names."""
+    if advice not in connection.advice and not connection.config.open_partitions:
+        connection.advice.add(advice)
+        _log.warning("%s", printable(f"{where}: {advice} If it is right, register it."))
+
+
+def tell_short_groups(connection: Connection, partition_id: str, info: PartitionInfo) -> None:
+    """Warns of groups that are not whole, if no more samples come."""
+    questions = [Question(task_name=name, required_fields=[], explain=True) for name in info.consumer_tasks]
+    with suppress(DataPlaneError):  # it is advice
+        description: PartitionDescription = connection.call(InspectRequest(partition_id, questions))
+        shortfalls = [answer.shortfall for answer in description.answers if answer is not None and answer.shortfall]
+        short = max(shortfalls, key=lambda shortfall: shortfall.num_incomplete, default=Shortfall())
+        if description.is_complete and short.num_incomplete:
+            groups = [f"'{name}' has {count}" for name, count in short.incomplete_groups.items()]
+            text = f"groups that lack some of their {info.grpo_group_size} samples are never given"
+            left = f"{', '.join(groups)}. Samples in such groups: {short.num_incomplete}."
+            _log.warning("%s", printable(f"finish_partition('{partition_id}'): {text}: {left}"))
+
+
+def _dropped(partition_id: str, replaced: Replaced) -> str:
+    """What a registration dropped that another client had made."""
+    task, count = max(replaced.num_left.items(), key=lambda task: task[1], default=("", 0))
+    left = f", {count} of them not consumed by '{task}'" if task else ""
+    by, ago_s = replaced.registered_by or "another client", max(0.0, time.time() - replaced.registered_at)
+    return (
+        f"register_partition('{partition_id}') dropped {replaced.num_samples} samples{left}: {by} had registered it "
+        f"{ago_s:.0f} s ago. Let one process register a partition, or pass if_exists='keep'."
+    )
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fields: Any, tags: Any) -> KVBatchMeta:
@@ -113,7 +198,7 @@ def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fi
             strict=connection.config.strict_fields,
             opens=opening(connection, partition_id, list(columns), []),
         )
-        _put_fitting(connection, where, request, inputs)
+        _put(connection, where, request, inputs)
         work.serve()
         return KVBatchMeta(
             partition_id,
@@ -236,7 +321,7 @@ def _read(
         )
 
 
-def _put_fitting(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
+def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
     """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
     tried: set[str] = set()
     while True:
@@ -246,7 +331,8 @@ def _put_fitting(connection: Connection, where: str, request: PutRequest, inputs
                 for name, spec in request.specs.items()
                 if spec.kind == "object" and (strings := _strings_of(inputs[name])) != []
             }
-            _commit(connection, where, request)
+            num_samples: int = connection.call(request)
+            check_counts(where, len(request.sample_ids), rows=num_samples)
             return
         except SchemaMismatchError as error:
             lists = inputs.lists if isinstance(inputs, Columns) else {}
@@ -282,11 +368,6 @@ def _strings_of(column: Any) -> list[str] | None:
             if len(item) > MOST_LETTERS or len(strings) > MOST_WORDS or not _is_valid(item):
                 return None
     return list(strings)
-
-
-def _commit(connection: Connection, where: str, request: PutRequest) -> None:
-    num_samples: int = connection.call(request)
-    check_counts(where, len(request.sample_ids), rows=num_samples)
 
 
 def list_fields(connection: Connection, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:

@@ -43,9 +43,8 @@ def test_an_owner_that_was_stopped_past_its_lease_never_answers(plain, connect, 
     two = connect(url=plain.url, namespace="stopped", bootstrap=False, op_timeout_s=60.0)
     one.put_samples(["a"], "p", columns(1, SMALL, 1))
     old = owner_pid(one)
-    own = backend_of(one)._owner._session
-    sessions = [Session(own._address, Messages(), time.monotonic() + 60, own._fail) for _ in range(3)]
-    late_s = time.monotonic() + 300
+    own, late_s = backend_of(one)._owner._session, time.monotonic() + 300
+    sessions = [Session(own._address, Messages(), late_s, own._fail) for _ in range(3)]
     claim = ClaimRequest("p", "train", ["x"], 1, all_or_nothing=True, lease_s=60.0)
     asked = (ListRequest("p"), claim, ClearRequest("p", ["a"]))
     with ThreadPoolExecutor(4) as pool:

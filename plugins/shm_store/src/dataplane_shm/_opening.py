@@ -12,7 +12,6 @@ from dataplane_shm._messages import About
 
 
 def _failure(path: Path, what: str, error: Exception, connecting: bool) -> DataPlaneError:
-    """What a failure of the socket of a store means."""
     if isinstance(error, TimeoutError):
         return OperationTimeoutError(f"{what} timed out: the ledger's process of {path} does not answer.")
     if connecting:

@@ -13,8 +13,7 @@ from power_loss import Disk
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import KeptExtentHost, KeptExtents, extent_host
-from dataplane_core.hosting.extents import Layout, Wanted
+from dataplane_core.hosting import KeptExtentHost, KeptExtents, extent_host, extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _folders, _host, _storage_unit
@@ -85,11 +84,11 @@ class Life:
         return reply
 
     def put(self, ids, length, number, *, whole):
-        layout = Layout([])
+        layout = extents.Layout([])
         layout.add_dense(len(ids), length, length)
         write = commands.Write(list(X), [length] * len(ids))
         write_id = self.call(BeginNear(commands.BeginPut("p", ids, X, [write], ttl_s=60.0), "node", []))
-        wanted, data = [Wanted(write_id, layout, len(ids))], bytes([number]) * layout.size_bytes
+        wanted, data = [extents.Wanted(write_id, layout, len(ids))], bytes([number]) * layout.size_bytes
         try:
             if whole:
                 self.tell_unit(extent_host.PutWhole(write_id, wanted, [data]))

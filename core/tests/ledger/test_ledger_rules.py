@@ -3,11 +3,18 @@
 import pickle
 
 import pytest
-from ledgers import INT, begin, claim, ledger, put
+from histories import saved_and_loaded
+from ledgers import INT, begin, claim, ledger, put, register
 from msgspec.structs import replace
 
-from dataplane_core.errors import CapacityExceededError, SchemaMismatchError, StalePartitionError
-from dataplane_core.ledger import commands
+from dataplane_core.errors import (
+    CapacityExceededError,
+    InvalidRequestError,
+    SchemaMismatchError,
+    StalePartitionError,
+    UnknownPartitionError,
+)
+from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec
 
 FLOAT = FieldSpec("tensor", "float32", 1)
@@ -93,3 +100,37 @@ def test_ids_of_the_writes_of_a_put_are_not_given_again():
     first = put_shared(made, ["a", "b"], [0, 1], [5, 5])
     second = put_shared(made, ["c"], None, [5])
     assert second >= first + 4
+
+
+# --- what is registered -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize(
+    ("about", "error"),
+    [({"declared": {"x": "tensor:float32:-1:"}}, SchemaMismatchError), ({"enums": {"x": ["b"]}}, InvalidRequestError)],
+)
+def test_what_is_declared_while_a_put_is_under_way_holds_for_it(about, error, loads):
+    made = ledger()
+    begun = made.apply(begin(["a"], strings={"x": ["a"]}), 0.0)
+    made.apply(replace(register(epoch="later"), if_exists="keep", **about), 0.0)
+    made = saved_and_loaded(made) if loads else made
+    with pytest.raises(error):
+        made.apply(commands.CommitPut(begun), 0.0)
+    with pytest.raises(error):
+        put(made, ["b"], strings={"x": None})
+
+
+def test_a_claim_that_comes_again_after_a_clear_opens_no_partition():
+    made, opens = Ledger(), replace(register(), if_exists="keep")
+    asks = claim(opens=opens, task="other")
+    assert made.may_claim(asks, 0.0)
+    assert not made.apply(asks, 0.0).sample_ids
+    assert made.partition("p").info.consumer_tasks == ("t", "other")
+    for again in (made, saved_and_loaded(made)):
+        again.apply(commands.ClearRequest("p", None), 0.0)
+        for command in (asks, begin(["a"], opens=opens)):
+            with pytest.raises(UnknownPartitionError):
+                again.apply(command, 0.0)
+    put(made, ["a"], opens=replace(opens, epoch="another"))
+    assert made.partition("p").info.epoch == "another"

@@ -47,10 +47,8 @@ from dataplane_core.spec import (
     Question,
     TaskDescription,
 )
-from dataplane_core.spec.replies import (
-    Answer,
-    Replaced,
-)
+from dataplane_core.spec.replies import Answer, Replaced
+from dataplane_core.spec.requests import MOST_WORDS
 
 
 @dataclass(slots=True)
@@ -95,7 +93,7 @@ class Partition:
         specs: Field -> what it keeps, fixed by its first write.
         seen: The ids ever written, including cleared ones. Empty while ``num_samples`` is None.
         broken_groups: Names of the groups that lost a member. They are never removed from this set.
-        version: Grows with every change of ``rows``.
+        version: Grows with every change of ``rows`` and of what was registered.
         num_cleared: How many rows were cleared.
         batches: Task and rank -> the batches that the rank was given.
         declared: Field -> what was declared of it.
@@ -158,14 +156,21 @@ class Partition:
                 f"register_partition('{self.partition_id}') refused: grpo_group_size is {command.grpo_group_size}. The "
                 f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
             )
+        fresh = {name: text for name, text in command.declared.items() if name not in self.declared}
+        extended = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers, fresh)
+        if max(map(len, extended.enums.values()), default=0) > MOST_WORDS:
+            raise InvalidRequestError(
+                f"register_partition('{self.partition_id}') refused: an enum would have more than {MOST_WORDS} "
+                "strings. Nothing was changed."
+            )
         for task_name in command.consumer_tasks:
             self.add_task(task_name)
-        fresh = {name: text for name, text in command.declared.items() if name not in self.declared}
         self.declared |= {name: added[name] for name in fresh}
-        self.info = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers, fresh)
+        self.info = extended
         if info.num_samples is None and command.num_samples is not None:
             self.seen.update(self.rows)
-            self.info = structs.replace(self.info, num_samples=max(command.num_samples, len(self.rows)))
+            self.info = structs.replace(extended, num_samples=max(command.num_samples, len(self.rows)))
+        if self.info != info:
             self.version += 1  # so that the commit of a put under way is checked again
 
     def add_task(self, task_name: str) -> None:

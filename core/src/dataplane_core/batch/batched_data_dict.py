@@ -25,7 +25,7 @@ from dataplane_core.batch.columns import (
 from dataplane_core.batch.joining import all_gather_columns, concatenate, join_ragged
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
-from dataplane_core.schema import MULTIMODAL_FIELDS
+from dataplane_core.schema import MULTIMODAL_FIELDS, PLAN_KEYS
 from dataplane_core.sharding.plan import order_of, plan_shards
 from dataplane_core.spec import TagValue
 
@@ -133,12 +133,8 @@ class BatchedDataDict(UserDict[str, Any]):
 
     @property
     def size(self) -> int:
-        """Number of rows.
-
-        Raises:
-            InvalidRequestError: Columns of different length; names them.
-            NotImplementedError: A column that is neither a tensor, a list nor an array.
-        """
+        """Number of rows. Raises `InvalidRequestError` if columns differ in length, ``NotImplementedError`` if one is
+        neither a tensor, a list nor an array."""
         return _common_size("", self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
@@ -160,12 +156,8 @@ class BatchedDataDict(UserDict[str, Any]):
         return self._rows(range(rank * part, (rank + 1) * part))
 
     def select_indices(self: _B, indices: Sequence[int] | torch.Tensor) -> _B:
-        """The rows at ``indices``, in that order; repeats are allowed. Copies tensors, not the items of lists.
-
-        Raises:
-            InvalidRequestError: An index lies outside ``[-size, size)``.
-            InvalidTypeError: A boolean mask.
-        """
+        """The rows at ``indices`` in ``[-size, size)``, in that order; repeats are allowed, a mask is not. Copies
+        tensors, not the items of lists."""
         picks = _as_ints("select_indices", indices)
         size = self.size
         for index in picks:
@@ -210,12 +202,9 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
-        if self.micro_batch_indices is not None:
-            batch.micro_batch_indices = [[list(pair) for pair in self.micro_batch_indices[batch_idx]]]
-        if self.micro_batch_lengths is not None:
-            batch.micro_batch_lengths = [list(self.micro_batch_lengths[batch_idx])]
-        if self.elem_counts_per_gb is not None:
-            batch.elem_counts_per_gb = [counts[batch_idx]]
+        for key in PLAN_KEYS:
+            plan = getattr(self, key)
+            setattr(batch, key, None if plan is None else copy.deepcopy([plan[batch_idx]]))
         return batch
 
     # --- sharding -----------------------------------------------------------------------------------------------------
@@ -409,7 +398,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 ``input_ids`` in this batch.
             ragged_fields: Names of columns that the default never treats as token columns.
         """
-        pairs, lengths = self._planned_microbatches("make_microbatch_iterator_with_dynamic_shapes")
+        pairs, lengths = self._planned_microbatches()
         tokens = token_columns(
             self.data, token_aligned_fields=token_aligned_fields, ragged_fields=ragged_fields, dim=sequence_dim
         )
@@ -417,26 +406,26 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """The number of microbatches of a plan of one chunk."""
-        return len(self._planned_microbatches("get_microbatch_iterator_dynamic_shapes_len")[0])
+        return len(self._planned_microbatches()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
         """Microbatches of a plan of one chunk, as `get_batch` returns it: the sequences of one bin each, uncut."""
-        pairs, lengths = self._planned_microbatches("make_microbatch_iterator_for_packable_sequences")
+        pairs, lengths = self._planned_microbatches()
         return self._microbatches(pairs, lengths, 1, ())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """The number of microbatches of a plan of one chunk, and the tokens of the longest."""
-        _, lengths = self._planned_microbatches("get_microbatch_iterator_for_packable_sequences_len")
+        _, lengths = self._planned_microbatches()
         return len(lengths), max(lengths)
 
-    def _planned_microbatches(self, what: str) -> tuple[list[list[int]], list[int]]:
+    def _planned_microbatches(self) -> tuple[list[list[int]], list[int]]:
         """The pairs and lengths of a plan of one chunk."""
         indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
         if indices is None or lengths is None or len(indices) != 1 or len(lengths) != 1:
             held = "no plan" if indices is None or lengths is None else f"a plan of {len(indices)} chunks"
             raise InvalidRequestError(
-                f"{what}: the batch has {held}. Expected the microbatch plan of one chunk: shard with dynamic batching "
-                "or sequence packing, then take get_batch."
+                f"the batch has {held}. Expected the microbatch plan of one chunk: shard with dynamic batching or "
+                "sequence packing, then take get_batch."
             )
         return indices[0], lengths[0]
 

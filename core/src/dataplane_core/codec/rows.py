@@ -192,7 +192,7 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
     """The rows at ``positions``, in that order. Repeats are allowed.
 
     Args:
-        column: A column of a read: a tensor of any layout, or a ``NonTensorStack``.
+        column: A column of a read: a tensor of any layout, or a ``NonTensorStack``; or a list, such as `TensorRows`.
         positions: Row numbers, not negative.
 
     Returns:
@@ -205,6 +205,8 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
 
 def _take(column: Any, positions: Sequence[int]) -> Any:
     """As `take_rows`, but ragged rows are not made one tensor."""
+    if isinstance(column, list):
+        return type(column)(column[position] for position in positions)
     if isinstance(column, torch.Tensor):
         column = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
     if isinstance(column, Ragged):

@@ -717,8 +717,5 @@ def _without_repeats(meta: KVBatchMeta, fields: Mapping[str, Any]) -> tuple[KVBa
     lengths = {name: num_rows(column) for name, column in columns.items()}
     if set(lengths.values()) - {meta.size}:
         raise InvalidRequestError(f"write-back refused: columns have {lengths} rows. Expected {meta.size}.")
-    kept = {
-        name: [column[row] for row in rows] if isinstance(column, list) else take_rows(column, rows)
-        for name, column in columns.items()
-    }
+    kept = {name: take_rows(column, rows) for name, column in columns.items()}
     return meta.subset(rows), kept

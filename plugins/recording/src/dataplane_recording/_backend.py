@@ -352,10 +352,7 @@ class RecordingBackend(RowStoreBackend):
                 f"{what}field '{name}' of {preview(absent)} is not among the recorded rows: payload was "
                 f"{record.client.payload!r}, and {preview(record.left_out) or 'no field'} could only be pickled. {when}"
             )
-        rows = [row_of[each] for each in ids]
-        column = columns[name]
-        taken = type(column)(column[row] for row in rows) if isinstance(column, list) else take_rows(column, rows)
-        return Columns({name: taken}, ints=columns.ints)
+        return Columns({name: take_rows(columns[name], [row_of[each] for each in ids])}, ints=columns.ints)
 
     def _not_put(self, what: str, now: Replay, sample_id: str, name: str) -> errors.MissingDataError:
         puts = now.run.puts.get(sample_id)

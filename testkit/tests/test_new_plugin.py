@@ -62,12 +62,6 @@ def test_a_name_that_is_none_or_is_taken_is_refused(here, capsys, name, says):
     assert list(here.iterdir()) == []
 
 
-def test_the_old_name_of_the_option_is_refused_with_the_new_one(here, capsys):
-    with pytest.raises(SystemExit):
-        main(["new-plugin", "acme", "--journal"])
-    assert "--journal is now called --log" in capsys.readouterr().err
-
-
 def test_it_writes_where_it_is_told_to_and_overwrites_nothing(here, capsys):
     assert main(["new-plugin", "acme", "--dir", "some/where"]) == 0
     before = {path: path.stat().st_mtime_ns for path in here.rglob("*")}

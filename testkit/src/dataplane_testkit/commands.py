@@ -60,14 +60,11 @@ def new_plugin(parser: argparse.ArgumentParser) -> Command:
     """`dataplane new-plugin`."""
     parser.add_argument("name", help="entry-point name of the new backend, such as acme_store")
     parser.add_argument("--log", action="store_true", help="one that several processes share, with a log")
-    parser.add_argument("--journal", action="store_true", help=argparse.SUPPRESS)  # its old name
     parser.add_argument("--dir", dest="folder", help="where to write it; default: dataplane-NAME, here")
 
     def run(chosen: argparse.Namespace) -> int:
         from dataplane_testkit import _new_plugin
 
-        if chosen.journal:
-            parser.error("new-plugin: --journal is now called --log")
         return _new_plugin.run(chosen.name, folder=chosen.folder, log=chosen.log)
 
     return run

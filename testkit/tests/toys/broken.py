@@ -96,10 +96,9 @@ def younger(inspected, renewed, *, those):
     """Says that the leases that a renewal names, or the others, are as old as the renewal."""
     at_s, *ids = [[0.0], *renewed][-1]
     lease = inspected.tasks["train"].oldest_lease
-    if lease is None or (lease.sample_id in ids) != those or not ids:
-        return inspected
-    age = replace(lease, held_s=time.monotonic() - at_s)
-    return replace(inspected, tasks={"train": replace(inspected.tasks["train"], oldest_lease=age)})
+    if ids and lease and (lease.sample_id in ids) == those:
+        lease = replace(lease, held_s=time.monotonic() - at_s)
+    return replace(inspected, tasks={"train": replace(inspected.tasks["train"], oldest_lease=lease)})
 
 
 class CannotTravel(MissingDataError):
@@ -144,11 +143,10 @@ ReadsTheWidthOfTheFirstRow.fetch_fields: -> first = located.parts[0]
         reply[name] = cast(cast(reply[name], dtype), dtype_of(reply[name]))
 DropsMissingSamples.get_samples: request.sample_ids = [each for each in request.sample_ids if each in listed]
     if not request.sample_ids: return spec.WireBatch(columns={}, specs={})
-KeepsTheCallersMemory.store_write: self._segments[write_id] = Segment(columns, num_samples)
-    return
+KeepsTheCallersMemory.store_write: self._segments[write_id] = Segment(columns, num_samples); return
 WaitsForMissingData.get_samples: -! MissingDataError: time.sleep(0.2); return self.get_samples(request)
 FillsMissingCells.get_samples: -! MissingDataError:
-    columns = {name: torch.zeros(len(request.sample_ids)) for name in request.fields}
+    columns = dict.fromkeys(request.fields, torch.zeros(len(request.sample_ids)))
     specs = dict.fromkeys(columns, spec.FieldSpec("tensor", "float32", 0))
     if error.missing_cells: return spec.WireBatch(columns=columns, specs=specs)
 RaisesItsEnginesErrors.get_samples: -! MissingDataError: raise KeyError(request.sample_ids[0]) from error
@@ -304,8 +302,7 @@ ClaimsInTwoSteps.claim: given, here = seen[request.partition_id, request.task_na
     num_samples = self.call_ledger(request.deadline, commands.DescribeRequest(request.partition_id)).num_samples
     whole = num_samples is not None and len(here) >= num_samples
     if request.all_or_nothing and len(ready) < request.batch_size and not whole: return spec.Claim()
-    given.extend(ready)
-    return spec.Claim(sample_ids=ready, tags=[{}] * len(ready), exhausted=whole and not ready)
+    given.extend(ready); return spec.Claim(sample_ids=ready, tags=[{}] * len(ready), exhausted=whole and not ready)
 test_claim_hook_never_waits
 WaitsInsideTheClaim.claim: -> while not (reply.sample_ids or reply.exhausted or late):
         time.sleep(0.01)
@@ -354,8 +351,7 @@ GivesRoomToWhoeverAsks.call_ledger: if isinstance(command, commands.WaitForRoom)
 test_puts_with_the_same_id_at_the_same_time_are_carried_out_once[small]
 LooksForTheIdTooEarly.put_samples: done, begun = seen[request.request_id], seen["begun"]
     if done: return done[0]
-    begun.append(request.request_id)
-    time.sleep(0.05 * (begun.count(request.request_id) - 1))
+    begun.append(request.request_id); time.sleep(0.05 * (begun.count(request.request_id) - 1))
     request.request_id = new_id()
     -> done.append(reply)
 test_nothing_is_unpickled

@@ -115,9 +115,7 @@ CachesWhatOthersDelete.delete_rows: seen["put"].clear()
 test_a_number_in_the_log_is_taken_once_and_in_turn
 OverwritesRecords.append: return bool((self._records / str(number)).write_bytes(record))
 TakesTheSameRecordTwice.append: -> reply = reply or self.read_log(number, deadline)[:1] == [(number, record)]
-LeavesGaps.append: with suppress(FileExistsError):
-        os.link(self._write(record), self._records / str(number))
-        return True
+LeavesGaps.append: with suppress(FileExistsError): return not os.link(self._write(record), self._records / str(number))
     return False
 ReadsAllAsTheNewest.read_log: first = first or 0
 CachesTheLog.read_log: if not seen["asked"]: seen["asked"], seen["known"] = [True], right(0, deadline)
@@ -129,8 +127,7 @@ ReadsAPage.read_log: -> reply = reply[:100]
 RaisesAtTheEnd.read_log: -> if first and not reply: raise IndexError(first)
 test_racing_appends_take_each_number_once
 LooksBeforeItAppends.append: if number != max(self._numbers(), default=0) + 1: return False
-    time.sleep(0.001)
-    return bool(self._write(record).rename(self._records / str(number)))
+    time.sleep(0.001); return bool(self._write(record).rename(self._records / str(number)))
 ReadsWhatIsTrimmedMeanwhile.read_log: numbers, records = self._numbers(), []
     time.sleep(0.001)
     with suppress(FileNotFoundError):

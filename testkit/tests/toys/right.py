@@ -26,10 +26,8 @@ DeclaresClaims.capabilities: frozenset({Capability.CLAIMS})
 Promotes.wire: WireFormat(promote_1d=True)
 CarriesBytes.wire: WireFormat(bytes=True)
 CarriesBytes.store_write: columns = {name: list(map(bytes, column)) for name, column in columns.items()}
-StandsStill.ack: time.sleep(0 if seen["asked"] else 1.6)  # as a machine may: the first one comes late
-    seen["asked"].append(request)
-StandsStill.renew: time.sleep(0 if seen["renewed"] else 1.6)
-    seen["renewed"].append(request)
+StandsStill.ack: time.sleep(0 if seen["asked"] else 1.6); seen["asked"].append(request)  # the first one comes late
+StandsStill.renew: time.sleep(0 if seen["renewed"] else 1.6); seen["renewed"].append(request)
 OthersCome.announce: seen["announced"].append(request)  # another client, between two announcements of the test
     another = replace(request, client=replace(request.client, client_id=new_id()), ttl_s=600.0)
     if len(seen["announced"]) == 5: right(another)

@@ -119,7 +119,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     for option in ("--machine", "--whole", "--right", "--all-but-one"):
         parser.add_argument(option, action="store_true")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
     if asked.machine or asked.right or asked.all_but_one:
         os.environ.setdefault("DATAPLANE_HYPOTHESIS_PROFILE", "brief")

@@ -81,7 +81,7 @@ class Table(dict[str, Run]):
         parameters = list(inspect.signature(getattr(self._base, hook)).parameters.values())[1:]
         named = [f"{each.name}={each.name}" if each.kind is each.KEYWORD_ONLY else each.name for each in parameters]
         lines = [f"def {hook}(self, right, {', '.join(each.name for each in parameters)}):", "    seen = self.seen"]
-        lines += ["    request = copy(request)"] if "request" in named else []
+        lines += ["    request = shallow(request)"] if "request" in named else []
         lines += [
             self._part(before),
             "    try:",
@@ -93,7 +93,7 @@ class Table(dict[str, Run]):
             if kind != ">":
                 lines += [f"    except {kind[2:-1]} as error:", indent(self._part(part), "    "), "        raise"]
         lines += [self._part(parts.get(">", "")), "    return reply"]
-        space = {**vars(errors), **vars(self._module), "copy": copy}
+        space = {**vars(errors), **vars(self._module), "shallow": copy}
         exec("\n".join(lines), space)
         return space[hook]
 

@@ -7,6 +7,7 @@ import pytest
 
 from dataplane_core.errors import BackendError, BackendUnavailableError, CapacityExceededError, InvalidRequestError
 from dataplane_core.hosting.messages import (
+    HELLO,
     VERSION,
     ClaimOrWait,
     Hello,
@@ -15,7 +16,6 @@ from dataplane_core.hosting.messages import (
     StopWaiting,
     Together,
     Welcome,
-    decode_hello,
     decode_welcome,
     encode,
 )
@@ -59,7 +59,7 @@ def test_the_bytes_of_messages_change_only_with_their_version():
 
 def test_what_was_written_is_read():
     data = {name: message[4:] for name, message in written().items()}
-    assert decode_hello(data["hello"]) == Hello(VERSION, "k", b"t")
+    assert HELLO.decode(data["hello"]) == Hello(VERSION, "k", b"t")
     assert decode_welcome(data["welcome"]).session == 1
     for name, request in REQUESTS.items():
         assert MESSAGES.decode_request(data[name]) == request

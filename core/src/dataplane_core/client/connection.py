@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn, Self, TypeVar
 from weakref import WeakSet
 
@@ -22,7 +23,6 @@ from msgspec.structs import replace
 from dataplane_core.arguments import check_name
 from dataplane_core.backends import Backend
 from dataplane_core.client.announcing import Announcer, Phases, RunningCall, WorkLog
-from dataplane_core.client.entrance import Entrance
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (
@@ -47,10 +47,11 @@ from dataplane_core.spec import (
     PartitionInfo,
     Scope,
 )
-from dataplane_core.spec.operations import OPERATIONS
+from dataplane_core.spec.operations import OPERATIONS, hookimpl
 from dataplane_core.spec.requests import NackRequest, Request
 
 _Q = TypeVar("_Q", bound=Request)
+_R = TypeVar("_R")
 
 #: The type of a request -> its hook.
 _NAMES: Final = {operation.request: name for name, operation in OPERATIONS.items()}
@@ -156,6 +157,55 @@ class Waiters:
         """Wakes all, for the last time."""
         self.closed = True
         self.wake()
+
+
+class Entrance:
+    """The way into the backend of one client.
+
+    A signal handler, a logging handler or a ``__del__`` may come between any two lines of a backend, and would then
+    wait for ever for a lock that its own thread has.
+    """
+
+    def __init__(self) -> None:
+        self._inside: set[int] = set()  # ids of threads
+
+    @property
+    def is_below(self) -> bool:
+        """Whether this thread is in the middle of a call of the backend."""
+        return threading.get_ident() in self._inside
+
+    def enter(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
+        """Calls a part of the backend.
+
+        Raises:
+            UnsupportedOperationError: This thread is in the middle of another one.
+        """
+        this = threading.get_ident()
+        if this in self._inside:
+            raise UnsupportedOperationError(
+                f"{what} refused: it was called in the middle of another call of the same client and thread, which a "
+                "signal handler, a logging handler or a '__del__' has interrupted. Nothing was done.",
+                hint="Let the handler note what it wants, and do it when the other call has ended; or give it a client "
+                "of its own.",
+            )
+        try:
+            self._inside.add(this)
+            return function(*args)
+        finally:
+            self._inside.discard(this)
+
+    def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
+        """Registers the operations of a backend, as the innermost hooks, so that they are called through this."""
+        operations = {
+            name: self._guarded(name, getattr(backend, name)) for name in OPERATIONS if hasattr(backend, name)
+        }
+        manager.register(SimpleNamespace(**operations), name=f"backend {backend.name}")
+
+    def _guarded(self, name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
+        def hook(request: Any) -> _R:
+            return self.enter(name, operation, request)
+
+        return hookimpl(hook)
 
 
 class Connection:

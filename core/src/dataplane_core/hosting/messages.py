@@ -141,9 +141,9 @@ def _reply_type(request: type[Any]) -> Any:
 
 _decoder = msgspec.msgpack.Decoder
 _failure_decoder: Final = _decoder(_Failure)
-_hello_decoder: Final = _decoder(Hello)
-_welcome_decoder: Final = _decoder(Welcome)
-_wake_decoder: Final = _decoder(str)
+#: Reads the first message of a connection; and the token or ticket of what is to ask again.
+HELLO: Final = _decoder(Hello)
+WAKE: Final = _decoder(str)
 #: What reading a damaged message may raise.
 _UNREADABLE: Final = (msgspec.MsgspecError, ValueError, IndexError, RecursionError)
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -256,36 +256,19 @@ class Messages:
 _OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (ClaimOrWait, StopWaiting, Release, Together)
 
 
-def decode_hello(message: bytes) -> Hello:
-    """Reads the first message of a connection. Raises `msgspec.MsgspecError` if it is none."""
-    return _hello_decoder.decode(message)
-
-
-def decode_wake(message: bytes) -> str:
-    """Reads the token or ticket of what is to ask again. Raises `msgspec.MsgspecError` if it is none."""
-    return _wake_decoder.decode(message)
-
-
 def decode_welcome(message: bytes) -> Welcome:
-    """Reads the reply to the `Hello` that begins a session.
-
-    Raises:
-        BackendError: It is none.
-    """
-    try:
-        return _welcome_decoder.decode(message)
-    except _UNREADABLE as cause:
-        raise _unreadable(cause) from cause
+    """Reads the reply to the `Hello` that begins a session. Raises `BackendError` if it is none."""
+    return _decoded(message, Welcome)
 
 
 def decode_about(welcome: Welcome, form: type[_T]) -> _T:
-    """Reads what a host says about itself.
+    """Reads what a host says about itself. Raises `BackendError` if it is something else."""
+    return _decoded(welcome.about, form)
 
-    Raises:
-        BackendError: It is something else.
-    """
+
+def _decoded(data: bytes | msgspec.Raw, form: type[_T]) -> _T:
     try:
-        return msgspec.msgpack.decode(welcome.about, type=form)
+        return msgspec.msgpack.decode(data, type=form)
     except _UNREADABLE as cause:
         raise _unreadable(cause) from cause
 

@@ -32,6 +32,7 @@ import msgspec
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_core.hosting.messages import (
+    HELLO,
     VERSION,
     ClaimOrWait,
     Hello,
@@ -39,7 +40,6 @@ from dataplane_core.hosting.messages import (
     StopWaiting,
     Together,
     Welcome,
-    decode_hello,
     encode,
 )
 from dataplane_core.hosting.session import (
@@ -507,7 +507,7 @@ class Server:
         received += data
         while connection.receiving is None and (message := take_message(received)) is not None:
             if connection.client is None:
-                self._welcome(connection, decode_hello(message))
+                self._welcome(connection, HELLO.decode(message))
             else:
                 self._answer(connection, connection.client, message)
         # who is not known may not make this process keep a message of 4 GiB

@@ -28,6 +28,7 @@ import numpy as np
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
 from dataplane_core.hosting.messages import (
     VERSION,
+    WAKE,
     ClaimOrWait,
     Hello,
     Messages,
@@ -36,7 +37,6 @@ from dataplane_core.hosting.messages import (
     StopWaiting,
     Together,
     Welcome,
-    decode_wake,
     decode_welcome,
     encode,
 )
@@ -595,7 +595,7 @@ def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> N
         while data := first.recv(RECEIVE_BYTES):
             received += data
             while (message := take_message(received)) is not None:
-                wake = waiting.get(decode_wake(message))
+                wake = waiting.get(WAKE.decode(message))
                 if wake is not None:
                     wake()
     except (OSError, msgspec.MsgspecError):  # the host has ended, or sends what is no token

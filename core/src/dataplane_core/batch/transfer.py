@@ -248,11 +248,11 @@ def write_columns(
         client: An open client.
         meta: N rows, each id once.
         fields: N rows, of any kind that `put_samples` takes. Tensors may be padded beyond the longest row.
-        token_aligned_fields: Names of columns with one element per token on dim 1; these are cut to
+        token_aligned_fields: Names of columns with one element per token on dim 1; only these are cut to
             ``meta.sequence_lengths`` and written as jagged: from ``meta.token_starts`` on, or by the column
-            ``attention_mask`` where ``fields`` have one. No other column is cut. Names that ``fields`` lacks are
-            ignored. Default: if the meta has lengths, what `kv_first_write` cuts by default. A column that is named in
-            `schema.PER_TOKEN_FIELDS`, but is of shape (N,) or (N, 1), is never cut.
+            ``attention_mask`` where ``fields`` have one. Names that ``fields`` lacks are ignored, and so are those of
+            `schema.PER_TOKEN_FIELDS` with one value per sample. Default: what `kv_first_write` cuts, if the meta has
+            lengths.
 
     Returns:
         A copy of the meta whose fields also name the written ones. Without ``fields``, nothing is written.
@@ -289,15 +289,10 @@ def kv_first_write(
 ) -> KVBatchMeta:
     """Writes a rollout's batch in one put: every tensor and object column. Blocks until it is committed.
 
-    These columns are cut to ``input_lengths`` and written as jagged:
-
-    - With ``token_aligned_fields``: exactly those.
-    - Without: dense columns as wide as ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or
-      hold only zeros beyond the row lengths. So only known padding is cut: not an unknown column of another width, nor
-      an embedding that happens to be as wide, nor a column that is narrower than the longest row, such as
-      ``advantages`` of shape (N, 1).
-
-    The tokens of a row begin where the column ``attention_mask`` says, else at 0.
+    Columns are cut to ``input_lengths`` and written as jagged: those of ``token_aligned_fields``, or without it, dense
+    ones as wide as ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or hold only zeros
+    beyond the row lengths. So only known padding is cut, not an embedding that happens to be as wide. The tokens of a
+    row begin where the column ``attention_mask`` says, else at 0.
 
     Args:
         batch: N rows, of any kind that `put_samples` takes. ``input_lengths`` (N,) gives the tokens per row; without it

@@ -9,7 +9,6 @@ import torch
 from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, ConfigError, InvalidRequestError, InvalidTypeError
 from dataplane_core.middleware import Metrics, OperationEvent, merge_snapshots
-from dataplane_core.spec import Claim, ClaimRequest
 from dataplane_testkit._timing import Background
 
 
@@ -46,31 +45,6 @@ def test_a_claim_is_one_event_however_often_it_asks(client, events, metrics):
         client.put_samples([name], "p", {"x": torch.zeros(1)})
     claim.result()
     assert [each.status for each in events if each.op == "claim"] == ["timeout", "ok"]
-
-
-def test_claims_that_were_cancelled_wait_no_longer(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    metrics = Metrics()
-    requests = [ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True) for _ in range(3)]
-
-    def ask(request, **answer):
-        wrapper = metrics.around("claim", request)
-        next(wrapper)
-        with pytest.raises(StopIteration):
-            wrapper.send(Claim(**answer))
-
-    for request in requests:
-        ask(request)
-    now += 10
-    ask(requests[0])
-    assert metrics.num_waiting_claims() == 3
-    now += 10
-    assert metrics.num_waiting_claims() == 1
-    assert metrics.snapshot()["operations"] == {}
-    ask(requests[0], exhausted=True)
-    assert metrics.num_waiting_claims() == 0
-    assert metrics.snapshot()["operations"]["claim"]["wall_ms"] == 20_000, "since its first question"
 
 
 def test_every_operation_is_one_event_and_counts_in_the_totals(client, events, metrics):

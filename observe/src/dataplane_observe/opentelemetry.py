@@ -63,11 +63,10 @@ class OpenTelemetry(EventMiddleware):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._tracer: Tracer = trace.NoOpTracer()
-        self._backend = ""
 
     def start(self, context: MiddlewareContext) -> None:
         """Takes the program's tracer."""
-        self._backend = context.backend
+        super().start(context)
         self._tracer = trace.get_tracer("dataplane_core")
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
@@ -125,7 +124,7 @@ class OpenTelemetry(EventMiddleware):
         span.end()
 
     def _attributes(self, request: Any) -> dict[str, str | int]:
-        attributes: dict[str, str | int] = {"dataplane.backend": self._backend}
+        attributes: dict[str, str | int] = {"dataplane.backend": self.context.backend}
         for name, given in (("partition", "partition_id"), ("task", "task_name")):
             if hasattr(request, given):
                 attributes[f"dataplane.{name}"] = getattr(request, given)

@@ -67,12 +67,10 @@ class Prometheus(Metrics):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._endpoint: _Endpoint | None = None
-        self._backend = ""
 
     def start(self, context: MiddlewareContext) -> None:
         """Opens the endpoint, unless the process has one."""
         super().start(context)
-        self._backend = context.backend
         self._endpoint = _Endpoint.join(self, self.config)
         self.metrics_address = self._endpoint.address
 
@@ -86,7 +84,7 @@ class Prometheus(Metrics):
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         """Counts an operation, and that it is under way."""
         assert self._endpoint is not None
-        with self._endpoint.in_flight.labels(self._backend, operation).track_inprogress():
+        with self._endpoint.in_flight.labels(self.context.backend, operation).track_inprogress():
             return (yield from super().around(operation, request))
 
     def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
@@ -95,7 +93,7 @@ class Prometheus(Metrics):
         endpoint = self._endpoint
         if endpoint is None:
             return
-        labels = (self._backend, event.op)
+        labels = (self.context.backend, event.op)
         endpoint.operations.labels(*labels, event.status, event.error).inc()
         endpoint.seconds.labels(*labels).observe(event.wall_ms / 1e3)
         endpoint.samples.labels(*labels).inc(event.n_keys)
@@ -131,7 +129,7 @@ class _Endpoint:
         self.bytes = Counter("dataplane_bytes", "Payload bytes moved.", _LABELS, registry=registry)
         self.in_flight = Gauge("dataplane_operations_in_flight", "Operations under way.", _LABELS, registry=registry)
         waiting = Gauge("dataplane_waiting_claims", "Claims that wait.", registry=registry)
-        waiting.set_function(lambda: sum(client.num_waiting_claims() for client in list(self.clients)))
+        waiting.set_function(lambda: sum(len(client.context.waiting) for client in list(self.clients)))
         moved = Gauge("dataplane_moved_rows", "Rows put and read, by their path.", ("path",), registry=registry)
         for path in ("memory", "wire"):
             moved.labels(path).set_function(partial(self._moved_rows, path))

@@ -32,7 +32,7 @@ from dataplane_core.digests import fast_hash
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
 from dataplane_core.saves import pack_rows, tensor_rows
-from dataplane_core.spec import Claim, ClaimRequest, PutRequest, WireFormat, hookimpl, new_id
+from dataplane_core.spec import Claim, ClaimRequest, PutRequest, hookimpl, new_id
 from dataplane_observe._lines import LineFile, is_held
 from dataplane_observe.recording import (
     DROPPED,
@@ -131,7 +131,6 @@ class Recorder(EventMiddleware):
         super().__init__(**options)
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of a line
         self._segment: _Segment | None = None
-        self._wire = WireFormat()
         self._contents: dict[int, tuple[dict[str, Any], bytes]] = {}  # of puts under way
         self._num_lost = 0
         self._failed = False
@@ -146,7 +145,8 @@ class Recorder(EventMiddleware):
             UnsupportedOperationError: The folder has a recording of another version.
             BackendUnavailableError: It cannot be written.
         """
-        self._wire, self._pid = context.wire, os.getpid()
+        super().start(context)
+        self._pid = os.getpid()
         folder = self.config.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ class Recorder(EventMiddleware):
         if payload == "none":
             return more, b""
         columns = {name: request.columns[name] for name in names}
-        specs, wire, count = {name: request.specs[name] for name in names}, self._wire, len(request.sample_ids)
+        specs, wire, count = {name: request.specs[name] for name in names}, self.context.wire, len(request.sample_ids)
         decoded: dict[str, Any] | None = None
         if wire.bytes or payload != "digests":
             decoded = decode_columns(columns, specs, count, wire, share_rows=payload in ("all", "digests"))

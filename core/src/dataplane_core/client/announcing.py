@@ -102,23 +102,29 @@ class Work:
 class _UnderWay:
     """A claim is under way until the end of the ``with``."""
 
-    __slots__ = ("_token", "_work")
+    __slots__ = ("_token", "_waiting", "_work")
 
-    def __init__(self, work: Work, token: str) -> None:
-        self._work, self._token = work, token
+    def __init__(self, work: Work, token: str, waiting: dict[str, float]) -> None:
+        self._work, self._token, self._waiting = work, token, waiting
 
     def __enter__(self) -> Work:
         return self._work
 
     def __exit__(self, *_: object) -> None:
+        self._waiting.pop(self._token, None)
         self._work.waits.pop(self._token, None)
         self._work.ended_at = time.monotonic()
 
 
 class WorkLog:
-    """What a client did last, of each kind. Any thread may use it: it changes by single steps of C."""
+    """What a client did last, of each kind. Any thread may use it: it changes by single steps of C.
+
+    Attributes:
+        waiting: Token of each claim that is under way -> when it began, on `time.monotonic`'s clock.
+    """
 
     def __init__(self) -> None:
+        self.waiting: dict[str, float] = {}
         self._work: dict[tuple[Any, ...], Work] = {}
 
     def begin(self, operation: str, partition_id: str, fields: Iterable[str] = ()) -> Work:
@@ -132,11 +138,12 @@ class WorkLog:
         work = self._of("claim_meta", request.partition_id, request.task_name, tuple(request.required_fields))
         served_at = work.served_at
         goes_on = work.ended_at is not None and not work.waits and (served_at is None or served_at < work.began_at)
+        now = self.waiting[request.token] = time.monotonic()
         if not goes_on:
-            work.began_at = time.monotonic()
+            work.began_at = now
         work.claim = request
         work.waits[request.token] = work.began_at
-        return _UnderWay(work, request.token)
+        return _UnderWay(work, request.token, self.waiting)
 
     def _of(self, *kind: Any) -> Work:
         work = self._work.get(kind)

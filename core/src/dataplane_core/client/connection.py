@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import errno
 import math
 import os
@@ -266,7 +267,7 @@ class Connection:
             for plugin in middleware:
                 starting = f"middleware {type(plugin).__name__}"
                 if hasattr(plugin, "start"):
-                    plugin.start(context)
+                    plugin.start(dataclasses.replace(context, waiting=connection.work.waiting))
                 connection.middleware.append(plugin)
                 connection.to_stop.insert(-1, plugin)
         except BaseException as error:

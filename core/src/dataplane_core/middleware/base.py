@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -29,10 +28,6 @@ from dataplane_core.spec import (
 Status: TypeAlias = Literal["ok", "error", "timeout"]
 
 _log = logging.getLogger(__name__)
-#: A claim that waits asks every 10 s at least. One that did not for so many seconds was cancelled.
-_ASKS_AGAIN_S: Final = 15.0
-#: If more claims wait, those that were cancelled are dropped.
-_MOST_WAITING: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +39,15 @@ class MiddlewareContext:
         wire: The backend's wire format: the form of the columns in requests and replies.
         role: The config's ``role``, or the name of its program.
         moved_rows: How many rows the client has moved by each path; see `Backend.moved_rows`. It grows.
+        waiting: Token of each claim of the client that is under way -> when it began, on `time.monotonic`'s clock. It
+            changes.
     """
 
     backend: str
     wire: WireFormat
     role: str = ""
     moved_rows: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, float] = field(default_factory=dict)
 
 
 class Middleware:
@@ -177,8 +175,11 @@ class EventMiddleware(OperationMiddleware):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._claims_lock = threading.RLock()  # a signal handler may claim in the middle of a claim
-        self._claims: dict[str, tuple[float, float]] = {}  # token -> when it first asked, and when it asked last
+        self.context = MiddlewareContext(backend="", wire=WireFormat())
+
+    def start(self, context: MiddlewareContext) -> None:
+        """Keeps the facts about the client."""
+        self.context = context
 
     def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
         """Called when an operation has ended, in its thread. What it raises reaches the caller of the operation.
@@ -189,19 +190,11 @@ class EventMiddleware(OperationMiddleware):
             outcome: Its reply, or the error that ended it.
         """
 
-    def num_waiting_claims(self) -> int:
-        """How many claims of this client wait."""
-        since = time.perf_counter() - _ASKS_AGAIN_S
-        with self._claims_lock:
-            self._claims = {token: times for token, times in self._claims.items() if times[1] > since}
-            return len(self._claims)
-
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
         """Makes the event."""
-        start = time.perf_counter()
+        start = time.monotonic()
         if isinstance(request, ClaimRequest):
-            with self._claims_lock:
-                start = self._claims.get(request.token, (start, start))[0]
+            start = self.context.waiting.get(request.token, start)
         columns = getattr(request, "columns", {})
         fields = tuple(columns or getattr(request, "fields", ()))
         sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
@@ -227,17 +220,15 @@ class EventMiddleware(OperationMiddleware):
             name_of_error, outcome = type(error).__name__, error
             raise
         finally:
-            waits = status == "timeout" and isinstance(outcome, Claim) and not request.explain
-            if isinstance(request, ClaimRequest):
-                self._note_claim(request.token, start if waits else None)
-            if not waits:
+            asks_again = status == "timeout" and isinstance(outcome, Claim) and not request.explain
+            if not asks_again:
                 sizes = cell_bytes.values()
                 event = OperationEvent(
                     op=operation,
                     partition_id=getattr(request, "partition_id", ""),  # a listing of partitions names none
                     n_keys=n_keys,
                     n_bytes=sum(size * n_keys if isinstance(size, int) else int(size.sum()) for size in sizes),
-                    wall_ms=(time.perf_counter() - start) * 1e3,
+                    wall_ms=(time.monotonic() - start) * 1e3,
                     status=status,
                     error=name_of_error,
                     task=getattr(request, "task_name", ""),
@@ -247,14 +238,3 @@ class EventMiddleware(OperationMiddleware):
                     drops_all=drops_all,
                 )
                 self.note(event, request, outcome)
-
-    def _note_claim(self, token: str, began: float | None) -> None:
-        """A claim has asked. With the time of its begin, it will ask again."""
-        with self._claims_lock:
-            if began is None:
-                self._claims.pop(token, None)
-            else:
-                self._claims[token] = began, time.perf_counter()
-            are_many = len(self._claims) > _MOST_WAITING
-        if are_many:
-            self.num_waiting_claims()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.arguments import takes
 from dataplane_core.errors import InvalidRequestError, Verdict
-from dataplane_core.middleware.base import EventMiddleware, MiddlewareContext, OperationEvent
+from dataplane_core.middleware.base import EventMiddleware, OperationEvent
 
 #: When there are so many partitions, those without live bytes are forgotten.
 _MOST_PARTITIONS: Final = 1024
@@ -72,7 +72,6 @@ class Metrics(EventMiddleware):
     def __init__(self, on_event: Callable[[OperationEvent], None] | str | None = None, **options: Any) -> None:
         super().__init__(on_event=on_event, **options)
         self._on_event: Any = self.config.on_event
-        self._moved_rows: Mapping[str, int] = {}
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of `snapshot`
         self._operations: dict[str, dict[str, Any]] = {}
         self._held: dict[str, _Held] = {}
@@ -80,10 +79,6 @@ class Metrics(EventMiddleware):
         self._peak_bytes = 0
         self._max_bytes_per_key = 0
         self._last_bytes_per_key = 0
-
-    def start(self, context: MiddlewareContext) -> None:
-        """Takes the backend's counts of rows."""
-        self._moved_rows = context.moved_rows
 
     def snapshot(self, *, reset: bool = False) -> dict[str, Any]:
         """What this client did so far, and what it put and has not cleared.
@@ -125,7 +120,7 @@ class Metrics(EventMiddleware):
                 "n_keys_outstanding": sum(len(held.cells) for held in self._held.values()),
                 "max_bytes_per_key_seen": self._max_bytes_per_key,
                 "last_put_bytes_per_key": self._last_bytes_per_key,
-                "moved_rows": dict(self._moved_rows),
+                "moved_rows": dict(self.context.moved_rows),
                 "num_clients": 1,
             }
 

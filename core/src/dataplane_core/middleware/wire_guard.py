@@ -1,18 +1,13 @@
 """The wire guard: stores a checksum with every cell, and every read compares it with the cell that came back.
 
-A checksum covers the partition, the sample, the field, the field's dtype and shape, and the cell. So it detects flipped
-bits as well as rows or columns that were swapped. The process that puts computes it, and the process that gets compares
-it, both over the cells as the backend sees them. So everything between the two clients is covered, including the
-store's memory and disk. Checksums are XXH3-64: one of 2**64 random faults is not detected. A changed scalar of up to 8
-bytes is always detected on a wire that carries tensors. They do not protect against deliberate changes.
+A checksum covers the partition, the sample, the field, the field's dtype and shape, and the cell as the backend sees
+it. So it detects flipped bits as well as rows or columns that were swapped, anywhere between the client that puts and
+the one that gets. Checksums are XXH3-64: one of 2**64 random faults is not detected. They do not protect against
+deliberate changes.
 
-Rules:
-
-- Every client that puts into a partition must list ``wire_guard``, or none. A guarded read of cells that were put
-  without it raises `ConfigError`, since it cannot check them. A client without the guard can read guarded cells; its
-  reads are not checked.
-- If a client without the guard overwrites guarded cells, their old checksums stay, and a guarded read reports
-  corruption.
+- Every client that puts into a partition must list ``wire_guard``, or none: a guarded read of cells without a checksum
+  raises `ConfigError`. A client without it can read guarded cells, unchecked. If it overwrites them, their old
+  checksums stay, and a guarded read reports corruption.
 - Each field takes 8 more bytes per sample, in an extra column with a reserved name. They count for the capacity.
 - With ``allow_pickle`` and a wire of native objects, an item outside the closed set has no bytes. Only its partition,
   sample, field and type are checked.
@@ -63,9 +58,8 @@ class WireGuard(Middleware):
     @hookimpl(wrapper=True)
     def put_samples(self, request: PutRequest) -> Generator[None, int, int]:
         """Adds a column of checksums per field."""
-        names = [
-            name for name in request.columns if not name.startswith(_PREFIX)
-        ]  # a retried put has the checksums already
+        # a retried put has the checksums already
+        names = [name for name in request.columns if not name.startswith(_PREFIX)]
         if names:
             ids = _hashes(request.sample_ids)
             sums = {

@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -97,7 +96,7 @@ def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
         log = client._connection.work
 
         def claims():
-            (work,) = (work for work in log.announced(time.monotonic()) if work.operation == "claim_meta")
+            (work,) = (work for work in log.announced(0.0) if work.operation == "claim_meta")
             return work
 
         client.register_partition("p", ["x"], None, ["t"])
@@ -107,7 +106,7 @@ def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
         assert (first.batch_size, dict(first.tag_filter), first.served_s) == (3, {"n": (">=", 1)}, None)
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
-        assert claims().began_s >= first.began_s + 0.1
+        assert claims().began_s == first.began_s
         client.put_samples(["a"], "p", {"x": [1.0]})
         client.claim_meta("p", "t", ["x"], 1)
         served = claims()

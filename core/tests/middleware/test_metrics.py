@@ -2,13 +2,15 @@
 
 import json
 import logging
+import time
 
 import pytest
 import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import ClaimTimeoutError, ConfigError, InvalidRequestError, InvalidTypeError
-from dataplane_core.middleware import Metrics, OperationEvent, merge_snapshots
+from dataplane_core.middleware import Metrics, MiddlewareContext, OperationEvent, merge_snapshots
+from dataplane_core.spec import Claim, ClaimRequest, WireFormat
 from dataplane_testkit._timing import Background
 
 
@@ -45,6 +47,19 @@ def test_a_claim_is_one_event_however_often_it_asks(client, events, metrics):
         client.put_samples([name], "p", {"x": torch.zeros(1)})
     claim.result()
     assert [each.status for each in events if each.op == "claim"] == ["timeout", "ok"]
+
+
+def test_a_claim_took_the_time_since_its_first_question(events):
+    request, metrics = ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True), Metrics(on_event=events.append)
+    waiting = {request.token: time.monotonic() - 20.0}
+    metrics.start(MiddlewareContext(backend="noop", wire=WireFormat(), waiting=waiting))
+    for reply in (Claim(), Claim(exhausted=True)):
+        wrapper = metrics.around("claim", request)
+        next(wrapper)
+        with pytest.raises(StopIteration):
+            wrapper.send(reply)
+    (event,) = events
+    assert event.wall_ms >= 20_000
 
 
 def test_every_operation_is_one_event_and_counts_in_the_totals(client, events, metrics):

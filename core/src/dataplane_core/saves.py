@@ -23,7 +23,8 @@ from typing import Annotated, Any, Final, Self, cast
 import msgspec
 import torch
 
-from dataplane_core.codec import Columns, EmptyLists, TensorRows, decode_columns, encode_columns
+from dataplane_core.codec.rows import Columns, EmptyLists, TensorRows
+from dataplane_core.codec.wire import decode_columns, encode_columns
 from dataplane_core.digests import lasting_hash
 from dataplane_core.durable_files import sync_path, write_file
 from dataplane_core.errors import (

@@ -61,7 +61,7 @@ def test_a_value_fits_a_type_or_not(form, good, bad):
 
 def test_a_text_that_is_no_spec_is_refused():
     numbers = "tensor:int64:"
-    after = ["1", "-1:", "1:3", "3:3", "2:-3", "2:1e3", "2:" + "9" * 30, "999:", "2:\u0663"]
+    after = ["1", "-2:", "1:3", "3:3", "2:-3", "2:1e3", "2:" + "9" * 30, "999:", "2:\u0663"]
     for text in (
         "",
         "tensor",

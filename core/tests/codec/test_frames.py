@@ -12,8 +12,8 @@ import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
 from hypothesis import given, strategies as st
 
-from dataplane_core.codec import join_row, join_rows, split_rows
-from dataplane_core.codec.cells import MAX_CELL_BYTES
+from dataplane_core.codec import join_row, split_rows
+from dataplane_core.codec.cells import MAX_CELL_BYTES, join_rows
 from dataplane_core.codec.tensors import DTYPE_CODES
 from dataplane_core.errors import FrameError, InvalidTypeError
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dataplane_core.codec import list_as
+from dataplane_core.codec.lists import list_as
 from dataplane_core.spec import FieldSpec
 
 #: A dtype, the dims of a cell, lists that fit a field of it, and lists that do not: an int would change, or a float

@@ -8,15 +8,7 @@ from msgspec import structs
 from tensordict import NonTensorStack
 
 from dataplane_core import WireFormat, connect
-from dataplane_core.codec import (
-    DTYPE_OF_CODE,
-    Columns,
-    cell_digests,
-    decode_columns,
-    encode_columns,
-    narrowed,
-    widened,
-)
+from dataplane_core.codec import DTYPE_OF_CODE, Columns, cell_digests, decode_columns, encode_columns, narrowed, widened
 from dataplane_core.codec.compact import LEAST_BYTES
 from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.spec import FieldSpec, Ragged, SharedRows

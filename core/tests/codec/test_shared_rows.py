@@ -4,7 +4,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
-from dataplane_core.codec import as_columns, cell_nbytes, compact, decode_columns, encode_columns
+from dataplane_core.codec import as_columns, compact, decode_columns, encode_columns
+from dataplane_core.codec.rows import cell_nbytes
 from dataplane_core.errors import BackendError
 from dataplane_core.spec import SharedRows, WireFormat
 

@@ -251,14 +251,14 @@ class RowStoreBackend(LedgerBackend):
         columns: Mapping[str, WireColumn | SharedRows],
         deadline: float,
     ) -> None:
-        from dataplane_core.codec import join_rows  # it imports torch
+        from dataplane_core.codec.cells import join_rows  # it imports torch
 
         buffer, offsets = join_rows([framed_columns(columns_of(write, columns)) for write in writes.values()])
         first = min(writes)
         self.put_rows(range(first, first + len(offsets) - 1), buffer, offsets, deadline)
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        from dataplane_core.codec import split_rows  # it imports torch
+        from dataplane_core.codec.cells import split_rows  # it imports torch
 
         refs = located.refs
         try:

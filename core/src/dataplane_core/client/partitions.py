@@ -16,16 +16,10 @@ from tensordict import TensorDict, TensorDictBase
 from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.connection import Connection, check_counts
-from dataplane_core.codec import (
-    Columns,
-    as_columns,
-    decode_columns,
-    encode_columns,
-    join_parts,
-    list_as,
-    misfit_of,
-    repeat_rows,
-)
+from dataplane_core.codec.inputs import as_columns
+from dataplane_core.codec.lists import list_as, misfit_of
+from dataplane_core.codec.rows import Columns, join_parts, repeat_rows
+from dataplane_core.codec.wire import decode_columns, encode_columns
 from dataplane_core.errors import (
     BackendError,
     DataPlaneError,

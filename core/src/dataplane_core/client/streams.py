@@ -22,7 +22,7 @@ from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
-from dataplane_core.codec import empty_columns
+from dataplane_core.codec.rows import empty_columns
 from dataplane_core.errors import ClientClosedError, DataPlaneError, InvalidRequestError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
-from dataplane_core.codec import cell_nbytes
+from dataplane_core.codec.rows import cell_nbytes
 from dataplane_core.errors import ClaimTimeoutError, Verdict
 from dataplane_core.spec import (
     OPERATIONS,

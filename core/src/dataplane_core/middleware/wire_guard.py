@@ -23,7 +23,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from dataplane_core.codec import cell_digests, decode_columns, encode_columns, num_rows
+from dataplane_core.codec.rows import num_rows
+from dataplane_core.codec.wire import cell_digests, decode_columns, encode_columns
 from dataplane_core.digests import fast_digest
 from dataplane_core.errors import ConfigError, CorruptDataError, MissingDataError, preview
 from dataplane_core.middleware.base import Middleware, MiddlewareContext

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -97,7 +97,7 @@ class FolderLog(Log):
         self._is_dirty = False  # whether `commit` has to wait for the disk
         self._is_torn = False  # whether a part of a frame may follow the last whole one
         self.notes: dict[str, bytes] = {}
-        try:
+        with self._opening():
             self._earlier = self._newest()
             if must_exist and self._earlier is None:
                 raise BackendUnavailableError(
@@ -114,16 +114,19 @@ class FolderLog(Log):
             self._reserve = os.open(reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             os.unlink(reserve)  # its room is kept until this process ends
             self._set_aside()
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            yield
         except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
             raise
         except OSError as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: OSError) -> BackendUnavailableError:
-        otherwise = "Every node on which the process may run must see this folder and may write there."
-        return BackendUnavailableError(
-            f"the log in {self._root} cannot be opened: {error.strerror or error}.", hint=disk_hint(error, otherwise)
-        )
+            otherwise = "Every node on which the process may run must see this folder and may write there."
+            raise BackendUnavailableError(
+                f"the log in {self._root} cannot be opened: {error.strerror or error}.",
+                hint=disk_hint(error, otherwise),
+            ) from error
 
     def _numbers(self) -> list[int]:
         try:
@@ -198,26 +201,21 @@ class FolderLog(Log):
 
     def begin(self) -> None:
         new = self._folder / f"{_NAME}.new"
-        try:
-            with self._lock:
-                at = self.now()
-                data = _packed(_Beginning(_VERSION, at, self.notes, self.make_state()))
-                write_file(new, [data]) if self._sync else new.write_bytes(data)
-                self._refuse_if_taken()
-                fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)
-                new.rename(self._folder / _NAME)
-                if self._fd is not None:
-                    os.close(self._fd)
-                self._fd, self._synced = fd, len(data)
-                self._is_torn = self._is_dirty = False
-                self._began(len(data), len(data))
-                if self._sync:
-                    sync_path(self._folder)  # before a frame is added to the new file
-                    sync_path(self._root)
-        except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
-            raise
-        except OSError as error:
-            raise self._unusable(error) from error
+        with self._opening(), self._lock:
+            at = self.now()
+            data = _packed(_Beginning(_VERSION, at, self.notes, self.make_state()))
+            write_file(new, [data]) if self._sync else new.write_bytes(data)
+            self._refuse_if_taken()
+            fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)
+            new.rename(self._folder / _NAME)
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd, self._synced = fd, len(data)
+            self._is_torn = self._is_dirty = False
+            self._began(len(data), len(data))
+            if self._sync:
+                sync_path(self._folder)  # before a frame is added to the new file
+                sync_path(self._root)
         self.state, self.records = b"", []
         if self._earlier is not None:
             for number in self._numbers():

@@ -229,7 +229,7 @@ class Partition:
         wrong = [name for name in names if name not in good] if self.info.fields else []
         if not wrong:
             return ""
-        near = dict.fromkeys(f"'{known}'" for name in wrong if (known := nearest(name, good)))
+        near = dict.fromkeys(f"'{other}'" for name in wrong if (other := nearest(name, good)))
         meant = f"Did you mean {', '.join(near)}?" if near else f"Registered: {preview(self.info.fields, limit=8)}."
         return f"field {preview(wrong)} is {what}. {meant}"
 

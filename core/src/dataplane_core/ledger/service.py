@@ -352,13 +352,13 @@ class ClientRegister:
 
     def listed(self, now: float, ended: bool = False) -> list[ClientInfo]:
         """The clients whose time is not over, and those that ended not long ago if they are asked for."""
-        known = [*self._clients.values(), *(self._ended.values() if ended else ())]
+        clients = [*self._clients.values(), *(self._ended.values() if ended else ())]
         return [
             replace(
                 client,
                 heard_s=max(0.0, now - heard_at),
                 state=client.state if client.state == "closed" or ends_at > now else "silent",
             )
-            for client, heard_at, ends_at in known
+            for client, heard_at, ends_at in clients
             if ends_at > now or (ended and ends_at + ENDED_KEPT_S > now)
         ]

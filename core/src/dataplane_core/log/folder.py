@@ -32,8 +32,8 @@ from dataplane_core.log.base import Log, TakenError
 _log = logging.getLogger(__name__)
 
 _VERSION: Final = 4
-#: The length of what follows, its CRC-32, and the digest of what follows. A damaged length must not make the frames
-#: after it look unfinished.
+#: The length of what follows, half of that length's digest, and the digest of what follows. A damaged length must not
+#: make the frames after it look unfinished.
 _HEAD: Final = struct.Struct("<IIQ")
 #: The name that earlier versions gave it, whose folders are not empty ones.
 _NAME: Final = "journal"

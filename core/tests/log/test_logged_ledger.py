@@ -91,7 +91,7 @@ def made(tmp_path):
 @pytest.mark.timeout(by_profile(600, 600, 3600))
 def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp_path, clock, monkeypatch):
     """Whether its process was killed or ended well, and however short its log is: also its times are the same."""
-    monkeypatch.setattr(room.base, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(room.base, "TAIL_BYTES", 1000)
     begun, begin_log = [], FolderLog.begin
     monkeypatch.setattr(FolderLog, "begin", lambda log: begun.append(log) or begin_log(log))
     for seed in range(by_profile(4, 20, 1_000)):

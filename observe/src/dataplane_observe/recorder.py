@@ -32,7 +32,7 @@ from dataplane_core.digests import fast_hash
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
 from dataplane_core.saves import pack_rows, tensor_rows
-from dataplane_core.spec import Claim, ClaimRequest, PutRequest, hookimpl, new_id
+from dataplane_core.spec import Claim, ClaimRequest, DescribeRequest, PartitionInfo, PutRequest, hookimpl, new_id
 from dataplane_observe._lines import LineFile, is_held
 from dataplane_observe.recording import (
     DROPPED,
@@ -137,6 +137,7 @@ class Recorder(EventMiddleware):
         self._pid = os.getpid()
         # partition and task -> what the last claim asked for, if it got nothing
         self._empty: dict[tuple[str, str], tuple[list[str], Any]] = {}
+        self._opened: dict[str, PartitionInfo] = {}  # partition -> the registration that was recorded last
 
     def start(self, context: MiddlewareContext) -> None:
         """Begins a segment.
@@ -264,7 +265,26 @@ class Recorder(EventMiddleware):
                 line["batch_index"] = 0  # the first batch of another registration than the client knew
         elif event.op == "register_partition" and not failed:
             line["epoch"] = outcome.epoch
+        if not failed and getattr(request, "opens", None) is not None:
+            self._record_opened(request)
         self._append(line if failed else line | more, b"" if failed else block)
+
+    def _record_opened(self, request: Any) -> None:
+        """Records the registration that a put or a claim may have made: there is no operation of its own for that."""
+        assert self.context.describe is not None, "a client has started it"
+        partition_id = request.partition_id
+        try:
+            info = self.context.describe(DescribeRequest(partition_id, deadline=request.deadline))
+        except DataPlaneError:  # cleared meanwhile
+            return
+        if self._opened.get(partition_id) == info:
+            return
+        if len(self._opened) >= _MOST_EMPTY:
+            self._opened.clear()
+        self._opened[partition_id] = info
+        line = {"op": "register_partition", "partition": partition_id, "rows": 0, "bytes": 0, "seconds": 0.0}
+        known = {name: value for name, value in info.registration().items() if value is not None}
+        self._append({**line, **known, "if_exists": "keep", "epoch": info.epoch}, b"")
 
     def _tells(self, request: ClaimRequest, reply: Claim) -> bool:
         """Whether a claim is worth a line. Those that get nothing come often: the first of several alike is."""

@@ -33,6 +33,23 @@ def register(client, **options):
     client.register_partition("train", FIELDS, **{"num_samples": None, "consumer_tasks": ["trainer"], **options})
 
 
+def test_partitions_that_puts_and_claims_open_happen_again(folder):
+    def run(client):
+        seen = []
+        for step in range(2):  # the second time, the partition is another one
+            client.put_samples(["a", "b"], "open", {"x": torch.arange(2) + step})
+            meta = client.claim_meta("open", "any", ["x"], 2)
+            seen.append((meta.sample_ids, client.get_data(meta)["x"].tolist()))
+            client.clear_samples(None, "open")
+        return seen
+
+    with recorded(folder, open_partitions=True) as client:
+        first = run(client)
+    config = {"backend": "recording", "options": {"folder": str(folder)}, "open_partitions": True}
+    with connect(config, bootstrap=True) as client:
+        assert run(client) == first == [(["a", "b"], [0, 1]), (["a", "b"], [1, 2])]
+
+
 def roll_out(client, step, count=4):
     """The rows of a step, as rollout processes write them."""
     ids = [f"s{step}_{row}" for row in range(count)]

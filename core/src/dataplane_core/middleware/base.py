@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -18,6 +18,8 @@ from dataplane_core.spec import (
     Claim,
     ClaimRequest,
     ClearRequest,
+    DescribeRequest,
+    PartitionInfo,
     SampleList,
     WireBatch,
     WireFormat,
@@ -41,6 +43,7 @@ class MiddlewareContext:
         moved_rows: How many rows the client has moved by each path; see `Backend.moved_rows`. It grows.
         waiting: Token of each claim of the client that is under way -> when it began, on `time.monotonic`'s clock. It
             changes.
+        describe: Asks the store for the registration of a partition, past the middleware.
     """
 
     backend: str
@@ -48,6 +51,7 @@ class MiddlewareContext:
     role: str = ""
     moved_rows: Mapping[str, int] = field(default_factory=dict)
     waiting: Mapping[str, float] = field(default_factory=dict)
+    describe: Callable[[DescribeRequest], PartitionInfo] | None = None
 
 
 class Middleware:

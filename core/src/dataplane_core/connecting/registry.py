@@ -167,7 +167,7 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
                 wire=cls.wire,
                 role=config.role or program_name(),
                 moved_rows=backend.moved_rows,
-                describe=lambda request: backend.describe_partition(request=request),
+                describe=lambda request: backend.describe_partition(request),  # type: ignore[attr-defined] # a hook
             ),
             bootstrap=bootstrap,
             deadline=deadline,

@@ -152,8 +152,7 @@ class Store:
         # over TCP, memory is registered within microseconds: rows are moved from and to where they lie
         size = settings.local_buffer_size_bytes
         self._slot_size = size // _NUM_SLOTS
-        # no SimpleQueue: of several threads that wait with a timeout, its `get` may wait for ever (CPython 3.11)
-        self._slots: queue.Queue[_Bytes] = queue.Queue()
+        self._slots: queue.Queue[_Bytes] = queue.Queue()  # a SimpleQueue with several readers may ignore timeouts
         if size:
             self._buffer: _Bytes = np.empty(size, dtype=np.uint8)
             self._register(self._buffer)

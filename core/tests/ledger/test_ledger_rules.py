@@ -121,6 +121,16 @@ def test_what_is_declared_while_a_put_is_under_way_holds_for_it(about, error, lo
         put(made, ["b"], strings={"x": None})
 
 
+def test_what_is_declared_of_a_field_that_lists_left_open_holds_from_then_on():
+    made = ledger()
+    begun = made.apply(replace(begin(["a"]), specs={"x": FieldSpec.of_ints(0)}), 0.0)
+    made.apply(commands.CommitPut(begun), 0.0)
+    made.apply(replace(register(epoch="later"), if_exists="keep", declared={"x": "tensor:float32:-1:"}), 0.0)
+    with pytest.raises(SchemaMismatchError):
+        made.apply(replace(begin(["b"]), specs={"x": FieldSpec("tensor", "int64")}), 0.0)
+    made.apply(replace(begin(["b"]), specs={"x": FieldSpec("tensor", "float32")}), 0.0)
+
+
 def test_a_claim_that_comes_again_after_a_clear_opens_no_partition():
     made, opens = Ledger(), replace(register(), if_exists="keep")
     asks = claim(opens=opens, task="other")

@@ -166,6 +166,9 @@ class Partition:
         for task_name in command.consumer_tasks:
             self.add_task(task_name)
         self.declared |= {name: added[name] for name in fresh}
+        for name in fresh:
+            if (before := self.specs.get(name)) is not None:  # if lists left it open, it is so no longer
+                self.specs[name] = before.after(added[name].for_first(before)) or before
         self.info = extended
         if info.num_samples is None and command.num_samples is not None:
             self.seen.update(self.rows)

@@ -72,6 +72,20 @@ def test_a_lost_reply_is_repeated_with_the_same_id_however_the_store_fails_meanw
         assert all(len(each) == 32 for each in backend.requests)
 
 
+def test_what_a_put_registers_is_the_same_in_each_repetition_whatever_middleware_does_to_it():
+    seen = []
+
+    class Changes(Fails):
+        def put_samples(self, request):
+            request.opens.fields.append("more")
+            seen.append(request.opens.fields)
+            return super().put_samples(request)
+
+    with opened(Changes, open_partitions=True) as client:
+        put(client, LostReplyError("lost"), None)
+        assert seen == [["x", "more"]] * 2
+
+
 def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():
     for cls, error in (
         (Fails, BackendUnavailableError("down", outcome="not_done")),

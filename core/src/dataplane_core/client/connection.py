@@ -543,6 +543,8 @@ def copy_of(request: _Q) -> _Q:
             copied[name] = list(map(dict, value)) if value and type(value[0]) is dict else list(value)
         elif type(value) is dict:  # columns may be lists
             copied[name] = {key: list(column) if type(column) is list else column for key, column in value.items()}
+        elif isinstance(value, Request):  # what a put or a claim registers
+            copied[name] = copy_of(value)
     return replace(request, **copied)
 
 

@@ -36,6 +36,7 @@ _KINDS: Final = {"array": "a list", "object": "a dict", "null": "None", "str": "
 #: What msgspec says of a value of the right type -> what is said of it here.
 _BOUNDS: Final = (
     (re.compile(r"Expected `\w+` of length >= 1"), "must not be empty"),
+    (re.compile(r"Expected `\w+` of length <= (\d+)"), r"must have a length of at most \1"),
     (re.compile(r"Expected `\w+` >= ([-\d.e+]+)"), r"must be at least \1"),
     (re.compile(r"Expected `\w+` > ([-\d.e+]+)"), r"must be above \1"),
     (re.compile(rf"Expected `float` <= {sys.float_info.max}"), "must be finite"),
@@ -70,10 +71,10 @@ def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
         except msgspec.ValidationError as error:
             name, bracket, rest = _place_of(error).removeprefix(".").partition("[")
             value: Any = arguments.get(name)
-            if bracket or not _is_to_be_list(value, error):
+            if bracket or (plain := _plain(value, error)) is None:
                 hints = get_type_hints(form, include_extras=True)
                 raise _refusal(f"{where}: {name}", bracket + rest, value, hints.get(name), error) from None
-            arguments[name] = list(value)
+            arguments[name] = plain
     made = _sendable(where, form, made)
     check = getattr(made, "check", None)
     if check is not None:
@@ -92,8 +93,8 @@ def checked_as(what: str, form: Any, value: Any) -> Any:
         made = msgspec.convert(value, form)
     except msgspec.ValidationError as error:
         place = _place_of(error)
-        if not place and _is_to_be_list(value, error):
-            return checked_as(what, form, list(value))
+        if not place and (plain := _plain(value, error)) is not None:
+            return checked_as(what, form, plain)
         raise _refusal(what, place, value, form, error) from None
     return _sendable(what, form, made)
 
@@ -144,10 +145,12 @@ def as_plain(value: Any) -> object:
     raise NotImplementedError(f"a value of {type(value).__name__} cannot be sent")
 
 
-def _is_to_be_list(value: Any, error: Exception) -> bool:
-    """Whether an iterable was given where a list is due."""
+def _plain(value: Any, error: Exception) -> list[Any] | float | None:
+    """An iterable that was given where a list is due, as a list; a float of a subclass, such as numpy's, as a float."""
+    if isinstance(value, float) and type(value) is not float and str(error).startswith("Expected `float"):
+        return float(value)
     is_other = not isinstance(value, (str, bytes, list, tuple)) and hasattr(value, "__iter__")
-    return is_other and str(error).startswith("Expected `array")
+    return list(value) if is_other and str(error).startswith("Expected `array") else None
 
 
 def _place_of(error: msgspec.ValidationError) -> str:

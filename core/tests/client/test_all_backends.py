@@ -244,6 +244,9 @@ WRONG = [
     ("register_partition", ValueError, "copy", [{"followers": ["copy"]}]),
     ("register_partition", ValueError, "if_exists", [{"if_exists": "keeep"}]),
     ("register_partition", TypeError, "", [{"partition_id": 7}, {"consumer_tasks": "train"}]),
+    ("register_partition", TypeError, r"enums\['x'\]\[0\] must be a str, got int", [{"enums": {"x": [1]}}]),
+    ("register_partition", TypeError, r"enums\['x'\] must be a list, got str", [{"enums": {"x": "ab"}}]),
+    ("register_partition", ValueError, r"enums\['x'\]\[0\] must have a length", [{"enums": {"x": ["a" * 65]}}]),
     ("put_samples", ValueError, "", [{"fields": None}, {"fields": TensorDict({}, batch_size=[2])}]),
     ("put_samples", ValueError, "", [{"fields": batch(rows, x=torch.arange(rows))} for rows in (1, 3)]),
     ("put_samples", ValueError, "", [{"fields": {name: torch.zeros(2)}} for name in NO_NAMES]),
@@ -285,6 +288,15 @@ def test_wrong_arguments_are_refused_before_any_hook(client, faults):
                     getattr(client, operation)(**{**usual, **arguments})
                 check_error(caught.value, "noop")
                 assert calls == [], "a hook was called"
+
+
+def test_values_that_are_no_plain_ones_are_taken_as_such(client):
+    client.register_partition("p", {"x": torch.int64}, None, ["train"], enums={"o": np.array(["a", "b"])})
+    client.put_samples(["a"], "p", {"x": torch.arange(1)})
+    held = client.claim_meta("p", "train", ["x"], 1, timeout_s=np.float64(9.0), lease_s=np.float64(600.0))
+    client.renew(held, np.float64(600.0))
+    info = client.describe("p").info
+    assert (info.enums["o"], info.declared) == (("a", "b"), {"x": "tensor:int64:-1:"})
 
 
 # --- what a backend does not declare ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dataplane_core.arguments import (
     Name,
     PositiveSeconds,
     check_count,
+    check_dict,
     check_meta,
     check_name,
     check_names,
@@ -70,6 +71,7 @@ from dataplane_core.spec.requests import (
     IfExists,
     NackRequest,
     RenewRequest,
+    Words,
 )
 
 
@@ -141,6 +143,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
         with self._connection.operation("register_partition", partition_id):
+            check_dict("register_partition: enums", enums or {})
             request = checked(
                 "register_partition",
                 RegisterRequest,
@@ -150,7 +153,10 @@ class DataPlaneClient(ClientFacts):
                 num_samples=num_samples,
                 consumer_tasks=consumer_tasks,
                 grpo_group_size=grpo_group_size,
-                enums=enums or {},
+                enums={
+                    name: checked_as(f"register_partition: enums[{name!r}]", Words, words)
+                    for name, words in (enums or {}).items()
+                },
                 followers=followers,
                 if_exists=if_exists,
             )

@@ -94,7 +94,7 @@ class FieldSpec(Frozen, frozen=True):
             is_good = min(trailing, default=0) >= 0 and cls.from_text(spec.to_text()).torch_dtype is not None
         except (TypeError, CorruptDataError):
             is_good = False
-        if not is_good or (not isinstance(form, str) and len(form) > 2):
+        if not is_good or (shape is not None and len(form) > 2):
             raise InvalidRequestError(
                 f"{where} refused: {form!r}. Expected 'object', the name of a torch dtype such as 'float32', or a "
                 "dtype and the shape of a cell, such as ('uint8', (3, 224, 224))."

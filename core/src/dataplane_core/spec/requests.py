@@ -48,7 +48,8 @@ RequestId: TypeAlias = Annotated[str, Meta(max_length=64)]
 MOST_WORDS: Final = 256
 MOST_LETTERS: Final = 64
 _Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MOST_LETTERS)]
-_Words: TypeAlias = Annotated[list[_Word], Meta(max_length=MOST_WORDS)]
+#: The strings of an enum.
+Words: TypeAlias = Annotated[list[_Word], Meta(max_length=MOST_WORDS)]
 #: The most data-parallel ranks of a claim: a ledger has a list of as many.
 _MOST_RANKS: Final = 1 << 20
 
@@ -154,7 +155,7 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
     num_samples: Index | None = None
     consumer_tasks: list[Name] = field(default_factory=list)
     grpo_group_size: Count | None = None
-    enums: dict[str, _Words] = field(default_factory=dict)
+    enums: dict[str, Words] = field(default_factory=dict)
     epoch: str = field(default_factory=new_id)
     if_exists: IfExists = "replace"
     followers: list[Name] = field(default_factory=list)

@@ -149,6 +149,7 @@ def test_columns_of_equal_large_cells_of_lists_and_of_nothing_are_recorded_as_th
     for sample_id, row, empty, ints in zip(ids, found["image"], found["empty"], found["ints"], strict=True):
         assert torch.equal(row, columns["image"][int(sample_id[1:])])
         assert (list(empty), list(ints)) == ([], [1, 2])
+    assert recording.damage(put) == []
 
 
 def test_none_records_neither_digests_nor_rows(folder):
@@ -170,6 +171,19 @@ def test_neither_checksums_nor_secrets_nor_what_only_pickle_could_encode_are_rec
     everything = b"".join(path.read_bytes() for path in folder.iterdir())
     assert b"~xxh3" not in everything
     assert b"98765432" not in everything
+
+
+@pytest.mark.parametrize(("backend", "payload"), [("sqlite", "digests"), ("sqlite", "all"), ("shm_store", "all")])
+def test_an_object_that_only_pickle_could_encode_is_put_on_every_wire(tmp_path, folder, backend, payload):
+    recorder = {"recorder": {"folder": str(folder), "payload": payload}}
+    options = {"path": str(tmp_path / "store")} if backend == "sqlite" else {"namespace": tmp_path.name[-30:]}
+    config = DataPlaneConfig(backend=backend, allow_pickle=True, options=options, middleware=[recorder])
+    with connect_backend(SQLiteStore, config) if backend == "sqlite" else connect(config) as client:
+        client.register_partition("p", ["x", "odd"], None, ["t"])
+        client.put_samples(["a"], "p", {"x": torch.ones(1), "odd": [3 + 4j]})
+        assert client.get_samples(["a"], "p", ["odd"])["odd"] == [3 + 4j]
+    (put,) = records(folder, "put_samples")
+    assert put.left_out == (["odd"] if payload == "all" else [])
 
 
 def test_failed_operations_are_recorded_without_content(folder):

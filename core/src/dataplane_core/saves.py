@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final, Self, cast
 
 import msgspec
 import torch
+from tensordict import NonTensorStack
 
 from dataplane_core.codec.rows import Columns, EmptyLists, TensorRows
 from dataplane_core.codec.wire import decode_columns, encode_columns
@@ -310,7 +311,7 @@ def tensor_rows(columns: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> C
 
 
 def _tensor_rows(column: Any, spec: FieldSpec) -> Any:
-    if spec.kind != "tensor" or isinstance(column, torch.Tensor):
+    if spec.kind != "tensor" or not isinstance(column, NonTensorStack):
         return column
     items = column.tolist()
     if spec.lists != "empty":

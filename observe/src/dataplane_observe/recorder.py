@@ -213,10 +213,12 @@ class Recorder(EventMiddleware):
         specs, wire, count = {name: request.specs[name] for name in names}, self.context.wire, len(request.sample_ids)
         decoded: dict[str, Any] | None = None
         if wire.bytes or payload != "digests":
-            decoded = decode_columns(columns, specs, count, wire, share_rows=payload in ("all", "digests"))
+            shares = payload in ("all", "digests")
+            # what is pickled, this client has pickled: it may only put that with `allow_pickle`
+            decoded = decode_columns(columns, specs, count, wire, allow_pickle=True, share_rows=shares)
         if wire.bytes:  # digests of tensors do not depend on how a backend frames them
             assert decoded is not None
-            digests, specs = row_digests(decoded, specs, count)
+            digests, specs = row_digests(decoded, specs, count, allow_pickle=True)
         else:
             digests = {name: cell_digests(columns[name], specs[name], wire) for name in names}
         more["digests"] = {name: pack_digests(each) for name, each in digests.items()}

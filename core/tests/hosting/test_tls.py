@@ -7,7 +7,16 @@ import time
 import pytest
 
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.hosting import LedgerHost, Messages, Server, Session, TcpAddress, listen_on, new_token
+from dataplane_core.hosting import (
+    LedgerHost,
+    Messages,
+    Server,
+    Session,
+    TcpAddress,
+    listen_on,
+    new_token,
+    server as hosting_server,
+)
 from dataplane_core.hosting.server import behind_tls
 from dataplane_core.ledger import LedgerService, commands
 
@@ -57,3 +66,13 @@ def test_who_does_not_know_the_certificate_gets_no_answer(place, certificate):
     listener.close()
     with pytest.raises(BackendUnavailableError):
         Session(TcpAddress(*known, certificate and other), Messages(), time.monotonic() + 60, failure)
+
+
+def test_who_connects_and_says_nothing_is_let_go_after_as_long_as_without_tls(monkeypatch):
+    monkeypatch.setattr(hosting_server, "_GREETING_S", 0.2)
+    tcp = listen_on("127.0.0.1")
+    listener, _, end = behind_tls(tcp)
+    with socket.create_connection(tcp.getsockname(), timeout=20.0) as silent:
+        assert silent.recv(1) == b""
+    end()
+    listener.close()

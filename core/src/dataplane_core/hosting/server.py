@@ -293,7 +293,8 @@ def behind_tls(listener: socket.socket) -> tuple[socket.socket, str, Callable[[]
             await asyncio.gather(_pass_on(reader, out), _pass_on(inner, writer))
 
     async def run() -> None:
-        async with await asyncio.start_server(serve, sock=listener, ssl=context, limit=RECEIVE_BYTES):
+        options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": _GREETING_S, "limit": RECEIVE_BYTES}
+        async with await asyncio.start_server(serve, sock=listener, **options):
             await ended.wait()
 
     def run_loop() -> None:

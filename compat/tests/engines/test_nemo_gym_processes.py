@@ -21,7 +21,6 @@ from nemo_gym_stores import (
 )
 from tiers import in_long
 
-from dataplane_compat.nemo_gym import FIELDS, DataPlaneTokenStore, token_entries
 from dataplane_core.cli import main
 
 
@@ -46,11 +45,6 @@ def test_read_and_export_show_the_rows(store, config, tmp_path, capsys):
     assert row["generation_token_ids"] == [4, 5, 6, 7, 8]
     assert row["generation_lengths"] == [2, 3]
     assert [each["model_call_id"] for each in json.loads(row["calls"])] == ["first", "second"]
-    assert main(["import", str(tmp_path / "out"), run, f"{name}-again"]) == 0
-    again = DataPlaneTokenStore(config, partition=f"{name}-again")
-    rows = asyncio.run(again.client.get_samples(["a"], f"{name}-again", FIELDS))
-    assert token_entries(rows)[0] == list(asyncio.run(store.freeze("a")).entries)
-    asyncio.run(again.close())
 
 
 WRITER = """

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Final, Self, cast
 
 import msgspec
 import torch
-from tensordict import NonTensorStack
 
 from dataplane_core.codec.rows import Columns, EmptyLists, TensorRows
 from dataplane_core.codec.wire import decode_columns, encode_columns
@@ -311,7 +310,7 @@ def tensor_rows(columns: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> C
 
 
 def _tensor_rows(column: Any, spec: FieldSpec) -> Any:
-    if spec.kind != "tensor" or not isinstance(column, NonTensorStack):
+    if spec.kind != "tensor" or isinstance(column, torch.Tensor | list):
         return column
     items = column.tolist()
     if spec.lists != "empty":

@@ -350,7 +350,7 @@ class History:
     def _was_cleared(self, step: commands.ClearRequest) -> None:
         dice = self.dice
         if step.sample_ids is None:
-            if dice.random() < 0.5:
+            if dice.random() < 0.5 and step.partition_id in PARTITIONS:
                 self._next += [self._repeat, lambda: self._register(step.partition_id, keep=False), self._repeat]
         elif dice.random() < 0.6:
             ids = list(step.sample_ids)

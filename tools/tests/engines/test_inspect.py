@@ -6,11 +6,11 @@ import re
 import signal
 import socket
 import subprocess
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dataplane_core import connect
 from dataplane_core.cli import main

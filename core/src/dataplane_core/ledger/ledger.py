@@ -197,7 +197,7 @@ class Ledger:
     def check_put(self, put: commands.BeginPut, now: float) -> None:
         """Raises what a put would raise now, and changes nothing but what the put does too before it is checked."""
         self._reap(now)
-        if self.begun(put) is None:
+        if self._begun(put) is None:
             self._check_begin(put, now)
 
     def partition(self, partition_id: str) -> Partition:
@@ -272,7 +272,7 @@ class Ledger:
 
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
         self._reap(now)
-        begun = self.begun(command)
+        begun = self._begun(command)
         if begun is not None:
             return begun
         partition = self._check_begin(command, now)
@@ -303,7 +303,7 @@ class Ledger:
         self._pending[write_id] = Pending(put, partition.info.epoch, partition.version, seqs, now + command.ttl_s)
         return write_id
 
-    def begun(self, put: commands.BeginPut) -> int | None:
+    def _begun(self, put: commands.BeginPut) -> int | None:
         """The write id of a put that comes again while it is begun."""
         if put.request_id is None:
             return None

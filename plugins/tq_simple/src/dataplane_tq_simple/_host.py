@@ -165,9 +165,6 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        before: int | None = self._ledger.ledger.begun(put)
-        if before is not None:  # its answer was lost, or that of its commit: its rows may be on a unit already
-            self._ledger.call(commands.AbortPut(before))
         write_id = self.book.choose(self._ledger.ledger.next_number, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(replace(put, write_id=write_id))

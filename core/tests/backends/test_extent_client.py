@@ -370,8 +370,8 @@ def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(t
         get(client, [ExtentRead(1, SLOTS, [0], [0])], 1)
     life = Unit(folder=tmp_path)
     client = life.client(path)
-    for write_id in (1, 2):  # who has told the host nothing yet sees all that was not dropped whole
-        assert_rows(get(client, [ExtentRead(write_id, SLOTS, [2, 1, 0], range(3))], 3), columns, [2, 1, 0])
+    for write_id, rows in ((1, [2, 1, 0]), (2, [2, 1])):
+        assert_rows(get(client, [ExtentRead(write_id, SLOTS, rows, range(len(rows)))], len(rows)), columns, rows)
     client.session.call("retain", soon(), Retain({1: [0, 1, 2], 2: [1, 2]}))
     assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
     for gone in ((2, 0), (3, 0), (4, 0)):

@@ -99,15 +99,6 @@ def checked_as(what: str, form: Any, value: Any) -> Any:
     return _sendable(what, form, made)
 
 
-def fits(value: Any, form: Any) -> bool:
-    """Whether plain values of JSON or msgpack are of a type, such as a ``TypedDict``. A bool is no int."""
-    try:
-        msgspec.convert(value, form, builtin_types=(bytes,))
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: a key with half of a surrogate pair
-        return False
-    return True
-
-
 def check_name(what: str, name: Any) -> None:
     """Accepts a non-empty str of valid Unicode."""
     if not (type(name) is str and name and name.isascii()):

@@ -1,16 +1,13 @@
 """Values from bytes that nobody of this package wrote: refused, and without more memory than the bytes are worth."""
 
 import tracemalloc
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
 
 import pytest
 import torch
 
-from dataplane_core.arguments import Seconds, fits
 from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.errors import CorruptDataError, FrameError
-from dataplane_core.spec import FieldSpec, TagValue
+from dataplane_core.spec import FieldSpec
 
 
 def peak_of(call):
@@ -29,34 +26,6 @@ def test_forged_lengths_of_nested_lists_allocate_nothing():
         claims
     )  # the innermost list takes 8 bytes for each of its items
     assert decode_item(encode_item([None] * 2**18)) == [None] * 2**18
-
-
-#: A type, values that fit it, and values that do not.
-FORMS = [
-    (int, [1], [True]),
-    (float, [1], ["1"]),
-    (Seconds, [0.5], [float("nan"), -0.5]),
-    (Mapping[str, TagValue], [{"a": float("nan"), "b": 1, "c": None}], [{"a": [1.0]}]),
-    (str | None, [None, ""], [b""]),
-    (Literal["keep", "replace"], ["keep"], [["keep"], "\ud800"]),
-    (Sequence[int], [[1]], [[1, [2]]]),
-    (Sequence[str], [["ab"]], ["ab"]),
-    (Sequence[tuple[str, Any, int | None]], [[["a", 1, None]]], [[["a", 1]]]),
-    (Mapping[str, Sequence[str]], [{"a": ["b"]}], [{1: ["b"]}]),
-    (Mapping[str, str], [{"a": "b"}], [[["a"]]]),
-]
-
-
-@pytest.mark.parametrize(("form", "good", "bad"), FORMS, ids=str)
-def test_a_value_fits_a_type_or_not(form, good, bad):
-    class Whole(TypedDict):
-        a: form
-
-    for value, is_good in (*((each, True) for each in good), *((each, False) for each in bad)):
-        assert fits(value, form) is is_good
-        assert fits({"a": value, "more": 0}, Whole) is is_good
-        assert not fits({"a": value, "\ud800": 0}, Whole), "half of a surrogate pair"
-    assert not fits({}, Whole)
 
 
 def test_a_text_that_is_no_spec_is_refused():

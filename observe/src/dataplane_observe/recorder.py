@@ -115,7 +115,8 @@ class Recorder(EventMiddleware):
 
     Every put, read, claim, ack, nack, clear and registration is recorded when it has ended, also one that failed; a
     claim that waits once, when it ends. Of claims for the same that get nothing one after the other, the first one is.
-    A full disk ends no operation: what could not be recorded is counted, and the next line says so.
+    A full disk ends no operation: what could not be recorded is counted, and the next line says so. With
+    ``open_partitions``, each put and claim asks the store once more, for the registration that it met.
 
     Args:
         options: As `RecorderConfig`.

@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, TypedDict
 import msgspec
 import numpy as np
 
-from dataplane_core.arguments import fits
 from dataplane_core.codec import cell_digests, encode_columns
 from dataplane_core.digests import fast_digest, fast_hash
 from dataplane_core.errors import (
@@ -308,11 +307,10 @@ class Recording:
         is_whole = len(block) == size and fast_hash(block).hexdigest() == digest
         try:
             columns, head = unpack_rows(block)
-        except DataPlaneError as error:
+            ids = msgspec.convert(head, _Head)["ids"]
+        except (DataPlaneError, msgspec.ValidationError, UnicodeEncodeError) as error:
             raise CorruptDataError(f"{what} are not as they were written.") from error
-        if not fits(head, _Head):
-            raise CorruptDataError(f"{what} have no ids.")
-        return list(head["ids"]), columns, is_whole
+        return list(ids), columns, is_whole
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

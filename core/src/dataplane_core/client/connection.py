@@ -381,8 +381,7 @@ class Connection:
 
         Refuses it if the backend lacks what it needs, or if its partition, where it has one, is no name.
         """
-        if self.pid != os.getpid():
-            self.check_process()
+        self.check_process()
         if _exits and (self._is_left_alone() or threading.current_thread() is not threading.main_thread()):
             raise ClientClosedError("the program ends, and calls of other threads with it.")
         call = RunningCall(operation, *partition)

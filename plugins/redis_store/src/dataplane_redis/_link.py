@@ -176,11 +176,6 @@ class Link:
 
     # --- servers ------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_cluster(self) -> bool:
-        """Whether the server is a node of a cluster, whose nodes share the keys."""
-        return self._cluster is not None
-
     def follow(self, what: str, deadline: float) -> None:
         """Finds out whether the server is a node of a cluster. Raises as `call`."""
         info = self.call(what, deadline, b"", lambda stream: stream.ask(b"INFO", b"cluster"))

@@ -2,6 +2,8 @@
 
 Its methods check their arguments, call what the modules beside this one do, and keep the promises of the contract that
 do not depend on the backend.
+
+One long file: more than half of it says what the methods of the one class promise.
 """
 
 from __future__ import annotations

@@ -381,7 +381,8 @@ class Connection:
 
         Refuses it if the backend lacks what it needs, or if its partition, where it has one, is no name.
         """
-        self.check_process()
+        if self.pid != os.getpid():  # without a call for each operation
+            self.check_process()
         if _exits and (self._is_left_alone() or threading.current_thread() is not threading.main_thread()):
             raise ClientClosedError("the program ends, and calls of other threads with it.")
         call = RunningCall(operation, *partition)

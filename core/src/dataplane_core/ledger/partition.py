@@ -1,5 +1,4 @@
 """One registered partition of a `Ledger`: its rows, and which of them each task was given. Pure, like the ledger.
-
 One long file, since every rule reads and changes the same rows, holds and views.
 """
 

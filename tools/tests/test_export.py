@@ -436,7 +436,7 @@ def test_folders_that_have_something_else(written, tmp_path):
 
 
 def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_path):
-    out, options = tmp_path / "out", {"task": "export", "every_s": 3600.0}
+    out, options = tmp_path / "out", {"task": "export:it", "every_s": 3600.0}
     assert follow(written, out, **options) == 4
     with pytest.raises(InvalidRequestError, match="another what"):
         export_partition(written, "p", out)
@@ -448,7 +448,7 @@ def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_pa
     written.put_samples(["e"], "p", {"reward": torch.ones(1).bfloat16()})
     assert follow(written, out, idle_s=None, **options) == 5  # now the partition is finished
     assert ids_in(out) == ["a", "b", "c", "d", "e"]
-    assert written.is_finished("p", ["export"])
+    assert written.is_finished("p", ["export:it"])
     assert follow(written, tmp_path / "own", where="weight_version>8", idle_s=None, every_s=3600.0) == 3
     written.register_partition("p", ["tokens"], 5, [])
     with pytest.raises(InvalidRequestError, match="it has another epoch"):
@@ -494,9 +494,9 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
     monkeypatch.setattr(follow_module, "_LEASE_MARGIN_S", -7200.0)  # it takes them for over
-    assert follow_partition(client, "p", tmp_path / "out", task="export", every_s=3600.0).num_rows == 6
+    assert follow_partition(client, "p", tmp_path / "out", task="export:it", every_s=3600.0).num_rows == 6
     assert ended
-    assert client.is_finished("p", ["export"])
+    assert client.is_finished("p", ["export:it"])
 
 
 @pytest.mark.parametrize("put_again", [False, True])
@@ -513,10 +513,10 @@ def test_rows_that_are_cleared_before_their_ack_do_not_keep_the_others(
     client.put_samples([f"s{number}" for number in range(6)], "p", {"x": torch.arange(6)})
     client.finish_partition("p")
     before(client, call, number, clears)
-    done = follow_partition(client, "p", tmp_path / "out", task="export", every_s=3600.0)
+    done = follow_partition(client, "p", tmp_path / "out", task="export:it", every_s=3600.0)
     assert [row["x"] for row in rows(tmp_path / "out")] == [*range(6), *([30] * put_again)]
     assert done.num_left == 0
-    assert client.is_finished("p", ["export"])
+    assert client.is_finished("p", ["export:it"])
     manifest = json.loads((tmp_path / "out" / ".export.json").read_text())
     assert manifest["num_acked"] == len(manifest["shards"])  # a restart need not read their ids
 
@@ -527,7 +527,7 @@ def test_follow_does_not_mix_two_registrations(client, tmp_path, before, where, 
     claim = client.claim_meta
 
     def register(*ids):
-        client.register_partition("p", ["x"], None, ["trainer", "export"], followers=["export"])
+        client.register_partition("p", ["x"], None, ["trainer", "export:it"])
         client.put_samples(ids, "p", {"x": torch.ones(len(ids))}, tags=[{"version": 1}] * len(ids))
 
     def registers_anew():
@@ -539,9 +539,9 @@ def test_follow_does_not_mix_two_registrations(client, tmp_path, before, where, 
 
     register("a0", "a1")
     claims = before(client, "claim_meta", 2, registers_anew)
-    assert follow(client, tmp_path / "out", task="export", where=where) == (0 if where else 2)
+    assert follow(client, tmp_path / "out", task="export:it", where=where) == (0 if where else 2)
     assert ids_in(tmp_path / "out") == ([] if where else ["a0", "a1"])
-    task = client.describe("p").tasks["export"]
+    task = client.describe("p").tasks["export:it"]
     assert (task.num_ready, task.num_leased, task.num_consumed) == (3, 0, 0)
 
 
@@ -661,26 +661,25 @@ def test_each_folder_gets_all_rows_of_whole_groups(client, tmp_path):
     put(client, "q0_g0", "q0_g1", "q1_g0")
     assert [follow(client, tmp_path / folder) for folder in ("one", "two", "one")] == [2, 2, 2]
     assert len(client.describe("p").tasks) == 2
-    done = follow_partition(client, "p", tmp_path / "named", task="mine", idle_s=0.0)
+    done = follow_partition(client, "p", tmp_path / "named", task="export:mine", idle_s=0.0)
     assert (done.num_rows, done.num_left) == (2, 1)
     assert follow(client, tmp_path / "named") == 2  # with the task that it had
     assert export_partition(client, "p", tmp_path / "all").num_rows == 3
     with pytest.raises(InvalidRequestError, match="another what"):
-        follow(client, tmp_path / "named", task="other")
+        follow(client, tmp_path / "named", task="export:other")
     for _ in range(2):
-        with pytest.raises(InvalidRequestError, match="'mine' of 'p' was given samples already"):
-            follow(client, tmp_path / "three", task="mine")
+        with pytest.raises(InvalidRequestError, match="'export:mine' of 'p' was given samples already"):
+            follow(client, tmp_path / "three", task="export:mine")
 
 
 def test_the_task_of_a_trainer_is_refused(client, tmp_path):
-    client.register_partition("p", ["x"], None, ["trainer", "copy"], followers=["copy"])
+    client.register_partition("p", ["x"], None, ["trainer", "export:copy"])
     put(client, "a", "b")
-    with pytest.raises(InvalidRequestError, match="'trainer' of 'p' was registered as a task that") as caught:
-        follow(client, tmp_path / "out", task="trainer")
-    assert "among the followers" in caught.value.hint
-    assert client.describe("p").info.followers == ("copy",)
+    for task in ("trainer", "export:"):
+        with pytest.raises(InvalidRequestError, match=f"the task '{task}'. Expected one whose name begins with 'exp"):
+            follow(client, tmp_path / "out", task=task)
     assert client.claim_meta("p", "trainer", ["x"], 2).size == 2
-    assert follow(client, tmp_path / "out", task="copy") == 2
+    assert follow(client, tmp_path / "out", task="export:copy") == 2
 
 
 def test_without_pyarrow_it_says_what_to_install(monkeypatch):

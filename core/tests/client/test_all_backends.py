@@ -241,7 +241,6 @@ USUAL = {
 WRONG = [
     ("register_partition", ValueError, "", [{"partition_id": ""}, {"num_samples": 0}, {"fields": [""]}]),
     ("register_partition", ValueError, "grpo_group_size", [{"grpo_group_size": 0}]),
-    ("register_partition", ValueError, "copy", [{"followers": ["copy"]}]),
     ("register_partition", ValueError, "if_exists", [{"if_exists": "keeep"}]),
     ("register_partition", TypeError, "", [{"partition_id": 7}, {"consumer_tasks": "train"}]),
     ("register_partition", TypeError, r"enums\['x'\]\[0\] must be a str, got int", [{"enums": {"x": [1]}}]),

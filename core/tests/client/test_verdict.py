@@ -54,11 +54,9 @@ def generates(client, *groups, running_s=13.5, partition="p"):
     return replace(client, phases=[phase])
 
 
-def partition(
-    held=4, cleared=0, num_samples=None, fields=("x", "y"), group=None, oldest_s=500.0, tasks=("train",), followers=()
-):
+def partition(held=4, cleared=0, num_samples=None, fields=("x", "y"), group=None, oldest_s=500.0, tasks=("train",)):
     told = {"fields": fields, "num_samples": num_samples, "consumer_tasks": tasks, "grpo_group_size": group}
-    info = PartitionInfo(epoch="e", enums={}, followers=followers, **told)
+    info = PartitionInfo(epoch="e", enums={}, **told)
     return PartitionDescription(
         info=info,
         specs={"x": FieldSpec("tensor", "int64", 1, ())},
@@ -322,10 +320,10 @@ def test_a_task_has_waited_since_it_asked_first():
 
 
 @pytest.mark.parametrize("fate", ["gone", "closed", "silent"])
-def test_a_task_that_follows_and_ended_is_not_starved(fate):
-    for followers, state in ((("copy",), "idle"), ((), "starved")):
-        ended = client("dataplane", claims("copy"), state=fate, heard_s=90.0)
-        told = verdict(partition(tasks=("copy", "export"), followers=followers), ended, task="copy")
+def test_a_task_of_an_export_that_ended_is_not_starved(fate):
+    for task, state in (("export:copy", "idle"), ("export", "starved")):
+        ended = client("dataplane", claims(task), state=fate, heard_s=90.0)
+        told = verdict(partition(tasks=("export:copy", "export")), ended, task=task)
         assert (told.state, told.cause) == (state, fate)
 
 

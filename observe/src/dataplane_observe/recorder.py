@@ -61,7 +61,7 @@ _MOST_EMPTY: Final = 1024
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
     "register_partition": (
         *("fields", "num_samples", "consumer_tasks", "grpo_group_size"),
-        *("enums", "followers", "declared", "if_exists"),
+        *("enums", "declared", "if_exists"),
     ),
     "claim": (
         *("required_fields", "batch_size", "tag_filter", "sampler", "holder"),

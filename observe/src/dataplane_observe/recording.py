@@ -131,7 +131,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     consumer_tasks: list[str] = []
     grpo_group_size: int | None = None
     enums: dict[str, list[str]] = {}
-    followers: list[str] = []
     if_exists: Literal["", "replace", "keep"] = ""
     step: int | None = None
     values: dict[str, float] = {}

@@ -447,7 +447,6 @@ class History:
             *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(tasks)),
             *(group, dice.choice([{}, {"o": ["a"]}, {"o": ["b"]}]), f"e{self._number()}"),
             if_exists="keep" if keeps else "replace",
-            followers=dice.choice([[], list(tasks[1:])]),
         )
 
     def _finish(self, name: str = "") -> Step | None:

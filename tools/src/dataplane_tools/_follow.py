@@ -60,8 +60,8 @@ def follow_partition(
         partition_id: The partition.
         folder: A new folder, or one that the same call left.
         fields, where, messages, tokenizer, shard_bytes: As for `export_partition`.
-        task: The task that follows, for this folder alone. None: one of the folder's own, ``export-`` and 8 digits, or
-            the one that it had. Samples must not be cleared before it has them.
+        task: The task that follows, for this folder alone, such as ``export:mine``. None: one of the folder's own,
+            ``export:`` and 8 digits, or the one that it had. Samples must not be cleared before it has them.
         every_s: A shard is complete at the latest after this many seconds.
         idle_s: End if no row came for this many seconds.
         stop: End soon after this is set. What was read is in the folder.
@@ -79,6 +79,11 @@ def follow_partition(
     """
     if every_s <= 0 or (idle_s is not None and idle_s < 0):
         raise InvalidRequestError("export refused: its seconds must be above 0.")
+    if task is not None and (not task.startswith(OWN_TASK) or task == OWN_TASK):
+        raise InvalidRequestError(
+            f"export refused: the task '{task}'. Expected one whose name begins with '{OWN_TASK}': no trainer has it, "
+            "and `why` never says that it is starved."
+        )
     what = What(fields=fields, where=where, messages=messages, partial=False, task=task or OWN_TASK)
     with Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
         follower = _Follower(portions, every_s)
@@ -139,7 +144,7 @@ class _Follower:
             raise
 
     def _register(self) -> None:
-        """Adds the task, as one that follows. If it was killed before, it has consumed what is on the disk, and nothing
+        """Adds the task. If it was killed before, it has consumed what is on the disk, and nothing
         else is its own.
 
         Raises:
@@ -147,29 +152,23 @@ class _Follower:
         """
         client, partition_id, task, shards = self._client, self._partition_id, self._task, self._portions.shards
         found = client.describe(partition_id)
-        is_follower = task in found.info.followers
-        if task in found.tasks and shards.is_new and (why := self._why_not(found.tasks[task], is_follower)):
+        if task in found.tasks and shards.is_new and (why := self._why_not(found.tasks[task])):
             shards.take_back()
             raise InvalidRequestError(
                 f"the task '{task}' of '{partition_id}' {why}, so '{shards.folder}' would not get all samples.",
-                hint="Name another task, or the folder that has them. Without --task, each folder has its own. "
-                "A task that is registered for an export belongs among the followers.",
+                hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
             )
-        if not is_follower:
-            client.register_partition(
-                partition_id, [], None, [task], self._group_size, if_exists="keep", followers=[task]
-            )
+        if task not in found.tasks:
+            client.register_partition(partition_id, [], None, [task], self._group_size, if_exists="keep")
         consumed = client.list_consumed(partition_id, task)
         # not the rows that were acked: since then, one may have been cleared, and put again as another row
         client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *shards.unacked_ids()])))
         shards.note_acked()
 
-    def _why_not(self, found: TaskDescription, is_follower: bool) -> str:
+    def _why_not(self, found: TaskDescription) -> str:
         """What says that the task is that of something else, as far as it was announced. Empty: nothing."""
         if found.num_leased or found.num_consumed:
             return "was given samples already"
-        if not is_follower:
-            return "was registered as a task that does not follow, such as a trainer's"
         if Capability.CLIENTS not in self._client.capabilities:
             return ""
         own, task = (socket.gethostname(), os.getpid()), ("claim_meta", self._partition_id, self._task)

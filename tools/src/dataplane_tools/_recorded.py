@@ -79,7 +79,6 @@ class _Registered:
     fields: dict[str, None] = field(default_factory=dict)
     tasks: dict[str, None] = field(default_factory=dict)
     enums: dict[str, list[str]] = field(default_factory=dict)
-    followers: dict[str, None] = field(default_factory=dict)
     group_size: int | None = None
     put_fields: set[str] = field(default_factory=set)
 
@@ -87,9 +86,7 @@ class _Registered:
         """Registers it, at first without fields: it then takes all without a word."""
         if_exists: Literal["keep", "replace"] = "keep" if fields else "replace"
         client.register_partition(
-            *(name, fields, None, list(self.tasks), self.group_size, self.enums),
-            if_exists=if_exists,
-            followers=list(self.followers),
+            name, fields, None, list(self.tasks), self.group_size, self.enums, if_exists=if_exists
         )
 
 
@@ -104,7 +101,6 @@ def _registered(recording: Recording) -> dict[str, _Registered]:
             continue
         each.fields |= dict.fromkeys(record.fields)
         each.tasks |= dict.fromkeys(record.consumer_tasks)
-        each.followers |= dict.fromkeys(record.followers)
         each.group_size = record.grpo_group_size or each.group_size
         for name, words in record.enums.items():
             each.enums[name] = list(dict.fromkeys((*each.enums.get(name, ()), *words)))

@@ -30,8 +30,9 @@ KIND: Final = "dataplane-export"
 VERSION: Final = 3
 MANIFEST: Final = ".export.json"
 COLUMNS: Final = "columns.parquet"
-#: Stands for the task that belongs to a folder alone.
-OWN_TASK: Final = ""
+#: With this begins the name of a task of an export: `why` never says that it is starved. Alone, it stands for the task
+#: that a folder has for itself.
+OWN_TASK: Final = "export:"
 #: Under this key, the schema of a shard says what its columns are.
 SCHEMA_KEY: Final = b"dataplane"
 _SHARD: Final = re.compile(r"part-\d{5,}\.parquet")
@@ -334,7 +335,7 @@ def _new(head: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest without shards."""
     export, what = uuid4().hex, dict(head["what"])
     if what["task"] == OWN_TASK:
-        what["task"] = f"export-{export[:8]}"
+        what["task"] = OWN_TASK + export[:8]
     head = {**head, "what": what}
     return {"format": KIND, "version": VERSION, "export": export, **head, "closed": False, "num_acked": 0, "shards": []}
 

@@ -45,7 +45,7 @@ def store(config):
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, store, config, tmp_path, group_size, kills):
     out, total = tmp_path / "out", 60 * (kills + 1)
-    options = ["--shard-bytes", 1, "--every", 0.05, "--where", "keep", "--task", "export"]
+    options = ["--shard-bytes", 1, "--every", 0.05, "--where", "keep", "--task", "export:it"]
     arguments = [config, "p", out, "--follow", *options]
     store.register_partition("p", ["x"], total, ["train"], group_size)
 
@@ -71,7 +71,7 @@ def test_a_follower_that_is_killed_at_any_moment_has_every_row_once(python, stor
     written = [(row["sample_id"], row["x"]) for row in rows(out)]
     expected = [(f"p{each // 2}_g{each % 2}", each) for each in range(total) if each % 8 < 6]
     assert sorted(written, key=lambda row: row[1]) == expected
-    assert store.is_finished("p", ["export"])
+    assert store.is_finished("p", ["export:it"])
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -79,26 +79,28 @@ def test_a_follower_that_is_told_to_end_keeps_what_it_read(python, store, config
     out = tmp_path / "out"
     store.register_partition("p", ["x"], None, [])
     store.put_samples(["a", "b"], "p", {"x": torch.ones(2)})
-    with python.start("-c", EXPORT, config, "p", out, "--follow", "--every", "3600", "--task", "export") as follower:
+    with python.start("-c", EXPORT, config, "p", out, "--follow", "--every", "3600", "--task", "export:it") as follower:
         eventually(lambda: list(out.glob(".part-*")), within_s=STARTS_S, what="an open shard")
         follower.send_signal(sent)
         assert follower.wait(STARTS_S) == 0
     assert [row["sample_id"] for row in rows(out)] == ["a", "b"]
-    assert store.list_consumed("p", "export") == ["a", "b"]
+    assert store.list_consumed("p", "export:it") == ["a", "b"]
 
 
 def test_a_task_that_another_follower_has_is_refused(python, store, config, tmp_path):
     def follow():
-        return follow_partition(store, "p", tmp_path / "two", task="mine", idle_s=0.0).num_rows
+        return follow_partition(store, "p", tmp_path / "two", task="export:mine", idle_s=0.0).num_rows
 
     def operations():
         return [work.operation for each in store.list_clients() for work in each.work]
 
-    store.register_partition("p", ["x"], None, ["mine"], followers=["mine"])
-    with python.start("-c", EXPORT, config, "p", tmp_path / "one", "--follow", "--task", "mine") as follower:
+    store.register_partition("p", ["x"], None, ["export:mine"])
+    with python.start("-c", EXPORT, config, "p", tmp_path / "one", "--follow", "--task", "export:mine") as follower:
         try:
             eventually(lambda: "claim_meta" in operations(), within_s=STARTS_S, what="a claim")
-            with pytest.raises(InvalidRequestError, match=rf"'mine' of 'p' is that of 'process {follower.pid} on "):
+            with pytest.raises(
+                InvalidRequestError, match=rf"'export:mine' of 'p' is that of 'process {follower.pid} on"
+            ):
                 follow()
             assert not (tmp_path / "two" / ".export.json").exists()
         finally:

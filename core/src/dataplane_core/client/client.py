@@ -114,7 +114,6 @@ class DataPlaneClient(ClientFacts):
         enums: Mapping[str, Sequence[str]] | None = None,
         *,
         if_exists: IfExists = "replace",
-        followers: Sequence[str] = (),
     ) -> None:
         """Opens a partition. By default it is new and empty: what an earlier registration held is gone on return.
 
@@ -130,15 +129,13 @@ class DataPlaneClient(ClientFacts):
             grpo_group_size: Claims hand out whole groups of this many samples (capability ``groups``).
             enums: Field -> the strings that it may hold, for object columns: at most 256, of at most 64 characters.
             if_exists: ``replace``: drops an earlier registration of the same name with all that it held. ``keep``:
-                leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields,
-                tasks, strings of enums and followers that it lacks, and ``num_samples`` if it has none. Of several
-                processes that register with ``keep`` at the same time, one opens the partition and the others keep it.
-            followers: Those of ``consumer_tasks`` that follow the others, such as an export: `why` never says that
-                they are starved, and what is exported is registered without them.
+                leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields, tasks
+                and strings of enums that it lacks, and ``num_samples`` if it has none. Of several processes that
+                register with ``keep`` at the same time, one opens the partition and the others keep it.
 
         Raises:
-            InvalidRequestError: A size below 1, empty names, a follower that is not among the tasks, no kind of cells,
-                or ``keep`` with another group size or kind of cells than the partition has.
+            InvalidRequestError: A size below 1, empty names, no kind of cells, or ``keep`` with another group size or
+                kind of cells than the partition has.
             UnsupportedOperationError: The backend does not declare groups.
 
         Examples:
@@ -159,14 +156,8 @@ class DataPlaneClient(ClientFacts):
                     name: checked_as(f"register_partition: enums[{name!r}]", Words, words)
                     for name, words in (enums or {}).items()
                 },
-                followers=followers,
                 if_exists=if_exists,
             )
-            if unknown := [name for name in request.followers if name not in request.consumer_tasks]:
-                raise InvalidRequestError(
-                    f"register_partition('{partition_id}') refused: followers names {preview(unknown)}. Expected some "
-                    "of its consumer_tasks."
-                )
             if num_samples is not None:
                 check_count("register_partition: num_samples", num_samples)
             if grpo_group_size is not None:

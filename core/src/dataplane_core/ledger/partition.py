@@ -159,7 +159,7 @@ class Partition:
                 f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
             )
         fresh = {name: text for name, text in command.declared.items() if name not in self.declared}
-        extended = info.extended(command.fields, command.consumer_tasks, command.enums, command.followers, fresh)
+        extended = info.extended(command.fields, command.consumer_tasks, command.enums, fresh)
         if max(map(len, extended.enums.values()), default=0) > MOST_WORDS:
             raise InvalidRequestError(
                 f"register_partition('{self.partition_id}') refused: an enum would have more than {MOST_WORDS} "

@@ -24,7 +24,6 @@ class Registration(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     consumer_tasks: tuple[str, ...]
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
-    followers: tuple[str, ...] = ()
     declared: Mapping[str, str] = {}
 
 
@@ -76,7 +75,6 @@ class PartitionInfo(Registration, frozen=True, kw_only=True):
         fields: Sequence[str],
         consumer_tasks: Sequence[str],
         enums: Mapping[str, Sequence[str]],
-        followers: Sequence[str] = (),
         declared: Mapping[str, str] | None = None,
     ) -> PartitionInfo:
         """This registration with what ``if_exists="keep"`` adds: fields, tasks, strings of enums, and so on."""
@@ -86,7 +84,6 @@ class PartitionInfo(Registration, frozen=True, kw_only=True):
             fields=_joined(self.fields, fields),
             consumer_tasks=_joined(self.consumer_tasks, consumer_tasks),
             enums={name: _joined(self.enums.get(name, ()), enums.get(name, ())) for name in names},
-            followers=_joined(self.followers, followers),
             declared={**self.declared, **(declared or {})},
         )
 

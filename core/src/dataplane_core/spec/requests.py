@@ -158,7 +158,6 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
     enums: dict[str, Words] = field(default_factory=dict)
     epoch: str = field(default_factory=new_id)
     if_exists: IfExists = "replace"
-    followers: list[Name] = field(default_factory=list)
     declared: dict[str, str] = field(default_factory=dict)
     registered_by: str = ""
     registered_at: float = 0.0

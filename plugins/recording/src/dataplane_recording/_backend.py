@@ -150,7 +150,7 @@ class RecordingBackend(RowStoreBackend):
             self._check_registration(request, run)
             if now is None or not keeps:
                 now = self._begin(name, run, request.epoch, run.first.record.num_samples)
-            info = now.info.extended(request.fields, request.consumer_tasks, request.enums, request.followers)
+            info = now.info.extended(request.fields, request.consumer_tasks, request.enums)
             if keeps and info.num_samples is None and request.num_samples is not None:
                 info = replace(info, num_samples=max(request.num_samples, len(now.sample_ids())))
             now.is_ours, now.info = True, info

@@ -381,7 +381,7 @@ class StoreMachine:
                 self.client.finish_partition(partition)
             else:
                 about = (step.fields, step.num_samples, step.consumer_tasks, step.grpo_group_size, step.enums)
-                self.client.register_partition(partition, *about, if_exists=step.if_exists, followers=step.followers)
+                self.client.register_partition(partition, *about, if_exists=step.if_exists)
 
         with self.noting("register_partition") as sent:
             self.agree(rule, "the registration", error, call)

@@ -64,7 +64,7 @@ ALLOWED = {
     "extents": (0.3, 60.0),
     "latency": (0.5, 2.0),
 }
-#: Colours that people with colour blindness can tell apart (Okabe and Ito), as in the charts of `dataplane flow`.
+#: Colours that people with colour blindness can tell apart (Okabe and Ito).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c2a300", "#7a3fb0")
 
 

@@ -198,12 +198,12 @@ def assert_like(in_memory, over, backend):
     assert {record["path"] for record in records} == {backend}
     assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
     assert (over.results, over.evaluation) == (in_memory.results, in_memory.evaluation)
-    flow = (over.folder / "flow.html").read_text()
-    assert flow.count(" 4 steps.") == 1
-    assert "put advantages" in flow  # of the driver
-    assert "put input_ids +4" in flow  # of the rollout worker
-    assert "put prev_logprobs" in flow  # of the policy workers
-    assert not (in_memory.folder / "flow.html").exists()
+    run = (over.folder / "run.html").read_text()
+    assert run.count(": 4 steps,") == 1
+    assert "put advantages" in run  # of the driver
+    assert "put input_ids +4" in run  # of the rollout worker
+    assert "put prev_logprobs" in run  # of the policy workers
+    assert not (in_memory.folder / "run.html").exists()
     assert_kept(over.folder / "last_step", records[-1]["reward"])
     assert "<title>train: 32 samples" in (over.folder / "answers.html").read_text()
     assert not (in_memory.folder / "last_step").exists()

@@ -3,7 +3,7 @@
     python examples/grpo/train.py --config examples/grpo/config.yaml --in-memory
 
 Leaves ``metrics.jsonl`` (a line per step), ``summary.json`` and ``reward.png`` in the folder given by ``--out``; over a
-data plane also ``events``, a recording of its operations, ``flow.html``, which draws it, and the rows of the last step.
+data plane also ``events``, a recording of its operations, ``run.html``, its page, and the rows of the last step.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def run(config: RunConfig, path: DataPath, out: Path, *, resume: bool = False) -
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if path.recording is not None:
-        dataplane(["flow", str(path.recording), "-o", str(out)])
+        dataplane(["audit", str(path.recording), "--html", str(out / "run.html")])
         read = ["read", str(out / LAST_ROWS), "--tokenizer", "grpo.task:decode"]
         dataplane([*read, "--html", str(out / "answers.html")])
         print(

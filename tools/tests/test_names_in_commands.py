@@ -2,8 +2,6 @@
 
 import argparse
 import io
-import os
-import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -72,16 +70,6 @@ def test_read(client, config, tmp_path, capsys):
         assert run(parser.parse_args([config, EVIL, *more])) == 0
         check(capsys.readouterr().out)
     assert all(line.isprintable() for line in (tmp_path / "page.html").read_text().split("\n"))
-
-
-def test_flow_writes_a_page_that_xml_allows(client, config, tmp_path, capsys):
-    assert main(["flow", config, "--seconds", "0.01", "-o", os.fspath(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    svg = ElementTree.fromstring((tmp_path / "out" / "flow.svg").read_text())
-    assert any(SHOWN[:20] in text for text in svg.itertext())
-    page = (tmp_path / "out" / "flow.html").read_text()
-    assert "<b>" not in page
-    assert all(line.isprintable() for line in page.split("\n"))
 
 
 def test_units_reports_pages_and_logs(client, capsys, caplog, monkeypatch):

@@ -183,15 +183,3 @@ def test_a_folder_is_not_followed_and_a_save_is_exported_too(folder, tmp_path, c
         client.save(tmp_path / "save")
     assert main(["export", str(tmp_path / "save"), "train", str(tmp_path / "out")]) == 0
     assert "1 rows of train" in capsys.readouterr().out
-
-
-# --- flow -------------------------------------------------------------------------------------------------------------
-
-
-def test_flow_says_what_the_reader_says(folder, tmp_path, capsys):
-    run_that_puts(folder, "a", "b", payload="none")
-    (lines,) = folder.glob("*-000000.jsonl")
-    lines.write_bytes(lines.read_bytes()[:-20])
-    assert main(["flow", str(folder), "-o", str(tmp_path)]) == 0
-    assert "is cut off" in capsys.readouterr().err
-    assert "is cut off" in (tmp_path / "flow.html").read_text(encoding="utf-8")

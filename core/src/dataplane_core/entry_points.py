@@ -59,7 +59,6 @@ KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "export": ("dataplane-tools", "write rows of a running store as Parquet, at once or as they are finished"),
     "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),
     "units": ("dataplane-tools", "list the storage units of a running store"),
-    "flow": ("dataplane-tools", "draw a run, or a running store: an HTML page and an SVG"),
     "conformance": ("dataplane-testkit", "run the conformance kit against a backend"),
     "new-plugin": ("dataplane-testkit", "write a project with a backend that passes the kit"),
 }

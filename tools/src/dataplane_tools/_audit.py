@@ -8,6 +8,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
@@ -37,6 +38,7 @@ def run(
     steps: str | None = None,
     task: str | None = None,
     as_json: bool = False,
+    html: str | None = None,
 ) -> int:
     """Prints what a recording says of a run; or the first difference of two.
 
@@ -47,19 +49,27 @@ def run(
         steps: ``A:B``: show these steps, both included. Either may be left out. None: the first and the last ones.
         task: The task that trains. None: that of the role that marks steps.
         as_json: Print JSON.
+        html: Write a page with a picture to this file, and print only what is wrong.
 
     Returns:
         0, `WRONG` or `UNKNOWN`.
     """
     try:
         bounds = _bounds(steps)
+        if html is not None and other is not None:
+            raise InvalidRequestError("audit refused: --html is the page of one recording.")
         if other is None:
             report = audit(folder, step=step, bounds=bounds, task=task, all_steps=as_json)
             lines = _lines(report)
         else:
             report = compare(folder, other, task=task)
             lines = _lines_of_difference(report)
-    except DataPlaneError as error:
+        if html is not None:
+            from dataplane_tools import _picture
+
+            Path(html).write_text(_picture.page(folder, lines), encoding="utf-8")
+            lines = [f"{html}: {lines[0]}", *_lines_of_wrong(report)]
+    except (DataPlaneError, OSError) as error:  # or the page cannot be written
         print(f"dataplane: {error}", file=sys.stderr)
         return UNKNOWN
     print(json.dumps(report, indent=2) if as_json else "\n".join(map(printable, lines)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from dataplane_core.cli import Command
 
-__all__ = ["audit", "browse", "export", "flow", "inspect", "metrics", "read", "top", "units", "why"]
+__all__ = ["audit", "browse", "export", "inspect", "metrics", "read", "top", "units", "why"]
 
 
 _CONFIG = "the config file that its processes use"
@@ -125,6 +125,7 @@ def audit(parser: argparse.ArgumentParser) -> Command:
         "--task", metavar="NAME", help="the task that trains; default: that of the role that marks steps"
     )
     _json(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a page with a picture of how samples moved")
     return _runs("_audit")
 
 
@@ -173,30 +174,3 @@ def units(parser: argparse.ArgumentParser) -> Command:
     _config(parser)
     _json(parser)
     return _runs("_units")
-
-
-def flow(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane flow`."""
-    parser.add_argument(
-        "sources",
-        nargs="+",
-        metavar="FILE",
-        help="folders of the middleware recorder; or, for a running store, its config file",
-    )
-    parser.add_argument(
-        "--seconds", type=float, metavar="N", help="FILE is the config of a running store: look at it for N seconds"
-    )
-    parser.add_argument(
-        "-o", dest="folder", metavar="DIR", help="where to write flow.html and flow.svg; default: by FILE"
-    )
-
-    def run(chosen: argparse.Namespace) -> int:
-        from dataplane_tools import _flow
-
-        if chosen.seconds is None:
-            return _flow.draw_files(chosen.sources, folder=chosen.folder)
-        if len(chosen.sources) > 1:
-            parser.error("flow --seconds takes one config file")
-        return _flow.draw_store(chosen.sources[0], seconds=chosen.seconds, folder=chosen.folder)
-
-    return run

@@ -57,7 +57,7 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
     ]
 
 
-_COMMANDS = [["inspect"], ["read", "p"], ["export", "p", "out"], ["flow", "--seconds", "1"], ["why"], ["metrics"]]
+_COMMANDS = [["inspect"], ["read", "p"], ["export", "p", "out"], ["why"], ["metrics"]]
 
 
 @pytest.mark.parametrize(

@@ -787,9 +787,9 @@ class DataPlaneClient(ClientFacts):
     def mark_step(self, step: int, **values: float) -> None:
         """Says that a training step has ended, to the middleware that keeps a record of the run.
 
-        One process of the run calls it, after the step's last operation. ``dataplane flow`` and ``dataplane audit``
-        count by these marks. First it acks what the streams of this client have given, since a loop over a stream acks
-        a batch only when it asks for the next one. Call it in the thread, or the task of asyncio, of that loop.
+        One process of the run calls it, after the step's last operation. ``dataplane audit`` counts by these
+        marks. First it acks what the streams of this client have given, since a loop over a stream acks a batch only
+        when it asks for the next one. Call it in the thread, or the task of asyncio, of that loop.
 
         Args:
             step: Its number.

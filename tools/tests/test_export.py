@@ -654,7 +654,7 @@ def test_rows_that_came_one_by_one_are_one_row_group(client, tmp_path, monkeypat
     assert rows(tmp_path / "more") == rows(tmp_path / "all") == rows(tmp_path / "out")
 
 
-def test_each_folder_gets_all_rows_of_whole_groups(client, tmp_path):
+def test_each_folder_gets_all_rows_of_whole_groups(client, tmp_path, monkeypatch):
     client.register_partition("p", ["x"], None, [], 2)
     for folder in ("one", "two"):
         assert follow(client, tmp_path / folder) == 0
@@ -670,6 +670,10 @@ def test_each_folder_gets_all_rows_of_whole_groups(client, tmp_path):
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="'export:mine' of 'p' was given samples already"):
             follow(client, tmp_path / "three", task="export:mine")
+    put(client, "q1_g1")
+    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
+    done = follow_partition(client, "p", tmp_path / "one by one", idle_s=0.0, shard_bytes=1)
+    assert (done.num_rows, done.num_shards) == (4, 2), "a group at a time, where more rows would be too many"
 
 
 def test_the_task_of_a_trainer_is_refused(client, tmp_path):

@@ -1,5 +1,6 @@
 """`dataplane read`, `export` and `flow` of a recording: all rows that a run put, also those it cleared."""
 
+import itertools
 import json
 
 import pytest
@@ -157,20 +158,22 @@ def test_a_client_that_records_less_is_said(folder, capsys):
     assert "Not recorded, so not shown: 2 of them, by clients that recorded payload 'digests'" in err
 
 
-def test_large_blocks_of_several_columns_are_read_once(folder, monkeypatch):
+def test_large_blocks_of_several_columns_are_read_once_while_their_rows_are_asked_for(folder, monkeypatch):
     monkeypatch.setattr(_recorded, "_KEPT_BYTES", 1)
     ids = [f"s{row}" for row in range(8)]
     with run_of(folder) as client:
         client.register_partition("train", ["x", "y"], None, [])
-        for name in ("x", "y"):
-            client.put_samples(ids, "train", {name: torch.ones(8, 200)})
+        for some, name in itertools.product((ids[:4], ids[4:]), ("x", "y")):
+            client.put_samples(some, "train", {name: torch.ones(4, 200)})
     with _recorded.opened_recording(str(folder), "train") as client:
         numbers = []
         rows = Recording.rows
         monkeypatch.setattr(Recording, "rows", lambda self, record: numbers.append(record.line) or rows(self, record))
         for sample_id in ids:
             client.get_samples([sample_id], "train", ["x", "y"])
-        assert len(numbers) == len(set(numbers)) == 2
+        assert len(numbers) == len(set(numbers)) == 4
+        client.get_samples(ids[:1], "train", ["x", "y"])
+        assert len(numbers) == 6, "what was read before the last blocks is not kept"
 
 
 def test_a_folder_is_not_followed_and_a_save_is_exported_too(folder, tmp_path, capsys):

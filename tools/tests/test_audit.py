@@ -149,7 +149,7 @@ def test_what_is_no_fault(tmp_path, finds):
     """The same samples again without a resume, also given back and acked twice; what is evaluated; and weights."""
     with recorded_run(tmp_path) as client:
         client.register_partition("eval", ["x", "reward"], None, ["eval"])
-        client.register_partition("weights", ["w"], None, [])
+        client.register_partition("weights", ["w"], None, ["replica"])
         for number, names in enumerate([q(0), q(1), q(0), q(1)], 1):
             put(client, names)
             evaluated = ["a", "b"]
@@ -159,12 +159,12 @@ def test_what_is_no_fault(tmp_path, finds):
             client.clear_samples(evaluated, "eval")
             tags = [{"weight_version": number, "weight_anchor": number}]  # as `publish_weights` writes them
             client.put_samples([f"v{number}"], "weights", {"w": torch.ones(1, 3)}, tags=tags)
-            client.get_samples([f"v{number}"], "weights", ["w"])
+            client.get_data(client.claim_meta("weights", "replica", ["w"], 1))
             client.nack(client.claim_meta("train", "trainer", ["x"], 2, lease_s=600.0))
             client.ack(step_on(client, number, 2, clears=False))
             client.clear_samples(None, "train")
             client.register_partition("train", FIELDS, None, ["trainer"])
-    finds({}, steps=[4] * 4, untrained=[])
+    assert finds({}, steps=[4] * 4, untrained=[])["tasks"] == ["eval", "trainer"]
 
 
 def test_which_clients_were_closed(tmp_path, look):

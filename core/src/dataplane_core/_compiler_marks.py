@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar
@@ -19,7 +18,6 @@ from torch import compiler
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-_Class = TypeVar("_Class", bound=type)
 
 
 def load_compiler() -> None:
@@ -42,19 +40,6 @@ def not_compiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]
         return runs[0](*args, **kwargs)
 
     return call
-
-
-def with_methods_not_compiled(kind: _Class) -> _Class:
-    """A class whose own public methods are not compiled: `torch.compiler.disable` is put around them when it can be."""
-    disable: Callable[[Any], Any] = compiler.disable
-
-    def mark(_: object) -> None:
-        for name, method in list(vars(kind).items()):
-            if not name.startswith("_") and inspect.isfunction(method):
-                setattr(kind, name, disable(method))
-
-    wrapt.register_post_import_hook(mark, "torch._dynamo")
-    return kind
 
 
 def _deferred(mark: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -12,7 +12,8 @@ from dataplane_core.client import claims
 from dataplane_core.client.connection import Waiters
 from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
 from dataplane_core.ledger import LedgerThread, commands
-from dataplane_core.middleware import Metrics, WireGuard
+from dataplane_core.middleware import Metrics
+from dataplane_core.middleware.wire_guard import WireGuard
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
 

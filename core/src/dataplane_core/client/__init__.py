@@ -3,7 +3,6 @@
 Trainers use it through `dataplane_core.connect`; the registry makes it.
 """
 
-from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.partitions import common_fields

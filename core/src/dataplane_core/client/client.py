@@ -8,14 +8,15 @@ One long file: more than half of it says what the methods of the one class promi
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from tensordict import TensorDict, TensorDictBase
+import wrapt
 
-from dataplane_core._compiler_marks import with_methods_not_compiled
 from dataplane_core.arguments import (
     Name,
     PositiveSeconds,
@@ -43,7 +44,6 @@ from dataplane_core.client.partitions import (
     set_cursor,
     tell_short_groups,
 )
-from dataplane_core.client.saving import load, save
 from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
@@ -75,6 +75,27 @@ from dataplane_core.spec.requests import (
     RenewRequest,
     Words,
 )
+
+if TYPE_CHECKING:  # torch is imported by the first call that needs it
+    from tensordict import TensorDict, TensorDictBase
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def with_methods_not_compiled(kind: _Class) -> _Class:
+    """A class whose own public methods `torch.compile` leaves alone: they send bytes and wait.
+
+    `torch.compiler.disable` is put around them once the compiler is imported, since to use it imports the compiler.
+    """
+
+    def mark(_: object) -> None:
+        disable = importlib.import_module("torch.compiler").disable
+        for name, method in list(vars(kind).items()):
+            if not name.startswith("_") and inspect.isfunction(method):
+                setattr(kind, name, disable(method))
+
+    wrapt.register_post_import_hook(mark, "torch._dynamo")
+    return kind
 
 
 @with_methods_not_compiled
@@ -499,6 +520,8 @@ class DataPlaneClient(ClientFacts):
             >>> client.save(folder, {"step": 7})
         """
         with self._connection.naming_errors():
+            from dataplane_core.client.saving import save  # it imports torch
+
             save(self._connection, folder, metadata, partitions)
 
     def load(self, folder: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> dict[str, Any]:
@@ -529,6 +552,8 @@ class DataPlaneClient(ClientFacts):
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
         with self._connection.naming_errors():
+            from dataplane_core.client.saving import load  # it imports torch
+
             return load(self._connection, folder, partitions)
 
     def ping(self) -> None:

@@ -8,18 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
-from tensordict import TensorDict, TensorDictBase
 
 from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.connection import Connection, check_counts
-from dataplane_core.codec.inputs import as_columns
-from dataplane_core.codec.lists import list_as, misfit_of
-from dataplane_core.codec.rows import Columns, join_parts, repeat_rows
-from dataplane_core.codec.wire import decode_columns, encode_columns
 from dataplane_core.errors import (
     BackendError,
     DataPlaneError,
@@ -59,6 +54,9 @@ from dataplane_core.spec.tags import (
     check_tags,
     lengths_of,
 )
+
+if TYPE_CHECKING:  # torch is imported by the first call that needs it
+    from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +159,11 @@ def _dropped(partition_id: str, replaced: Replaced) -> str:
 
 def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fields: Any, tags: Any) -> KVBatchMeta:
     """Writes cells and tags. See `DataPlaneClient.put_samples`."""
+    from dataplane_core.codec.inputs import as_columns  # it imports torch
+
+    # isort: split
+    from tensordict import TensorDictBase  # after the codec, which delays its marks for the compiler
+
     with connection.operation("put_samples", partition_id):
         ids = checked_as("put_samples: sample_ids", list[Name], sample_ids)
         where = f"put_samples('{partition_id}', {len(ids)} samples)"
@@ -170,7 +173,7 @@ def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fi
                 f"{where} refused: sample ids repeat: {preview(repeated)}. Expected each id once."
             )
         rows = None if tags is None else check_tags(tags, len(ids))
-        if fields is not None and isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
+        if isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
             raise InvalidRequestError(
                 f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
                 "row per sample id."
@@ -213,6 +216,11 @@ def get(
     share_rows: bool,
 ) -> TensorDict:
     """Reads rows. See `DataPlaneClient.get_samples`."""
+    from dataplane_core.codec.rows import repeat_rows
+
+    # isort: split
+    from tensordict import TensorDict
+
     with connection.operation("get_samples", partition_id):
         ids = checked_as("get_samples: sample_ids", list[Name], sample_ids)
         names = [] if select_fields is None else check_names("get_samples: select_fields", select_fields)
@@ -275,6 +283,8 @@ def list_samples(
 def _encode_columns(
     connection: Connection, where: str, fields: Any, num_samples: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    from dataplane_core.codec.wire import encode_columns
+
     for name in fields.keys():
         check_name("field name", name)
         if name.startswith("~"):
@@ -289,6 +299,9 @@ def _read(
     connection: Connection, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float
 ) -> dict[str, Any]:
     """The columns of different samples."""
+    from dataplane_core.codec.rows import join_parts
+    from dataplane_core.codec.wire import decode_columns
+
     request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
     try:
         with _naming_samples(partition_id, ids):
@@ -317,6 +330,9 @@ def _read(
 
 def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
     """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
+    from dataplane_core.codec.lists import list_as, misfit_of
+    from dataplane_core.codec.rows import Columns
+
     tried: set[str] = set()
     while True:
         try:

@@ -13,19 +13,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Final, Literal, Self, TypeAlias, get_args, overload
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args, overload
 
 from dataplane_core.arguments import Index, PositiveSeconds, Seconds, checked_as
 from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
-from dataplane_core.codec.rows import empty_columns
 from dataplane_core.errors import ClientClosedError, DataPlaneError, InvalidRequestError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 #: The batches of a rank in turn: those that the client was not given yet.
 _IN_TURN: Final = repeat(None)
@@ -38,7 +38,7 @@ _UNKNOWN_S: Final = 60.0
 #: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
 _COLLECTED_WITHIN_S: Final = 1.0
 
-Collate = Callable[[KVBatchMeta, TensorDict], Any]
+Collate: TypeAlias = "Callable[[KVBatchMeta, TensorDict], Any]"
 #: What a stream does with samples at the end that are too few for every rank to get one.
 Uneven: TypeAlias = Literal["equal", "drop", "error"]
 
@@ -538,6 +538,8 @@ class Feed:
         if meta.sample_ids:
             columns = self._client.get_data(meta, self._terms.fields)
         else:
+            from dataplane_core.codec.rows import empty_columns  # it imports torch
+
             columns = empty_columns(self._client.describe(meta.partition_id).specs, self._terms.fields)
         batch = self._terms.collate(meta, columns)
         self._waiters.check()

@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from dataplane_core._compiler_marks import load_compiler
 from dataplane_core.arguments import check_count
 from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import AsyncDataPlaneClient, DataPlaneClient
@@ -125,8 +124,12 @@ async def connect_async(
     return await AsyncDataPlaneClient._open(lambda: connect(config, bootstrap), threads)
 
 
-def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: Bootstrap = True) -> DataPlaneClient:
+def connect_backend(
+    cls: type[Backend], config: DataPlaneConfig, *, bootstrap: Bootstrap = True, tensors: bool = True
+) -> DataPlaneClient:
     """As `connect`, for a given backend class. ``config.backend`` is then only its name.
+
+    ``tensors``: False for a client that will ask questions only: torch is imported once a call needs it.
 
     Raises:
         DataPlaneError: As `connect`.
@@ -147,7 +150,10 @@ def connect_backend(cls: type[Backend], config: DataPlaneConfig, *, bootstrap: B
         )
     refuse_in_fork(cls, config.backend)
     middleware = [_middleware(item) for item in config.middleware]
-    load_compiler()  # here, so that no deadline includes it
+    if tensors:
+        from dataplane_core._compiler_marks import load_compiler  # it imports torch
+
+        load_compiler()  # here, so that no deadline includes it
     deadline = time.monotonic() + config.op_timeout_s
 
     def open_client(bootstrap: bool, *, exclusive: bool = False, attach_wait_s: float = 0.0) -> DataPlaneClient:

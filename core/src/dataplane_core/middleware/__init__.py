@@ -13,7 +13,6 @@ from dataplane_core.middleware.base import (
     log_event,
 )
 from dataplane_core.middleware.metrics import Metrics, MetricsConfig, merge_snapshots
-from dataplane_core.middleware.wire_guard import WireGuard
 
 __all__ = [
     "EventMiddleware",
@@ -23,7 +22,6 @@ __all__ = [
     "MiddlewareContext",
     "OperationEvent",
     "OperationMiddleware",
-    "WireGuard",
     "log_event",
     "merge_snapshots",
 ]

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from pydantic import BaseModel
 
 from dataplane_core.backends import NoOptions
-from dataplane_core.codec.rows import cell_nbytes
 from dataplane_core.errors import ClaimTimeoutError, Verdict
 from dataplane_core.spec import (
     OPERATIONS,
@@ -203,7 +202,7 @@ class EventMiddleware(OperationMiddleware):
         fields = tuple(columns or getattr(request, "fields", ()))
         sample_ids: Sequence[str] = getattr(request, "sample_ids", None) or ()
         n_keys = len(sample_ids)
-        cell_bytes = {name: cell_nbytes(column, n_keys) for name, column in columns.items()}
+        cell_bytes = _cell_bytes(columns, n_keys)
         drops_all = getattr(request, "if_exists", "") == "replace"
         status: Status = "ok"
         name_of_error, outcome = "", None
@@ -215,7 +214,7 @@ class EventMiddleware(OperationMiddleware):
             elif isinstance(request, ClearRequest) and request.sample_ids is None:
                 drops_all, n_keys = True, outcome
             elif isinstance(outcome, WireBatch):
-                cell_bytes = {name: cell_nbytes(column, n_keys) for name, column in outcome.columns.items()}
+                cell_bytes = _cell_bytes(outcome.columns, n_keys)
             if isinstance(outcome, Claim) and request.all_or_nothing and not outcome.answered:
                 status, name_of_error = "timeout", ClaimTimeoutError.__name__  # which the client raises
             return outcome
@@ -242,3 +241,12 @@ class EventMiddleware(OperationMiddleware):
                     drops_all=drops_all,
                 )
                 self.note(event, request, outcome)
+
+
+def _cell_bytes(columns: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """Column -> the bytes of each of its rows; one number if they are equal."""
+    if not columns:
+        return {}
+    from dataplane_core.codec.rows import cell_nbytes  # it imports torch
+
+    return {name: cell_nbytes(column, num_rows) for name, column in columns.items()}

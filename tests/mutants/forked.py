@@ -124,7 +124,8 @@ class Job:
                 os.dup2(file, number)
             own = [self.first_on_path] if self.first_on_path else []
             path = [str(each) for each in [*own, *self._copy(), *SOURCES]]
-            sys.path[:] = [*path, *(each for each in sys.path if each != os.path.dirname(__file__))]
+            others = [each for each in sys.path if each != os.path.dirname(__file__)]
+            sys.path[:] = [*path, str(ROOT), *others]  # as `python -m pytest` has it: ranks import their test by it
             os.environ["PYTHONPATH"] = os.pathsep.join(path)
             os.environ["DATAPLANE_HYPOTHESIS_PROFILE"] = "brief"
             sys.argv[:] = ["pytest"]

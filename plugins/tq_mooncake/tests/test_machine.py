@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import pytest
 from dataplane_core.backends import Level
 from dataplane_core.errors import ConfigError
 from dataplane_mooncake import TQMooncakeConfig, machine
+from dataplane_mooncake._cluster import Described, MooncakeInstance
 
 MIB = 1 << 20
 
@@ -127,10 +129,12 @@ def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
 
 
 def test_a_node_without_the_memory_is_named_with_the_numbers():
-    config = TQMooncakeConfig(segment_size_bytes=1024 * MIB)
-    machine.check_memory("node 10.0.0.1", 2048 * MIB, 2, config)
+    """Before anything is started."""
+    instance = object.__new__(MooncakeInstance)
+    instance.config = TQMooncakeConfig(segment_size_bytes=1024 * MIB)
+    units = [Described("life", "one", "10.0.0.1", 2048 * MIB), Described("life", "two", "10.0.0.2", 2047 * MIB)] * 2
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2048 MiB, but has 2047 MiB") as error:
-        machine.check_memory("node 10.0.0.2", 2047 * MIB, 2, config)
+        instance._prepare(units, deadline=time.monotonic() + 60.0)
     assert "2 storage units of 1024 MiB (segment_size_bytes)" in str(error.value)
 
 

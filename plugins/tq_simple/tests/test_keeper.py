@@ -238,6 +238,10 @@ def test_a_node_that_comes_back_under_another_id_brings_its_rows(make: Callable[
 def test_a_node_that_does_not_come_back_in_time_has_lost_its_rows(make: Callable[..., Cluster]) -> None:
     cluster = make(wait_s=0.0)
     write_id = cluster.put("p", ids("before"))
+    cluster.dies("node0")
+    cluster.turn()
+    assert [each.name for each in cluster.book.records()] == ["unit-1"], "a unit that had no rows is forgotten"
+    cluster.nodes["node0"] = []
     folder = cluster.dies("node1")
     cluster.turn()
     assert cluster.lost() == 4

@@ -23,7 +23,7 @@ from dataplane_core.errors import (
     MissingDataError,
     OperationTimeoutError,
 )
-from dataplane_integrations import weights as module
+from dataplane_integrations import _packed_weights, weights as module
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
 from dataplane_testkit._timing import STARTS_S, Background
 
@@ -87,10 +87,11 @@ def noop():
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @given(st.data())
-def test_any_change_of_any_tensor_is_carried_bit_for_bit(data):
+def test_any_change_of_any_tensor_of_one_chunk_or_several_is_carried_bit_for_bit(data):
     shapes = st.lists(st.sampled_from([0, 1, 2, 7, 50, 300]), max_size=3).filter(lambda shape: np.prod(shape) < 20_000)
     dice = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    with connect({"backend": "noop"}) as client:
+    with connect({"backend": "noop"}) as client, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_packed_weights, "_CHUNK_BYTES", data.draw(st.sampled_from([16, _packed_weights._CHUNK_BYTES])))
         open_weights(client)
         reader = WeightReader(client, "r")
         weights = {str(dtype): torch.empty(data.draw(shapes), dtype=dtype) for dtype in sorted(ALL_DTYPES, key=str)}

@@ -238,8 +238,8 @@ def test_observability_wraps_the_adapter(nemo_rl):
 
 
 def test_the_section_that_the_docs_show_is_one():
-    text = (Path(__file__).parents[2] / "docs" / "nemo-rl.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(data_plane:.*?)```", text, re.DOTALL)
     section = yaml.safe_load(shown)["data_plane"]
     assert (section["enabled"], section["impl"]) == (True, "dataplane")
     config = load_config(section["dataplane"])

@@ -1,6 +1,6 @@
 """NeMo RL's own tests of its data plane, over the adapter; and a worker of NeMo RL in a Ray actor.
 
-See docs/nemo-rl.md and `checkouts.py`.
+See docs/trainers.md and `checkouts.py`.
 """
 
 import json

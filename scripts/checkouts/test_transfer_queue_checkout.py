@@ -1,6 +1,6 @@
 """TransferQueue's own end-to-end tests and tutorials, over the module, with one line changed: the import.
 
-They also run over the installed TransferQueue, for comparison. See docs/verl.md and `checkouts.py`.
+They also run over the installed TransferQueue, for comparison. See docs/trainers.md and `checkouts.py`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Chaos runs through a shim: a store is held to what it promises, and what else it breaks is shown apart.
 
-The store is the one of docs/checker.md, a table in a file of SQLite; and some that are wrong in one way each.
+The store is the one of docs/writing-a-backend.md, a table in a file of SQLite; and some that are wrong in one way each.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Nothing:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """The path of the file of the shims."""
-    text = Path(__file__).parents[3].joinpath("docs", "checker.md").read_text(encoding="utf-8")
-    table = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    text = Path(__file__).parents[3].joinpath("docs", "writing-a-backend.md").read_text(encoding="utf-8")
+    table = re.search(r"```python\n(import sqlite3\n.*?)```", text, re.DOTALL).group(1)
     path = tmp_path_factory.mktemp("shims") / "stores.py"
     path.write_text(table + WRONG)
     return path

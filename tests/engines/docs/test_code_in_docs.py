@@ -13,13 +13,15 @@ from dataplane_core.config import load_config
 from dataplane_core.connecting import load_backend
 from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
-from dataplane_observe import Recording
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def blocks(path):
-    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL)
+def blocks(path, section=""):
+    """The blocks of Python of a page, or of one section of it (a heading of the second level)."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture
@@ -33,10 +35,10 @@ def run_as_a_program(python):
     return run
 
 
-def run_page(page, names=None, without=()):
+def run_page(page, names=None, without=(), section=""):
     """Runs its snippets in one namespace, which it returns, but for those with one of these words."""
     names = {} if names is None else names
-    for number, block in enumerate(blocks(page)):
+    for number, block in enumerate(blocks(page, section)):
         if not any(word in block for word in without):
             lines = [line for line in block.splitlines() if "(..." not in line]
             exec(compile("\n".join(lines), f"{page}, block {number}", "exec"), names)
@@ -111,6 +113,7 @@ PROGRAMS = [
     pytest.param(lambda: _programs_of_the_guide()[0], "['q0_g0', 'q0_g1'] [0.5, 1.0]\n", id="of two processes"),
     pytest.param(lambda: _programs_of_the_guide()[1], f"{[f's{row}' for row in range(8)]}\n", id="with a DataLoader"),
     pytest.param(lambda: _trainers_parts(2), None, id="a trainer's parts"),
+    pytest.param(lambda: blocks("docs/trainer.md", "From an FSDP2 trainer")[0], None, id="a step with FSDP2"),
     *in_long(
         *(pytest.param(lambda page=page: "\n".join(blocks(page)), None, id=page) for page in OVER_SERVERS),
         pytest.param(lambda: _trainers_parts(3), None, id="a trainer's parts on Ray"),
@@ -133,11 +136,11 @@ def test_the_guides_config_file_is_one(tmp_path):
     assert load_backend(config.backend).Config.model_validate(config.options).namespace == "run7"
 
 
-def test_the_guides_table_of_errors_says_what_the_classes_do():
-    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+def test_the_table_of_errors_says_what_the_classes_do():
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
     said = set()
     for line in re.findall(r"^\| `\w+Error`.*", text, re.MULTILINE):
-        names, bases, _, retryable = (cell.strip() for cell in line.strip("|").split("|"))
+        names, bases, retryable = (cell.strip() for cell in line.strip("|").split("|")[:3])
         kinds = re.findall(r"`(\w+)`", names)
         builtins_named = re.findall(r"`(\w+)`", bases) or ["Exception"]
         for number, kind in enumerate(kinds):
@@ -149,40 +152,37 @@ def test_the_guides_table_of_errors_says_what_the_classes_do():
     assert said == {name for name in vars(errors) if name.endswith("Error")} - {"DataPlaneError"}
 
 
-#: Pages of which another test here runs the code; compat's tests run the lines of `trainers`.
-OF_OTHER_TESTS = {"README.md", "integrations/README.md", *OVER_SERVERS} | {
-    f"docs/{name}.md"
-    for name in (
-        *("guide", "writing-a-backend", "megatron", "async", "multimodal", "trl", "weights", "operating"),
-        *("trainers", "vanishing"),
-    )
-}
+#: Pages of which another test here runs the code; scripts/checkouts runs the lines for other trainers.
+NAMES = ("guide", "writing-a-backend", "trainer", "trainers", "async", "operating", "looking", "surviving")
+OF_OTHER_TESTS = {"README.md", "integrations/README.md", *OVER_SERVERS, *(f"docs/{name}.md" for name in NAMES)}
 PAGES = [path for pattern in ("*.md", "docs/*.md", "*/*/README.md", "*/README.md") for path in ROOT.glob(pattern)]
 WITH_CODE = {str(path.relative_to(ROOT)) for path in PAGES if "```python" in path.read_text(encoding="utf-8")}
+PARTS = [(page, "") for page in sorted(WITH_CODE - OF_OTHER_TESTS)]
+PARTS += [("docs/trainer.md", "Batches"), ("docs/trainers.md", "Programs on TransferQueue")]
 
 
-@pytest.mark.parametrize("page", sorted(WITH_CODE - OF_OTHER_TESTS))
-def test_the_snippets_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "section"), PARTS)
+def test_the_snippets_of_a_page_run_one_after_the_other(page, section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = run_page(page)
+    names = run_page(page, section=section)
     if "client" in names:
         names["client"].close()
 
 
-def test_the_snippets_on_operating_run(tmp_path, monkeypatch):
+def test_the_snippets_on_operating_and_looking_run():
     class Writer:
         def add_scalar(self, name, value, step):
             logged.append((name, value, step))
 
     logged = []
-    monkeypatch.chdir(tmp_path)
-    client = connect({"backend": "noop", "middleware": [{"recorder": {"folder": "events", "payload": "none"}}]})
+    client = connect({"backend": "noop"})
     names = {"writer": Writer(), "client": client, "workers": InProcessWorkerGroup([DataPlaneWorkerMixin()])}
     names |= {"generate": list, "prompts": ["2 + 3 ="]}
     run_page("docs/operating.md", names)
+    run_page("docs/looking.md", names)
+    run_page("docs/surviving.md", names, section="Storage units")
     client.close()
     assert logged == [("dataplane/staleness", 0, 1)]
-    assert [each.values for each in Recording("events").records() if each.op == "step"] == [{"staleness": 0.0}]
 
 
 #: What the page on Megatron takes for granted: one process of a group, a trainer with a small model, a rollout.
@@ -250,9 +250,9 @@ print(len(patches), "patches")
 def test_the_pages_on_megatron_and_on_images_run_from_top_to_bottom(python):
     """One after the other in one process, since Megatron's import takes long; it also warns, an error in this one."""
     megatron = MEGATRON_AUTHOR.format(
-        tests=str(ROOT / "integrations" / "tests"), program="\n".join(blocks("docs/megatron.md"))
+        tests=str(ROOT / "integrations" / "tests"), program="\n".join(blocks("docs/trainer.md", "Megatron"))
     )
-    images = "\n".join([ONE_RANK, *blocks("docs/multimodal.md"), SAID])
+    images = "\n".join([ONE_RANK, *blocks("docs/trainer.md", "Images"), SAID])
     pages = f"for page in {[megatron, images]!r}:\n    exec(compile(page, 'page', 'exec'), {{'__name__': '__main__'}})"
     assert python.run("-c", pages).stdout.split("\n")[-2] == "18 patches"
 
@@ -280,7 +280,7 @@ if len(sys.argv) == 1:
 
 def test_the_page_on_weights_runs(tmp_path, run_as_a_program):
     """The trainer and the reader as two processes; then a gathering of shards on one rank, and a delta."""
-    trainer, reader, deltas, shards = blocks("docs/weights.md")
+    trainer, reader, deltas, shards = blocks("docs/trainer.md", "Weights")
     program = f"{WEIGHTS_AUTHOR}\nif len(sys.argv) > 1:\n{indent(reader, '    ')}\n{trainer}"
     assert run_as_a_program(program, tmp_path) == "read True\n"
     gathering = (
@@ -295,15 +295,15 @@ def test_the_page_on_weights_runs(tmp_path, run_as_a_program):
 def test_the_page_on_trl_shows_lines_of_the_example():
     """Which its own tests run, where TRL is installed."""
     lines = "".join(_lines(path.read_text(encoding="utf-8")) for path in (ROOT / "examples/trl").glob("*.py"))
-    *shown, in_short = blocks("docs/trl.md")  # the last one is the asynchronous example without its details
+    *shown, in_short = blocks("docs/trainers.md", "TRL")  # the last one is the asynchronous example without its details
     assert len(shown) == 3
     assert all(name in lines for name in ("StoreRolloutWorker(", "StoreWeightTransfer(", "AsyncGRPOTrainer("))
     assert "AsyncGRPOTrainer(" in in_short
     assert [block for block in shown if _lines(block) not in lines] == []
 
 
-def test_the_page_on_vanishing_machines_runs_again_and_again(tmp_path, run_as_a_program):
-    store, step = blocks("docs/vanishing.md")
+def test_the_page_on_what_survives_runs_again_and_again(tmp_path, run_as_a_program):
+    (store,), (step,) = (blocks("docs/surviving.md", section) for section in ("One host", "A run that goes on"))
     for _ in range(2):
         assert run_as_a_program(store, tmp_path) == "0 samples are left from before\n"
         assert run_as_a_program(step, tmp_path) == "['p1']\n"

@@ -165,7 +165,7 @@ class Portions:
             count, what = self.no_chat.total(), next(iter(self.no_chat))
             raise InvalidRequestError(
                 f"export refused: none of {count} rows is a chat. The first one has {what}.",
-                hint="docs/export.md says what a chat is taken from.",
+                hint="docs/recording.md says what a chat is taken from.",
             )
 
     def know_tags(self, rows: Iterable[Mapping[str, Any]]) -> None:

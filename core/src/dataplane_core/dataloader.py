@@ -30,13 +30,12 @@ class StreamingDataset(IterableDataset[StreamBatch]):
 
     A worker renews the leases of its batches until they are acked, for at most ``most_held_s``. Batches that are not
     acked when the loop is left are given back (with ``persistent_workers``, when the next loop begins). The leases of a
-    process that was killed end; its samples are then claimed again.
+    process that was killed end; its samples are then claimed again. With ``dp_rank``, all ranks need as many workers,
+    which claim the rank's batches in turn, from the first one on: iterate once. Other arguments are those of `stream`.
 
     Args:
         config: The config of a running store, as for `dataplane_core.connect`; workers attach. Or a client, which
             serves only ``num_workers=0``.
-        partition_id, task_name, fields, batch_size, timeout_s, uneven, claim: As for `stream`. With ``dp_rank``, all
-            ranks need as many workers, which claim the rank's batches in turn, from the first one on: iterate once.
         lease_s: Seconds after which samples of a process that died come back.
         most_held_s: Seconds for which a worker renews the lease of a batch that is not acked.
         collate: Called in the worker with the meta and the columns of each batch. Its result takes the columns' place.

@@ -54,12 +54,12 @@ def follow_partition(
     The task is registered if it is not. A row is finished once it has all fields that are asked for, and those that
     ``where`` names, and its group is whole, if the partition has groups. Rows are acked once their shard is on the
     disk. After a kill at any moment the same call goes on, and every row is in the folder once. Blocks until the end.
+    The other arguments are those of `export_partition`.
 
     Args:
         client: Of the store.
         partition_id: The partition.
         folder: A new folder, or one that the same call left.
-        fields, where, messages, tokenizer, shard_bytes: As for `export_partition`.
         task: The task that follows, for this folder alone, such as ``export:mine``. None: one of the folder's own,
             ``export:`` and 8 digits, or the one that it had. Samples must not be cleared before it has them.
         every_s: A shard is complete at the latest after this many seconds.

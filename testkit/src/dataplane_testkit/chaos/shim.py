@@ -236,12 +236,12 @@ def run_shim(
 ) -> Verdict:
     """As `run_chaos`, on any store: judges the history by what the store promises.
 
-    The store must run, or be started by the shim. `Verdict.findings` are promises that were broken.
+    The store must run, or be started by the shim. `Verdict.findings` are promises that were broken. The other arguments
+    are those of `run_chaos`.
 
     Args:
         name: The class of the shim, see `load_shim`.
         options: Its keyword arguments. They must be picklable.
-        settings, folder, command, progress: As of `run_chaos`.
 
     Raises:
         ConfigError: There is no such shim, or the run asks for a fault or step that is not possible.

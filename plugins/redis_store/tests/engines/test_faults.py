@@ -6,11 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from redis._parsers.base import BaseParser
 from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_redis._protocol import to_error
 
 
 @pytest.fixture
@@ -74,24 +72,6 @@ def test_what_a_server_refuses_was_not_done(start_server, connect, size):
     made.ack(held)
     made.put_samples(["c"], "p", columns(1, size))
     assert made.list_samples("p").sample_ids == ["a", "c"]
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        "LOADING Redis is loading the dataset in memory",
-        "BUSY Redis is busy running a script.",
-        "MISCONF Errors writing to the AOF file: No space left on device",
-        "NOREPLICAS Not enough good replicas to write.",
-        "READONLY You can't write against a read only replica.",
-        "TRYAGAIN Multiple keys request during rehashing of slot",
-        "CLUSTERDOWN The cluster is down",
-        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
-    ],
-)
-def test_a_command_that_was_refused_before_it_began_was_not_done(refusal):
-    for error in (BaseParser.parse_error(refusal), redis.ResponseError(refusal)):
-        assert to_error("put_samples('p')", "the server", error).outcome == "not_done"
 
 
 def is_busy(server):

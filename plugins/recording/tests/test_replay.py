@@ -99,6 +99,7 @@ def test_a_process_that_did_not_register_the_partition_finds_its_samples(folder,
         rows = worker.get_samples(ids, "train", ["tokens"])
         assert [row.tolist() for row in rows["tokens"].unbind()] == tokens
         assert worker.list_samples("train", {"step": 1}).tags[:2] == tags
+        assert list(worker.describe("train").info.fields) == FIELDS
         with pytest.raises(UnknownPartitionError):
             worker.list_samples("other")
 

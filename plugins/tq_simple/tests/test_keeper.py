@@ -89,7 +89,7 @@ class Cluster:
         self.retain_fails = 0
         self.units: dict[str, Unit] = {}
         self.ports = itertools.count(1)
-        self.num_created = 0
+        self.num_created = self.num_closed = 0
         fake = SimpleNamespace(
             exceptions=ray.exceptions,
             wait=lambda refs, timeout=0: (refs, []),
@@ -125,8 +125,11 @@ class Cluster:
             if not unit.alive:
                 raise BackendUnavailableError("it has ended")
 
+        def close() -> None:
+            self.num_closed += 1
+
         check("connect")
-        return SimpleNamespace(check=check, close=lambda: None, call=unit.call)
+        return SimpleNamespace(check=check, close=close, call=unit.call)
 
     def _create(self, actor: str, node: str) -> Unit:
         self.num_created += 1
@@ -208,7 +211,7 @@ def test_a_unit_that_dies_brings_its_folder_back(make: Callable[..., Cluster]) -
     cluster.units["node1"].alive = False
     cluster.turn()
     assert cluster.served() == before
-    assert (cluster.lost(), cluster.num_created) == (0, 3)
+    assert (cluster.lost(), cluster.num_created, cluster.num_closed) == (0, 3, 1)
     assert [each.num_starts for each in cluster.book.records()] == [1, 2]
 
 

@@ -191,8 +191,8 @@ def _svg(run: _Run, shown: Sequence[_Move]) -> str:
     stays = _stays((move for move in run.moves if not move.error and (move.kind in _FLOW or move.drops)), run.end)
     panels: list[tuple[float, Callable[[Axes], None]]] = []
     panels.append((2.6, lambda axes: _draw_rows(axes, flow, by_rows, colors)))
-    begin = run.steps[-_CLOSE_STEPS - 1][0] if len(run.steps) > _CLOSE_STEPS else 0.97 * run.end
-    if len(flow) > _FEW and begin > 0.4 * run.end:
+    if len(flow) > _FEW and (not run.steps or len(run.steps) >= 2 * _CLOSE_STEPS):
+        begin = run.steps[-_CLOSE_STEPS - 1][0] if run.steps else 0.97 * run.end
         panels.append((2.6, lambda axes: _draw_close(axes, flow, by_rows, colors, run, begin)))
     if stays.spans:
         panels.append((2.0, lambda axes: _draw_stays(axes, stays, _parts(run), colors)))

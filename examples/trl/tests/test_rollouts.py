@@ -154,8 +154,8 @@ def test_a_run_that_is_cut_off_in_a_batch_has_only_the_missing_answers_generated
     config = {"backend": "shm_store", "options": options}
     found, saved = FoundRollouts(tmp_path / "found.jsonl"), 1
 
-    def rollouts_of(client):
-        return DataPlaneRollouts(client, ahead=0, timeout_s=5, run="r", saved=lambda: saved, found=found)
+    def rollouts_of(client, timeout_s=60):
+        return DataPlaneRollouts(client, ahead=0, timeout_s=timeout_s, run="r", saved=lambda: saved, found=found)
 
     answered = []
 
@@ -165,7 +165,7 @@ def test_a_run_that_is_cut_off_in_a_batch_has_only_the_missing_answers_generated
             raise StalePartitionError("the rollout process ends here")
 
     with connect(config) as client:
-        rollouts = rollouts_of(client)
+        rollouts = rollouts_of(client, timeout_s=20)
         thread = serving(client, cut)
         train(rollouts, trainer, steps=2)
         with pytest.raises(ClaimTimeoutError):

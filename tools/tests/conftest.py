@@ -5,7 +5,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_testkit._timing import Background
-from dataplane_tools._metrics import Federation
+from dataplane_tools._metrics import Gauges
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def before(monkeypatch):
 
 
 @pytest.fixture
-def federation():
+def gauges():
     """A store of two partitions with 3 samples each: one task claimed one of them, and another one is starved."""
     config = {"backend": "noop", "middleware": ["prometheus"], "announce_s": 0.2, "warn_after_s": 0.5}
     with connect(config) as client:
@@ -98,7 +98,7 @@ def federation():
             client.put_samples(["a", "b", "c"], name, {"x": torch.zeros(3)})
         client.claim_meta("step-1", "score", ["x"], 1)
         waiting = Background(lambda: client.claim_meta("step-1", "train", ["x", "y"], 3, timeout_s=600.0))
-        yield Federation(client, lambda: client)
+        yield Gauges(client, lambda: client)
         client.clear_samples(None, "step-1")
         with pytest.raises(KeyError):
             waiting.result()

@@ -16,8 +16,8 @@ def test_the_store_is_asked_for_verdicts_in_a_small_part_of_the_time_only(client
 
     monkeypatch.setattr(DataPlaneClient, "why", why)
     monkeypatch.setattr(_metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    federation = _metrics.Federation(client, lambda: client)
+    gauges = _metrics.Gauges(client, lambda: client)
     for wait_s in (0.0, 1.0, 1000.0):
         now[0] += wait_s
-        list(federation.collect())
+        list(gauges.collect())
     assert asked == [0.0, 1011.0]

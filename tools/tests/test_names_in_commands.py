@@ -1,13 +1,10 @@
 """What a terminal or a page obeys may be in names of a store. Commands, pages and logs show it by escapes."""
 
 import argparse
-import io
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
+from msgspec import structs
 
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
@@ -15,7 +12,8 @@ from dataplane_core.spec import UnitInfo
 from dataplane_testkit.chaos import Call, Finding, History
 from dataplane_testkit.chaos.run import page
 from dataplane_testkit.report import Report
-from dataplane_tools._top import Looks, screen
+from dataplane_tools._screen import Screen
+from dataplane_tools._top import drawn
 from dataplane_tools.commands import read
 
 #: An escape sequence that clears a screen, a C1 control, a new line, NUL, an override of direction, markup.
@@ -37,22 +35,17 @@ def check(text):
     assert not any(line.startswith("faked") for line in text.split("\n"))
 
 
-def test_inspect(client, config, capsys):
-    assert main(["inspect", config, EVIL, "--interval", "0"]) == 0
+def test_top(client, config, capsys):
+    assert main(["top", config, EVIL]) == 0
     check(capsys.readouterr().out)
-    assert main(["inspect", config, f"{EVIL}2"]) == 1
+    assert main(["top", config, f"{EVIL}2"]) == 1
     check(capsys.readouterr().err)
 
 
-def test_top(client):
-    looks = Looks(client)
-    for _ in range(4):
-        looks.ask()
-    console = Console(width=1000, file=io.StringIO())
-    console.print(screen(looks))
-    text = console.file.getvalue()
-    assert "faked: line" in text
-    assert all(line.isprintable() for line in text.split("\n"))
+def test_storage_units():
+    unit = structs.asdict(UnitInfo(name=EVIL, state=EVIL, node=EVIL, address=EVIL, num_lost=1))
+    empty = {"backend": "b", "held_bytes": 0, "capacity_bytes": None, "partitions": [], "clients": None}
+    check(drawn(Screen({**empty, "units": [unit]})))
 
 
 def test_read(client, config, tmp_path, capsys):
@@ -72,12 +65,7 @@ def test_read(client, config, tmp_path, capsys):
     assert all(line.isprintable() for line in (tmp_path / "page.html").read_text().split("\n"))
 
 
-def test_units_reports_pages_and_logs(client, capsys, caplog, monkeypatch):
-    told = SimpleNamespace(list_units=lambda: [UnitInfo(name=EVIL, state=EVIL, node=EVIL, address=EVIL)])
-    monkeypatch.setattr("dataplane_tools._units.attach", lambda path: nullcontext(told))
-    assert main(["units", "config.yaml"]) == 0
-    check(capsys.readouterr().out)
-
+def test_reports_pages_and_logs(client, caplog):
     header = dict.fromkeys(("backend", "distribution", "core_version", "contract_version", "wire"), EVIL)
     header |= {"scope": "host", "declared": [EVIL], "why_not_declared": {EVIL: EVIL}}
     test = dict.fromkeys(("name", "chapter", "reason", "rule", "check_first"), EVIL)

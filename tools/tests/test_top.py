@@ -1,7 +1,9 @@
-"""`dataplane top`: what it asks and what it shows. In a terminal it is `dataplane browse`: test_browse.py."""
+"""`dataplane top`: what it asks and what it shows. Live in a terminal: test_live.py."""
 
 import io
 import os
+import re
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from rich.console import Console
 
 from dataplane_core import connect
+from dataplane_core.spec import Capability, ClientInfo, UnitInfo
 from dataplane_tools import _watch
-from dataplane_tools._top import Looks, screen
+from dataplane_tools._report import Looks, newest, stacks_of
+from dataplane_tools._screen import Screen
 from dataplane_tools._watch import Watcher
 
 
@@ -33,7 +37,7 @@ def asked(looks):
 
 def shown(looks, width=118):
     console = Console(width=width, file=io.StringIO())
-    console.print(screen(looks))
+    console.print(Screen(looks.report, newest(looks.partitions)))
     return console.file.getvalue()
 
 
@@ -52,7 +56,8 @@ def test_the_flow_and_the_stage_that_lags(client):
     holder = f"process {os.getpid()} on "
     assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
     assert lines[3:5] == ["written 8/16", "→ score 6/16 2 2 0"]
-    assert lines[5].startswith(f"→ train 0/16 8 6 2 lags {holder}")
+    assert re.match(rf"→ train 0/16 8 6 2 lags s0 for \d+ s, \d+ s left: {holder}", lines[5])
+    assert re.fullmatch(r"8 held \(32 B, the oldest \d+ s old\), 0 cleared", lines[6])
 
 
 @pytest.mark.parametrize("width", [50, 61, 80])
@@ -98,3 +103,25 @@ def test_rates_and_partitions_that_are_cleared(client):
     client.clear_samples(None, "step-1")
     assert asked(looks).partitions == {}
     assert "0 partitions" in shown(looks)
+
+
+def test_storage_units_and_the_rows_that_were_lost_with_them(client, monkeypatch):
+    unit = UnitInfo(name="unit-1", state="serving", node="77a10c3e99", address="10.1.0.8:1", num_rows=7, num_lost=5)
+    looks = asked(Looks(client))
+    assert "unit" not in shown(looks)
+    monkeypatch.setattr(client, "list_units", lambda: [unit])
+    monkeypatch.setattr(type(client), "capabilities", {Capability.UNITS})
+    looks.ask_all()
+    lines = [" ".join(line.split()) for line in shown(looks).splitlines()]
+    assert "unit-1 serving 10.1.0.8:1 77a10c3e 7 0 B 5 1" in lines
+    assert lines[-1] == "5 rows were lost with unit-1: clear and produce these samples again."
+
+
+def test_stacks_are_read_of_open_clients_on_this_host(monkeypatch):
+    here = socket.gethostname()
+    clients = [
+        ClientInfo(client_id=str(pid), host=host, pid=pid, role="", open_s=1.0, state=state)
+        for pid, (host, state) in enumerate([(here, "open"), (here, "silent"), ("elsewhere", "open")])
+    ]
+    monkeypatch.setattr("dataplane_tools._report._stacks_of", str)
+    assert stacks_of(clients) == {"0": "0"}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dataplane_core.errors import DataPlaneError, DuplicatePluginError, PluginImportError, UnknownBackendError
 
@@ -46,28 +46,42 @@ _LONG_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
-#: Commands of this project, in the order of the help -> the distribution that contains it, and what it does.
-KNOWN_COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "backends": ("dataplane-core", "list the installed backends"),
-    "doctor": ("dataplane-core", "check this machine for a backend, or for all that are installed"),
-    "inspect": ("dataplane-tools", "show what a running store holds, and how far each task is"),
-    "top": ("dataplane-tools", "show a running store live: the flow from stage to stage, and who waits"),
-    "browse": ("dataplane-tools", "show a running store live: its stages, its samples, and what the model wrote"),
-    "read": ("dataplane-tools", "show what the model wrote: samples of a store or a save as text, or as a page"),
-    "why": ("dataplane-tools", "say why tasks of a running store get no samples"),
-    "audit": ("dataplane-tools", "show what a recorded run trained on, what went wrong, or where two runs differ"),
-    "export": ("dataplane-tools", "write rows of a running store as Parquet, at once or as they are finished"),
-    "metrics": ("dataplane-tools", "serve the metrics of all processes of a running store on one page"),
-    "units": ("dataplane-tools", "list the storage units of a running store"),
-    "conformance": ("dataplane-testkit", "run the conformance kit against a backend"),
-    "new-plugin": ("dataplane-testkit", "write a project with a backend that passes the kit"),
+
+class KnownCommand(NamedTuple):
+    """A command of this project: what it is for, the distribution that contains it, and what it does."""
+
+    purpose: str
+    package: str
+    summary: str
+
+
+_LOOK, _KEPT, _WRITE = "look at a running store", "look at what was kept", "set up, and write a backend"
+#: In the order of the help.
+KNOWN_COMMANDS: Final[dict[str, KnownCommand]] = {
+    "top": KnownCommand(_LOOK, "dataplane-tools", "what it holds, how far each task is, who waits: live, or once"),
+    "why": KnownCommand(_LOOK, "dataplane-tools", "why tasks get no samples"),
+    "read": KnownCommand(_LOOK, "dataplane-tools", "what the model wrote; also of a save or a recording"),
+    "export": KnownCommand(_LOOK, "dataplane-tools", "writes rows as Parquet, at once or as they are finished"),
+    "metrics": KnownCommand(_LOOK, "dataplane-tools", "serves for Prometheus where a run is, and why it stands still"),
+    "audit": KnownCommand(_KEPT, "dataplane-tools", "what a recorded run trained on and what went wrong, or a picture"),
+    "doctor": KnownCommand(_WRITE, "dataplane-core", "lists the backends, and checks this machine for them"),
+    "conformance": KnownCommand(_WRITE, "dataplane-testkit", "runs the conformance kit against a backend"),
+    "new-plugin": KnownCommand(_WRITE, "dataplane-testkit", "writes a project with a backend that passes the kit"),
+}
+#: A name that a command once had -> what does its work.
+FORMER_COMMANDS: Final = {
+    "inspect": "top CONFIG --once",
+    "browse": "top CONFIG --samples",
+    "units": "top CONFIG --once",
+    "flow": "audit FOLDER --html FILE",
+    "backends": "doctor --list",
 }
 
 #: Kind -> its known names, each with the distribution that contains it.
 _PACKAGES: Final[dict[str, dict[str, str]]] = {
     "backend": KNOWN_BACKENDS,
     "middleware": _KNOWN_MIDDLEWARE,
-    "command": {name: package for name, (package, _) in KNOWN_COMMANDS.items()},
+    "command": {name: known.package for name, known in KNOWN_COMMANDS.items()},
 }
 
 

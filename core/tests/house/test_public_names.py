@@ -21,7 +21,7 @@ FACES = {
     """,
     "dataplane_testkit.commands": "conformance new_plugin",
     "dataplane_tools": "Exported export_partition follow_partition",
-    "dataplane_tools.commands": "audit browse export inspect metrics read top units why",
+    "dataplane_tools.commands": "audit export metrics read top why",
     "dataplane_compat": "",
     "dataplane_compat.nemo_gym": "DataPlaneTokenStore FIELDS token_entries",
     "dataplane_compat.nemo_rl": "NemoRLAdapter Section activate client_class",

@@ -1,5 +1,5 @@
-"""What looks at a running store or at what a run recorded: the commands `dataplane inspect`, `top`, `browse`, `read`,
-`why`, `audit`, `export`, `metrics`, `flow` and `units`.
+"""What looks at a running store or at what a run recorded: the commands `dataplane top`, `why`, `read`, `export`,
+`metrics` and `audit`.
 
 Operators and researchers run the commands. `export_partition` and `follow_partition` do the same for Python as
 `export`. No package imports this one.

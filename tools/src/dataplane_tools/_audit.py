@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -15,7 +16,6 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_observe import Recording
 from dataplane_tools._differences import differences, value_of
 from dataplane_tools._history import History
-from dataplane_tools._inspect import table
 from dataplane_tools._prompts import several
 from dataplane_tools._sample import json_value
 from dataplane_tools._samples import Step
@@ -30,36 +30,19 @@ _LAST: Final = 30
 _MOST_RESUMES: Final = 10
 
 
-def run(
-    folder: str,
-    other: str | None = None,
-    *,
-    step: int | None = None,
-    steps: str | None = None,
-    task: str | None = None,
-    as_json: bool = False,
-    html: str | None = None,
-) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Prints what a recording says of a run; or the first difference of two.
-
-    Args:
-        folder: A folder of the middleware ``recorder``.
-        other: Another one. None: look at one run.
-        step: Show the samples of this step.
-        steps: ``A:B``: show these steps, both included. Either may be left out. None: the first and the last ones.
-        task: The task that trains. None: that of the role that marks steps.
-        as_json: Print JSON.
-        html: Write a page with a picture to this file, and print only what is wrong.
 
     Returns:
         0, `WRONG` or `UNKNOWN`.
     """
+    folder, other, task, html = chosen.folder, chosen.other, chosen.task, chosen.html
     try:
-        bounds = _bounds(steps)
+        bounds = _bounds(chosen.steps)
         if html is not None and other is not None:
             raise InvalidRequestError("audit refused: --html is the page of one recording.")
         if other is None:
-            report = audit(folder, step=step, bounds=bounds, task=task, all_steps=as_json)
+            report = audit(folder, step=chosen.step, bounds=bounds, task=task, all_steps=chosen.json)
             lines = _lines(report)
         else:
             report = compare(folder, other, task=task)
@@ -72,7 +55,7 @@ def run(
     except (DataPlaneError, OSError) as error:  # or the page cannot be written
         print(f"dataplane: {error}", file=sys.stderr)
         return UNKNOWN
-    print(json.dumps(report, indent=2) if as_json else "\n".join(map(printable, lines)))
+    print(json.dumps(report, indent=2) if chosen.json else "\n".join(map(printable, lines)))
     return WRONG if report["wrong"] else 0
 
 
@@ -272,7 +255,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         ]
         for each in report["clients"]
     ]
-    lines += ["", *table(head, rows, right=(1, 3, 4, 5, 6))] if rows else []
+    lines += ["", *_table(head, rows, right=(1, 3, 4, 5, 6))] if rows else []
     lines += [f"  {each[0].upper()}{each[1:]}." for each in report["resumes"][-_MOST_RESUMES:]]
     rows = [
         [name, str(each["samples"]), *(f"{each[key]:.3f}" for key in ("median_s", "p90_s", "max_s"))]
@@ -282,7 +265,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     failed = [f"{each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
     latency = "From the put that made a sample ready to the claim, in seconds:"
     for title, said in (
-        (latency, table(head, rows, right=range(1, 5)) if rows else []),
+        (latency, _table(head, rows, right=range(1, 5)) if rows else []),
         ("Not trained on:", [f"  {_fate(each)}" for each in report["untrained"]]),
         ("What the recording lacks, and what failed:", [f"  {each}" for each in (*report["lacks"], *failed)]),
     ):
@@ -312,7 +295,7 @@ def _lines_of_steps(report: Mapping[str, Any]) -> list[str]:
         )
     if not rows:
         return []
-    lines = table(["step", "samples", "weights", "stale", *names, "put by"], rows, right=range(1, 4 + len(names)))
+    lines = _table(["step", "samples", "weights", "stale", *names, "put by"], rows, right=range(1, 4 + len(names)))
     if report["num_steps"] > len(rows) == _FIRST + _LAST:
         lines.insert(1 + _FIRST, "  ...")
     return lines
@@ -340,6 +323,20 @@ def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
     if report["not_compared"]:
         lines.append(f"  Not compared, since a recording lacks their digests: {', '.join(report['not_compared'])}.")
     return lines if report["found"] else [*lines, "They do not differ."]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table. ``right``: the columns that are aligned to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]
 
 
 def _fate(fate: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`dataplane browse` and `top`: a running store, live in the terminal.
+"""`dataplane top` in a terminal: a running store, live.
 
 The screen (`Browser`) asks nothing of the store: it says which rows are on it, and which is chosen, to a thread of its
 own (`Watcher`), which hands over what it saw.
@@ -6,9 +6,9 @@ own (`Watcher`), which hands over what it saw.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Footer, Input, Static
 
-from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, UnsupportedOperationError, printable
+from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, printable
 from dataplane_tools._read import lines_of
 from dataplane_tools._sample import Sample, group_of_id
 from dataplane_tools._table import Samples
@@ -29,37 +29,22 @@ from dataplane_tools._watch import Seen, Watcher, Wish
 from dataplane_tools._where import parse_where
 
 
-def run(
-    command: str,
-    config_path: str,
-    partition_id: str | None,
-    *,
-    tokenizer: str | None = None,
-    where: str | None = None,
-    sort: str | None = None,
-    descending: bool = False,
-) -> int:
-    """Shows the store of a config until it is left. Its arguments are those of the command.
+def run(chosen: argparse.Namespace, shows_samples: bool) -> int:
+    """Shows the store of a config until it is left.
 
     Raises:
         BackendUnavailableError: The store cannot be reached, and waiting does not help. The screen waits for one that
             has not started yet, or has ended.
-        UnsupportedOperationError: The output is no terminal.
     """
-    if not sys.stdout.isatty():
-        other = "inspect" if command == "top" else "read"
-        raise UnsupportedOperationError(
-            f"dataplane {command} needs a terminal.", hint=f"In a pipe, use dataplane {other}."
-        )
-    condition = None if where is None else parse_where(where)
-    decode = None if tokenizer is None else Tokenizer(tokenizer).decode
-    watcher = Watcher(config_path, partition_id, decode)
+    where = None if chosen.where is None else parse_where(chosen.where)
+    decode = None if chosen.tokenizer is None else Tokenizer(chosen.tokenizer).decode
+    watcher = Watcher(chosen.config, chosen.partition, decode)
     try:
         watcher.open()
     except BackendUnavailableError as error:  # the screen waits for the store, if that may help
         if not error.retryable:
             raise
-    wish = Wish(samples=command != "top", where=condition, sort=sort, descending=descending)
+    wish = Wish(samples=shows_samples, where=where, sort=chosen.sort, descending=chosen.descending)
 
     async def shown() -> None:
         app = Browser(watcher, wish)

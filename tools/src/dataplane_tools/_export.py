@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import threading
@@ -9,15 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, MissingDataError, printable
 from dataplane_tools._follow import follow_partition
-from dataplane_tools._inspect import attach, size_text
 from dataplane_tools._portions import Exported, Portions, Tags
 from dataplane_tools._rows import opened
 from dataplane_tools._shards import What
+from dataplane_tools._store import attach, size_text
 
 
 def export_partition(
@@ -93,38 +93,40 @@ def _finished(
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run(config_path: str, partition_id: str, folder: str, *, follow: bool, form: str, **options: Any) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Exports rows of a running store, of a save or of a recording.
 
-    The options are those of `export_partition` and of `follow_partition`.
-
     Raises:
-        DataPlaneError: As these, `attach` and `opened`. It cannot follow partial rows, nor a folder.
+        DataPlaneError: As `export_partition`, `follow_partition`, `attach` and `opened`. It cannot follow partial rows,
+            nor a folder.
     """
-    options["messages"] = form == "messages"
-    following = {name: options.pop(name) for name in ("task", "every_s", "idle_s")}
-    is_folder = Path(config_path).is_dir()
-    if not follow:
-        with opened(config_path, partition_id) if is_folder else attach(config_path, announced=True) as client:
-            return _told(folder, partition_id, export_partition(client, partition_id, folder, **options))
+    path, partition_id, folder = chosen.config, chosen.partition, chosen.folder
+    options = {name: getattr(chosen, name) for name in ("fields", "where", "tokenizer", "shard_bytes")}
+    options["messages"] = chosen.form == "messages"
+    is_folder = Path(path).is_dir()
+    if not chosen.follow:
+        with opened(path, partition_id) if is_folder else attach(path, announced=True) as client:
+            return _told(chosen, export_partition(client, partition_id, folder, partial=chosen.partial, **options))
     if is_folder:
-        raise InvalidRequestError(f"export refused: '{config_path}' is a folder, and only a running store goes on.")
-    if options.pop("partial"):
+        raise InvalidRequestError(f"export refused: '{path}' is a folder, and only a running store goes on.")
+    if chosen.partial:
         raise InvalidRequestError("export refused: it follows finished rows, so partial rows cannot come along.")
     stop = threading.Event()
     former = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)}
+    following = {"task": chosen.task, "every_s": chosen.every, "idle_s": chosen.idle, "stop": stop}
     try:
-        with attach(config_path, announced=True) as client:
-            done = follow_partition(client, partition_id, folder, stop=stop, **following, **options)
+        with attach(path, announced=True) as client:
+            done = follow_partition(client, partition_id, folder, **following, **options)
     finally:
         for each, handler in former.items():
             signal.signal(each, handler)
-    return _told(folder, partition_id, done)
+    return _told(chosen, done)
 
 
-def _told(folder: str, partition_id: str, done: Exported) -> int:
+def _told(chosen: argparse.Namespace, done: Exported) -> int:
     shards = "1 shard" if done.num_shards == 1 else f"{done.num_shards} shards"
-    print(printable(f"{folder}: {done.num_rows} rows of {partition_id} in {shards}, {size_text(done.size_bytes)}"))
+    size = size_text(done.size_bytes)
+    print(printable(f"{chosen.folder}: {done.num_rows} rows of {chosen.partition} in {shards}, {size}"))
     for name, count in done.lacking.items():
         print(printable(f"{count} were left out, which lack '{name}' (--partial takes them)"))
     for what, count in done.no_chat.items():

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from dataplane_core.errors import DataPlaneError, UnsupportedOperationError, printable
 from dataplane_observe import Recording, is_followed
-from dataplane_tools._inspect import size_text
+from dataplane_tools._store import size_text
 
 try:
     from matplotlib import rc_context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -26,35 +27,22 @@ _LIMIT, _LIMIT_OF_PAGE = 20, 2000
 _MOST_INLINE: Final = 90
 
 
-def run(
-    config_path: str,
-    partition_id: str | None,
-    *,
-    tokenizer: str | None,
-    fields: Sequence[str] | None,
-    where: str | None,
-    sort: str | None,
-    descending: bool,
-    group: str | None,
-    limit: int | None,
-    as_json: bool,
-    html: str | None,
-    images: str | None,
-) -> int:
-    """Shows samples of a running store, of a save or of a recording. Its arguments are those of the command.
+def run(chosen: argparse.Namespace) -> int:
+    """Shows samples of a running store, of a save or of a recording.
 
     Raises:
         DataPlaneError: As `opened`, `Rows`, `Tokenizer` and `parse_where`; or a file cannot be written.
     """
+    limit, html, images = chosen.limit, chosen.html, chosen.images
     if limit is not None and limit < 1:
         raise InvalidRequestError(f"read refused: --limit {limit}. Expected a number of 1 or more.")
-    condition = None if where is None else parse_where(where)
-    texts = None if tokenizer is None else Tokenizer(tokenizer)
+    where = None if chosen.where is None else parse_where(chosen.where)
+    texts = None if chosen.tokenizer is None else Tokenizer(chosen.tokenizer)
     most = limit or (_LIMIT if html is None else _LIMIT_OF_PAGE)
-    with opened(config_path, partition_id) as client:
-        rows = Rows(client, partition_id)
-        found = rows.find(where=condition, sort=sort, descending=descending, group=group, limit=most)
-        samples = rows.read(found, fields=fields, decode=None if texts is None else texts.decode)
+    with opened(chosen.config, chosen.partition) as client:
+        rows = Rows(client, chosen.partition)
+        found = rows.find(where=where, sort=chosen.sort, descending=chosen.descending, group=chosen.group, limit=most)
+        samples = rows.read(found, fields=chosen.fields, decode=None if texts is None else texts.decode)
     if gone := len(found.tags) - len(samples):
         print(f"dataplane: {gone} more were cleared meanwhile, or their payload is lost", file=sys.stderr)
     of = f" of {found.num_samples}" if len(samples) != found.num_samples else ""
@@ -71,10 +59,10 @@ def run(
             return 0
     except OSError as error:
         raise DataPlaneError(f"read cannot write '{error.filename}': {error.strerror}.") from error
-    if as_json:
+    if chosen.json:
         print(json.dumps(_report(rows.partition_id, found, samples, paths)))
     else:
-        print("\n".join(printable(line) for line in _lines(what, samples, paths, shared=group is not None)))
+        print("\n".join(printable(line) for line in _lines(what, samples, paths, shared=chosen.group is not None)))
     return 0
 
 

@@ -19,9 +19,9 @@ from dataplane_core.connecting import connect
 from dataplane_core.errors import InvalidRequestError, LostSamplesError, MissingDataError, preview
 from dataplane_core.spec import Capability, FieldSpec, TagFilter
 from dataplane_observe import is_recording
-from dataplane_tools._inspect import attach
 from dataplane_tools._recorded import opened_recording
 from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of
+from dataplane_tools._store import attach
 from dataplane_tools._where import Where
 
 T = TypeVar("T")

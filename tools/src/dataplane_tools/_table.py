@@ -1,4 +1,4 @@
-"""The table of samples of `dataplane browse`: it draws the rows on the screen only, however many there are."""
+"""The table of samples of the live `dataplane top`: it draws the rows on the screen only, however many there are."""
 
 from __future__ import annotations
 

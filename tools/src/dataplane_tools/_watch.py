@@ -1,4 +1,4 @@
-"""What `dataplane browse` asks of a store: rarely, and no more than what is on the screen. It changes nothing.
+"""What the live `dataplane top` asks of a store: rarely, and no more than what is on the screen. It changes nothing.
 
 Ids and tags are read for all rows, numbers for the rows on the screen, and the other columns for the chosen row.
 """
@@ -16,10 +16,11 @@ from rich.console import RenderableType
 from textual.message import Message
 
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, UnknownPartitionError
-from dataplane_tools._inspect import PAUSE_S, attach, pause_s
+from dataplane_tools._report import Looks, newest
 from dataplane_tools._rows import Found, Rows
 from dataplane_tools._sample import Decode, Sample
-from dataplane_tools._top import Looks, screen
+from dataplane_tools._screen import Screen
+from dataplane_tools._store import PAUSE_S, attach, pause_s
 from dataplane_tools._where import Where
 
 
@@ -159,15 +160,16 @@ class Watcher(Thread):
 
     def _look(self, looks: Looks, wish: Wish, before: Wish | None) -> Seen:
         """``before``: the wish of the last look. None: look at all again."""
-        seen = Seen(wish, screen(looks))
+        shown = newest(looks.partitions)
+        seen = Seen(wish, Screen(looks.report, shown))
         if not wish.samples:
             return seen
         seen.partition_ids = list(looks.partitions) or looks.client.list_partitions()
         held = self._rows.partition_id if self._rows else None
         name = wish.partition_id if wish.partition_id in seen.partition_ids else held
         if name not in seen.partition_ids:
-            newest = [report["partition_id"] for report in looks.shown] or [*seen.partition_ids]
-            name = newest[0] if newest else None
+            names = [report["partition_id"] for report in shown] or [*seen.partition_ids]
+            name = names[0] if names else None
         if self._rows is None or self._rows.partition_id != name:
             self._rows, self._found, before = None if name is None else Rows(looks.client, name), Found({}, 0, 0), None
         if self._rows is None:

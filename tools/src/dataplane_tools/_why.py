@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import DataPlaneError, Verdict, printable
-from dataplane_tools._inspect import attach, pause_s
+from dataplane_tools._store import attach, pause_s
 
 #: Exit statuses: a task is starved, and that was not found out.
 STARVED: Final = 1
@@ -19,54 +20,62 @@ UNKNOWN: Final = 2
 _ORDER: Final = ("starved", "waits", "moves", "idle", "done")
 
 
-def run(
-    config_path: str,
-    task_name: str | None = None,
-    *,
-    partition_id: str | None = None,
-    as_json: bool = False,
-    watch: bool = False,
-) -> int:
-    """Prints how the tasks of the store of a config fare. Its arguments are those of the command.
+def run(chosen: argparse.Namespace) -> int:
+    """Prints how the tasks of the store of a config fare.
 
     Returns:
         0, `STARVED` or `UNKNOWN`.
     """
+
+    def tell(verdicts: Sequence[Verdict]) -> None:
+        lines = json.dumps([asdict(verdict) for verdict in verdicts]) if chosen.json else text_of(verdicts)
+        print(lines, flush=True)
+
     try:
-        with attach(config_path) as client:
-            told: Sequence[tuple[str, ...]] | None = None
-            while True:
-                start = time.monotonic()
-                verdicts = look(client, partition_id, task_name)
-                cost_s = time.monotonic() - start
-                now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
-                if now != told:
-                    lines = json.dumps([asdict(each) for each in verdicts]) if as_json else text_of(verdicts)
-                    print(lines, flush=True)
-                    told = now
-                if any(each.state == "starved" for each in verdicts):
-                    return STARVED
-                if not watch or (verdicts and all(each.state == "done" for each in verdicts)):
-                    return 0
-                time.sleep(pause_s(cost_s))
+        with attach(chosen.config) as client:
+            return watched(client, chosen.partition, chosen.task, chosen.watch, tell)
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return UNKNOWN
+
+
+def watched(
+    client: DataPlaneClient,
+    partition_id: str | None,
+    task_name: str | None,
+    watch: bool,
+    tell: Callable[[Sequence[Verdict]], None],
+) -> int:
+    """Tells the verdicts of tasks, the starved ones first: once; or each time that one changed, until a task is starved
+    or all are done.
+
+    Returns:
+        0 or `STARVED`.
+    """
+    told: Sequence[tuple[str, ...]] | None = None
+    try:
+        while True:
+            start = time.monotonic()
+            verdicts = sorted(client.why(partition_id, task_name), key=lambda verdict: _ORDER.index(verdict.state))
+            now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
+            if now != told:
+                tell(verdicts)
+                told = now
+            if any(verdict.state == "starved" for verdict in verdicts):
+                return STARVED
+            if not watch or (verdicts and all(verdict.state == "done" for verdict in verdicts)):
+                return 0
+            time.sleep(pause_s(time.monotonic() - start))
     except KeyboardInterrupt:
         return 0
-
-
-def look(client: DataPlaneClient, partition_id: str | None = None, task_name: str | None = None) -> list[Verdict]:
-    """The verdicts of a store, the starved tasks first."""
-    return sorted(client.why(partition_id, task_name), key=lambda each: _ORDER.index(each.state))
 
 
 def text_of(verdicts: Sequence[Verdict]) -> str:
     """What is printed."""
     lines = []
-    for each in verdicts:
-        waited = f" for {each.waited_s:.0f} s" if each.waited_s else ""
-        left = f"{each.backlog} left, {each.num_ready} ready"
-        lines.append(printable(f"{each.partition_id} / {each.task_name}: {each.state}{waited} ({left})"))
-        lines += [printable(f"  {each.text}")] if each.text else []
+    for verdict in verdicts:
+        waited = f" for {verdict.waited_s:.0f} s" if verdict.waited_s else ""
+        left = f"{verdict.backlog} left, {verdict.num_ready} ready"
+        lines.append(printable(f"{verdict.partition_id} / {verdict.task_name}: {verdict.state}{waited} ({left})"))
+        lines += [printable(f"  {verdict.text}")] if verdict.text else []
     return "\n".join(lines) or "No task is registered."

@@ -1,96 +1,88 @@
-"""The commands of this package. Each adds its arguments, and imports what it needs when it runs."""
+"""The commands of this package: the one place that spells their arguments.
+
+Each adds its arguments to its parser. What a command needs is imported when it runs: its module's ``run`` gets what the
+parser found.
+"""
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from typing import Any
 
 from dataplane_core.cli import Command
 
-__all__ = ["audit", "browse", "export", "inspect", "metrics", "read", "top", "units", "why"]
-
+__all__ = ["audit", "export", "metrics", "read", "top", "why"]
 
 _CONFIG = "the config file that its processes use"
 _OR_FOLDER = _CONFIG + ", or the folder of a save or of a recording"
 
 
-def _runs(module: str, **more: Any) -> Command:
-    """Calls ``run`` of a module, whose arguments have the names of the parser's, with more arguments."""
-
+def _runs(module: str) -> Command:
     def run(chosen: argparse.Namespace) -> int:
-        given = {name: value for name, value in vars(chosen).items() if name != "command"}
-        status: int = import_module(f"dataplane_tools.{module}").run(**given, **more)
+        status: int = import_module(f"dataplane_tools.{module}").run(chosen)
         return status
 
     return run
 
 
-def _config(parser: argparse.ArgumentParser, says: str = _CONFIG) -> None:
-    parser.add_argument("config_path", metavar="CONFIG", help=says)
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _partition(parser: argparse.ArgumentParser, says: str) -> None:
-    parser.add_argument("partition_id", nargs="?", metavar="PARTITION", help=says)
-
-
-def _samples(parser: argparse.ArgumentParser, tokenizer: str) -> None:
+def _samples(parser: argparse.ArgumentParser) -> None:
     """Which samples to show, and how."""
-    parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
+    parser.add_argument(
+        "--tokenizer",
+        metavar="T",
+        help="a folder, a tokenizer.json, a name of Hugging Face that is on disk, or module:function, which turns a "
+        "list of ids into text; default: show ids",
+    )
     parser.add_argument("--where", metavar="C", help="only these, such as 'reward<0.5 and weight_version>=7'")
     parser.add_argument("--sort", metavar="NAME", help="order by this tag or field; default: the order of writing")
     parser.add_argument("--descending", action="store_true", help="the greatest first; without --sort the newest")
-
-
-def _json(parser: argparse.ArgumentParser, says: str = "print JSON") -> None:
-    parser.add_argument("--json", action="store_true", dest="as_json", help=says)
 
 
 def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def inspect(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane inspect`."""
-    _config(parser)
-    _partition(parser, "show this partition with its fields; default: all")
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=1.0,
-        dest="interval_s",
-        metavar="S",
-        help="measure rates over S seconds; 0: no rates; default: 1",
-    )
-    parser.add_argument("--stacks", action="store_true", help="also show what the clients on this host do, by py-spy")
-    _json(parser)
-    return _runs("_inspect")
-
-
 def top(parser: argparse.ArgumentParser) -> Command:
     """`dataplane top`."""
-    _config(parser)
-    _partition(parser, "show this partition; default: those that were written last")
-    return _runs("_browse", command="top")
+    parser.add_argument("config", metavar="CONFIG", help=_CONFIG)
+    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="this one, with its fields; default: all")
+    printed = parser.add_argument_group("printed, as it also is in a pipe")
+    printed.add_argument("--once", action="store_true", help="print, and end")
+    printed.add_argument("--json", action="store_true", help="print JSON, and end")
+    printed.add_argument(
+        "--watch", action="store_true", help="print what changed, until a task is starved (status 1) or all are done"
+    )
+    printed.add_argument(
+        "--interval", type=float, default=0.0, metavar="S", help="look again after S seconds, for rates"
+    )
+    printed.add_argument("--stacks", action="store_true", help="also what the clients on this host do, by py-spy")
+    live = parser.add_argument_group("live")
+    live.add_argument("--samples", action="store_true", help="also the samples, and what the model wrote (key t)")
+    _samples(live)  # type: ignore[arg-type]
+    return _runs("_top")
 
 
-def browse(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane browse`."""
-    _config(parser)
-    _partition(parser, "default: the one that was written last")
-    _samples(parser, "as for dataplane read; default: show ids")
-    return _runs("_browse", command="browse")
+def why(parser: argparse.ArgumentParser) -> Command:
+    """`dataplane why`."""
+    parser.add_argument("config", metavar="CONFIG", help=_CONFIG)
+    parser.add_argument("task", nargs="?", metavar="TASK", help="a task; default: all")
+    parser.add_argument("--partition", metavar="NAME", help="look at this partition only")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
+    parser.add_argument(
+        "--watch", action="store_true", help="print what changed, until a task is starved (status 1) or all are done"
+    )
+    return _runs("_why")
 
 
 def read(parser: argparse.ArgumentParser) -> Command:
     """`dataplane read`."""
-    _config(parser, _OR_FOLDER)
-    _partition(parser, "default: the only one")
-    _samples(
-        parser,
-        "a folder, a tokenizer.json, a name of Hugging Face that is on disk, or module:function, which turns a list of "
-        "ids into text; default: show ids",
-    )
+    parser.add_argument("config", metavar="CONFIG", help=_OR_FOLDER)
+    parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the only one")
+    _samples(parser)
     parser.add_argument("--group", metavar="G", help="the answers to one prompt: the samples G_g0, G_g1, ...")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N samples; default: 20, on a page 2000")
     parser.add_argument("--fields", metavar="A,B", type=_names, help="read these fields only")
@@ -98,20 +90,6 @@ def read(parser: argparse.ArgumentParser) -> Command:
     _json(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no server and no network")
     return _runs("_read")
-
-
-def why(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane why`."""
-    _config(parser)
-    parser.add_argument("task_name", nargs="?", metavar="TASK", help="a task; default: all")
-    parser.add_argument("--partition", dest="partition_id", metavar="NAME", help="look at this partition only")
-    _json(parser, "print JSON, one line for each look")
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="look again and again, and print what changed; ends when a task is starved, or when all are done",
-    )
-    return _runs("_why")
 
 
 def audit(parser: argparse.ArgumentParser) -> Command:
@@ -131,8 +109,8 @@ def audit(parser: argparse.ArgumentParser) -> Command:
 
 def export(parser: argparse.ArgumentParser) -> Command:
     """`dataplane export`."""
-    _config(parser, _OR_FOLDER)
-    parser.add_argument("partition_id", metavar="PARTITION")
+    parser.add_argument("config", metavar="CONFIG", help=_OR_FOLDER)
+    parser.add_argument("partition", metavar="PARTITION")
     parser.add_argument("folder", metavar="OUT", help="a new folder, which gets the shards")
     parser.add_argument("--fields", metavar="A,B", type=_names, help="these fields only")
     parser.add_argument("--where", metavar="C", help="only these, such as 'reward>0.5 and weight_version>=7'")
@@ -150,27 +128,15 @@ def export(parser: argparse.ArgumentParser) -> Command:
         "--task", metavar="NAME", help="the task that follows, for this folder alone; default: one of its own"
     )
     following.add_argument(
-        "--every",
-        type=float,
-        default=60.0,
-        dest="every_s",
-        metavar="S",
-        help="a shard at least every S seconds; default: 60",
+        "--every", type=float, default=60.0, metavar="S", help="a shard at least every S seconds; default: 60"
     )
-    following.add_argument("--idle", type=float, dest="idle_s", metavar="S", help="end once no row came for S seconds")
+    following.add_argument("--idle", type=float, metavar="S", help="end once no row came for S seconds")
     return _runs("_export")
 
 
 def metrics(parser: argparse.ArgumentParser) -> Command:
     """`dataplane metrics`."""
-    _config(parser)
+    parser.add_argument("config", metavar="CONFIG", help=_CONFIG)
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on; default: 127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="its port; default: a free one, which is printed")
     return _runs("_metrics")
-
-
-def units(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane units`."""
-    _config(parser)
-    _json(parser)
-    return _runs("_units")

@@ -2,7 +2,10 @@
 
 import json
 import re
+import urllib.request
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from dataplane_testkit._timing import STARTS_S, eventually
 
@@ -14,11 +17,16 @@ def questions():
     return {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
 
 
-def test_it_shows_every_metric_and_no_other(federation):
+def test_it_shows_every_metric_and_no_other(gauges):
     shown = {name for question in questions() for name in re.findall(r"dataplane_\w+", question)}
+    assert 'up{job="dataplane"}' in questions()  # Prometheus' own, for each process
 
     def served():
-        names = {sample.name for metric in federation.collect() for sample in metric.samples}
+        pages = [metric.samples for metric in gauges.collect()]
+        for target in gauges.targets():
+            text = urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=60).read().decode()
+            pages += [metric.samples for metric in text_string_to_metric_families(text)]
+        names = {sample.name for page in pages for sample in page}
         return {name for name in names if not name.endswith(("_created", "_count", "_sum"))}
 
     def shows_all():

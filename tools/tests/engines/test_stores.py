@@ -18,7 +18,7 @@ def test_a_folder_that_nobody_has_open_is_read(tmp_path, capsys):
         client.put_samples(["a", "b"], "p", {"x": torch.tensor([7, 8])})
     file = tmp_path / "data_plane.json"
     file.write_text(json.dumps(config))
-    assert main(["inspect", str(file)]) == 0
+    assert main(["top", str(file)]) == 0
     assert "p" in capsys.readouterr().out
     assert main(["read", str(file), "p", "--json"]) == 0
     samples = json.loads(capsys.readouterr().out)["samples"]

@@ -11,31 +11,46 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import groupby
 from typing import Final
 
 from dataplane_core.cli.commands import Command, complete_backends
-from dataplane_core.entry_points import COMMAND_GROUP, KNOWN_COMMANDS, find_plugins, install_command, load_plugin
+from dataplane_core.entry_points import (
+    COMMAND_GROUP,
+    FORMER_COMMANDS,
+    KNOWN_COMMANDS,
+    find_plugins,
+    install_command,
+    load_plugin,
+    nearest,
+)
 from dataplane_core.errors import DataPlaneError
 
 __all__ = ["Command", "complete_backends", "main"]
 
 #: The exit status of a command that a signal ended is this plus the number of the signal, as in shells.
 _ENDED_BY_SIGNAL: Final = 128
+#: As argparse exits.
+_WRONG_USAGE: Final = 2
+
+
+class _UnknownCommandError(DataPlaneError):
+    """The first word is the name of no command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments (None: those of the process), without the program's name.
 
     Returns:
-        The exit status: 0, or 1 for a failure that was reported, or above 128 if a signal ended it. argparse exits with
-        2 for wrong usage.
+        The exit status: 0, or 1 for a failure that was reported, or 2 for wrong usage (of known arguments argparse
+        exits), or above 128 if a signal ended it.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     completed = _line_to_complete()
     try:
-        parser, run = _parser(words if completed is None else completed)
+        parser, run = _parser(words) if completed is None else _parser(completed, completes=True)
         if completed is not None:
             import argcomplete
 
@@ -45,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = run(chosen)
         sys.stdout.flush()
         return status
+    except _UnknownCommandError as error:
+        print(f"dataplane: {error}", file=sys.stderr)
+        return _WRONG_USAGE
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return 1
@@ -55,24 +73,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ENDED_BY_SIGNAL + signal.SIGINT
 
 
-def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | None]:
+def _parser(words: Sequence[str], *, completes: bool = False) -> tuple[argparse.ArgumentParser, Command | None]:
     """The parser, with the arguments of the command that the words name, and what runs it. Imports no other command."""
+    installed = {record.name: f"of {record.distribution}" for record in find_plugins(COMMAND_GROUP)}
     parser = argparse.ArgumentParser(
         prog="dataplane",
-        description="Lists, checks, tests and creates backends of the data plane, and shows what they do.",
+        usage="dataplane COMMAND ...",
+        epilog=_overview(installed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dataplane-core {version('dataplane-core')}")
-    offered = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    installed = {record.name: f"of {record.distribution}" for record in find_plugins(COMMAND_GROUP)}
-    for name, (package, summary) in KNOWN_COMMANDS.items():
-        offered.add_parser(name, help=summary if name in installed else f"{summary} ({install_command(package)})")
-    for name in sorted(installed.keys() - KNOWN_COMMANDS.keys()):
-        offered.add_parser(name, help=installed[name])
-
+    offered = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    for name in dict.fromkeys((*KNOWN_COMMANDS, *installed)):
+        offered.add_parser(name)
     named = next((word for word in words if not word.startswith("-")), None)
-    if named not in offered.choices:
+    if named is None or (completes and named not in offered.choices):
         return parser, None
+    if named not in offered.choices:
+        does = FORMER_COMMANDS.get(named) or nearest(named, offered.choices)
+        hint = f"Use dataplane {does}." if named in FORMER_COMMANDS else f"Did you mean '{does}'?" if does else None
+        raise _UnknownCommandError(f"there is no command '{named}'.", hint=hint or "dataplane --help lists all.")
     return parser, load_plugin(COMMAND_GROUP, named, "command")(offered.choices[named])
+
+
+def _overview(installed: Mapping[str, str]) -> str:
+    """The commands by their purpose, with how to install those that are not."""
+    lines: list[str] = []
+    for purpose, names in groupby(KNOWN_COMMANDS, key=lambda name: KNOWN_COMMANDS[name].purpose):
+        lines += ["", f"{purpose}:"]
+        for name in names:
+            known = KNOWN_COMMANDS[name]
+            missing = "" if name in installed else f" ({install_command(known.package)})"
+            lines.append(f"  {name:<12} {known.summary}{missing}")
+    others = sorted(installed.keys() - KNOWN_COMMANDS.keys())
+    lines += ["", "of other packages:", *(f"  {name:<12} {installed[name]}" for name in others)] if others else []
+    return "\n".join([*lines[1:], "", "dataplane COMMAND --help says what each takes."])
 
 
 def _line_to_complete() -> list[str] | None:

@@ -1,6 +1,6 @@
-"""Core's own commands, and what a command is: `dataplane backends` and `dataplane doctor`.
+"""Core's own command, and what a command is: `dataplane doctor`.
 
-They import no backend: `cli._examination` does, in a process of its own.
+It imports no backend: `cli._examination` does, in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -40,71 +40,19 @@ def _ask(function: str, **arguments: Any) -> Any:
     return _examination.ask(function, **arguments)
 
 
-# --- backends ---------------------------------------------------------------------------------------------------------
-
-
-def backends(parser: argparse.ArgumentParser) -> Command:
-    """`dataplane backends`: lists the installed backends from metadata; with ``--load``, also what each declares.
-
-    The status is 1 if a backend fails to load or two distributions register a name.
-    """
-    parser.add_argument(
-        "--load", action="store_true", help="import each, in a process of its own, and show what it declares"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return _list_backends
-
-
-def _list_backends(chosen: argparse.Namespace) -> int:
-    records = find_plugins()
-    names = Counter(record.name for record in records)
-    rows: list[dict[str, Any]] = []
-    for record in records:
-        row: dict[str, Any] = asdict(record)
-        if names[record.name] > 1:
-            row["error"] = "the name is claimed by more than one distribution"
-        elif chosen.load:
-            try:
-                row.update(_ask("describe", name=record.name))
-            except DataPlaneError as error:
-                row["error"] = str(error)
-        rows.append(row)
-    if chosen.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        _print_backends(rows)
-    return int(any("error" in row for row in rows))
-
-
-def _print_backends(rows: Sequence[dict[str, Any]]) -> None:
-    if not rows:
-        print(_NO_BACKENDS)
-        return
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        print(f"{row['name']:<{width}}  {row['distribution']} {row['version']}")
-        if "options" in row:
-            row["capabilities"] = ", ".join(row["capabilities"]) or "none"
-            row["options"] = ", ".join(f"{name}={default}" for name, default in row["options"].items()) or "none"
-        for key in ("scope", "wire", "capabilities", "options", "error"):
-            if key in row:
-                print(printable(f"{'':<{width}}    {key}: {row[key]}"))
-
-
-# --- doctor -----------------------------------------------------------------------------------------------------------
-
-
 def doctor(parser: argparse.ArgumentParser) -> Command:
     """`dataplane doctor`: finds problems of this machine for a backend and its options, and says how to fix them.
 
-    It starts and changes nothing. Each backend defines its own checks in `Backend.diagnose`. The status is 1 if a
-    finding is an error, or if nothing is installed.
+    It starts and changes nothing. Each backend defines its own checks in `Backend.diagnose`. Of a backend that is named
+    it also says what it declares. With ``--list`` it only lists the installed ones, and imports none. The status is 1
+    if a finding is an error, or if nothing is installed.
     """
     name = parser.add_argument(
         "name", nargs="?", help="entry-point name of the backend; default: that of the config, or all"
     )
     complete_backends(name)
     parser.add_argument("--config", metavar="FILE", help="check for the options of this config file")
+    parser.add_argument("--list", action="store_true", dest="only_list", help="list the backends, and check nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return _diagnose
 
@@ -120,20 +68,29 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     backend = config.backend if config is not None else chosen.name
     records = find_plugins()
     names = sorted({record.name for record in records}) if backend is None else [backend]
+    examined = [[] for _ in names] if chosen.only_list else _examine(names, config)
     reports: list[dict[str, Any]] = []
-    for name, findings in zip(names, _examine(names, config), strict=True):
+    for name, findings in zip(names, examined, strict=True):
         owners = [f"{record.distribution} {record.version}" for record in records if record.name == name]
-        findings = [*findings, *(() if config is None else _findings_of_config(config))]
-        reports.append({"name": name, "distributions": owners, "findings": findings})
+        if len(owners) > 1:
+            findings = [_error(f"The name is claimed by {' and '.join(owners)}.", "Uninstall all but one.")]
+        elif config is not None:
+            findings = [*findings, *_findings_of_config(config)]
+        report = {"name": name, "distributions": owners, "findings": findings}
+        if backend is not None and not chosen.only_list:
+            with suppress(DataPlaneError):  # the findings say that it cannot be loaded
+                report["declares"] = _ask("describe", name=name)
+        reports.append(report)
     levels = Counter(finding["level"] for report in reports for finding in report["findings"])
     if chosen.json:
         print(json.dumps(reports, indent=2))
     elif not reports:
         print(_NO_BACKENDS)
     else:
-        _print_reports(reports)
+        _print_reports(reports, chosen.only_list)
         errors, warnings = levels["error"], levels["warning"]
-        print(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}")
+        if errors or not chosen.only_list:
+            print(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}")
     return int(levels["error"] > 0 or not reports)
 
 
@@ -172,12 +129,16 @@ def _error(what: str, hint: str | None) -> dict[str, Any]:
     return {"level": "error", "what": what, "hint": hint}
 
 
-def _print_reports(reports: Sequence[Mapping[str, Any]]) -> None:
+def _print_reports(reports: Sequence[Mapping[str, Any]], only_list: bool) -> None:
     # words stay whole, so that commands and paths can be copied
     fill = partial(textwrap.fill, width=_WIDTH, break_long_words=False, break_on_hyphens=False)
     for report in reports:
         print(f"{report['name']}  ({', '.join(report['distributions']) or 'not installed'})")
-        for finding in report["findings"] or [_NOTHING]:
+        for name, value in report.get("declares", {}).items():
+            pairs = [f"{key}={default}" for key, default in value.items()] if isinstance(value, dict) else value
+            text = pairs if isinstance(pairs, str) else ", ".join(pairs) or "none"
+            print(fill(printable(f"{name}: {text}"), initial_indent="  ", subsequent_indent="    "))
+        for finding in report["findings"] or ([] if only_list else [_NOTHING]):
             lines = [(f"  {finding['level']:8} ", finding["what"]), (f"{'':11}-> ", finding["hint"])]
             for lead, text in lines[: 2 if finding["hint"] else 1]:
                 print(fill(printable(text), initial_indent=lead, subsequent_indent=" " * len(lead)))

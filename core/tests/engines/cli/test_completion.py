@@ -28,7 +28,7 @@ def completed(line):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_commands_options_and_backends():
-    assert completed("dataplane ins") == ["inspect"]
+    assert completed("dataplane exp") == ["export"]
     assert completed("dataplane doctor noop --j") == ["--json"]
     assert {"noop", "shm_store", "redis_store"} <= set(completed("dataplane conformance "))
     assert completed("dataplane doctor sh") == ["shm_store"]

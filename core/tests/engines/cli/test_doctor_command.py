@@ -33,6 +33,8 @@ def test_a_backend_that_needs_nothing_is_well(capsys):
     assert main(["doctor", "noop"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("noop  (dataplane-noop ")
+    assert "  scope: process\n" in out
+    assert "  options: capacity_bytes=None, on_full='block'\n" in out
     assert "ok       It needs nothing from this machine." in out
     assert out.endswith("0 errors, 0 warnings\n")
 

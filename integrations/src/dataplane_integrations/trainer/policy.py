@@ -151,7 +151,7 @@ class DataPlanePolicy:
                     f"backend '{self._client.backend_name}' lives in one process, the policy workers are others. "
                     "Expected a backend of scope host or cluster.",
                     backend=self._client.backend_name,
-                    hint="Choose one of those that `dataplane backends --load` shows with that scope.",
+                    hint="Choose one of scope host or cluster: `dataplane doctor NAME` says it.",
                 )
             source = self._client
         self._source = source

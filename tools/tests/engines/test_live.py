@@ -1,4 +1,4 @@
-"""`dataplane browse`: its keys, what it follows, and the terminal that it leaves as it was."""
+"""`dataplane top` in a terminal: its keys, what it follows, and the terminal that it leaves as it was."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from textual.widgets import Input, Static
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
-from dataplane_tools import _inspect
+from dataplane_tools import _store
 from dataplane_tools._browse import Browser
 from dataplane_tools._table import Samples
 from dataplane_tools._watch import Watcher, Wish
@@ -30,8 +30,8 @@ REWARDS = {"q0_g0": 0.5, "q0_g1": 0.1, "q1_g0": 1.0, "q1_g1": 0.3}
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """A watcher asks again at once, however long an answer takes here."""
-    monkeypatch.setattr(_inspect, "PAUSE_S", 0.05)
-    monkeypatch.setattr(_inspect, "SHARE", 1.0)
+    monkeypatch.setattr(_store, "PAUSE_S", 0.05)
+    monkeypatch.setattr(_store, "SHARE", 1.0)
 
 
 def fill(client, partition_id="step-1"):
@@ -247,10 +247,9 @@ def test_top_shows_the_stages_alone_at_first(store, config):
     browse(config, check, wish=Wish(samples=False))
 
 
-@pytest.mark.parametrize(("command", "other"), [("top", "inspect"), ("browse", "read")])
-def test_in_a_pipe_it_refers_to_another_command(config, capsys, command, other):
-    assert main([command, config]) == 1
-    assert f"needs a terminal. In a pipe, use dataplane {other}." in capsys.readouterr().err
+def test_samples_in_a_pipe_are_refused(config, capsys):
+    assert main(["top", config, "--sort", "reward"]) == 1
+    assert "live in a terminal only. In a pipe, use dataplane read." in capsys.readouterr().err
 
 
 def test_an_unknown_partition_is_refused_at_once(store, config):
@@ -291,7 +290,7 @@ def terminal(python, *words, width=140):
 
 
 @pytest.mark.parametrize(
-    ("words", "text", "width"), [(["browse", "--sort", "reward"], "q1_g1", 140), (["top"], "written", 80)]
+    ("words", "text", "width"), [(["top", "--sort", "reward"], "q1_g1", 140), (["top"], "written", 80)]
 )
 def test_a_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, python, words, text, width):
     fill(store)
@@ -305,7 +304,7 @@ def test_a_command_in_a_terminal_quits_and_leaves_it_as_it_was(store, config, py
 
 
 def test_a_condition_that_cannot_be_read_is_refused(store, config, python):
-    with terminal(python, "browse", config, "--where", "reward <") as (_, read_until, process, _):
+    with terminal(python, "top", config, "--where", "reward <") as (_, read_until, process, _):
         assert '--where "reward <" refused' in read_until(None)
         assert process.wait() == 1
 

@@ -1,4 +1,4 @@
-"""`dataplane inspect` over a store that other clients use."""
+"""`dataplane top`, printed, over a store that other clients use."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_testkit._timing import STARTS_S, eventually
-from dataplane_tools import _inspect
+from dataplane_tools import _report, _top
 
 
 @pytest.fixture
@@ -31,25 +31,18 @@ def client(store):
 
 
 def test_counts_and_what_a_task_waits_for(client, config, capsys):
-    assert main(["inspect", config, "step-1", "--interval", "0"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("shm_store: 1 partition, ")
-    assert lines[0].endswith(" of 50.0 MB")
-    assert lines[2].startswith("step-1: 6 of 8 samples written, 6 held (")
-    assert lines[2].endswith(" s old), 0 cleared")
-    assert [line.split() for line in lines[3:6]] == [
-        ["task", "left", "ready", "leased", "consumed", "per", "s"],
-        ["train", "4", "0", "2", "2"],
-        ["score", "6", "0", "0", "0"],
+    assert main(["top", config, "step-1", "--once"]) == 0
+    lines = [" ".join(line.split()).strip("━─ ") for line in capsys.readouterr().out.splitlines()]
+    assert re.fullmatch(r"shm_store 1 partition .+ of 50\.0 MB .*", lines[0])
+    assert lines[2:4] == ["step-1 done per s left ready leased oldest lease", "written 6/8"]
+    assert re.fullmatch(rf"→ train 2/8 4 0 2 \W+ p1_g0 for \d+ s, \d+ s left: process {os.getpid()} on .+", lines[4])
+    assert lines[5] == "→ score 0/8 6 0 0"
+    assert re.fullmatch(r"6 held \(.+, the oldest \d+ s old\), 0 cleared", lines[6])
+    assert lines[7:9] == [
+        "The oldest sample that train has not consumed is p1_g0; it has all registered fields but later.",
+        "The oldest sample that score has not consumed is p0_g0; it has all registered fields but later.",
     ]
-    lease, *lines[6:] = lines[6:]
-    assert lease.startswith("  train has held p1_g0 for ")
-    assert f"process {os.getpid()} on " in lease
-    assert lines[6:8] == [
-        "  The oldest sample that train has not consumed is p1_g0; it has all registered fields but later.",
-        "  The oldest sample that score has not consumed is p0_g0; it has all registered fields but later.",
-    ]
-    assert [" ".join(line.split()) for line in lines[8:]] == [
+    assert lines[-4:] == [
         "field samples cells",
         "tokens 6 int64 cells of shape (L,)",
         "reward 5 float32 scalars",
@@ -57,15 +50,15 @@ def test_counts_and_what_a_task_waits_for(client, config, capsys):
     ]
 
 
-_COMMANDS = [["inspect"], ["read", "p"], ["export", "p", "out"], ["why"], ["metrics"]]
+_COMMANDS = [["top", "--once"], ["read", "p"], ["export", "p", "out"], ["why"], ["metrics"]]
 
 
 @pytest.mark.parametrize(
     ("backend", "ledgers", "journal", "command"),
     [
-        *(("shm_store", 1, "run/journal", command) for command in (*_COMMANDS, ["units"])),
-        ("shm_store", 2, "run-0of2/journal", ["inspect"]),
-        ("tq_simple", 1, "run/i/journal", ["inspect"]),
+        *(("shm_store", 1, "run/journal", command) for command in _COMMANDS),
+        ("shm_store", 2, "run-0of2/journal", ["top"]),
+        ("tq_simple", 1, "run/i/journal", ["top"]),
     ],
 )
 def test_a_durable_folder_that_holds_no_store_is_refused_and_nothing_is_made(
@@ -97,8 +90,9 @@ def test_json_has_the_same_with_rates_and_looking_changes_nothing(client, config
 
     before = seen()
     client.register_partition("other", ["x"], None, ["train"])
-    monkeypatch.setattr(_inspect, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=write_meanwhile))
-    assert main(["inspect", config, "--json", "--interval", "2"]) == 0
+    monkeypatch.setattr(_report.Looks.__init__, "__kwdefaults__", {"details": False, "clock": lambda: now[0]})
+    monkeypatch.setattr(_top, "time", SimpleNamespace(sleep=write_meanwhile))
+    assert main(["top", config, "--json", "--interval", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
     other, step = report["partitions"]
     assert (other["written_per_s"], other["tasks"]["train"]["consumed_per_s"]) == (4.0, 2.0)
@@ -111,13 +105,13 @@ def test_json_has_the_same_with_rates_and_looking_changes_nothing(client, config
 
 
 def test_an_empty_store_and_the_capacity_of_several_ledgers(store, config, tmp_path, capsys):
-    assert main(["inspect", config, "--interval", "0"]) == 0
-    assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 50.0 MB\n"
+    assert main(["top", config]) == 0
+    assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 B of 50.0 MB  ─")
     path = tmp_path / "config.yaml"
     path.write_text("{backend: shm_store, num_ledgers: 2, announce_s: null, options: {capacity_bytes: '50000000'}}")
     with connect(str(path)):
-        assert main(["inspect", str(path), "--interval", "0"]) == 0
-    assert capsys.readouterr().out == "shm_store: 0 partitions, 0 B of 100.0 MB\n"
+        assert main(["top", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 B of 100.0 MB  ─")
 
 
 def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted(
@@ -125,7 +119,7 @@ def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted
 ):
     read, write = os.pipe()
     os.close(read)
-    command = ["-m", "dataplane_core", "inspect", config, "--interval", "0"]
+    command = ["-m", "dataplane_core", "top", config]
     with python.start(*command, stdout=write, stderr=subprocess.PIPE) as ended:
         os.close(write)
         assert (ended.communicate()[1], ended.returncode) == (b"", 128 + signal.SIGPIPE)
@@ -133,14 +127,14 @@ def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dataplane_tools._inspect.look", interrupted)
-    assert main(["inspect", config]) == 128 + signal.SIGINT
+    monkeypatch.setattr(_report.Looks, "ask", interrupted)
+    assert main(["top", config]) == 128 + signal.SIGINT
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("interval", ["-1", "1e12", "nan"])
 def test_the_interval_is_checked(config, capsys, interval):
-    assert main(["inspect", config, "--interval", interval]) == 1
+    assert main(["top", config, "--interval", interval]) == 1
     assert "Expected a number of seconds from 0 to 86400." in capsys.readouterr().err
 
 
@@ -150,7 +144,7 @@ def test_no_store_no_partition_and_no_config(client, config, nowhere, tmp_path, 
         ([nowhere], "shm_store"),
         ([str(tmp_path / "none.yaml")], "none.yaml"),
     ):
-        assert main(["inspect", *words]) == 1
+        assert main(["top", *words]) == 1
         assert named in capsys.readouterr().err
 
 
@@ -177,20 +171,20 @@ def worker(config, client, python):
 
 
 def test_it_names_the_process_that_waits_until_it_is_gone(client, worker, config, capsys, monkeypatch):
-    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 0
+    assert main(["top", config, "--stacks"]) == 0
     text, _, stacks = capsys.readouterr().out.partition(f"stacks of process {worker.pid}:")
     (line,) = [line.split() for line in text.splitlines() if "rollout 3" in line]
     assert line[:4] == [socket.gethostname(), str(worker.pid), "rollout", "3"]
     assert re.match(r"score for \d+ s, claim_meta step-1 for \d+ s$", " ".join(line[6:]))
     assert "wait_for_samples" in stacks or "Permission denied" in stacks  # a host may forbid ptrace
-    monkeypatch.setattr("dataplane_tools._inspect.shutil.which", lambda *args, **kwargs: None)
-    assert main(["inspect", config, "--interval", "0", "--stacks"]) == 1
+    monkeypatch.setattr("dataplane_tools._report.shutil.which", lambda *args, **kwargs: None)
+    assert main(["top", config, "--stacks"]) == 1
     assert "pip install 'dataplane-tools[stacks]'" in capsys.readouterr().err
     worker.kill()
     worker.wait()
 
     def is_gone():
-        main(["inspect", config, "--interval", "0"])
+        main(["top", config])
         said = capsys.readouterr().out
         assert f"process {worker.pid} on {socket.gethostname()} (rollout 3)" in said or "is starved" not in said
         shown = f"{socket.gethostname()} {worker.pid} rollout 3 "

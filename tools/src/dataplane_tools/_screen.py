@@ -1,0 +1,227 @@
+"""How a report of a store is drawn: `dataplane top`, in a terminal and in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from dataplane_core.errors import printable
+from dataplane_tools._store import size_text
+
+_BAR: Final = 24
+#: How many characters wide the screen must be to have room for all columns.
+_WIDE: Final = 100
+_MOST_CLIENTS: Final = 10
+#: The columns of stages and of clients that are shown where the screen has no room for all.
+_NARROW_STAGES: Final = (0, 1, 3, 4, 5)
+_NARROW_CLIENTS: Final = (2, 5)
+
+
+class Screen:
+    """A report, drawn. Where there is little room: without bars, rates, leases, hosts and processes.
+
+    Args:
+        report: As `Looks.report` gives it, perhaps with stacks.
+        partitions: Those of its partitions that are shown. None: all, with all clients.
+        fields: Whether to show the fields of partitions.
+    """
+
+    def __init__(
+        self, report: Mapping[str, Any], partitions: Sequence[Mapping[str, Any]] | None = None, *, fields: bool = False
+    ) -> None:
+        self._report, self._fields = report, fields
+        self._partitions = report["partitions"] if partitions is None else partitions
+        self._most_clients = None if partitions is None else _MOST_CLIENTS
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws it."""
+        report, narrow = self._report, options.max_width < _WIDE
+        yield _head(report, narrow)
+        for partition in self._partitions:
+            yield Group("", _stages(partition, narrow), *(Text(printable(line)) for line in _lines_of(partition)))
+            yield from (Text(printable(line), "red") for line in _starved_lines(partition))
+            if self._fields:
+                yield _fields(partition)
+        if others := len(report["partitions"]) - len(self._partitions):
+            yield Text(f"\nand {others} partitions that were written earlier", "dim")
+        if report["clients"]:
+            yield Group("", _clients(report["clients"], narrow, self._most_clients))
+        if report["units"]:
+            yield Group("", _units(report["units"]))
+            for unit in report["units"]:
+                if lost := unit["num_lost"]:
+                    told = f"{lost} rows were lost with {unit['name']}: clear and produce these samples again."
+                    yield Text(printable(told), "red")
+        for pid, stacks in report.get("stacks", {}).items():
+            yield Group("", f"stacks of process {pid}:")
+            yield from (Text(printable(f"  {line}")) for line in stacks.splitlines())
+
+
+def _head(report: Mapping[str, Any], narrow: bool) -> Text:
+    held, capacity, count = report["held_bytes"], report["capacity_bytes"], len(report["partitions"])
+    plural = "partition" if count == 1 else "partitions"
+    head = Text.assemble((printable(report["backend"]), "bold"), f"  {count} {plural}  {size_text(held)}")
+    if capacity:
+        head.append(f" of {size_text(capacity)}")
+        if not narrow:
+            head.append_text(Text.assemble("  ", _bar(held / capacity)))
+    return head
+
+
+def _stages(report: Mapping[str, Any], narrow: bool) -> Table:
+    """A partition as a line per stage, from the one that is ahead to the one that is behind."""
+    expected = report["num_samples"] or report["written"]
+
+    def bar(done: int) -> Text:
+        return _bar(done / expected if expected else 0.0)
+
+    rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
+    written = _of(report["written"], report["num_samples"])
+    rows: list[Sequence[str | Text]] = [("written", written, rate, "", "", "", bar(report["written"]), "")]
+    lagging = _lag_of(report)
+    for task, counts in sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"]):
+        done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
+        is_late = task == lagging or _is_starved(counts)
+        rate = f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else ""
+        rows.append(
+            (
+                Text(printable(f"→ {task}"), "bold red" if is_late else ""),
+                *(_of(done, report["num_samples"]), rate, *(str(counts[name]) for name in ("left", "ready", "leased"))),
+                Text.assemble(bar(done), (" lags", "bold red") if task == lagging else ""),
+                _lease_text(counts["oldest_lease"]),
+            )
+        )
+    name = Text(printable(report["partition_id"]), "bold")
+    head = (name, "done", "per s", "left", "ready", "leased", "", "oldest lease")
+    return _table(head, rows, right=range(1, 6), places=_NARROW_STAGES if narrow else None)
+
+
+def _lag_of(report: Mapping[str, Any]) -> str | None:
+    """The task for which most samples of a partition are ready, if it is one alone: others wait for it.
+
+    One that waits for a field does not lag, however many samples it has not consumed.
+    """
+    ready = {task: counts["ready"] for task, counts in report["tasks"].items()}
+    most = max(ready.values(), default=0)
+    lagging = [task for task, count in ready.items() if count == most]
+    return lagging[0] if most > 0 and len(lagging) == 1 < len(ready) else None
+
+
+def _lines_of(report: Mapping[str, Any]) -> list[str]:
+    """What is said of a partition below its stages."""
+    age = "" if report["oldest_s"] is None else f", the oldest {report['oldest_s']:.0f} s old"
+    lines = [f"{report['held']} held ({size_text(report['held_bytes'])}{age}), {report['cleared']} cleared"]
+    for task, counts in report["tasks"].items():
+        if oldest := counts["oldest_not_consumed"]:
+            but = f" but {', '.join(oldest['lacks'])}" if oldest["lacks"] else ""
+            which = f"The oldest sample that {task} has not consumed is {oldest['sample_id']}"
+            lines.append(f"{which}; it has all registered fields{but}.")
+    return lines
+
+
+def _is_starved(counts: Mapping[str, Any]) -> bool:
+    return counts["why"] is not None and counts["why"]["state"] == "starved"
+
+
+def _starved_lines(report: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for task, counts in report["tasks"].items():
+        if _is_starved(counts):
+            waited_s = counts["why"]["waited_s"]
+            waited = f" for {waited_s:.0f} s" if waited_s else ""
+            lines.append(f"{task} is starved{waited}: {counts['why']['text']}")
+    return lines
+
+
+def _lease_text(lease: Mapping[str, Any] | None) -> str:
+    if lease is None:
+        return ""
+    held = "" if lease["held_s"] is None else f" for {lease['held_s']:.0f} s"
+    return f"{lease['sample_id']}{held}, {lease['left_s']:.0f} s left: {lease['holder']}"
+
+
+def _fields(report: Mapping[str, Any]) -> Table:
+    rows = [
+        [name, str(field["rows"] or 0) if field else "0", field["cells"] if field else "not written"]
+        for name, field in report["fields"].items()
+    ]
+    return _table(["field", "samples", "cells"], rows, right=(1,))
+
+
+def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | None) -> RenderableType:
+    """Those first whose phase or operation has been under way longest."""
+
+    def waits_s(client: Mapping[str, Any]) -> float:
+        first = (*client["phases"][:1], *client["calls"][:1])
+        running_s = max((float(each["running_s"]) for each in first), default=0.0)
+        return float("inf") if client["state"] != "open" else running_s  # those that ended come first
+
+    rows = [
+        [
+            *(client["host"], str(client["pid"]), client["role"]),
+            *(f"{client['open_s']:.0f}", f"{client['heard_s']:.0f}", _call_text(client)),
+        ]
+        for client in sorted(clients, key=waits_s, reverse=True)
+    ]
+    head = ["host", "process", "role", "open s", "heard s ago", "in flight"]
+    table = _table(head, rows[:most], right=(1, 3, 4), places=_NARROW_CLIENTS if narrow else None)
+    rest = len(rows) - len(rows[:most])
+    return Group(table, Text(f"and {rest} clients", "dim")) if rest else table
+
+
+def _call_text(client: Mapping[str, Any]) -> str:
+    """The phase that a client has been in longest, the operation that it has had under way longest, and how many
+    others. Of one that ended, how.
+    """
+    told = [f"{each['name']} for {each['running_s']:.0f} s" for each in client["phases"][:1]]
+    if client["state"] != "open":
+        told = [f"{client['state']}, heard of {client['heard_s']:.0f} s ago", *(f"in {each}" for each in told)]
+    elif client["calls"]:
+        first = client["calls"][0]
+        where = f" {first['partition_id']}" if first["partition_id"] else ""
+        others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
+        told.append(f"{first['operation']}{where} for {first['running_s']:.0f} s{others}")
+    return ", ".join(told) or "-"
+
+
+def _units(units: Sequence[Mapping[str, Any]]) -> Table:
+    head = ["unit", "state", "address", "node", "path", "rows", "held", "rows lost", "starts"]
+    rows = [
+        [
+            *(unit["name"], str(unit["state"]), unit["address"], unit["node"][:8], unit["path"], str(unit["num_rows"])),
+            *(size_text(unit["size_bytes"]), str(unit["num_lost"]), str(unit["num_starts"])),
+        ]
+        for unit in units
+    ]
+    return _table(head, rows, right=range(5, 9))
+
+
+def _table(
+    head: Sequence[str | Text],
+    rows: Sequence[Sequence[str | Text]],
+    right: Sequence[int] = (),
+    places: Sequence[int] | None = None,
+) -> Table:
+    """A table of the columns at some places. None: of all."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if places is None else 1, 0, 0), header_style="dim")
+    places = range(len(head)) if places is None else places
+    for place in places:
+        justify = "right" if place in right else "left"
+        table.add_column(head[place], justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    for row in rows:
+        cells = (row[place] for place in places)
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
+    return table
+
+
+def _of(count: int, expected: int | None) -> str:
+    return str(count) if expected is None else f"{count}/{expected}"
+
+
+def _bar(part: float) -> Text:
+    full = round(min(max(part, 0.0), 1.0) * _BAR)
+    return Text.assemble(("━" * full, "green"), ("─" * (_BAR - full), "dim"))

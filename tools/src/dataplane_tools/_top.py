@@ -46,9 +46,9 @@ def run(chosen: argparse.Namespace) -> int:
         raise InvalidRequestError(
             f"top refused: --interval {chosen.interval:g}. Expected a number of seconds from 0 to {_MOST_INTERVAL_S:g}."
         )
+    if chosen.watch:
+        return watched(chosen, None, lambda client, _: print(_text_of(client, chosen), flush=True))
     with attach(chosen.config) as client:
-        if chosen.watch:
-            return watched(client, chosen.partition, None, True, lambda _: print(_text_of(client, chosen), flush=True))
         print(_text_of(client, chosen))
     return 0
 

@@ -21,51 +21,42 @@ _ORDER: Final = ("starved", "waits", "moves", "idle", "done")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Prints how the tasks of the store of a config fare.
+    """Prints how the tasks of the store of a config fare. Returns as `watched`."""
 
-    Returns:
-        0, `STARVED` or `UNKNOWN`.
-    """
+    def tell(_: DataPlaneClient, verdicts: Sequence[Verdict]) -> None:
+        print(json.dumps([asdict(verdict) for verdict in verdicts]) if chosen.json else text_of(verdicts), flush=True)
 
-    def tell(verdicts: Sequence[Verdict]) -> None:
-        lines = json.dumps([asdict(verdict) for verdict in verdicts]) if chosen.json else text_of(verdicts)
-        print(lines, flush=True)
-
-    try:
-        with attach(chosen.config) as client:
-            return watched(client, chosen.partition, chosen.task, chosen.watch, tell)
-    except DataPlaneError as error:
-        print(f"dataplane: {error}", file=sys.stderr)
-        return UNKNOWN
+    return watched(chosen, chosen.task, tell)
 
 
 def watched(
-    client: DataPlaneClient,
-    partition_id: str | None,
-    task_name: str | None,
-    watch: bool,
-    tell: Callable[[Sequence[Verdict]], None],
+    chosen: argparse.Namespace, task_name: str | None, tell: Callable[[DataPlaneClient, Sequence[Verdict]], None]
 ) -> int:
     """Tells the verdicts of tasks, the starved ones first: once; or each time that one changed, until a task is starved
     or all are done.
 
     Returns:
-        0 or `STARVED`.
+        0, `STARVED` or `UNKNOWN`.
     """
     told: Sequence[tuple[str, ...]] | None = None
     try:
-        while True:
-            start = time.monotonic()
-            verdicts = sorted(client.why(partition_id, task_name), key=lambda verdict: _ORDER.index(verdict.state))
-            now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
-            if now != told:
-                tell(verdicts)
-                told = now
-            if any(verdict.state == "starved" for verdict in verdicts):
-                return STARVED
-            if not watch or (verdicts and all(verdict.state == "done" for verdict in verdicts)):
-                return 0
-            time.sleep(pause_s(time.monotonic() - start))
+        with attach(chosen.config) as client:
+            while True:
+                start = time.monotonic()
+                verdicts = client.why(chosen.partition, task_name)
+                verdicts.sort(key=lambda verdict: _ORDER.index(verdict.state))
+                now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
+                if now != told:
+                    tell(client, verdicts)
+                    told = now
+                if any(verdict.state == "starved" for verdict in verdicts):
+                    return STARVED
+                if not chosen.watch or (verdicts and all(verdict.state == "done" for verdict in verdicts)):
+                    return 0
+                time.sleep(pause_s(time.monotonic() - start))
+    except DataPlaneError as error:
+        print(f"dataplane: {error}", file=sys.stderr)
+        return UNKNOWN
     except KeyboardInterrupt:
         return 0
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_testkit._timing import STARTS_S, eventually
-from dataplane_tools import _report, _top
+from dataplane_tools import _report, _top, _why
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def client(store):
 def test_counts_and_what_a_task_waits_for(client, config, capsys):
     assert main(["top", config, "step-1", "--once"]) == 0
     lines = [" ".join(line.split()).strip("━─ ") for line in capsys.readouterr().out.splitlines()]
-    assert re.fullmatch(r"shm_store 1 partition .+ of 50\.0 MB .*", lines[0])
+    assert re.fullmatch(r"shm_store 1 partition .+ of 50\.0 MB", lines[0])
     assert lines[2:4] == ["step-1 done per s left ready leased oldest lease", "written 6/8"]
     assert re.fullmatch(rf"→ train 2/8 4 0 2 \W+ p1_g0 for \d+ s, \d+ s left: process {os.getpid()} on .+", lines[4])
     assert lines[5] == "→ score 0/8 6 0 0"
@@ -146,6 +146,23 @@ def test_no_store_no_partition_and_no_config(client, config, nowhere, tmp_path, 
     ):
         assert main(["top", *words]) == 1
         assert named in capsys.readouterr().err
+
+
+def test_watch_prints_what_changed_until_all_are_done(store, config, capsys, monkeypatch):
+    store.register_partition("step-1", ["x"], 1, ["train"])
+
+    def proceeds(_):
+        if not store.describe("step-1").num_samples:
+            store.put_samples(["a"], "step-1", {"x": torch.ones(1)})
+        else:
+            store.claim_meta("step-1", "train", ["x"], 1)
+
+    monkeypatch.setattr(_why, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=proceeds))
+    assert main(["top", config, "--watch", "--json"]) == 0
+    looks = [json.loads(line)["partitions"][0] for line in capsys.readouterr().out.splitlines()]
+    assert [(look["written"], look["tasks"]["train"]["consumed"]) for look in looks] == [(0, 0), (1, 1)]
+    assert main(["top", config, "step-2", "--watch"]) == 2  # it is not known
+    assert "'step-2'" in capsys.readouterr().err
 
 
 @pytest.fixture

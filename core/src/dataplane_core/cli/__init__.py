@@ -83,9 +83,11 @@ def _parser(words: Sequence[str], *, completes: bool = False) -> tuple[argparse.
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dataplane-core {version('dataplane-core')}")
-    offered = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    offered = parser.add_subparsers(
+        prog="dataplane", dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
     for name in dict.fromkeys((*KNOWN_COMMANDS, *installed)):
-        offered.add_parser(name)
+        offered.add_parser(name, description=KNOWN_COMMANDS[name].summary if name in KNOWN_COMMANDS else None)
     named = next((word for word in words if not word.startswith("-")), None)
     if named is None or (completes and named not in offered.choices):
         return parser, None

@@ -367,7 +367,7 @@ REFUSED = {
     "a number among lists": ({"x": [[1], 2, [3]]}, InvalidTypeError, "'x'.*lists of numbers in others"),
     "lists in lists": ({"x": [[[1, 2]], [[3]], []]}, InvalidTypeError, "'x'.*nested"),
     "lists and numbers in lists": ({"x": [[1, [2]], [3], []]}, InvalidTypeError, "'x'.*nested"),
-    "bools among ints": ({"x": [True, 1, 0]}, InvalidTypeError, "'x'.*bools"),
+    "bools among numbers": ({"x": [True, 1, 0.5]}, InvalidTypeError, "'x'.*bools"),
     "bools among floats in lists": ({"x": [[True], [0.5], []]}, InvalidTypeError, "'x'.*bools"),
     "an int of 65 bits": ({"x": [1, 2, 2**63]}, InvalidRequestError, "'x'.*64 bits"),
     "a float beyond float32": ({"x": [[1.0], [1e300], []]}, InvalidRequestError, r"'x'.*1e\+300.*float32"),

@@ -4,10 +4,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
 from dataplane_mooncake import _calls, _ending
+from dataplane_mooncake._store import Store
 from dataplane_testkit._timing import eventually
 
 
@@ -22,6 +24,15 @@ def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch):
     monkeypatch.setattr(_calls, "_MAX_IDLE", 0)  # its thread ends with it
     with pytest.raises(KeyboardInterrupt):
         _calls.bounded("a call", lambda _: 1, time.monotonic() + 30)
+
+
+def test_a_call_that_was_given_up_goes_no_further():
+    call, store = _calls.Call(), object.__new__(Store)
+    call.give_up()
+    store._engine = Mock()
+    with pytest.raises(_calls.GivenUp):
+        store.delete(call, ["key"])
+    assert not store._engine.mock_calls
 
 
 def test_a_connection_that_was_shut_down_counts_once():

@@ -6,7 +6,12 @@ from tensordict import TensorDict
 
 from dataplane_compat.transfer_queue._claims import Claims
 from dataplane_compat.transfer_queue.client import TransferQueueClient
-from dataplane_compat.transfer_queue.sampler import BaseSampler, GRPOGroupNSampler, SeqlenBalancedSampler
+from dataplane_compat.transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+)
 from dataplane_core.errors import BackendUnavailableError, ConfigError
 
 
@@ -61,9 +66,14 @@ def test_rows_come_in_the_order_of_writing_and_in_groups_also_those_with_keys(tq
     assert ask(client(tq, SeqlenBalancedSampler(1)), 2, dp_rank=0, batch_index=0) == written[1:3]
 
 
-def test_processes_of_a_rank_get_the_same_rows(tq):
+class OwnRanks(RankAwareSampler):
+    """Chooses itself, where the ledger would for its base class."""
+
+
+@pytest.mark.parametrize("sampler", [RankAwareSampler, OwnRanks])
+def test_processes_of_a_rank_get_the_same_rows(tq, sampler):
     rows = fill(tq, 8)
-    first, second = client(tq, "RankAwareSampler"), client(tq, "RankAwareSampler")
+    first, second = client(tq, sampler()), client(tq, sampler())
 
     assert of_rank(first, 0, 0) == of_rank(second, 0, 0) == rows[:2]
     assert of_rank(second, 1, 0) == of_rank(first, 1, 0) == rows[2:4]

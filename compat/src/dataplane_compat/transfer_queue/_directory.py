@@ -44,8 +44,8 @@ def publish(config: dict[str, Any], timeout_s: float) -> bool:
         return False
     withdraw()
     actor = ray.remote(_Directory).options(name=_NAME, namespace=_NAMESPACE, num_cpus=0).remote(config)
+    globals()["_held"] = actor  # the actor lives as long as its handle, and has its name until it is withdrawn
     _ask(actor, timeout_s)
-    globals()["_held"] = actor  # the actor lives as long as its handle
     return True
 
 

@@ -1,9 +1,11 @@
 """Calls into the engine that are bounded in time."""
 
+import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -24,6 +26,15 @@ def test_an_interrupt_is_not_lost_where_the_call_has_just_ended(monkeypatch):
     monkeypatch.setattr(_calls, "_MAX_IDLE", 0)  # its thread ends with it
     with pytest.raises(KeyboardInterrupt):
         _calls.bounded("a call", lambda _: 1, time.monotonic() + 30)
+
+
+def test_the_first_call_prepares_the_exit_of_the_process(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(_calls, "_pid", None)
+    monkeypatch.setattr(_calls, "atexit", SimpleNamespace(register=prepared.append))
+    for _ in range(2):
+        _calls.bounded("a call", lambda _: 1, time.monotonic() + 60)
+    assert (prepared, _calls._pid) == ([_calls._end_all], os.getpid())
 
 
 def test_a_call_that_was_given_up_goes_no_further():

@@ -55,6 +55,9 @@ def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_clus
     ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=9)
     assert "needs 9 CPUs (controller 0, 1 storage units of 9), but the Ray cluster has 8 free of 8" in what
     assert findings(Level.ERROR, **options) == []
+    assert findings(Level.WARNING, **options) == [], "on one node, Ray may have the address 127.0.0.1"
+    own = ray_cluster.rpartition(":")[0]
+    assert (f"Ray announces this host as {own}." in dict(findings(Level.OK, **options))) == (own != "127.0.0.1")
     assert f"The Ray cluster at {ray_cluster} has 8 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
 
 

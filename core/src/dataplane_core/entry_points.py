@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from dataplane_core.errors import DataPlaneError, DuplicatePluginError, PluginImportError, UnknownBackendError
 
@@ -46,27 +46,24 @@ _LONG_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
-
-class KnownCommand(NamedTuple):
-    """A command of this project: what it is for, the distribution that contains it, and what it does."""
-
-    purpose: str
-    package: str
-    summary: str
-
-
-_LOOK, _KEPT, _WRITE = "look at a running store", "look at what was kept", "set up, and write a backend"
-#: In the order of the help.
-KNOWN_COMMANDS: Final[dict[str, KnownCommand]] = {
-    "top": KnownCommand(_LOOK, "dataplane-tools", "what it holds, how far each task is, who waits: live, or once"),
-    "why": KnownCommand(_LOOK, "dataplane-tools", "why tasks get no samples"),
-    "read": KnownCommand(_LOOK, "dataplane-tools", "what the model wrote; also of a save or a recording"),
-    "export": KnownCommand(_LOOK, "dataplane-tools", "writes rows as Parquet, at once or as they are finished"),
-    "metrics": KnownCommand(_LOOK, "dataplane-tools", "serves for Prometheus where a run is, and why it stands still"),
-    "audit": KnownCommand(_KEPT, "dataplane-tools", "what a recorded run trained on and what went wrong, or a picture"),
-    "doctor": KnownCommand(_WRITE, "dataplane-core", "lists the backends, and checks this machine for them"),
-    "conformance": KnownCommand(_WRITE, "dataplane-testkit", "runs the conformance kit against a backend"),
-    "new-plugin": KnownCommand(_WRITE, "dataplane-testkit", "writes a project with a backend that passes the kit"),
+#: Commands of this project by their purpose, in the order of the help -> the distribution that contains it, and what it
+#: does.
+KNOWN_COMMANDS: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "look at a running store": {
+        "top": ("dataplane-tools", "what it holds, how far each task is, who waits: live, or once"),
+        "why": ("dataplane-tools", "why tasks get no samples"),
+        "read": ("dataplane-tools", "what the model wrote; also of a save or a recording"),
+        "export": ("dataplane-tools", "writes rows as Parquet, at once or as they are finished"),
+        "metrics": ("dataplane-tools", "serves for Prometheus where a run is, and why it stands still"),
+    },
+    "look at what was kept": {
+        "audit": ("dataplane-tools", "what a recorded run trained on and what went wrong, or a picture"),
+    },
+    "set up, and write a backend": {
+        "doctor": ("dataplane-core", "lists the backends, and checks this machine for them"),
+        "conformance": ("dataplane-testkit", "runs the conformance kit against a backend"),
+        "new-plugin": ("dataplane-testkit", "writes a project with a backend that passes the kit"),
+    },
 }
 #: A name that a command once had -> what does its work.
 FORMER_COMMANDS: Final = {
@@ -81,7 +78,7 @@ FORMER_COMMANDS: Final = {
 _PACKAGES: Final[dict[str, dict[str, str]]] = {
     "backend": KNOWN_BACKENDS,
     "middleware": _KNOWN_MIDDLEWARE,
-    "command": {name: known.package for name, known in KNOWN_COMMANDS.items()},
+    "command": {name: known[0] for commands in KNOWN_COMMANDS.values() for name, known in commands.items()},
 }
 
 

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from itertools import groupby
 from typing import Final
 
 from dataplane_core.cli.commands import Command, complete_backends
@@ -32,20 +31,14 @@ __all__ = ["Command", "complete_backends", "main"]
 
 #: The exit status of a command that a signal ended is this plus the number of the signal, as in shells.
 _ENDED_BY_SIGNAL: Final = 128
-#: As argparse exits.
-_WRONG_USAGE: Final = 2
-
-
-class _UnknownCommandError(DataPlaneError):
-    """The first word is the name of no command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments (None: those of the process), without the program's name.
 
     Returns:
-        The exit status: 0, or 1 for a failure that was reported, or 2 for wrong usage (of known arguments argparse
-        exits), or above 128 if a signal ended it.
+        The exit status: 0, or 1 for a failure that was reported, or above 128 if a signal ended it. argparse exits with
+        2 for wrong usage.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     completed = _line_to_complete()
@@ -60,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = run(chosen)
         sys.stdout.flush()
         return status
-    except _UnknownCommandError as error:
-        print(f"dataplane: {error}", file=sys.stderr)
-        return _WRONG_USAGE
     except DataPlaneError as error:
         print(f"dataplane: {error}", file=sys.stderr)
         return 1
@@ -86,29 +76,32 @@ def _parser(words: Sequence[str], *, completes: bool = False) -> tuple[argparse.
     offered = parser.add_subparsers(
         prog="dataplane", dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
     )
-    for name in dict.fromkeys((*KNOWN_COMMANDS, *installed)):
-        offered.add_parser(name, description=KNOWN_COMMANDS[name].summary if name in KNOWN_COMMANDS else None)
+    for commands in KNOWN_COMMANDS.values():
+        for name, (_, summary) in commands.items():
+            offered.add_parser(name, description=summary)
+    for name in sorted(installed.keys() - offered.choices.keys()):
+        offered.add_parser(name)
     named = next((word for word in words if not word.startswith("-")), None)
-    if named is None or (completes and named not in offered.choices):
-        return parser, None
-    if named not in offered.choices:
-        does = FORMER_COMMANDS.get(named) or nearest(named, offered.choices)
-        hint = f"Use dataplane {does}." if named in FORMER_COMMANDS else f"Did you mean '{does}'?" if does else None
-        raise _UnknownCommandError(f"there is no command '{named}'.", hint=hint or "dataplane --help lists all.")
-    return parser, load_plugin(COMMAND_GROUP, named, "command")(offered.choices[named])
+    if named in offered.choices:
+        return parser, load_plugin(COMMAND_GROUP, named, "command")(offered.choices[named])
+    if named is not None and not completes:
+        near = nearest(named, offered.choices)
+        hint = f"Did you mean '{near}'?" if near else "dataplane --help lists all."
+        hint = f"Use dataplane {FORMER_COMMANDS[named]}." if named in FORMER_COMMANDS else hint
+        parser.error(f"there is no command '{named}'. {hint}")
+    return parser, None
 
 
 def _overview(installed: Mapping[str, str]) -> str:
     """The commands by their purpose, with how to install those that are not."""
     lines: list[str] = []
-    for purpose, names in groupby(KNOWN_COMMANDS, key=lambda name: KNOWN_COMMANDS[name].purpose):
+    others = dict(installed)
+    for purpose, commands in KNOWN_COMMANDS.items():
         lines += ["", f"{purpose}:"]
-        for name in names:
-            known = KNOWN_COMMANDS[name]
-            missing = "" if name in installed else f" ({install_command(known.package)})"
-            lines.append(f"  {name:<12} {known.summary}{missing}")
-    others = sorted(installed.keys() - KNOWN_COMMANDS.keys())
-    lines += ["", "of other packages:", *(f"  {name:<12} {installed[name]}" for name in others)] if others else []
+        for name, (package, summary) in commands.items():
+            missing = "" if others.pop(name, None) else f" ({install_command(package)})"
+            lines.append(f"  {name:<12} {summary}{missing}")
+    lines += ["", "of other packages:", *(f"  {name:<12} {others[name]}" for name in sorted(others))] if others else []
     return "\n".join([*lines[1:], "", "dataplane COMMAND --help says what each takes."])
 
 

@@ -95,25 +95,26 @@ def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
     with opened({"backend": "noop", "announce_s": None}) as client:
         log = client._connection.work
 
-        def claims():
-            (work,) = (work for work in log.announced(0.0) if work.operation == "claim_meta")
+        def last(operation):
+            (work,) = (work for work in log.announced(0.0) if work.operation == operation)
             return work
 
         client.register_partition("p", ["x"], None, ["t"])
         for _ in range(2):  # polls
             client.claim_meta("p", "t", ["x"], 3, blocking=False, tag_filter={"n": (">=", 1)})
-        first = claims()
+        first = last("claim_meta")
         assert (first.batch_size, dict(first.tag_filter), first.served_s) == (3, {"n": (">=", 1)}, None)
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
-        assert claims().began_s == first.began_s
+        assert last("claim_meta").began_s == first.began_s
         client.put_samples(["a"], "p", {"x": [1.0]})
+        assert last("put_samples").served_s is not None
         client.claim_meta("p", "t", ["x"], 1)
-        served = claims()
+        served = last("claim_meta")
         assert served.served_s < served.began_s
         assert served.ended_s < served.served_s
         client.claim_meta("p", "t", ["x"], 1, blocking=False)
-        again = claims()
+        again = last("claim_meta")
         assert again.began_s < again.served_s, "it waits since then"
 
 

@@ -96,6 +96,21 @@ def test_an_error_has_the_verdict_if_the_claim_had_waited(monkeypatch, opened):
         assert (moves[0].backlog, moves[0].num_ready) == (2, 0), "nothing waits any longer"
 
 
+def test_a_claim_that_ends_says_what_holds_the_other_samples_back():
+    with connect(config()) as client:
+        client.register_partition("p", ["x", "y"], None, ["t"], grpo_group_size=2)
+        whole = [f"{name}_g{member}" for name in ("leased", "old", "bare") for member in range(2)]
+        tags = [{"v": int(sample_id < "old")} for sample_id in [*whole, "half_g0"]]
+        client.put_samples([*whole, "half_g0"], "p", {"x": [1.0] * 7}, tags=tags)
+        client.put_samples([*whole[:4], "half_g0"], "p", {"y": [1.0] * 5})
+        asked = {"tag_filter": {"v": 1}, "lease_s": 600.0, "timeout_s": 0.1}
+        assert client.claim_meta("p", "t", ["x", "y"], 2, **asked).sample_ids == whole[:2]
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.claim_meta("p", "t", ["x", "y"], 2, **asked)
+    for said in ("2 are leased", "2 are passed over by the tag filter", "1 is in groups", "2 are held back by fields"):
+        assert said in str(caught.value)
+
+
 def test_ready_counts_what_the_task_claims():
     with connect(config()) as client:
         filled(client)

@@ -90,8 +90,8 @@ class Job:
             self._run_pytest()
         try:
             while status is None and not hung:
-                ended, code = os.waitpid(pid, os.WNOHANG)
-                status = code if ended else None
+                ended, code = os.waitpid(-1, os.WNOHANG)  # also what tests leave, which wait to see it gone
+                status = code if ended == pid else None
                 hung = not ended and self._hangs()
                 time.sleep(0.05)
         finally:

@@ -139,7 +139,7 @@ def test_questions_and_claims_that_ask_the_same_share_a_look_at_all_rows(looks, 
     assert ask(explain=False).shortfall is None
     assert looks[0] == 0
     monkeypatch.setattr(service, "_MOST_SHORTFALLS", 1)
-    made.call(claim(tag_filter={"other": 1}, explain=True))
+    made.call(claim(tag_filter={"other": ("==", 1)}, explain=True))
     looks[0] = 0
     assert ask() == first
     assert looks[0] > 0, "no more looks are kept"

@@ -35,7 +35,7 @@ from dataplane_core.errors import (
 from dataplane_testkit._timing import STARTS_S, eventually
 from dataplane_tools import (
     _columns,
-    _follow as follow_module,
+    _export as export_module,
     _portions as portions_module,
     _shards as shards_module,
     export_partition,
@@ -493,7 +493,7 @@ def test_rows_whose_lease_ended_are_not_written_twice(client, tmp_path, monkeypa
 
     monkeypatch.setattr(client, "claim_meta", noted)
     monkeypatch.setattr(client, call, expires_first)
-    monkeypatch.setattr(follow_module, "_LEASE_MARGIN_S", -7200.0)  # it takes them for over
+    monkeypatch.setattr(export_module, "_LEASE_MARGIN_S", -7200.0)  # it takes them for over
     assert follow_partition(client, "p", tmp_path / "out", task="export:it", every_s=3600.0).num_rows == 6
     assert ended
     assert client.is_finished("p", ["export:it"])

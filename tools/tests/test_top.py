@@ -12,10 +12,10 @@ from rich.console import Console
 
 from dataplane_core import connect
 from dataplane_core.spec import Capability, ClientInfo, UnitInfo
-from dataplane_tools import _watch
+from dataplane_tools import _live
+from dataplane_tools._live import Watcher
 from dataplane_tools._report import Looks, newest, stacks_of
 from dataplane_tools._screen import Screen
-from dataplane_tools._watch import Watcher
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_it_asks_once_a_second_and_more_rarely_if_it_costs_much(client, monkeypa
     watcher._looks = Looks(client)
     watcher._wake = SimpleNamespace(wait=pauses.append, clear=watcher._ends.set)
     clock = iter([8.0, *[8.0 + cost_s] * 3])
-    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(_live, "time", SimpleNamespace(monotonic=clock.__next__))
     watcher.run()
     assert pauses == [pytest.approx(pause_s)]
 

@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dataplane_tools._export import export_partition
-    from dataplane_tools._follow import follow_partition
+    from dataplane_tools._export import export_partition, follow_partition
     from dataplane_tools._portions import Exported
 
 __all__ = ["Exported", "export_partition", "follow_partition"]
@@ -19,7 +18,7 @@ __all__ = ["Exported", "export_partition", "follow_partition"]
 _MODULES: Final = {
     "Exported": "_portions",
     "export_partition": "_export",
-    "follow_partition": "_follow",
+    "follow_partition": "_export",
 }
 
 

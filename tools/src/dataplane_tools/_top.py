@@ -35,9 +35,9 @@ def run(chosen: argparse.Namespace) -> int:
     """
     shows_samples = chosen.samples or any(name is not None for name in (chosen.tokenizer, chosen.where, chosen.sort))
     if not (chosen.once or chosen.json or chosen.watch or chosen.stacks or chosen.interval) and sys.stdout.isatty():
-        from dataplane_tools import _browse
+        from dataplane_tools import _live
 
-        return _browse.run(chosen, shows_samples)
+        return _live.run(chosen, shows_samples)
     if shows_samples:
         raise UnsupportedOperationError(
             "dataplane top shows samples live in a terminal only.", hint="In a pipe, use dataplane read."

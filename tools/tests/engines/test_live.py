@@ -17,9 +17,7 @@ from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_tools import _store
-from dataplane_tools._browse import Browser
-from dataplane_tools._table import Samples
-from dataplane_tools._watch import Watcher, Wish
+from dataplane_tools._live import Browser, Samples, Watcher, Wish
 from dataplane_tools._where import parse_where
 
 WAITS_S = 120.0

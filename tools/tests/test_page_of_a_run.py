@@ -108,6 +108,12 @@ def test_samples_are_held_until_they_are_dropped(tmp_path, monkeypatch, drop, go
     assert sorted(ends) == [50.0] * gone + [100.0] * (2 - gone)
 
 
+def test_one_operation_that_took_no_time_is_drawn(tmp_path):
+    texts, table, _ = drawn(recorded(tmp_path / "events", {**PUT, "seconds": 0.0}))
+    assert "8 put x" in texts
+    assert table["put x"][:2] == ["1", "8"]
+
+
 def test_names_are_text_of_the_page_and_no_mathematics(tmp_path):
     line = {**PUT, "op": "claim", "fields": [], "task": "<b>&$x^2$\x1b"}
     texts, table, html = drawn(recorded(tmp_path / "events", line))

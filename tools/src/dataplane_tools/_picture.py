@@ -190,7 +190,7 @@ def _svg(run: _Run, shown: Sequence[_Move]) -> str:
     colors = {stage: f"C{number}" for number, stage in enumerate(stages)}
     stays = _stays((move for move in run.moves if not move.error and (move.kind in _FLOW or move.drops)), run.end)
     panels: list[tuple[float, Callable[[Axes], None]]] = []
-    panels.append((2.6, lambda axes: _draw_rows(axes, flow, by_rows, colors)))
+    panels.append((2.6, lambda axes: _draw_rows(axes, flow, by_rows, colors, run.end)))
     if len(flow) > _FEW and (not run.steps or len(run.steps) >= 2 * _CLOSE_STEPS):
         begin = run.steps[-_CLOSE_STEPS - 1][0] if run.steps else 0.97 * run.end
         panels.append((2.6, lambda axes: _draw_close(axes, flow, by_rows, colors, run, begin)))
@@ -217,21 +217,21 @@ def _svg(run: _Run, shown: Sequence[_Move]) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _draw_rows(axes: Axes, flow: Sequence[_Move], by_rows: Counter[str], colors: dict[str, str]) -> None:
+def _draw_rows(axes: Axes, flow: Sequence[_Move], by_rows: Counter[str], colors: dict[str, str], end: float) -> None:
     axes.set_title("Rows through the stages so far. Between two curves are the rows that wait", loc="left")
     for stage, color in colors.items():
-        total, points = 0, {0: (0.0, 0)}
+        total, points = 0, {-1: (0.0, 0)}
         for move in flow:
             if move.stage == stage:
                 total += move.rows
-                points[round(move.end / flow[-1].end * _MOST_POINTS)] = move.end, total
+                points[round(move.end / end * _MOST_POINTS)] = move.end, total
         axes.step(*zip(*points.values(), strict=True), where="post", color=color, label=f"{by_rows[stage]:,} {stage}")
 
 
 def _draw_close(
     axes: Axes, flow: Sequence[_Move], by_rows: Counter[str], colors: dict[str, str], run: _Run, begin: float
 ) -> None:
-    _draw_rows(axes, [move for move in flow if move.end >= begin], by_rows, colors)
+    _draw_rows(axes, [move for move in flow if move.end >= begin], by_rows, colors, run.end)
     axes.set_title("The end of the run closely", loc="left")
     axes.set_xlim(begin, run.end)
     for at, number, _ in run.steps:

@@ -426,7 +426,9 @@ def _read_save(data: bytes) -> object:
     path.write_bytes(_whole_save(data))
     with _empty_afterwards() as client:
         try:
-            return client.load(path.parent)
+            metadata = client.load(path.parent)
+            assert isinstance(metadata, dict), "it is what the caller of save gave"
+            return metadata
         except DataPlaneError:
             assert client.list_partitions() == [], "something was loaded before the refusal"
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import reduce
 
 import datasets
 import numpy as np
@@ -366,6 +367,7 @@ REFUSED = {
     "None in a list": ({"x": [[1], [2, None], [3]]}, InvalidTypeError, "'x'.*None.*row 1"),
     "a number among lists": ({"x": [[1], 2, [3]]}, InvalidTypeError, "'x'.*lists of numbers in others"),
     "lists in lists": ({"x": [[[1, 2]], [[3]], []]}, InvalidTypeError, "'x'.*nested"),
+    "lists in many lists": ({"x": [reduce(lambda item, _: [item], range(100), 1)] * 3}, InvalidTypeError, "one deep"),
     "lists and numbers in lists": ({"x": [[1, [2]], [3], []]}, InvalidTypeError, "'x'.*nested"),
     "bools among numbers": ({"x": [True, 1, 0.5]}, InvalidTypeError, "'x'.*bools"),
     "bools among floats in lists": ({"x": [[True], [0.5], []]}, InvalidTypeError, "'x'.*bools"),

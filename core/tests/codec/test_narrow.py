@@ -132,10 +132,13 @@ def test_what_is_no_narrower_integer_is_refused(wire, dtype):
         decode_columns(columns, {"x": FieldSpec("tensor", "int32", 1)}, 3, wire)
 
 
-def test_frames_that_differ_in_more_than_their_width_are_refused():
+def test_frames_may_differ_in_their_width_and_in_no_more():
     def frames(*shape, dtype=torch.int64, most=1):
         return encode_columns({"x": torch.full(shape, most, dtype=dtype)}, shape[0], FRAMES)[0]["x"]
 
+    mixed = {"x": [*frames(1, 3_000), *frames(1, 3_000, most=1 << 40), *frames(1, 3_000)]}
+    found = decode_columns(mixed, {"x": FieldSpec("tensor", "int64", 1)}, 3, FRAMES)["x"]
+    assert found[:, 0].tolist() == found[:, -1].tolist() == [1, 1 << 40, 1]
     first, second = map(bytes, frames(2, 3_000, most=-1))
     for strange, named in (
         (frames(2, 3_000, dtype=torch.float32), "not fit"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dataplane_core.batch import materialize, pack_jagged_fields
+from dataplane_core import materialize, pack_jagged_fields
 
 ROUNDS = 7
 FIELDS = ("input_ids", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")

@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from dataplane_core import shard_meta_for_dp
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.sharding import PACKERS, shard_meta_for_dp
+from dataplane_core.sharding import PACKERS
 
 RANKS = 8
 SIZES = (512, 4096, 16384, 65536, 262144)

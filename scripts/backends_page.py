@@ -16,8 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dataplane_core.connecting import find_plugins, load_backend
-from dataplane_core.spec import GUARANTEES, Capability
+from dataplane_core.connecting import load_backend
+from dataplane_core.entry_points import find_plugins
+from dataplane_core.spec import Capability
+from dataplane_core.spec.capabilities import GUARANTEES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "backends.md"

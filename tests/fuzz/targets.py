@@ -39,8 +39,10 @@ from dataplane_core.codec.cells import KIND_TENSOR, unframe_rows
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
-from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state, unpack_state
-from dataplane_core.log import LoggedLedger, newest_record
+from dataplane_core.ledger import Command, Ledger, LedgerService, commands
+from dataplane_core.ledger.state import pack_state, unpack_state
+from dataplane_core.log import LoggedLedger
+from dataplane_core.log.engine import newest_record
 from dataplane_core.saves import SavedFile, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, Ragged, WireFormat
 from dataplane_integrations._packed_weights import next_version, read_version

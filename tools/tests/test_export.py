@@ -22,7 +22,7 @@ from tensordict import NonTensorStack
 
 from dataplane_core import connect
 from dataplane_core.batch import split_message_logs
-from dataplane_core.codec import object_column
+from dataplane_core.codec.rows import object_column
 from dataplane_core.errors import (
     BackendUnavailableError,
     InvalidRequestError,

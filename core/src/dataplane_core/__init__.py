@@ -9,29 +9,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dataplane_core.backends import Backend, RowStoreBackend
-    from dataplane_core.batch import (
-        BatchedDataDict,
-        SlicedDataDict,
-        kv_first_write,
-        materialize,
-        pack_jagged_fields,
-        read_columns,
-        to_arrow,
-        to_numpy,
-        write_columns,
-    )
-    from dataplane_core.client import (
-        AsyncDataPlaneClient,
-        DataPlaneClient,
-        OperationCancelledError,
-        stream,
-    )
+    from dataplane_core.batch import BatchedDataDict, SlicedDataDict, kv_first_write, read_columns, write_columns
+    from dataplane_core.batch.columns import pack_jagged_fields, to_arrow, to_numpy
+    from dataplane_core.batch.transfer import materialize
+    from dataplane_core.client import DataPlaneClient
+    from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
+    from dataplane_core.client.streams import stream
     from dataplane_core.config import DataPlaneConfig
-    from dataplane_core.connecting import connect, connect_async
+    from dataplane_core.connecting import connect
+    from dataplane_core.connecting.registry import connect_async
     from dataplane_core.dataloader import StreamingDataset
     from dataplane_core.errors import DataPlaneError
     from dataplane_core.meta import KVBatchMeta
-    from dataplane_core.sharding import NamedSharding, shard_meta_for_dp
+    from dataplane_core.sharding.axes import NamedSharding
+    from dataplane_core.sharding.plan import shard_meta_for_dp
     from dataplane_core.spec import Capability, WireFormat
 
 __all__ = [
@@ -65,17 +56,20 @@ __all__ = [
 #: Public name -> the module that it is from.
 _FROM: Final = {
     **dict.fromkeys(("Backend", "RowStoreBackend"), "backends"),
-    **dict.fromkeys(("BatchedDataDict", "SlicedDataDict", "kv_first_write", "materialize"), "batch"),
-    **dict.fromkeys(("pack_jagged_fields", "read_columns", "to_arrow", "to_numpy", "write_columns"), "batch"),
-    **dict.fromkeys(("NamedSharding", "shard_meta_for_dp"), "sharding"),
+    **dict.fromkeys(("BatchedDataDict", "SlicedDataDict", "kv_first_write", "read_columns", "write_columns"), "batch"),
+    **dict.fromkeys(("pack_jagged_fields", "to_arrow", "to_numpy"), "batch.columns"),
+    "materialize": "batch.transfer",
+    "NamedSharding": "sharding.axes",
+    "shard_meta_for_dp": "sharding.plan",
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
-    **dict.fromkeys(("AsyncDataPlaneClient", "DataPlaneClient", "OperationCancelledError"), "client"),
+    "DataPlaneClient": "client",
+    **dict.fromkeys(("AsyncDataPlaneClient", "OperationCancelledError"), "client.async_client"),
     "StreamingDataset": "dataloader",
-    "stream": "client",
+    "stream": "client.streams",
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",
-    **dict.fromkeys(("connect", "connect_async"), "connecting"),
+    **dict.fromkeys(("connect", "connect_async"), "connecting.registry"),
 }
 
 

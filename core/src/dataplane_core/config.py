@@ -28,10 +28,10 @@ def size_bytes(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = _SIZE.fullmatch(value)
-    if found is None:
+    match = _SIZE.fullmatch(value)
+    if match is None:
         raise ValueError("expected a number of bytes, or a size with a unit such as '1.5GB' or '512MiB'")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     power = 0 if unit is None else "kmgtp".index(unit.lower()) + 1
     return int(Decimal(number) * (1024 if binary else 1000) ** power)
 
@@ -185,8 +185,8 @@ def _advice(model: Any, place: tuple[int | str, ...]) -> str:
     try:
         for section in place[:-1]:
             model = model.model_fields[section].annotation
-        known = list(model.model_fields)
+        keys = list(model.model_fields)
     except (AttributeError, KeyError):  # in a list, say
         return ""
-    near = nearest(str(place[-1]), known)
-    return f"; did you mean '{near}'?" if near else f"; known keys: {', '.join(known) or 'none'}."
+    near = nearest(str(place[-1]), keys)
+    return f"; did you mean '{near}'?" if near else f"; known keys: {', '.join(keys) or 'none'}."

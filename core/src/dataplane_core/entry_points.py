@@ -188,17 +188,17 @@ def install_command(package: str) -> str:
 
 def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
     """The error for a name that is not installed. Arguments as for `load_plugin`."""
-    found = [record.name for record in find_plugins(group)]
+    installed = [record.name for record in find_plugins(group)]
     packages = _PACKAGES.get(kind, {})
-    near = nearest(name, [*found, *packages])
+    near = nearest(name, [*installed, *packages])
     parts = []
     if near is not None and near != name:
         parts.append(f"Did you mean '{near}'?")
-    known = name if name in packages else near if near not in found else None
-    if known in packages:
-        parts.append(f"Install '{known}' in a checkout of dataplane: {install_command(packages[known])}")
+    missing = name if name in packages else near if near not in installed else None
+    if missing in packages:
+        parts.append(f"Install '{missing}' in a checkout of dataplane: {install_command(packages[missing])}")
     return UnknownBackendError(
-        f"{kind} '{name}' is not installed. Found: {', '.join(found) or 'none'}.", hint=" ".join(parts) or None
+        f"{kind} '{name}' is not installed. Found: {', '.join(installed) or 'none'}.", hint=" ".join(parts) or None
     )
 
 

@@ -39,7 +39,7 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 class DataPlaneError(Exception):
@@ -164,14 +164,14 @@ class SchemaMismatchError(InvalidRequestError):
     @classmethod
     def for_fields(cls, what: str, fields: Iterable[tuple[str, str, str, str]]) -> SchemaMismatchError:
         """The error for columns that do not fit: name, what it holds, what is expected, and that as text of a spec."""
-        found = list(fields)
-        name, held, expected, _ = found[0]
-        more = f" {len(found) - 1} more fields differ." if len(found) > 1 else ""
+        wrong = list(fields)
+        name, held, expected, _ = wrong[0]
+        more = f" {len(wrong) - 1} more fields differ." if len(wrong) > 1 else ""
         return cls(
             f"{what} refused: field '{name}' holds {held}. Expected {expected}, as declared or as "
             f"fixed by its first write.{more} Nothing was written.",
             hint="Convert the column, or write it under another name.",
-            expected={name: text for name, _, _, text in found},
+            expected={name: text for name, _, _, text in wrong},
         )
 
 

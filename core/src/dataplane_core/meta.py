@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 
 from dataplane_core.arguments import check_dict, check_list, check_meta
 from dataplane_core.errors import InvalidRequestError, preview, printable
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE, PLAN_KEYS
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, INPUT_LENGTHS_TAG, PAD_TO_MULTIPLE, PLAN_KEYS
 
-__all__ = ["KVBatchMeta", "PerPart", "is_same", "rows_of"]
+__all__ = ["KVBatchMeta", "PerPart", "is_same", "lengths_of", "rows_of"]
 
 _T = TypeVar("_T")
 
@@ -27,6 +27,12 @@ _PER_ROW: Final = ("sequence_lengths", "tags", "lease_tokens", "token_starts")
 
 class PerPart(list[Any]):
     """The values of a key of ``extra_info`` in a meta that was joined: one for each part, None where it has none."""
+
+
+def lengths_of(tags: Iterable[Mapping[str, Any]]) -> list[int] | None:
+    """Tokens per row, from the tag `INPUT_LENGTHS_TAG`. None if any row lacks it, or there are no rows."""
+    lengths: list[Any] = [row.get(INPUT_LENGTHS_TAG) for row in tags]
+    return lengths if set(map(type, lengths)) == {int} else None
 
 
 @dataclass(repr=False)

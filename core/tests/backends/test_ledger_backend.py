@@ -241,4 +241,4 @@ def test_a_claim_whose_reply_was_lost_waits_no_longer():
         with pytest.raises(OperationTimeoutError):
             client.claim_meta("p", "t", ["x"], 1, timeout_s=30)
         client.list_partitions()
-        assert not len(backend_of(client)._service._waiting)
+        assert not len(backend_of(client)._service._waiting.by_token)

@@ -20,7 +20,7 @@ from dataplane_core.backends.owner import _GoneError
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
 from dataplane_core.ledger import commands
-from dataplane_core.log import newest_record
+from dataplane_core.log.engine import newest_record
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 

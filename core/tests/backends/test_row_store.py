@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dataplane_core import DataPlaneConfig, RowStoreBackend
-from dataplane_core.backends import RefsGoneError, writes_of
+from dataplane_core.backends import RefsGoneError
+from dataplane_core.backends.ledger_backend import writes_of
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendError, ConfigError, CorruptDataError, PluginSignatureError
 from dataplane_core.spec import SharedRows

@@ -11,7 +11,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from token_rows import jagged
 
-from dataplane_core.batch import BatchedDataDict, columns, read_columns, to_arrow, to_numpy
+from dataplane_core.batch import BatchedDataDict, columns, read_columns
+from dataplane_core.batch.columns import to_arrow, to_numpy
 from dataplane_core.codec import ALL_DTYPES, jagged_parts
 from dataplane_core.errors import InvalidTypeError
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dataplane_core.batch import (
-    kv_first_write,
-    pack_jagged_fields,
-    read_columns,
-    rebuild_message_logs,
-    split_message_logs,
-)
+from dataplane_core import pack_jagged_fields
+from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs
 
 LOGS = [
     [

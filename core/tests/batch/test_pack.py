@@ -7,7 +7,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core.batch import BatchedDataDict, materialize, pack_jagged_fields, response_from_nested, stack_or_nest
+from dataplane_core import materialize, pack_jagged_fields
+from dataplane_core.batch import BatchedDataDict, response_from_nested, stack_or_nest
 from dataplane_core.batch.columns import pack_per_token_field, to_nested_by_length
 from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from dataplane_core import materialize, pack_jagged_fields
 from dataplane_core.batch import (
     BatchedDataDict,
     SlicedDataDict,
-    materialize,
-    pack_jagged_fields,
     rebuild_message_logs,
     response_from_nested,
     split_message_logs,

@@ -68,10 +68,10 @@ def test_work_that_is_under_way_is_not_forgotten():
     log = announcing.WorkLog()
     wide = tuple(f"f{number}" for number in range(200))
     claim = ClaimRequest("p", "t", list(wide), 1, all_or_nothing=True)
-    with log.claim(claim) as waiting:
-        for number in range(100):
-            log.begin("put_samples", f"p{number}", ["x"]).serve()
-        announced = log.announced(waiting.began_at + 5.0)
+    waiting = log.begin_claim(claim)
+    for number in range(100):
+        log.begin("put_samples", f"p{number}", ["x"])
+    announced = log.announced(waiting.began_at + 5.0)
     claims = [work for work in announced if work.operation == "claim_meta"]
     assert [(work.began_s, work.ended_s, work.fields) for work in claims] == [(5.0, None, wide)]
     assert [work.partition_id for work in announced[:2]] == ["p99", "p98"]
@@ -81,12 +81,14 @@ def test_work_that_is_under_way_is_not_forgotten():
 def test_of_claims_that_wait_side_by_side_the_first_counts():
     log = announcing.WorkLog()
     claims = [ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True) for _ in range(2)]
-    with log.claim(claims[0]) as first:
-        began_at = first.began_at
-        with log.claim(claims[1]) as second:
-            second.serve()
-        (work,) = log.announced(began_at + 9.0)
-    assert (first is second, work.began_s, work.ended_s, work.served_s is not None) == (True, 9.0, None, True)
+    first = log.begin_claim(claims[0])
+    began_at = first.began_at
+    second = log.begin_claim(claims[1])
+    second.served_at = began_at + 1.0
+    log.end_claim(second, claims[1])
+    (work,) = log.announced(began_at + 9.0)
+    assert (first is second, work.began_s, work.ended_s, round(work.served_s or 0)) == (True, 9.0, None, 8)
+    log.end_claim(first, claims[0])
     (work,) = log.announced(began_at + 9.0)
     assert work.ended_s is not None
 

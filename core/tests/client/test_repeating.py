@@ -15,7 +15,8 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     RoomTimeoutError,
 )
-from dataplane_core.spec import Capability
+from dataplane_core.middleware import Middleware
+from dataplane_core.spec import Capability, hookimpl
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
 
@@ -75,13 +76,14 @@ def test_a_lost_reply_is_repeated_with_the_same_id_however_the_store_fails_meanw
 def test_what_a_put_registers_is_the_same_in_each_repetition_whatever_middleware_does_to_it():
     seen = []
 
-    class Changes(Fails):
+    class Changes(Middleware):
+        @hookimpl(wrapper=True)
         def put_samples(self, request):
             request.opens.fields.append("more")
             seen.append(request.opens.fields)
-            return super().put_samples(request)
+            return (yield)
 
-    with opened(Changes, open_partitions=True) as client:
+    with opened(middleware=[Changes()], open_partitions=True) as client:
         put(client, LostReplyError("lost"), None)
         assert seen == [["x", "more"]] * 2
 

@@ -19,6 +19,7 @@ from dataplane_core.client.connection import Waiters
 from dataplane_core.errors import ClaimTimeoutError
 from dataplane_core.middleware import Metrics
 from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_core.spec.waking import Bell
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
 pytestmark = pytest.mark.anyio
@@ -192,10 +193,10 @@ def test_a_claim_that_waits_costs_a_store_with_many_clients_nothing(caplog, faul
     caplog.set_level(logging.INFO)
     counted = []
     note = faults.before("inspect_partition", lambda request: counted.append(request.count_rows))
-    with connect(config(faults)) as client, note, contextlib.ExitStack() as noting:
+    with connect(config(faults)) as client, note:
         filled(client)
         request = ClaimRequest("p", "train", ["x", "y"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
-        noting.enter_context(client._connection.work.claim(request))
+        client._connection.work.begin_claim(request)
         client._connection.announcer.end()
         client._connection.announcer.num_clients = 1000
         explaining.warn(client._connection, request, 20.0, math.inf)
@@ -214,7 +215,7 @@ def test_claims_that_began_together_do_not_tell_at_once(monkeypatch):
     waits = []
     for _ in range(200):
         request = ClaimRequest("p", "train", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None)
-        waits.append(claims.claiming(connection, request, 900.0, Waiters(), lambda: None))
+        waits.append(claims.claiming(connection, request, 900.0, Waiters(), Bell))
         next(waits[-1])
         waits[-1].send(unanswered)
     told = []

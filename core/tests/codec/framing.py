@@ -2,8 +2,9 @@
 
 import torch
 
-from dataplane_core.codec import TensorRows, decode_columns, dense_or_jagged, encode_columns, num_rows, object_column
+from dataplane_core.codec import decode_columns, dense_or_jagged, encode_columns, num_rows
 from dataplane_core.codec.cells import KIND_OBJECT, unframe_rows
+from dataplane_core.codec.rows import TensorRows, object_column
 from dataplane_core.spec import FieldSpec, WireFormat
 
 FRAMES = WireFormat(bytes=True)

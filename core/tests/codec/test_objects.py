@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import example, given, strategies as st
 
-from dataplane_core.codec import copy_item, decode_item, encode_item
-from dataplane_core.codec.cells import MAX_DEPTH, check_items, decode_items, encode_items
+from dataplane_core.codec import decode_item, encode_item
+from dataplane_core.codec.cells import MAX_DEPTH, check_items, copy_item, decode_items, encode_items
 from dataplane_core.errors import FrameError, InvalidTypeError
 
 

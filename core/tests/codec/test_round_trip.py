@@ -7,7 +7,8 @@ import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
 from tensordict import TensorDict
 
-from dataplane_core.codec import ALL_DTYPES, copy_item, decode_columns, decode_item, encode_columns, encode_item
+from dataplane_core.codec import ALL_DTYPES, decode_columns, decode_item, encode_columns, encode_item
+from dataplane_core.codec.cells import copy_item
 from dataplane_core.spec import FieldSpec, WireFormat
 
 WIRES = {

@@ -10,7 +10,7 @@ import pytest
 
 import dataplane_core.entry_points
 from dataplane_core import connect
-from dataplane_core.connecting import find_plugins
+from dataplane_core.entry_points import find_plugins
 from dataplane_core.errors import PluginError, PluginImportError, PluginSignatureError
 from dataplane_core.middleware import Middleware
 from dataplane_core.spec import hookimpl

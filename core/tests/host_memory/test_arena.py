@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.host_memory import Arena, Uses
+from dataplane_core.host_memory import Arena
+from dataplane_core.host_memory.arena import Uses
 
 ATTACH = """
 import sys

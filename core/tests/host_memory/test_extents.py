@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from dataplane_core.host_memory import Extents
+from dataplane_core.host_memory.arena import Extents
 
 SIZE = 64 * 64
 

@@ -14,7 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from dataplane_core.errors import DataPlaneError
-from dataplane_core.ledger import Command, Ledger, commands, pack_state, unpack_state
+from dataplane_core.ledger import Command, Ledger, commands
+from dataplane_core.ledger.state import pack_state, unpack_state
 from dataplane_testkit import histories
 from dataplane_testkit.histories import TASKS, Put, Repeat, Wait
 

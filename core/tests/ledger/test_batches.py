@@ -5,7 +5,8 @@ from histories import saved_and_loaded
 from ledgers import ledger as registered
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.ledger import commands, pack_state
+from dataplane_core.ledger import commands
+from dataplane_core.ledger.state import pack_state
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from ledgers import begin, register
 from msgspec.structs import replace
 
 from dataplane_core.errors import UnknownPartitionError
-from dataplane_core.ledger import Command, Ledger, LedgerService, commands, pack_state
+from dataplane_core.ledger import Command, Ledger, LedgerService, commands
+from dataplane_core.ledger.state import pack_state
 from dataplane_core.spec import ClientInfo
 
 PUT = begin(["a"], tags=[{"n": 1}], write_id=1)

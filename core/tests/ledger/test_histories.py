@@ -5,7 +5,7 @@ import random
 import pytest
 from histories import History, answer, contents, is_alike, saved_and_loaded, state_of
 
-from dataplane_core.ledger import Ledger, ready, rows
+from dataplane_core.ledger import Ledger, rows
 from dataplane_testkit._profiles import by_profile
 
 #: The second ledger's clock shows so many seconds more.
@@ -31,13 +31,13 @@ def test_ledgers_answer_alike(monkeypatch):
         drawn, reply = all_commands(history, rebuilt), None
         for step in range(500):
             command = drawn.send(reply)
-            monkeypatch.setattr(ready, "_SLACK", 0)
+            monkeypatch.setattr(rows, "_VIEW_SLACK", 0)
             monkeypatch.setattr(rows, "_SLACK", 0)
-            monkeypatch.setattr(ready, "_MOST_FILTERS", 2)
+            monkeypatch.setattr(rows, "_MOST_FILTERS", 2)
             reply = answer(rebuilt, command, history.now)
-            monkeypatch.setattr(ready, "_SLACK", 2000)
+            monkeypatch.setattr(rows, "_VIEW_SLACK", 2000)
             monkeypatch.setattr(rows, "_SLACK", 2000)
-            monkeypatch.setattr(ready, "_MOST_FILTERS", 2000)
+            monkeypatch.setattr(rows, "_MOST_FILTERS", 2000)
             now = history.now + AHEAD_S
             assert answer(kept, command, now) == reply, (seed, step, command)
             if step % 20 == 0:

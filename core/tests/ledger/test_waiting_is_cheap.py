@@ -5,7 +5,7 @@ import time
 import pytest
 from ledgers import claim, ledger, put, register
 
-from dataplane_core.ledger import LedgerService, commands, ready, rows, service
+from dataplane_core.ledger import LedgerService, commands, rows, service
 from dataplane_core.spec import Question, matches, new_id
 
 FRESH = {"version": (">=", 7)}
@@ -63,7 +63,7 @@ def test_a_claim_that_waits_for_its_last_rows_leaves_those_that_are_ready_where_
     claimed(made, 512)
     touched = []
     for name in ("heappush", "heappop", "heapify", "heapreplace"):
-        monkeypatch.setattr(ready.heapq, name, lambda *_, name=name: touched.append(name))
+        monkeypatch.setattr(rows.heapq, name, lambda *_, name=name: touched.append(name))
     for _ in range(20):
         assert claimed(made, 512) == []
     assert touched == []
@@ -75,7 +75,7 @@ def test_filters_that_nobody_asks_with_are_forgotten():
     for step in range(3000):
         claimed(made, 8, {"version": ("<", step)}, now=step / 1000, all_or_nothing=False, lease_s=1e-9)
     (kept,) = (each.filters for each in view.values() if each.required)
-    assert sum(len(each.ready) for each in kept.values()) <= 4 * 100 + ready._SLACK + 100
+    assert sum(len(each.ready.claimables) for each in kept.values()) <= 4 * 100 + rows._VIEW_SLACK + 100
     claimed(made, 8, FRESH, now=1000.0)
     assert len(kept) == 1
 

@@ -70,7 +70,7 @@ def test_one_who_is_gone_or_stops_waiting_makes_room_for_the_next():
     assert made.woken == ["a", "b", "c"]
     made.service.stop_waiting("never waited")
     assert list(made.claim("c").sample_ids) == ["1"]
-    assert not len(made.service._waiting)
+    assert not len(made.service._waiting.by_token)
 
 
 def test_one_who_was_woken_and_does_not_ask_again_keeps_nobody_waiting():
@@ -144,7 +144,7 @@ def test_claims_that_ended_or_are_not_asked_again_are_forgotten():
     for second in range(0, 60, 5):
         made.now = float(second)
         made.claim("a")
-    assert len(made.service._waiting) == 1
+    assert len(made.service._waiting.by_token) == 1
     made.claim("a")
     made.claim("a", explain=True)
     made.claim("b")
@@ -152,7 +152,7 @@ def test_claims_that_ended_or_are_not_asked_again_are_forgotten():
     made.claim("c")
     with pytest.raises(KeyError):
         made.service.call(claim(task="absent", token="c"), made.wake("c"))
-    assert not len(made.service._waiting)
+    assert not len(made.service._waiting.by_token)
     assert not made.service._waiting._lines
 
 

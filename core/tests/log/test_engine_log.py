@@ -9,9 +9,9 @@ from ledgers import begin, claim, register
 from dataplane_core import log as room
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
 from dataplane_core.ledger import commands
-from dataplane_core.log import LoggedLedger, engine as engine_log, newest_record
+from dataplane_core.log import LoggedLedger, engine as engine_log
 from dataplane_core.log.base import TakenError
-from dataplane_core.log.engine import EngineLog
+from dataplane_core.log.engine import EngineLog, newest_record
 
 PLACE = ("127.0.0.1", 1, b"token", "")
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from dataplane_core import NamedSharding
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
+from dataplane_core.sharding import REPLICATED_AXES
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch.overrides import TorchFunctionMode
 
+from dataplane_core import shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
-from dataplane_core.sharding import PACKERS, shard_meta_for_dp
+from dataplane_core.sharding import PACKERS
 
 KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 DYNAMIC = {"max_tokens_per_microbatch": 64, "sequence_length_round": 8, **KEYS}

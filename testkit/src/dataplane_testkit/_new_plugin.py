@@ -15,7 +15,7 @@ from typing import Final
 
 import yaml
 
-from dataplane_core.connecting import KNOWN_BACKENDS, find_plugins
+from dataplane_core.entry_points import KNOWN_BACKENDS, find_plugins
 from dataplane_core.errors import ConfigError
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from dataplane_core.backends import Backend
-from dataplane_core.connecting import find_plugins
+from dataplane_core.entry_points import find_plugins
 from dataplane_core.errors import printable
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_testkit._author import MOST_COPIES, shown_name

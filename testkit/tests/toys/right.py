@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from table import Run, Table
 
 from dataplane_core.backends import CapacityOptions, NoOptions
-from dataplane_core.spec import GUARANTEES, Capability, WireFormat, new_id
+from dataplane_core.spec import Capability, WireFormat, new_id
+from dataplane_core.spec.capabilities import GUARANTEES
 from dataplane_noop import NoopBackend
 
 

@@ -64,7 +64,8 @@ REFUSED = {
 
 PROBE = """
 import json, sys
-from dataplane_core.connecting import connect, find_plugins
+from dataplane_core.connecting import connect
+from dataplane_core.entry_points import find_plugins
 replies = {}
 for name in sys.argv[1:]:
     try:

@@ -49,7 +49,7 @@ time.sleep(600)
 # Consumes everything, what the killed process held included.
 CONSUMER = f"""{COMMON}
 import dataplane_core
-from dataplane_core.connecting import find_plugins
+from dataplane_core.entry_points import find_plugins
 
 client = connect(config, bootstrap=False)
 consumed = {{}}

@@ -9,7 +9,7 @@ from pyarrow import dataset
 from tensordict import NonTensorStack
 
 from dataplane_core.batch import stack_or_nest
-from dataplane_core.codec import object_column
+from dataplane_core.codec.rows import object_column
 from dataplane_tools import _portions as portions_module, export_partition, follow_partition
 
 

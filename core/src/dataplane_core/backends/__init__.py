@@ -16,12 +16,10 @@ from dataplane_core.backends.ledger_backend import (
     CapacityOptions,
     LedgerBackend,
     RefsGoneError,
+    columns_of,
 )
 from dataplane_core.backends.row_store import RowStoreBackend, RowStoreOptions, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
-from dataplane_core.backends.writes import columns_of, writes_of
-from dataplane_core.config import SizeBytes
-from dataplane_core.ownership import OwnedProcess, PrivateFolder, last_words
 
 if TYPE_CHECKING:
     from dataplane_core.backends.extent_client import ExtentClient, ExtentRead, reads_of
@@ -39,17 +37,13 @@ __all__ = [
     "LedgerBackend",
     "Level",
     "NoOptions",
-    "OwnedProcess",
-    "PrivateFolder",
     "RefsGoneError",
     "RowStoreBackend",
     "RowStoreOptions",
-    "SizeBytes",
     "StoredRows",
     "check_announced_address",
     "columns_of",
     "framed_columns",
-    "last_words",
     "ledger_of",
     "missing_library",
     "never_reachable",
@@ -57,7 +51,6 @@ __all__ = [
     "read_stored",
     "reads_of",
     "spread_over",
-    "writes_of",
 ]
 
 #: Name -> its module, which imports torch.

@@ -14,7 +14,8 @@ import numpy as np
 from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, stored_columns
 from dataplane_core.backends.ledger_backend import RefsGoneError
 from dataplane_core.errors import BackendError, CorruptDataError
-from dataplane_core.host_memory import Arena, Uses, copy_arrays, extent_bytes, recycled_bytes
+from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
+from dataplane_core.host_memory.arena import Uses, extent_bytes
 from dataplane_core.hosting.extent_host import (
     AboutExtents,
     Allocate,

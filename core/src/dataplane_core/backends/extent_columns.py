@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataplane_core.backends.writes import columns_of
+from dataplane_core.backends.ledger_backend import columns_of
 from dataplane_core.codec.compact import is_narrow
 from dataplane_core.codec.rows import Piece, merge_pieces, rows_in_order
 from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, byte_array
 from dataplane_core.errors import CorruptDataError
-from dataplane_core.host_memory import Copy, copy_arrays
+from dataplane_core.host_memory import copy_arrays
+from dataplane_core.host_memory.copying import Copy
 from dataplane_core.hosting.extents import Column, Layout, offsets_at
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import commands

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
+import numpy as np
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
-from dataplane_core.backends.writes import APART_SHARE, columns_of, writes_of
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
@@ -41,7 +41,6 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.ledger.queues import LEAST_ROOM_PAUSE_S
 from dataplane_core.spec import (
-    GUARANTEES,
     Capability,
     Claim,
     ClaimRequest,
@@ -55,6 +54,7 @@ from dataplane_core.spec import (
     WireColumn,
     new_id,
 )
+from dataplane_core.spec.capabilities import GUARANTEES
 from dataplane_core.spec.requests import (
     OnceRequest,
     Request,
@@ -96,6 +96,11 @@ NOT_BEGUN: Final = (
 #: Errors of `BeginPut` after which nothing is reserved. After any other error, bytes may be.
 _REFUSALS: Final = (*NOT_BEGUN, StalePartitionError)
 
+#: How much the rows of columns that are apart may cost, as a share of the put.
+APART_SHARE: Final = 0.04
+#: Columns whose cells have fewer bytes on average are never apart.
+_LEAST_APART_BYTES: Final = 1024
+
 
 class CapacityOptions(BaseModel):
     """Options of every backend that limits the payload that it holds.
@@ -130,16 +135,14 @@ class _Ticket:
     """A put's place in the queue for room.
 
     Attributes:
+        refusal: What the store said when it had no room, until the put begins to commit: before that it wrote nothing.
         id: Random bits.
         queued_at: When the put last said that it waits, on `time.monotonic`'s clock. None: it is not in the queue.
-        waited: Whether it ever was in the queue.
-        refusal: What the store said when it had no room, until the put begins to commit: before that it wrote nothing.
     """
 
+    refusal: CapacityExceededError | None
     id: str = field(default_factory=new_id)
     queued_at: float | None = None
-    waited: bool = False
-    refusal: CapacityExceededError | None = None
 
 
 class LedgerBackend(Backend, ABC):
@@ -207,11 +210,6 @@ class LedgerBackend(Backend, ABC):
 
     def put_samples(self, request: PutRequest) -> int:
         """Reserves, stores and commits. If there is no room, tries again, unless ``on_full`` is ``raise``."""
-        with suppress(AlreadyDoneError):
-            self._put_samples(request)
-        return len(request.sample_ids)
-
-    def _put_samples(self, request: PutRequest) -> None:
         num_samples = len(request.sample_ids)
         if request.columns.keys() != request.specs.keys():
             raise BackendError(
@@ -220,21 +218,29 @@ class LedgerBackend(Backend, ABC):
                 "Nothing was written.",
                 hint="Middleware that adds or drops a column does the same with its spec.",
             )
-        if not request.columns:
-            tags = request.tags or [{}] * num_samples
-            put = commands.PutTags(
-                *(request.partition_id, request.sample_ids, tags),
-                request_id=request.request_id,
-                left_s=_left_s(request.deadline),
-                opens=request.opens,
-            )
-            self.call_ledger(request.deadline, put)
-            return
-        self._finish_undoing(request.deadline)
-        columns = {name: request.columns[name] for name in request.specs}  # in the ledger's order of slots
-        writes = writes_of(columns, num_samples, self.row_cost_bytes, self.apart_share)
-        freed = self._put_when_there_is_room(request, writes)
-        self._collect_if_possible(freed, request.deadline)
+        with suppress(AlreadyDoneError):
+            if not request.columns:
+                tags = request.tags or [{}] * num_samples
+                put = commands.PutTags(
+                    *(request.partition_id, request.sample_ids, tags),
+                    request_id=request.request_id,
+                    left_s=_left_s(request.deadline),
+                    opens=request.opens,
+                )
+                self.call_ledger(request.deadline, put)
+                return num_samples
+            if self._not_undone:
+                self._finish_undoing(request.deadline)
+            writes = writes_of(request.columns, num_samples, self.row_cost_bytes, self.apart_share)
+            try:
+                freed = self.put_once(request, writes, None)
+            except CapacityExceededError as error:
+                if self.config.on_full != "block" or not error.retryable:
+                    raise
+                freed = self._put_when_there_is_room(request, writes, error)
+            if freed:
+                self._collect_if_possible(freed, request.deadline)
+        return num_samples
 
     def get_samples(self, request: GetRequest) -> WireBatch:
         """Locates the cells and fetches them. Repeats both if the cells were overwritten in between."""
@@ -264,10 +270,10 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        wake = request.wake
+        wake = request.wake  # which stays in this process
+        claim = replace(request, left_s=_left_s(request.deadline), wake=None)
         if wake is None:
-            return self.call_ledger(request.deadline, _timed(request))
-        claim = replace(_timed(request), wake=None)  # which stays in this process
+            return self.call_ledger(request.deadline, claim)
         wake.at_end = partial(self.stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
         found = self.call_ledger_waking(request.deadline, claim, wake)
         if found.answered or request.explain:
@@ -343,11 +349,11 @@ class LedgerBackend(Backend, ABC):
             columns.update(self.fetch_fields(some, num_samples, deadline))
         return columns
 
-    def _put_when_there_is_room(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
-        """Runs a put, which queues for room unless ``on_full`` is ``raise``. Returns the refs that it freed."""
-        if self.config.on_full != "block":
-            return self.put_once(request, writes, None)
-        ticket, bell, start = _Ticket(), Bell(), time.monotonic()
+    def _put_when_there_is_room(
+        self, request: PutRequest, writes: Sequence[commands.Write], refusal: CapacityExceededError
+    ) -> Sequence[Ref]:
+        """Queues for room, for a put that was refused, and tries it again. Returns the refs that it freed."""
+        ticket, bell, start = _Ticket(refusal), Bell(), time.monotonic()
         cancellation = CANCELLATION.get() or Cancellation()
         cancellation.listen(bell.ring)
 
@@ -357,31 +363,31 @@ class LedgerBackend(Backend, ABC):
 
         try:
             while True:
+                now = time.monotonic()
+                left_s = request.deadline - now
+                if left_s <= LEAST_ROOM_PAUSE_S or cancellation.is_set:
+                    ticket.refusal = None
+                    raise RoomTimeoutError.after(refusal) from refusal
+                ticket.refusal = refusal
+                if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
+                    ticket.queued_at = now
+                    wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
+                    self.call_ledger_waking(request.deadline, wait, wake)
+                # 0 if the engine itself is full: it does not say when to ask again
+                pause_s = refusal.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
+                bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
                 try:
                     return self.put_once(request, writes, ticket)
                 except CapacityExceededError as error:
                     if not error.retryable:
                         raise
-                    now = time.monotonic()
-                    left_s = request.deadline - now
-                    if left_s <= LEAST_ROOM_PAUSE_S or cancellation.is_set:
-                        ticket.refusal = None
-                        raise RoomTimeoutError.after(error) from error
-                    ticket.refusal = error
-                    if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
-                        ticket.queued_at, ticket.waited = now, True
-                        wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
-                        self.call_ledger_waking(request.deadline, wait, wake)
-                    # 0 if the engine itself is full: it does not say when to ask again
-                    pause_s = error.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
-                    bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
+                    refusal = error
         except OperationTimeoutError as late:
             if ticket.refusal is None:
                 raise
             raise RoomTimeoutError.after(ticket.refusal, asked_in_vain=True) from late
         finally:
-            if ticket.waited:
-                self.stop_waiting(ticket.id)
+            self.stop_waiting(ticket.id)
             if ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
@@ -528,3 +534,74 @@ def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) ->
             for row, names in sorted(fields.items())
         ),
     )
+
+
+# --- which columns of a put are stored together -----------------------------------------------------------------------
+#
+# In engines that store rows, each stored row has a cost, so small columns are stored together. But a read of one field
+# moves the whole row. So the largest columns are stored apart, as far as the cost of their rows stays a small share of
+# the put: a put of large cells has room for many such columns, a put of small ones for none.
+
+
+def writes_of(
+    columns: Mapping[str, WireColumn | SharedRows],
+    num_samples: int,
+    row_cost_bytes: int | None,
+    apart_share: float = APART_SHARE,
+) -> list[commands.Write]:
+    """The writes of a put: first the columns that are stored together, if there are any, then each one that is apart.
+
+    Args:
+        columns: The columns of the put, encoded. `SharedRows` are always apart.
+        num_samples: N.
+        row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
+            ``benchmarks/columns.py`` prints it. None: only `SharedRows` are apart.
+        apart_share: How much the rows of the columns that are apart may cost, as a share of the put.
+
+    Raises:
+        BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
+    """
+    from dataplane_core.codec.rows import cell_nbytes, row_nbytes  # it imports torch
+
+    plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
+    if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
+        return [commands.Write(tuple(plain), row_nbytes(plain, num_samples))] if plain else []
+    sizes = {name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples) for name, column in plain.items()}
+    apart = _columns_apart(sizes, num_samples, row_cost_bytes, apart_share)
+    together = tuple(name for name in plain if name not in apart)
+    row_bytes = sum((sizes[name] for name in together), np.zeros(num_samples, dtype=np.int64))
+    writes = [commands.Write(together, row_bytes.tolist())] if together else []
+    writes += [commands.Write((name,), sizes[name].tolist()) for name in apart]
+    for name, column in columns.items():
+        if isinstance(column, SharedRows):
+            num_shared = len(column.rows)
+            _check_index(name, column, num_shared, num_samples)
+            writes.append(commands.Write((name,), row_nbytes({name: column.rows}, num_shared), column.index))
+    return writes
+
+
+def columns_of(write: commands.Write, columns: Mapping[str, WireColumn | SharedRows]) -> dict[str, WireColumn]:
+    """The columns of a write among those of its put, each with the rows of the write."""
+    found = {name: columns[name] for name in write.fields}
+    return {name: column.rows if isinstance(column, SharedRows) else column for name, column in found.items()}
+
+
+def _check_index(name: str, column: SharedRows, found: int, num_samples: int) -> None:
+    if len(column.index) != num_samples or set(column.index) != set(range(found)):
+        raise BackendError(
+            f"put_samples refused: column '{name}' has {found} shared rows and an index of {len(column.index)}. "
+            f"Expected a row for each of {num_samples} samples, and no other rows. Nothing was written.",
+            hint="Middleware that adds or changes a column encodes it to the wire format that it was given.",
+        )
+
+
+def _columns_apart(
+    sizes: Mapping[str, Any], num_samples: int, row_cost_bytes: int | None, apart_share: float
+) -> list[str]:
+    """The largest columns, as many as the budget allows. ``sizes``: the bytes of each column's cells."""
+    if row_cost_bytes is None or len(sizes) < 2:
+        return []
+    totals = {name: int(cells.sum()) for name, cells in sizes.items()}
+    most = int(apart_share * sum(totals.values()) / (row_cost_bytes * num_samples))
+    largest = sorted(totals, key=lambda name: -totals[name])[: min(most, len(totals) - 1)]
+    return [name for name in largest if totals[name] >= _LEAST_APART_BYTES * num_samples]

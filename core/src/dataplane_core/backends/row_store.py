@@ -18,9 +18,9 @@ from dataplane_core.backends.ledger_backend import (
     CapacityOptions,
     LedgerBackend,
     RefsGoneError,
+    columns_of,
 )
 from dataplane_core.backends.owner import OwnerClient
-from dataplane_core.backends.writes import columns_of
 from dataplane_core.errors import (
     BackendError,
     ConfigError,

@@ -7,19 +7,15 @@ Trainers and `dataplane_integrations` use it; backends do not.
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
 from dataplane_core.batch.columns import (
-    pack_jagged_fields,
     pack_per_token_field,
     response_from_nested,
     stack_or_nest,
-    to_arrow,
     to_nested_by_length,
-    to_numpy,
 )
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.batch.transfer import (
     add_message_logs,
     kv_first_write,
-    materialize,
     pad_columns,
     read_columns,
     rebuild_message_logs,
@@ -32,8 +28,6 @@ __all__ = [
     "SlicedDataDict",
     "add_message_logs",
     "kv_first_write",
-    "materialize",
-    "pack_jagged_fields",
     "pack_per_token_field",
     "pad_columns",
     "read_columns",
@@ -41,9 +35,7 @@ __all__ = [
     "response_from_nested",
     "split_message_logs",
     "stack_or_nest",
-    "to_arrow",
     "to_nested_by_length",
-    "to_numpy",
     "token_columns",
     "write_columns",
 ]

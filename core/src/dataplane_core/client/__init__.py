@@ -3,7 +3,7 @@
 Trainers use it through `dataplane_core.connect`; the registry makes it.
 """
 
-from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
+from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.partitions import common_fields
 from dataplane_core.client.streams import (
@@ -14,7 +14,6 @@ from dataplane_core.client.streams import (
     StreamBatch,
     Terms,
     longest_wait_s,
-    stream,
 )
 
 __all__ = [
@@ -23,11 +22,9 @@ __all__ = [
     "AsyncStream",
     "DataPlaneClient",
     "Feed",
-    "OperationCancelledError",
     "Stream",
     "StreamBatch",
     "Terms",
     "common_fields",
     "longest_wait_s",
-    "stream",
 ]

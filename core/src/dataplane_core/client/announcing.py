@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct, field
+
 from dataplane_core.spec import AnnounceRequest, CallInfo, ClaimRequest, ClientInfo, PhaseInfo, WorkInfo, new_id
 from dataplane_core.spec.waking import Bell
 
@@ -40,47 +42,33 @@ _MOST_LETTERS: Final = 80
 _MOST_ENDED: Final = 16
 
 
-class RunningCall:
+class RunningCall(Struct, eq=False):
     """An operation that began now in this thread. Without a name, it is not listed."""
 
-    __slots__ = ("began_at", "operation", "partition_id", "thread_id")
-
-    def __init__(self, operation: str, partition_id: str = "") -> None:
-        self.operation = operation
-        self.partition_id = partition_id
-        self.began_at = time.monotonic()
-        self.thread_id = threading.get_ident()
+    operation: str
+    partition_id: str = ""
+    began_at: float = field(default_factory=time.monotonic)
+    thread_id: int = field(default_factory=threading.get_ident)
 
 
-class Work:
-    """Puts of certain fields, or claims for a task: the last one, and claims that wait. See `WorkInfo`."""
+class Work(Struct, eq=False):
+    """Puts of certain fields, or claims for a task: the last one, and claims that wait. See `WorkInfo`.
 
-    __slots__ = (
-        "began_at",
-        "claim",
-        "ended_at",
-        "fields",
-        "operation",
-        "partition_id",
-        "served_at",
-        "task_name",
-        "waits",
-    )
+    Attributes:
+        claim: The last claim.
+        waits: Token of a claim under way -> its begin.
+        served_at: When a put was last written, or a claim was given samples.
+    """
 
-    def __init__(self, operation: str, partition_id: str, task_name: str, fields: tuple[str, ...]) -> None:
-        self.operation = operation
-        self.partition_id = partition_id
-        self.task_name = task_name
-        self.fields = fields
-        self.claim: ClaimRequest | None = None
-        self.waits: dict[str, float] = {}  # token of a claim under way -> its begin
-        self.began_at = time.monotonic()
-        self.ended_at: float | None = None
-        self.served_at: float | None = None
-
-    def serve(self) -> None:
-        """The operation has put samples, or was given some."""
-        self.served_at = time.monotonic()
+    operation: str
+    partition_id: str
+    task_name: str
+    fields: tuple[str, ...]
+    claim: ClaimRequest | None = None
+    waits: dict[str, float] = field(default_factory=dict)
+    began_at: float = field(default_factory=time.monotonic)
+    ended_at: float | None = None
+    served_at: float | None = None
 
     def announced(self, now: float) -> WorkInfo:
         """As it is announced."""
@@ -97,23 +85,6 @@ class Work:
             ended_s=None if starts or ended_at is None else now - ended_at,
             served_s=None if served_at is None else now - served_at,
         )
-
-
-class _UnderWay:
-    """A claim is under way until the end of the ``with``."""
-
-    __slots__ = ("_token", "_waiting", "_work")
-
-    def __init__(self, work: Work, token: str, waiting: dict[str, float]) -> None:
-        self._work, self._token, self._waiting = work, token, waiting
-
-    def __enter__(self) -> Work:
-        return self._work
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.pop(self._token, None)
-        self._work.waits.pop(self._token, None)
-        self._work.ended_at = time.monotonic()
 
 
 class WorkLog:
@@ -133,8 +104,8 @@ class WorkLog:
         work.began_at = time.monotonic()
         return work
 
-    def claim(self, request: ClaimRequest) -> _UnderWay:
-        """A claim is under way while the ``with`` lasts. After one that got nothing, it goes on waiting."""
+    def begin_claim(self, request: ClaimRequest) -> Work:
+        """A claim is under way until `end_claim`. After one that got nothing, it goes on waiting."""
         work = self._of("claim_meta", request.partition_id, request.task_name, tuple(request.required_fields))
         served_at = work.served_at
         goes_on = work.ended_at is not None and not work.waits and (served_at is None or served_at < work.began_at)
@@ -143,15 +114,22 @@ class WorkLog:
             work.began_at = now
         work.claim = request
         work.waits[request.token] = work.began_at
-        return _UnderWay(work, request.token, self.waiting)
+        return work
+
+    def end_claim(self, work: Work, request: ClaimRequest) -> None:
+        """A claim has ended."""
+        self.waiting.pop(request.token, None)
+        work.waits.pop(request.token, None)
+        work.ended_at = time.monotonic()
 
     def _of(self, *kind: Any) -> Work:
         work = self._work.get(kind)
         if work is None:
             work = self._work.setdefault(kind, Work(*kind))  # another thread may do the same
-            idle = [(other.began_at, kind) for kind, other in list(self._work.items()) if not other.waits]
-            for _, oldest in heapq.nsmallest(len(idle) - _MOST_ENDED, idle):
-                self._work.pop(oldest, None)
+            if len(self._work) > _MOST_ENDED:
+                idle = [(other.began_at, kind) for kind, other in list(self._work.items()) if not other.waits]
+                for _, oldest in heapq.nsmallest(len(idle) - _MOST_ENDED, idle):
+                    self._work.pop(oldest, None)
         return work
 
     def announced(self, now: float) -> list[WorkInfo]:

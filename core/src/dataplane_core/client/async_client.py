@@ -252,14 +252,14 @@ async def _end_of(call: Call[Any]) -> None:
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
-class _LoopWaiter:
-    """A claim that waits on an event loop."""
+class _LoopBell:
+    """As `Bell`, for a claim that waits on an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
 
-    def wake(self) -> None:
+    def ring(self) -> None:
         """Ends the wait. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._woken.set)
@@ -468,8 +468,8 @@ class AsyncDataPlaneClient(ClientFacts):
 
     async def _claim(self, request: ClaimRequest, timeout_s: float | None) -> KVBatchMeta:
         """Takes the steps of a claim. It waits on the event loop."""
-        connection, waiter = self._connection, _LoopWaiter()
-        steps = claiming(connection, request, timeout_s, connection.waiters, waiter.wake)
+        connection = self._connection
+        steps = claiming(connection, request, timeout_s, connection.waiters, _LoopBell)
         result: Any = None
         try:
             while True:
@@ -479,8 +479,9 @@ class AsyncDataPlaneClient(ClientFacts):
                 elif callable(step):
                     result = await self._advise(step)
                 else:
+                    bell, pause_s = step
                     try:
-                        await waiter.wait(step)
+                        await bell.wait(pause_s)
                     except asyncio.CancelledError:
                         where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
                         self._raise_cancelled(

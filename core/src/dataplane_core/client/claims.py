@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.arguments import Index, Seconds, check_meta, checked, checked_as
-from dataplane_core.client.connection import Connection, Waiters, check_counts, copy_of
+from dataplane_core.client.connection import Connection, Waiters, check_counts
 from dataplane_core.client.explaining import PATIENCE_S, explain, warn
 from dataplane_core.client.partitions import advise, opening
 from dataplane_core.errors import (
@@ -24,10 +24,10 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import backoff_s
-from dataplane_core.meta import KVBatchMeta
+from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.spec import Capability, Claim, ClaimRequest, TagFilter, check_tag_filter
-from dataplane_core.spec.tags import lengths_of
-from dataplane_core.spec.waking import Bell, Wake
+from dataplane_core.spec.requests import Wake
+from dataplane_core.spec.waking import Bell
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
 _MOST_COUNTED: Final = 4096
@@ -38,8 +38,9 @@ _RAREST: Final = 5
 #: Seconds that the last question of a waiting claim may take after its timeout: a busy store still says why.
 _LAST_ASK_S: Final = 5.0
 
-#: What a claim wants next: its request answered (`ask`), a pause of so many seconds, or the result of a function.
-Step: TypeAlias = ClaimRequest | float | Callable[[], Any]
+#: What a claim wants next: its request answered (`ask`), a wait for a bell of at most so many seconds, or the result of
+#: a function.
+Step: TypeAlias = ClaimRequest | tuple[Any, float] | Callable[[], Any]
 
 
 def checked_claim(
@@ -48,10 +49,12 @@ def checked_claim(
     """The request of a claim, from the arguments of `claim_meta`, checked."""
     connection.require(Capability.CLAIMS, "claim_meta")
     checked_as("claim_meta: timeout_s", Seconds, timeout_s)
-    request = checked("claim_meta", ClaimRequest, tag_filter=check_tag_filter(tag_filter), **claim)
+    condition = None if tag_filter is None else check_tag_filter(tag_filter)
+    request = checked("claim_meta", ClaimRequest, tag_filter=condition, **claim)
     request.required_fields = list(dict.fromkeys(request.required_fields))
     request.strict = connection.config.strict_fields
-    request.opens = opening(connection, request.partition_id, request.required_fields, [request.task_name])
+    if connection.config.open_partitions:
+        request.opens = opening(connection, request.partition_id, request.required_fields, [request.task_name])
     if request.sampler != "first_write" or request.dp_rank is not None:
         connection.require(Capability.SAMPLERS, "claim_meta(sampler=..., dp_rank=...)")
     if request.lease_s is not None:
@@ -77,8 +80,7 @@ def claim_now(
     since: Callable[[], float] | None = None,
 ) -> tuple[KVBatchMeta, Claim]:
     """Claims, and waits up to ``timeout_s`` unless that is None, or until ``waiters`` are closed."""
-    bell = Bell()
-    steps = claiming(connection, request, timeout_s, waiters, bell.ring, since)
+    steps = claiming(connection, request, timeout_s, waiters, Bell, since)
     result: Any = None
     try:
         try:
@@ -88,8 +90,11 @@ def claim_now(
                     result = claim = ask(connection, step)
                     if claim.lease_tokens and request.dp_rank is None:  # a batch of a rank is given to its next claim
                         connection.handed[request.token] = threading.get_ident(), request, claim
+                elif callable(step):
+                    result = step()
                 else:
-                    result = step() if callable(step) else bell.wait(step)
+                    bell, pause_s = step
+                    bell.wait(pause_s)
         except StopIteration as end:
             batch: tuple[KVBatchMeta, Claim] = end.value
         if connection.closes_after is not None:
@@ -108,7 +113,7 @@ def claiming(
     request: ClaimRequest,
     timeout_s: float | None,
     waiters: Waiters,
-    wake: Callable[[], None],
+    new_bell: Callable[[], Any],
     since: Callable[[], float] | None = None,
 ) -> Generator[Step, Any, tuple[KVBatchMeta, Claim]]:
     """The steps of a claim, which neither asks nor sleeps itself: each client takes them in its own way.
@@ -118,7 +123,7 @@ def claiming(
         request: The request. It is changed before each question, except for its token.
         timeout_s: How long to wait, in seconds. None: not at all. Infinity: until those that it waits for have ended.
         waiters: They end the wait when they are closed.
-        wake: Ends a pause. It is called when the claim should ask again now.
+        new_bell: Makes what ends a pause: a `Bell`, or what rings and waits as one does.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
 
     Returns:
@@ -128,63 +133,72 @@ def claiming(
         ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
         ClientClosedError: The client or the stream was closed.
     """
-    with connection.work.claim(request) as work:
-        claim = yield from _asking(connection, request, timeout_s, waiters, wake, since)
+    start = time.monotonic()
+    work = connection.work.begin_claim(request)
+    claim = Claim()
+    try:
+        if timeout_s is None:
+            claim = yield request
+        else:
+            gives_up = (since() if since else start) + timeout_s
+            request.deadline = max(gives_up, start + _LAST_ASK_S)
+            request.explain = start >= gives_up  # it is the last question
+            bell = new_bell()
+            if Capability.WAKES in connection.capabilities:
+                request.wake = Wake(bell.ring)
+            claim = yield request
+            if not claim.answered:
+                since = since or (lambda: start)
+                claim = yield from _waiting(connection, request, claim, timeout_s, waiters, bell, start, since)
         if claim.sample_ids:
-            work.serve()
+            work.served_at = time.monotonic()
+    finally:
+        connection.work.end_claim(work, request)
+        if request.wake is not None and not claim.answered:  # else nobody keeps it
+            connection.entrance.enter("claim_meta", request.wake.end)
     return claimed(connection, request, claim), claim
 
 
-def _asking(
+def _waiting(
     connection: Connection,
     request: ClaimRequest,
-    timeout_s: float | None,
+    claim: Claim,
+    timeout_s: float,
     waiters: Waiters,
-    wake: Callable[[], None],
-    since: Callable[[], float] | None,
+    bell: Any,
+    start: float,
+    since: Callable[[], float],
 ) -> Generator[Step, Any, Claim]:
-    """The steps of a claim until it is answered."""
-    if timeout_s is None:
-        claim: Claim = yield request
-        return claim
-    start = time.monotonic()
-    since = since or (lambda: start)
+    """The steps of a claim that was not answered at once, until it is."""
     warn_after_s = connection.config.warn_after_s or (PATIENCE_S if timeout_s == math.inf else math.inf)
     rarest_s = _RAREST * warn_after_s if timeout_s == math.inf else math.inf
     warn_at = start + spread(warn_after_s)
     over: Verdict | None = None  # why no samples come any longer
-    try:
-        if Capability.WAKES in connection.capabilities:
-            request.wake = Wake(wake)
-        with waiters.waiting(wake):
-            while True:
-                now, gives_up = time.monotonic(), since() + timeout_s
-                request.deadline = max(gives_up, now + _LAST_ASK_S)
-                request.explain = now >= gives_up  # it is the last question
-                claim = yield request
-                if claim.answered:
-                    return claim
-                if request.explain:
-                    error = _timed_out(request, timeout_s, claim)
-                    yield partial(explain, connection, error, request, now - start, over)
-                    raise error
-                request.since = claim.version
-                now, gives_up = time.monotonic(), since() + timeout_s
-                pause_s = claim.ask_again_s  # if it is woken
-                if request.wake is None or not pause_s:
-                    pause_s = max(backoff_s(now - start), pause_s)
-                waiters.check()
-                yield max(0.0, min(pause_s, gives_up - now, warn_at - now))
-                waiters.check()
-                waited_s = time.monotonic() - start
-                if start + waited_s >= warn_at:
-                    warn_at = start + spread(min(2 * waited_s, waited_s + rarest_s))
-                    verdict = yield partial(warn, connection, request, waited_s, since() + timeout_s)
-                    if verdict is not None and verdict.is_over and timeout_s == math.inf and since() < math.inf:
-                        over, timeout_s = verdict, time.monotonic() - since()
-    finally:
-        if request.wake is not None:
-            connection.entrance.enter("claim_meta", request.wake.end)
+    with waiters.waiting(bell.ring):
+        while not claim.answered:
+            if request.explain:
+                error = _timed_out(request, timeout_s, claim)
+                yield partial(explain, connection, error, request, time.monotonic() - start, over)
+                raise error
+            request.since = claim.version
+            now, gives_up = time.monotonic(), since() + timeout_s
+            pause_s = claim.ask_again_s  # if it is woken
+            if request.wake is None or not pause_s:
+                pause_s = max(backoff_s(now - start), pause_s)
+            waiters.check()
+            yield bell, max(0.0, min(pause_s, gives_up - now, warn_at - now))
+            waiters.check()
+            waited_s = time.monotonic() - start
+            if start + waited_s >= warn_at:
+                warn_at = start + spread(min(2 * waited_s, waited_s + rarest_s))
+                verdict = yield partial(warn, connection, request, waited_s, since() + timeout_s)
+                if verdict is not None and verdict.is_over and timeout_s == math.inf and since() < math.inf:
+                    over, timeout_s = verdict, time.monotonic() - since()
+            now, gives_up = time.monotonic(), since() + timeout_s
+            request.deadline = max(gives_up, now + _LAST_ASK_S)
+            request.explain = now >= gives_up
+            claim = yield request
+    return claim
 
 
 def spread(seconds: float) -> float:
@@ -240,7 +254,7 @@ def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBa
             connection.batches[key] = (claim.epoch, count + (number == count))
             if len(connection.batches) > _MOST_COUNTED:
                 del connection.batches[next(iter(connection.batches))]
-    tags = [dict(row) for row in claim.tags]
+    tags = list(map(dict, claim.tags))
     return KVBatchMeta(
         request.partition_id,
         request.task_name,
@@ -254,7 +268,7 @@ def claimed(connection: Connection, request: ClaimRequest, claim: Claim) -> KVBa
 
 def ask(connection: Connection, request: ClaimRequest) -> Claim:
     """Asks once."""
-    claim: Claim = connection.call(copy_of(request))
+    claim: Claim = connection.call(request)
     where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
     request.opens = None  # if the partition is cleared while the claim waits, it ends
     if claim.advice:

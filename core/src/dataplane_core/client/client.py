@@ -58,7 +58,6 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import (
     Capability,
     ClientInfo,
-    ConsumptionRequest,
     ListUnitsRequest,
     PartitionDescription,
     RegisterRequest,
@@ -70,6 +69,7 @@ from dataplane_core.spec import (
 )
 from dataplane_core.spec.requests import (
     AckRequest,
+    ConsumptionRequest,
     IfExists,
     NackRequest,
     RenewRequest,

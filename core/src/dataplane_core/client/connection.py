@@ -175,6 +175,19 @@ class Entrance:
         """Whether this thread is in the middle of a call of the backend."""
         return threading.get_ident() in self._inside
 
+    def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
+        """Registers the operations of a backend, as the innermost hooks, so that they are called through this."""
+        operations = {
+            name: self._guarded(name, getattr(backend, name)) for name in OPERATIONS if hasattr(backend, name)
+        }
+        manager.register(SimpleNamespace(**operations), name=f"backend {backend.name}")
+
+    def _guarded(self, name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
+        def hook(request: Any) -> _R:
+            return self.enter(name, operation, request)
+
+        return hookimpl(hook)
+
     def enter(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
         """Calls a part of the backend.
 
@@ -194,19 +207,6 @@ class Entrance:
             return function(*args)
         finally:
             self._inside.discard(this)
-
-    def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
-        """Registers the operations of a backend, as the innermost hooks, so that they are called through this."""
-        operations = {
-            name: self._guarded(name, getattr(backend, name)) for name in OPERATIONS if hasattr(backend, name)
-        }
-        manager.register(SimpleNamespace(**operations), name=f"backend {backend.name}")
-
-    def _guarded(self, name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
-        def hook(request: Any) -> _R:
-            return self.enter(name, operation, request)
-
-        return hookimpl(hook)
 
 
 class Connection:
@@ -385,7 +385,7 @@ class Connection:
             self.check_process()
         if _exits and (self._is_left_alone() or threading.current_thread() is not threading.main_thread()):
             raise ClientClosedError("the program ends, and calls of other threads with it.")
-        call = RunningCall(operation, *partition)
+        call = RunningCall(operation, partition[0] if partition else "")
         try:
             self.calls.add(call)
             if self.closed:
@@ -431,8 +431,8 @@ class Connection:
     def call(self, request: Request) -> Any:
         """Calls the hook of a request, and returns its reply.
 
-        It has until the request's deadline, and at most as long as an operation may take. An operation that is made
-        once gets a copy of the request, and is called again if its reply was lost.
+        It has until the request's deadline, and at most as long as an operation may take. Middleware, which may change
+        the request, gets a copy. An operation that is made once is called again if its reply was lost.
 
         Raises:
             LostReplyError: A reply was lost, and the store did not answer until the deadline.
@@ -447,7 +447,7 @@ class Connection:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                return self._call(name, copy_of(request))
+                return self._call(name, request)
             except CapacityExceededError:  # an answer: a request that was done before would not wait for room
                 raise
             except (BackendUnavailableError, OperationTimeoutError) as error:
@@ -465,7 +465,7 @@ class Connection:
         try:
             if not self.to_stop:
                 raise ClientClosedError(f"{name}: the client was closed meanwhile.")
-            reply = hook(request=request)
+            reply = hook(request=_copy_of(request) if self.middleware else request)
         except DataPlaneError:
             raise
         except Exception as error:
@@ -534,7 +534,7 @@ def _end_calls() -> None:
             time.sleep(_LOOK_S)
 
 
-def copy_of(request: _Q) -> _Q:
+def _copy_of(request: _Q) -> _Q:
     """A copy, since middleware changes the requests that it is given, and the lists and dicts in them."""
     copied: dict[str, Any] = {}
     for name in request.__struct_fields__:
@@ -544,7 +544,7 @@ def copy_of(request: _Q) -> _Q:
         elif type(value) is dict:  # columns may be lists
             copied[name] = {key: list(column) if type(column) is list else column for key, column in value.items()}
         elif isinstance(value, Request):  # what a put or a claim registers
-            copied[name] = copy_of(value)
+            copied[name] = _copy_of(value)
     return replace(request, **copied)
 
 

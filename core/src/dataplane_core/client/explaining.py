@@ -23,8 +23,6 @@ from dataplane_core.spec import (
     Capability,
     ClaimRequest,
     ClientInfo,
-    ConsumptionRequest,
-    InspectRequest,
     ListPartitionsRequest,
     ListRequest,
     PartitionDescription,
@@ -33,7 +31,7 @@ from dataplane_core.spec import (
     TagValue,
 )
 from dataplane_core.spec.replies import Answer
-from dataplane_core.spec.requests import ListClientsRequest
+from dataplane_core.spec.requests import ConsumptionRequest, InspectRequest, ListClientsRequest
 
 #: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
 PATIENCE_S: Final = 60.0
@@ -61,10 +59,10 @@ def judged(
 def clients_of(connection: Connection, *, ended: bool, deadline: float = math.inf) -> list[ClientInfo]:
     """The clients of the store, sorted. ``ended``: also those that are gone, with what this host knows of them."""
     request = ListClientsRequest(ended=ended, deadline=deadline)
-    found: list[ClientInfo] = connection.call(request)
+    clients: list[ClientInfo] = connection.call(request)
     if ended:
-        found = [structs.replace(each, state=_state_of(each)) for each in found]
-    return sorted(found, key=lambda client: (client.host, client.pid, client.client_id))
+        clients = [structs.replace(client, state=_state_of(client)) for client in clients]
+    return sorted(clients, key=lambda client: (client.host, client.pid, client.client_id))
 
 
 def list_partitions(connection: Connection, deadline: float = math.inf) -> list[str]:
@@ -78,8 +76,8 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
     own = describe_client(connection, connection.announcer)  # what it announced last may be seconds old
     clients = [own]
     if Capability.CLIENTS in connection.capabilities:
-        found = clients_of(connection, ended=True, deadline=deadline)
-        clients += [each for each in found if each.client_id != own.client_id]
+        others = clients_of(connection, ended=True, deadline=deadline)
+        clients += [client for client in others if client.client_id != own.client_id]
     capacity = connection.config.options.get("capacity_bytes")
     wants_all = partition_id is None or (capacity is not None and room_is_wanted(clients))
     names = list_partitions(connection, deadline) if wants_all else [partition_id or ""]
@@ -88,18 +86,18 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
     finished: set[tuple[str, str]] = set()
     for name in names:
         asked = {task: question_of(clients, name, task) for task in _tasks_of(clients, name)}
-        waiting = [each for each in asked.values() if each is not None]
+        waiting = [claim for claim in asked.values() if claim is not None]
         questions = [
             Question(
-                task_name=each.task_name,
-                required_fields=list(each.fields),
-                tag_filter=None if each.tag_filter is None else dict(each.tag_filter),
-                explain=got_nothing(each),
+                task_name=claim.task_name,
+                required_fields=list(claim.fields),
+                tag_filter=None if claim.tag_filter is None else dict(claim.tag_filter),
+                explain=got_nothing(claim),
             )
-            for each in waiting
+            for claim in waiting
         ]
         try:
-            count_rows = any(each.explain for each in questions)  # all samples are looked at then, anyway
+            count_rows = any(question.explain for question in questions)  # all samples are looked at then, anyway
             request = InspectRequest(name, questions, count_rows=count_rows, deadline=deadline)
             partitions[name] = connection.call(request)
         except UnknownPartitionError:
@@ -107,7 +105,7 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
                 raise
             continue  # cleared meanwhile
         said = partitions[name].answers or [None] * len(waiting)  # a backend may answer none
-        answers |= {(name, each.task_name): answer for each, answer in zip(waiting, said, strict=True)}
+        answers |= {(name, claim.task_name): answer for claim, answer in zip(waiting, said, strict=True)}
         has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
         for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
             consumption = ConsumptionRequest(name, [task], deadline=deadline)
@@ -118,7 +116,7 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
         answers=answers,
         finished=finished,
         clients=clients,
-        held_bytes=sum(each.held_bytes for each in partitions.values()) if wants_all else 0,
+        held_bytes=sum(partition.held_bytes for partition in partitions.values()) if wants_all else 0,
         capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * connection.config.num_ledgers,
         patience_s=connection.config.warn_after_s or PATIENCE_S,
         now=time.time(),
@@ -136,13 +134,13 @@ def _with_names(connection: Connection, facts: Facts, deadline: float) -> Facts:
             continue
         size = facts.partitions[name].info.grpo_group_size or 1
         groups = {group: [f"{group}_g{place}" for place in range(size)] for group in shortfall.incomplete_groups}
-        ids = [*shortfall.not_matching, *(each for some in groups.values() for each in some)]
+        ids = [*shortfall.not_matching, *(member for group in groups.values() for member in group)]
         with suppress(UnknownPartitionError):  # cleared meanwhile
             request = ListRequest(name, None, list(dict.fromkeys(ids)), deadline=deadline)
             listed: SampleList = connection.call(request)
             there = dict(zip(listed.sample_ids, listed.tags, strict=True))
-            tags |= {(name, each): there[each] for each in shortfall.not_matching if each in there}
-            members |= {(name, group): [each for each in some if each in there] for group, some in groups.items()}
+            tags |= {(name, sample): there[sample] for sample in shortfall.not_matching if sample in there}
+            members |= {(name, group): [sample for sample in ids if sample in there] for group, ids in groups.items()}
     return replace(facts, tags=tags, members=members)
 
 
@@ -154,12 +152,12 @@ def warn(connection: Connection, request: ClaimRequest, waited_s: float, until: 
     if verdict is None or verdict.state not in ("waits", "starved") or connection.config.warn_after_s is None:
         return verdict
     _log.log(logging.WARNING if verdict.state == "starved" else logging.INFO, "%s", verdict)
-    for each in connection.middleware:
-        if hasattr(each, "note_verdict"):
+    for plugin in connection.middleware:
+        if hasattr(plugin, "note_verdict"):
             try:
-                each.note_verdict(verdict)
+                plugin.note_verdict(verdict)
             except Exception:  # of a listener, say; the claim goes on
-                _log.exception("%s was not told why a claim waits.", type(each).__name__)
+                _log.exception("%s was not told why a claim waits.", type(plugin).__name__)
     return verdict
 
 
@@ -195,8 +193,8 @@ def _verdict_of(connection: Connection, request: ClaimRequest, until: float = ma
 
 def _tasks_of(clients: Iterable[ClientInfo], partition_id: str) -> list[str]:
     """The tasks of a partition for which clients claim."""
-    work = (each for client in clients for each in client.work)
-    return list(dict.fromkeys(each.task_name for each in work if each.task_name and each.partition_id == partition_id))
+    works = (work for client in clients for work in client.work)
+    return list(dict.fromkeys(work.task_name for work in works if work.task_name and work.partition_id == partition_id))
 
 
 def _state_of(client: ClientInfo) -> Literal["open", "closed", "silent", "stopped", "gone"]:

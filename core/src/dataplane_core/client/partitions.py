@@ -26,15 +26,12 @@ from dataplane_core.errors import (
     preview,
     printable,
 )
-from dataplane_core.meta import KVBatchMeta
+from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.spec import (
     Capability,
     ClearRequest,
-    FieldList,
     FieldSpec,
-    FieldsRequest,
     GetRequest,
-    InspectRequest,
     ListRequest,
     PartitionDescription,
     PartitionInfo,
@@ -42,18 +39,21 @@ from dataplane_core.spec import (
     Question,
     RegisterRequest,
     SampleList,
-    SetCursorRequest,
     TagFilter,
     WireBatch,
     check_tag_filter,
     this_process,
 )
-from dataplane_core.spec.replies import PartitionState, Replaced
-from dataplane_core.spec.requests import MOST_LETTERS, MOST_WORDS, ExportRequest
-from dataplane_core.spec.tags import (
-    check_tags,
-    lengths_of,
+from dataplane_core.spec.replies import FieldList, PartitionState, Replaced
+from dataplane_core.spec.requests import (
+    MOST_LETTERS,
+    MOST_WORDS,
+    ExportRequest,
+    FieldsRequest,
+    InspectRequest,
+    SetCursorRequest,
 )
+from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:  # torch is imported by the first call that needs it
     from tensordict import TensorDict
@@ -106,12 +106,8 @@ def declared_fields(where: str, fields: Any) -> dict[str, str]:
     return {name: spec.to_text() for name, spec in declared.items()}
 
 
-def opening(
-    connection: Connection, partition_id: str, fields: Sequence[str], tasks: list[str]
-) -> RegisterRequest | None:
+def opening(connection: Connection, partition_id: str, fields: Sequence[str], tasks: list[str]) -> RegisterRequest:
     """What registers the partition of a put or a claim, as a config with ``open_partitions`` allows."""
-    if not connection.config.open_partitions:
-        return None
     request = RegisterRequest(partition_id, fields=list(fields), consumer_tasks=tasks, if_exists="keep")
     return _sign(connection, request)
 
@@ -179,32 +175,27 @@ def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fi
                 "row per sample id."
             )
         inputs = {} if fields is None else as_columns(where, fields, len(ids))
-        columns, specs = _encode_columns(connection, where, inputs, len(ids))
-        if not ids:
-            return KVBatchMeta(partition_id, None, [])
-        if not columns and rows is None:
-            raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-        work = connection.work.begin("put_samples", partition_id, columns)
         request = PutRequest(
             partition_id=partition_id,
             sample_ids=ids,
-            columns=columns,
-            specs=specs,
+            columns={},
+            specs={},
             tags=rows,
-            deadline=connection.deadline(),
             strict=connection.config.strict_fields,
-            opens=opening(connection, partition_id, list(columns), []),
         )
+        _encode(connection, where, request, inputs)
+        if not ids:
+            return KVBatchMeta(partition_id, None, [])
+        fields = list(request.columns)
+        if not fields and rows is None:
+            raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+        if connection.config.open_partitions:
+            request.opens = opening(connection, partition_id, fields, [])
+        work = connection.work.begin("put_samples", partition_id, fields)
         _put(connection, where, request, inputs)
-        work.serve()
-        return KVBatchMeta(
-            partition_id,
-            None,
-            ids,
-            fields=list(columns),
-            sequence_lengths=lengths_of(rows),
-            tags=rows,
-        )
+        work.served_at = time.monotonic()
+        lengths = None if rows is None else lengths_of(rows)
+        return KVBatchMeta(partition_id, None, ids, fields=fields, sequence_lengths=lengths, tags=rows)
 
 
 def get(
@@ -280,19 +271,27 @@ def list_samples(
         return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
 
 
-def _encode_columns(
-    connection: Connection, where: str, fields: Any, num_samples: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _encode(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
+    """Adds columns to a put."""
     from dataplane_core.codec.wire import encode_columns
 
-    for name in fields.keys():
+    for name in inputs.keys():
         check_name("field name", name)
-        if name.startswith("~"):
+        if name.startswith(_HIDDEN):
             raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
-    narrow = connection.backend.narrow and connection.config.narrow
-    return encode_columns(
-        fields, num_samples, connection.wire, allow_pickle=connection.config.allow_pickle, narrow=narrow
+    config = connection.config
+    columns, specs = encode_columns(
+        inputs,
+        len(request.sample_ids),
+        connection.wire,
+        allow_pickle=config.allow_pickle,
+        narrow=connection.backend.narrow and config.narrow,
     )
+    request.columns.update(columns)
+    request.specs.update(specs)
+    for name, spec in specs.items():
+        if spec.kind == "object" and (strings := _strings_of(inputs[name])) != []:
+            request.strings[name] = strings
 
 
 def _read(
@@ -336,11 +335,6 @@ def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -
     tried: set[str] = set()
     while True:
         try:
-            request.strings = {
-                name: strings
-                for name, spec in request.specs.items()
-                if spec.kind == "object" and (strings := _strings_of(inputs[name])) != []
-            }
             num_samples: int = connection.call(request)
             check_counts(where, len(request.sample_ids), rows=num_samples)
             return
@@ -358,10 +352,7 @@ def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -
             if not fitting:
                 raise
             tried |= fitting.keys()
-            inputs.update(fitting)
-            columns, specs = _encode_columns(connection, where, fitting, len(request.sample_ids))
-            request.columns = {**request.columns, **columns}
-            request.specs = {**request.specs, **specs}
+            _encode(connection, where, request, fitting)
 
 
 def _is_valid(text: str) -> bool:

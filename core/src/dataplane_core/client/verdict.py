@@ -136,10 +136,10 @@ def _count(number: int, what: str = "sample") -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _meant(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant by an unknown one. Not one that differs in a number or a lone
+def _meant(name: str, names: Iterable[str]) -> str | None:
+    """The name of these that was probably meant by an unknown one. Not one that differs in a number or a lone
     letter only."""
-    near = difflib.get_close_matches(name, set(known), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, set(names), n=1, cutoff=0.75)
     bare = [re.sub(_PLACE, "", similar) for similar in (name, *near)]
     return near[0] if len(set(bare)) > 1 else None
 
@@ -274,8 +274,8 @@ class _Judge:
                 return self._starved(verdict, self._stuck(client, stuck_s), stuck_s)
         last = min(alive, key=lambda worker: worker[1].began_s + worker[0].heard_s)
         since_s = _ago_s(last)
-        given = "was given none yet" if since_s is None else f"was last given samples {_seconds(since_s)} ago"
-        return replace(verdict, text=f"{process_of(last[0])} works on it, and {given}.")
+        story = "was given none yet" if since_s is None else f"was last given samples {_seconds(since_s)} ago"
+        return replace(verdict, text=f"{process_of(last[0])} works on it, and {story}.")
 
     # --- why a claim waits --------------------------------------------------------------------------------------------
 
@@ -594,9 +594,9 @@ class _Judge:
             or [worker for worker in here if first.intersection(worker[1].fields)]
             or [worker for worker in self._workers("put_samples") if worker[0].client_id not in self._claiming]
         )
-        known = {id(client) for client, _ in sources}
+        puts = {id(client) for client, _ in sources}
         makes = WorkInfo(operation="put_samples", partition_id=partition_id, began_s=0.0)
-        makers = [client for client in self._facts.clients if _makes(client, partition_id) and id(client) not in known]
+        makers = [client for client in self._facts.clients if _makes(client, partition_id) and id(client) not in puts]
         return [*sources, *((client, makes) for client in makers)]
 
 

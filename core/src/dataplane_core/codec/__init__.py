@@ -4,16 +4,15 @@ The client encodes every put and decodes every read here. Backends that store by
 """
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
-from dataplane_core.codec.cells import copy_item, decode_item, encode_item, join_row, plain, split_rows
+from dataplane_core.codec.cells import decode_item, encode_item, join_row, plain, split_rows
 from dataplane_core.codec.compact import narrowed, widened
 from dataplane_core.codec.inputs import as_column, as_columns
 from dataplane_core.codec.rows import (
     Columns,
     Piece,
-    TensorRows,
+    copy_column,
     merge_pieces,
     num_rows,
-    object_column,
     take_rows,
     tensor_columns,
 )
@@ -36,12 +35,11 @@ __all__ = [
     "DTYPE_OF_CODE",
     "Columns",
     "Piece",
-    "TensorRows",
     "as_column",
     "as_columns",
     "byte_array",
     "cell_digests",
-    "copy_item",
+    "copy_column",
     "decode_columns",
     "decode_item",
     "dense_or_jagged",
@@ -54,7 +52,6 @@ __all__ = [
     "merge_pieces",
     "narrowed",
     "num_rows",
-    "object_column",
     "plain",
     "ragged_of_nested",
     "scalar_of_digest",

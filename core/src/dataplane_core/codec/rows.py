@@ -32,7 +32,8 @@ from dataplane_core.codec.tensors import (
     to_nested,
 )
 from dataplane_core.errors import SchemaMismatchError
-from dataplane_core.host_memory import Copy, copy_arrays
+from dataplane_core.host_memory import copy_arrays
+from dataplane_core.host_memory.copying import Copy
 from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn
 
 #: The spec of a column of `EmptyLists`.
@@ -83,7 +84,7 @@ class Columns(dict[str, Any]):
         self, columns: Mapping[str, Any], lists: Mapping[str, Sequence[Any]] | None = None, ints: Iterable[str] = ()
     ) -> None:
         super().__init__(columns)
-        self.lists = {name: items for name, items in (lists or {}).items() if name in columns}
+        self.lists = dict(lists or {})
         self.ints = frozenset(ints)
 
 
@@ -300,6 +301,16 @@ def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
     if isinstance(rows, range):
         return rows == range(start, start + count)
     return len(rows) == count and (not count or (rows[0] == start and list(rows) == list(range(start, start + count))))
+
+
+def copy_column(column: WireColumn) -> WireColumn:
+    """A column in new memory."""
+    if isinstance(column, list):
+        return list(map(copy_item, column))
+    values = column.values if isinstance(column, Ragged) else column
+    copied = empty_tensor(values.shape, values.dtype)
+    byte_array(copied)[:] = byte_array(values)
+    return Ragged(copied, column.offsets.clone()) if isinstance(column, Ragged) else copied
 
 
 def merge_pieces(

@@ -99,9 +99,10 @@ def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # dims of size 1 may have unusual strides, for which a view of another dtype fails
-    strides = _strides(tensor.shape)
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+    if 1 in tensor.shape or 0 in tensor.shape:  # such dims may have unusual strides: a view of another dtype then fails
+        strides = _strides(tensor.shape)
+        return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+    return tensor
 
 
 def _is_wrapper(tensor: object) -> bool:  # the type checker takes torch's own answer for a contradiction

@@ -136,11 +136,12 @@ def encode_columns(
         leaf: Any = fields.get(name)
         if isinstance(leaf, (torch.Tensor, Ragged, TensorRows)):
             rows, repeats = _ingest(name, leaf, num_samples, wire)
-            spec = _spec_of(rows)
-            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(rows)
-            specs[name] = FieldSpec.of_ints(spec.rank) if is_open else spec
+            values, shape = (rows.values, rows.values.shape) if isinstance(rows, Ragged) else (rows, rows.shape[1:])
+            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(values)
+            specs[name] = FieldSpec.of_ints(len(shape)) if is_open else FieldSpec.of_cells(values.dtype, tuple(shape))
             if (wire.bytes or wire.narrow) and (narrow if isinstance(narrow, bool) else narrow.get(name, True)):
-                rows = _mapped(rows, narrowed)
+                values = narrowed(values)
+                rows = Ragged(values, rows.offsets) if isinstance(rows, Ragged) else values
             encoded = _on_wire(rows, wire)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
@@ -185,9 +186,8 @@ def _ingest(
     return firsts, equal.after(same)
 
 
-def _are_ints_for_floats(rows: _Rows) -> bool:
+def _are_ints_for_floats(values: torch.Tensor) -> bool:
     """Whether these are int64 numbers, each of them the same as a float."""
-    values = _values(rows)
     if values.dtype != torch.int64 or values.numel() == 0:
         return False
     least, most = values.aminmax()

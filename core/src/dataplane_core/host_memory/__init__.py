@@ -4,23 +4,17 @@ that is used again, and copies by several threads.
 Backends use it for payload, the codec for what reads return. Nothing here knows backends, partitions or samples.
 """
 
-from dataplane_core.host_memory.arena import GRANULE, Arena, Extent, Extents, Uses, extent_bytes
-from dataplane_core.host_memory.copying import Copy, copy_arrays, default_copy_threads, in_threads, recycled_bytes
+from dataplane_core.host_memory.arena import Arena
+from dataplane_core.host_memory.copying import copy_arrays, default_copy_threads, in_threads, recycled_bytes
 from dataplane_core.host_memory.limits import MemoryLimit, arena_bytes_for, check_capacity, memory_limit
 
 __all__ = [
-    "GRANULE",
     "Arena",
-    "Copy",
-    "Extent",
-    "Extents",
     "MemoryLimit",
-    "Uses",
     "arena_bytes_for",
     "check_capacity",
     "copy_arrays",
     "default_copy_threads",
-    "extent_bytes",
     "in_threads",
     "memory_limit",
     "recycled_bytes",

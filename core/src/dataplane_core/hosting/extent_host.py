@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
-from dataplane_core.host_memory import Extent
+from dataplane_core.host_memory.arena import Extent
 from dataplane_core.hosting.extents import Column, ExtentService, ExtentStatistics, Place, Wanted, arrays_of_rows
 from dataplane_core.hosting.messages import Messages, Release, Request
 from dataplane_core.hosting.server import Client, Host, Receiving, Sending

@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from dataplane_core.host_memory import Arena, Extent, Extents
+from dataplane_core.host_memory import Arena
+from dataplane_core.host_memory.arena import Extent, Extents
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 

@@ -32,7 +32,8 @@ import numpy as np
 from dataplane_core.digests import lasting_hash
 from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
-from dataplane_core.host_memory import GRANULE, Arena, Extent, Extents
+from dataplane_core.host_memory import Arena
+from dataplane_core.host_memory.arena import GRANULE, Extent, Extents
 from dataplane_core.hosting.extent_host import ExtentHost
 from dataplane_core.hosting.extents import ExtentService, Layout, Payload, Place, Wanted, runs
 from dataplane_core.hosting.session import Bytes

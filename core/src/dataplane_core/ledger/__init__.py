@@ -10,7 +10,6 @@ from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.queues import backoff_s
 from dataplane_core.ledger.rows import Ref, group_of
 from dataplane_core.ledger.service import LedgerService, LedgerThread
-from dataplane_core.ledger.state import pack_state, unpack_state
 from dataplane_core.spec.requests import Command
 
 __all__ = [
@@ -24,6 +23,4 @@ __all__ = [
     "backoff_s",
     "commands",
     "group_of",
-    "pack_state",
-    "unpack_state",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from msgspec import Meta
@@ -18,7 +17,7 @@ from msgspec import Meta
 from dataplane_core.arguments import Index, Name, Seconds
 from dataplane_core.errors import Frozen
 from dataplane_core.ledger.rows import Ref
-from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.columns import FieldSpec
 from dataplane_core.spec.operations import OPERATIONS
 from dataplane_core.spec.requests import (
     AckRequest as AckRequest,
@@ -108,8 +107,11 @@ class BeginPut(Frozen, Command[int], frozen=True):
 
     def by_id(self, write_id: int) -> dict[int, Write]:
         """Its writes by their ids, once it is begun with this one. The ids follow one another, row by row."""
-        ids = accumulate((len(write.row_bytes) for write in self.writes), initial=write_id)
-        return dict(zip(ids, self.writes, strict=False))
+        writes: dict[int, Write] = {}
+        for write in self.writes:
+            writes[write_id] = write
+            write_id += len(write.row_bytes)
+        return writes
 
     def check(self) -> None:
         rows = self.sample_ids if self.tags is None else self.tags

@@ -39,7 +39,6 @@ from dataplane_core.errors import (
     OpenCellsError,
     StalePartitionError,
     UnknownPartitionError,
-    UnsupportedOperationError,
     preview,
 )
 from dataplane_core.ledger import commands
@@ -47,15 +46,9 @@ from dataplane_core.ledger.commands import Located, Part, Reply
 from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.queues import DoneRequests, RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, positions_by_write, positions_in
-from dataplane_core.spec import (
-    Claim,
-    FieldList,
-    PartitionDescription,
-    PartitionInfo,
-    SampleList,
-    matches,
-)
+from dataplane_core.spec import Claim, PartitionDescription, PartitionInfo, SampleList, matches
 from dataplane_core.spec.replies import (
+    FieldList,
     PartitionState,
     Replaced,
 )
@@ -161,7 +154,7 @@ class Ledger:
         """Ends all leases and all puts under way: those who hold them are gone."""
         for partition in self._partitions.values():
             partition.expire(math.inf)
-        self._give_up(list(self._pending), now)
+        self._end_puts(math.inf, now)
 
     def payload(self) -> dict[int, tuple[list[int] | None, list[int]]]:
         """Write id -> the bytes of all its rows, if known, and which of them the store may still hold, ascending."""
@@ -194,11 +187,20 @@ class Ledger:
             write.num_live = len(counts)
             write.num_sharers = {pos: count for pos, count in counts.items() if count > 1}
 
-    def check_put(self, put: commands.BeginPut, now: float) -> None:
-        """Raises what a put would raise now, and changes nothing but what the put does too before it is checked."""
-        self._reap(now)
-        if self._begun(put) is None:
-            self._check_begin(put, now)
+    def check_put(self, put: commands.BeginPut, now: float) -> int | None:
+        """Raises what a put would raise now, and ends abandoned ones. Returns its write id if it is begun already."""
+        self._end_puts(now, now)
+        if put.request_id is not None:
+            write_ids: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
+            for write_id in write_ids:
+                if self._pending[write_id].put.request_id == put.request_id:
+                    return write_id
+        self._refuse_done(put)
+        partition = self._found_or_opened(put)
+        partition.check_put(put, self._overwrite)
+        if self._capacity_bytes is not None and put.size_bytes:  # tags take no room
+            self._check_capacity(put, self._capacity_bytes, now)
+        return None
 
     def partition(self, partition_id: str) -> Partition:
         """A registered partition.
@@ -233,7 +235,7 @@ class Ledger:
 
     def garbage(self, now: float) -> list[Ref]:
         """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
-        self._reap(now)
+        self._end_puts(now, now)
         return list(self._garbage)
 
     # --- registration -------------------------------------------------------------------------------------------------
@@ -248,22 +250,22 @@ class Ledger:
             partition.extend(command)
             return partition.info, []
         replaced = None if partition is None else partition.replaced()
-        self._note_done(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
+        self._done.add(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
         _, freed = self._drop(command.partition_id, None, now)
         self._partitions[command.partition_id] = Partition(command.partition_id, info)
         return replace(info, replaced=replaced), freed
 
     def _found_or_opened(self, command: commands.BeginPut | commands.ClaimRequest) -> Partition:
-        """The partition of a put or a claim; a new one if it is unknown and to be opened."""
-        opens = command.opens
-        if opens is None or command.partition_id in self._partitions or _opening(opens) in self._done:
-            return self.partition(command.partition_id)
-        return Partition(command.partition_id, PartitionInfo.requested(opens))
+        """The partition of a put or a claim. If it is unknown and to be opened, a new one, which `_open` keeps."""
+        partition, opens = self._partitions.get(command.partition_id), command.opens
+        if partition is None and opens is not None and _opening(opens) not in self._done:
+            partition = Partition(command.partition_id, PartitionInfo.requested(opens))
+        return partition or self.partition(command.partition_id)
 
-    def _open(self, partition: Partition, opens: commands.RegisterRequest | None, now: float) -> None:
-        if opens is not None and partition.partition_id not in self._partitions:
+    def _open(self, partition: Partition, opens: commands.RegisterRequest, now: float) -> None:
+        if partition.partition_id not in self._partitions:
             self._partitions[partition.partition_id] = partition
-            self._note_done(_opening(opens), opens.left_s, now)
+            self._done.add(_opening(opens), opens.left_s, now)
 
     def _describe(self, command: commands.DescribeRequest, now: float) -> PartitionInfo:
         return self.partition(command.partition_id).info
@@ -271,14 +273,14 @@ class Ledger:
     # --- production ---------------------------------------------------------------------------------------------------
 
     def _begin_put(self, command: commands.BeginPut, now: float) -> int:
-        self._reap(now)
-        begun = self._begun(command)
+        begun = self.check_put(command, now)
         if begun is not None:
             return begun
-        partition = self._check_begin(command, now)
-        self._open(partition, command.opens, now)
+        partition = self._found_or_opened(command)
+        if command.opens is not None:
+            self._open(partition, command.opens, now)
         size_bytes, write_id = command.size_bytes, command.write_id
-        if size_bytes:
+        if size_bytes and self.room.waiting:
             # a ledger that runs the records of a log again does not know its capacity, so it counts all that went ahead
             free_bytes = 0 if self._capacity_bytes is None else self._capacity_bytes - self.held_bytes
             self.room.enter(command.ticket, size_bytes, free_bytes)
@@ -303,36 +305,8 @@ class Ledger:
         self._pending[write_id] = Pending(put, partition.info.epoch, partition.version, seqs, now + command.ttl_s)
         return write_id
 
-    def _begun(self, put: commands.BeginPut) -> int | None:
-        """The write id of a put that comes again while it is begun."""
-        if put.request_id is None:
-            return None
-        write_ids: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
-        return next((one for one in write_ids if self._pending[one].put.request_id == put.request_id), None)
-
-    def _check_begin(self, put: commands.BeginPut, now: float) -> Partition:
-        self._refuse_done(put)
-        partition = self._found_or_opened(put)
-        self._check_put(partition, put)
-        self._check_capacity(put, now)
-        return partition
-
-    def _check_put(self, partition: Partition, put: commands.BeginPut) -> None:
-        partition.check_fields(put)
-        partition.check_ids(put.sample_ids)
-        if not self._overwrite:
-            rows = (partition.rows[name] for name in put.sample_ids if name in partition.rows)
-            clash = next(((row, name) for row in rows for name in put.specs if name in row.cells.fields), None)
-            if clash is not None:
-                raise UnsupportedOperationError(
-                    f"put_samples('{put.partition_id}') refused: field '{clash[1]}' of sample '{clash[0].sample_id}' "
-                    "is already written, and this backend does not declare 'overwrite'. Nothing was written."
-                )
-
-    def _check_capacity(self, put: commands.BeginPut, now: float) -> None:
-        size_bytes, capacity_bytes = put.size_bytes, self._capacity_bytes
-        if capacity_bytes is None or not size_bytes:  # tags take no room
-            return
+    def _check_capacity(self, put: commands.BeginPut, capacity_bytes: int, now: float) -> None:
+        size_bytes = put.size_bytes
         free_bytes, num_ahead = capacity_bytes - self.held_bytes, 0
         if size_bytes <= free_bytes:
             num_ahead = self.room.num_ahead(put.ticket, size_bytes, free_bytes, capacity_bytes, now)
@@ -345,16 +319,18 @@ class Ledger:
                 f"{where} {size_bytes} bytes would fit, {held}, but {num_ahead} "
                 f"{'put waits' if num_ahead == 1 else 'puts wait'} for room before it.",
                 hint="Puts get room in the order in which they came: try again.",
+                ask_again_s=self.room.ask_again_s(put.ticket),
             )
         never = size_bytes > capacity_bytes
         raise CapacityExceededError(
             f"{where} {size_bytes} bytes do not fit, {held}.",
             retryable=not never,
+            ask_again_s=0.0 if never else self.room.ask_again_s(put.ticket),
             hint="Write smaller batches or raise capacity_bytes." if never else "Clear samples that are consumed.",
         )
 
     def _commit_put(self, command: commands.CommitPut, now: float) -> list[Ref]:
-        self._reap(now)
+        self._end_puts(now, now)
         write_id = command.write_id
         pending = self._pending.pop(write_id, None)
         if pending is None:
@@ -366,7 +342,7 @@ class Ledger:
         put = pending.put
         partition = self._partitions.get(put.partition_id)
         if put.request_id in self._done:  # another begin of it was committed, which is as good
-            self._note_done(f"put {write_id}", put.ttl_s, now)
+            self._done.add(f"put {write_id}", put.ttl_s, now)
         try:
             self._refuse_done(put)
             if partition is None or partition.info.epoch != pending.epoch:
@@ -375,30 +351,34 @@ class Ledger:
                 for sample_id, seq in pending.seqs.items():
                     if sample_id not in partition.rows or partition.rows[sample_id].seq != seq:
                         self._refuse_stale(put, f"sample '{sample_id}' was cleared")
-                self._check_put(partition, put)
+                partition.check_put(put, self._overwrite)
         except Exception:
             self._abandon(write_id, put, now)
             raise
         partition.version += 1
-        self._note_done(put.request_id, put.ttl_s, now)
+        self._done.add(put.request_id, put.ttl_s, now)
         if put.writes:  # else it is one command, which has the id of the request
-            self._note_done(f"put {write_id}", put.ttl_s, now)
+            self._done.add(f"put {write_id}", put.ttl_s, now)
         return self._write(partition, write_id, put, now)
 
     def _write(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
+        lists: dict[str, str] = {}
         for name, spec in put.specs.items():
             before = partition.spec_before(name, spec)
             partition.specs[name] = spec if before is None else before.after(spec) or spec
-        lists = {name: spec.lists for name, spec in put.specs.items() if spec.lists}
+            if spec.lists:
+                lists[name] = spec.lists
         partition.held_bytes += put.size_bytes
         writes = put.by_id(write_id)
-        for each_id, write in writes.items():
-            num_sharers = {pos: count for pos, count in Counter(write.positions or ()).items() if count > 1}
+        for id_of_write, write in writes.items():
+            sharers = Counter(write.positions)
+            num_sharers = {pos: count for pos, count in sharers.items() if count > 1} if sharers else {}
             slots = slots_of(tuple(write.fields))
-            self._writes[each_id] = LiveWrite(slots, list(write.row_bytes), lists, len(write.row_bytes), num_sharers)
+            num_rows = len(write.row_bytes)
+            self._writes[id_of_write] = LiveWrite(slots, list(write.row_bytes), lists, num_rows, num_sharers)
         freed = partition.write_rows(writes, put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
-        return self._free(partition, freed, now)
+        return self._free(partition, freed, now) if freed else []
 
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
         pending = self._pending.pop(command.write_id, None)
@@ -427,12 +407,6 @@ class Ledger:
             f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused at commit: {what} while "
             "the put ran. Nothing was written."
         )
-
-    def _note_done(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
-        """Keeps the id of a request that was carried out, and what its repetition is answered from."""
-        if request_id is not None:
-            self._done.add(request_id, left_s, now, reply)
-            self._done.forget(now)
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
@@ -499,7 +473,7 @@ class Ledger:
         rows = self.partition(command.partition_id).rows
         sample_ids = rows if command.sample_ids is None else command.sample_ids
         listed = [rows[name] for name in sample_ids if name in rows and matches(rows[name].tags, command.tag_filter)]
-        return SampleList(sample_ids=[row.sample_id for row in listed], tags=[dict(row.tags) for row in listed])
+        return SampleList(sample_ids=[row.sample_id for row in listed], tags=[row.tags for row in listed])
 
     def _list_partitions(self, command: commands.ListPartitionsRequest, now: float) -> list[str]:
         return list(self._partitions)
@@ -532,21 +506,21 @@ class Ledger:
 
     def _claim(self, command: commands.ClaimRequest, now: float) -> Claim:
         partition = self._found_or_opened(command)
-        self._open(partition, command.opens, now)
         if command.opens is not None:
+            self._open(partition, command.opens, now)
             partition.add_task(command.task_name)
         request_id = f"claim {command.token} {partition.info.epoch}"
         if request_id in self._done:
             return partition.claim_again(command, *self._done.reply(request_id))
         claim = partition.claim(command, now)
         if claim.sample_ids and command.dp_rank is None:  # the batches of ranks are kept with the partition
-            self._note_done(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
+            self._done.add(request_id, command.left_s, now, [list(claim.sample_ids), claim.exhausted])
         return claim
 
     def _settle(self, command: commands.SettleRequest, now: float) -> int:
         if command.request_id not in self._done:
             self.partition(command.partition_id).settle(command, now)
-            self._note_done(command.request_id, command.left_s, now)
+            self._done.add(command.request_id, command.left_s, now)
         return len(command.sample_ids)
 
     def _consumed(self, command: commands.ConsumptionRequest, now: float) -> bool:
@@ -559,7 +533,7 @@ class Ledger:
         count = self._done.reply(command.request_id)
         if count is None:
             count, _ = self._drop(command.partition_id, command.sample_ids, now)
-            self._note_done(command.request_id, command.left_s, now, count)
+            self._done.add(command.request_id, command.left_s, now, count)
         return count, self.garbage(now)
 
     def _drop(self, partition_id: str, sample_ids: Sequence[str] | None, now: float) -> tuple[int, list[Ref]]:
@@ -578,7 +552,7 @@ class Ledger:
         return len(cleared), self._free(partition, chain.from_iterable(cleared), now)
 
     def _collected(self, command: commands.Collected, now: float) -> None:
-        self._reap(now)  # what came of puts that were given up may be among the refs
+        self._end_puts(now, now)  # what came of abandoned puts may be among the refs
         for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 
@@ -611,12 +585,11 @@ class Ledger:
         self._garbage.update(dict.fromkeys(refs, write_id))
         return refs
 
-    def _reap(self, now: float) -> None:
-        self._give_up([write_id for write_id, pending in self._pending.items() if pending.expires_at <= now], now)
-
-    def _give_up(self, writes: Iterable[int], now: float) -> None:
-        for write_id in writes:
-            self._abandon(write_id, self._pending.pop(write_id).put, now)
+    def _end_puts(self, until: float, now: float) -> None:
+        """Abandons the puts under way whose time is over by then."""
+        for write_id, pending in list(self._pending.items()):
+            if pending.expires_at <= until:
+                self._abandon(write_id, self._pending.pop(write_id).put, now)
 
 
 def _opening(command: commands.RegisterRequest) -> str:

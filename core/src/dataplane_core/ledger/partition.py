@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import structs
@@ -20,13 +21,14 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     Shortfall,
     UnknownTaskError,
+    UnsupportedOperationError,
     preview,
 )
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.ready import ReadySet, ReadyView, find_shortfall, ranks_of, shares
 from dataplane_core.ledger.rows import (
     NO_CELLS,
     NO_HOLDS,
+    NO_TAGS,
     Batch,
     Cells,
     Claimable,
@@ -35,11 +37,16 @@ from dataplane_core.ledger.rows import (
     Join,
     Leases,
     RankBatches,
+    ReadySet,
+    ReadyView,
     Ref,
     Row,
+    find_shortfall,
     group_of,
     hold_rows,
     packed_positions,
+    ranks_of,
+    shares,
 )
 from dataplane_core.spec import (
     Claim,
@@ -69,8 +76,8 @@ class _Change:
     cells: Cells  # after it
     joint: Join | None  # how these follow from those before. None: the put has no writes
     gained: list[str]  # the fields that they did not have before
-    ready: list[tuple[str, ReadyView]]  # tasks and their views whose fields the rows have since this put
-    satisfied: list[ReadyView]  # all views whose fields the rows have
+    ready: list[tuple[str, ReadyView]] = field(default_factory=list)  # tasks, views whose fields they have since this
+    satisfied: list[ReadyView] = field(default_factory=list)  # all views whose fields the rows have
     num_rows: int = 0
 
 
@@ -98,6 +105,7 @@ class Partition:
         version: Grows with every change of ``rows`` and of what was registered.
         num_cleared: How many rows were cleared.
         batches: Task and rank -> the batches that the rank was given.
+        group_size: How many rows a claimable has.
         declared: Field -> what was declared of it.
         tasks: Task name -> what it was given.
         groups: Group name -> group, if it has any members.
@@ -115,6 +123,7 @@ class Partition:
     version: int = 0
     num_cleared: int = 0
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
+    group_size: int = field(init=False)
     declared: dict[str, FieldSpec] = field(init=False)
     tasks: dict[str, Task] = field(init=False)
     groups: dict[str, Group] = field(default_factory=dict, init=False)
@@ -124,19 +133,16 @@ class Partition:
 
     def __post_init__(self) -> None:
         """Counts what follows from the rows and their holds, of a partition that is restored."""
+        self.group_size = self.info.grpo_group_size or 1
         self.declared = {name: FieldSpec.from_text(text) for name, text in self.info.declared.items()}
         self.tasks = {name: Task() for name in self.info.consumer_tasks}
         for names, count in Counter([tuple(row.cells.fields) for row in self.rows.values()]).items():
             self.num_rows.update(dict.fromkeys(names, count))
         for row in self.rows.values():
-            self._join_group(row)
+            if row.group is not None:
+                self._join_group(row, row.group)
             for task_name, hold in row.holds.items():
                 self._count_hold(row, task_name, hold)
-
-    @property
-    def group_size(self) -> int:
-        """How many rows a claimable has."""
-        return self.info.grpo_group_size or 1
 
     def extend(self, command: commands.RegisterRequest) -> None:
         """Adds what a further registration names to this one.
@@ -201,7 +207,7 @@ class Partition:
         declared = self.declared.get(name)
         return self.specs.get(name) or (None if declared is None else declared.for_first(written))
 
-    def check_fields(self, put: commands.BeginPut) -> None:
+    def _check_fields(self, put: commands.BeginPut) -> None:
         """Refuses cells that do not fit their fields, and strings that are not in the enum of theirs.
 
         Raises:
@@ -209,16 +215,17 @@ class Partition:
             InvalidRequestError: The put is strict and has fields that were not registered, or a string is not allowed.
         """
         where = f"put_samples('{self.partition_id}', {len(put.sample_ids)} samples)"
-        wrong = [
-            (name, spec.describe(), kept.describe(), kept.to_text())
-            for name, spec in put.specs.items()
-            if (kept := self.spec_before(name, spec)) is not None and kept.after(spec) is None
-        ]
+        wrong = []
+        for name, spec in put.specs.items():
+            kept = self.spec_before(name, spec)
+            if kept is not None and kept.after(spec) is None:
+                wrong.append((name, spec.describe(), kept.describe(), kept.to_text()))
         if wrong:
             raise SchemaMismatchError.for_fields(where, wrong)
-        names = [name for name in put.specs if not name.startswith("~")]  # those are middleware's
-        if put.strict and (advice := self._advice(names, self.info.fields, "not registered")):
-            raise _not_strict(where, advice, " Nothing was written.")
+        if put.strict:
+            names = [name for name in put.specs if not name.startswith("~")]  # those are middleware's
+            if advice := self._advice(names, self.info.fields, "not registered"):
+                raise _not_strict(where, advice, " Nothing was written.")
         for name, strings in put.strings.items():
             words = self.info.enums.get(name)
             unknown = [] if words is None else [text for text in strings or () if text not in words]
@@ -248,13 +255,21 @@ class Partition:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def check_ids(self, sample_ids: Sequence[str]) -> None:
-        """Refuses a put with more samples than were registered, or with more members of a group than it has.
+    def check_put(self, put: commands.BeginPut, overwrite: bool) -> None:
+        """Refuses a put whose cells do not fit, with more samples than were registered, or with more members of a group
+        than it has.
+
+        Args:
+            put: The put.
+            overwrite: Whether it may replace cells.
 
         Raises:
-            InvalidRequestError: It has.
+            SchemaMismatchError: A field keeps something else.
+            InvalidRequestError: One of the others.
+            UnsupportedOperationError: It replaces cells.
         """
-        num_samples = self.info.num_samples
+        self._check_fields(put)
+        sample_ids, num_samples = put.sample_ids, self.info.num_samples
         if num_samples is not None and len(self.seen) + len(sample_ids) > num_samples:
             count = len(self.seen) + len(set(sample_ids).difference(self.seen))
             if count > num_samples:
@@ -264,6 +279,13 @@ class Partition:
                     "written.",
                     hint="Register the partition with as many as will come; or with None, and call finish_partition at "
                     "the end.",
+                )
+        if not overwrite:
+            rows = (self.rows[name] for name in sample_ids if name in self.rows)
+            for row, field_name in ((row, name) for row in rows for name in put.specs if name in row.cells.fields):
+                raise UnsupportedOperationError(
+                    f"put_samples('{self.partition_id}') refused: field '{field_name}' of sample '{row.sample_id}' is "
+                    "already written, and this backend does not declare 'overwrite'. Nothing was written."
                 )
         if self.info.grpo_group_size is None:
             return
@@ -291,8 +313,8 @@ class Partition:
         """
         freed: list[Ref] = []
         changes: dict[Cells | None, _Change] = {}  # worked out once for all rows that are alike; None: new ones
-        columns = [write.positions for write in writes.values()]
-        has_own_rows = all(positions is None for positions in columns)
+        columns = list(map(attrgetter("positions"), writes.values()))
+        has_own_rows = columns.count(None) == len(columns)
         for index, sample_id in enumerate(put.sample_ids):
             row = self.rows.get(sample_id)
             before = None if row is None else row.cells
@@ -340,38 +362,29 @@ class Partition:
         cells, joint = had, None
         if writes:
             cells, joint = had.joined([(write_id, tuple(write.fields)) for write_id, write in writes.items()])
-        satisfied = [
-            (task_name, view)
-            for task_name, task in self.tasks.items()
-            for view in task.views.values()
-            if view.required <= cells.fields.keys()
-        ]
-        return _Change(
-            cells=cells,
-            joint=joint,
-            gained=[name for name in cells.fields if name not in had.fields],
-            ready=[
-                (task_name, view)
-                for task_name, view in satisfied
-                if before is None or not view.required <= had.fields.keys()
-            ],
-            satisfied=[view for _, view in satisfied],
-        )
+        change = _Change(cells, joint, [name for name in cells.fields if name not in had.fields])
+        for task_name, task in self.tasks.items():
+            for view in task.views.values():
+                if view.required <= cells.fields.keys():
+                    change.satisfied.append(view)
+                    if before is None or not view.required <= had.fields.keys():
+                        change.ready.append((task_name, view))
+        return change
 
     def _new_row(self, sample_id: str, seq: int, now: float) -> Row:
         group = None if self.info.grpo_group_size is None else group_of(sample_id)
-        row = self.rows[sample_id] = Row(sample_id, seq, group, now)
+        row = self.rows[sample_id] = Row(sample_id, seq, group, now, NO_CELLS, 0, NO_TAGS, NO_HOLDS)
         if self.info.num_samples is not None:
             self.seen.add(sample_id)
-        self._join_group(row)
+        if group is not None:
+            self._join_group(row, group)
         return row
 
-    def _join_group(self, row: Row) -> None:
-        if row.group is not None:
-            group = self.groups.get(row.group)
-            if group is None:
-                group = self.groups[row.group] = Group(row.seq)
-            group.members[row.sample_id] = row
+    def _join_group(self, row: Row, name: str) -> None:
+        group = self.groups.get(name)
+        if group is None:
+            group = self.groups[name] = Group(row.seq)
+        group.members[row.sample_id] = row
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
         """Drops a row with its tags and cursors. Returns its refs, or None if it does not exist."""
@@ -406,9 +419,9 @@ class Partition:
         Amortised cost: O(k log n) for k samples handed out of n. With a tag filter, it also looks at each claimable
         that changed since the filter was last used. Samples that are ready and not handed out cost nothing.
         """
-        self.expire(now)
-        batch = self._batch(command)
-        if batch is not None:
+        if self.leases.heap:
+            self.expire(now)
+        if command.dp_rank is not None and (batch := self._batch(command)) is not None:
             return batch
         outcome = self._outcome(command, now)
         advice = ""
@@ -421,7 +434,7 @@ class Partition:
         claimables: list[Claimable] = []
         if outcome.hands_out:
             claimables = outcome.ready.choose(command.sampler, outcome.num_claimables)
-        self._hold(command, claimables, now)
+        rows = self._hold(command, claimables, now)
         for claimable in claimables:
             outcome.ready.discard(claimable.seq)
         if command.dp_rank is not None and (claimables or outcome.ends_ranks):
@@ -429,10 +442,9 @@ class Partition:
             batch = self._batch(command)
             assert batch is not None
             return batch
-        rows = [row for claimable in claimables for row in claimable.rows]
         return Claim(
             sample_ids=[row.sample_id for row in rows],
-            tags=[dict(row.tags) for row in rows],
+            tags=[row.tags for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=outcome.exhausted,
             num_ready=min(outcome.num_claimables * self.group_size, command.batch_size),
@@ -446,7 +458,7 @@ class Partition:
         rows = [self.rows.get(sample_id) for sample_id in sample_ids]
         return Claim(
             sample_ids=list(sample_ids),
-            tags=[{} if row is None else dict(row.tags) for row in rows],
+            tags=[NO_TAGS if row is None else row.tags for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=exhausted,
             num_ready=len(rows),
@@ -465,7 +477,7 @@ class Partition:
         if self._batch(command) is not None:
             return math.inf
         outcome = self._outcome(command, now)
-        return math.inf if outcome.exhausted else len(outcome.ready) * self.group_size
+        return math.inf if outcome.exhausted else len(outcome.ready.claimables) * self.group_size
 
     def _outcome(self, command: commands.ClaimRequest, now: float) -> _Outcome:
         task = self._task(command.task_name)
@@ -478,8 +490,9 @@ class Partition:
                 f"claim_meta('{self.partition_id}', '{command.task_name}') refused: batch_size {command.batch_size} "
                 f"is not a multiple of the group size {self.group_size}."
             )
-        ready = self._view(command.task_name, task, command.required_fields).of(command.tag_filter, now)
-        num_claimables = min(len(ready), wanted)
+        view = self._view(command.task_name, task, command.required_fields)
+        ready = view.of(command.tag_filter, now) if command.tag_filter else view.ready
+        num_claimables = min(len(ready.claimables), wanted)
         exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
         enough = wanted if command.all_or_nothing else least
         hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted)
@@ -492,13 +505,13 @@ class Partition:
             return None
         if not command.tag_filter:
             return self._num_free(command.task_name, task)
-        return len(self._view(command.task_name, task, ()).of(command.tag_filter, now))
+        return len(self._view(command.task_name, task, ()).of(command.tag_filter, now).claimables)
 
     def _num_free(self, task_name: str, task: Task) -> int:
         """How many claimables are whole, and not held by the task."""
         if self.info.grpo_group_size is None:
             return len(self.rows) - task.num_held
-        return len(self._view(task_name, task, ()).ready)
+        return len(self._view(task_name, task, ()).ready.claimables)
 
     def shortfall(self, question: commands.ClaimRequest | Question, now: float) -> Shortfall:
         """Why a claim gets no more samples. Looks at every row."""
@@ -507,14 +520,15 @@ class Partition:
             self._claimables(), question.task_name, required, question.tag_filter, self._is_whole, now
         )
 
-    def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> None:
+    def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> list[Row]:
+        """Gives claimables to a task. Returns their rows."""
         task_name, lease_s = command.task_name, command.lease_s
         task, expires_at = self.tasks[task_name], now + (lease_s or 0.0)
         hold = Hold("", command.holder, 0.0, True)
         if lease_s is not None:
             hold = Hold(command.token, command.holder, expires_at, False, now)
         rows = [row for claimable in claimables for row in claimable.rows]
-        hold_rows(rows, task_name, lambda _: hold)
+        hold_rows(rows, task_name, hold)
         for claimable in claimables:
             # from all views of the task: another claim, for other fields, must not hand it out again
             for view in task.views.values():
@@ -526,6 +540,7 @@ class Partition:
                 self.leases.add(expires_at, row, task_name)
         task.num_held += len(rows)
         task.num_done += len(rows) if lease_s is None else 0
+        return rows
 
     # --- the batches of ranks -----------------------------------------------------------------------------------------
 
@@ -555,7 +570,7 @@ class Partition:
             )
         return Claim(
             sample_ids=batch.sample_ids,
-            tags=[dict(row.tags) for row in rows],
+            tags=[row.tags for row in rows],
             lease_tokens=None if batch.token is None else [batch.token] * len(rows),
             exhausted=batch.exhausted or not rows,
             num_ready=len(rows),
@@ -598,7 +613,7 @@ class Partition:
             if task_name in row.holds:
                 self._give_back(row, task_name)
         rows = [self.rows[sample_id] for sample_id in dict.fromkeys(command.sample_ids) if sample_id in self.rows]
-        hold_rows(rows, task_name, lambda _: Hold("", "", 0.0, True))
+        hold_rows(rows, task_name, Hold("", "", 0.0, True))
         for row in rows:
             for view in task.views.values():
                 view.discard(self._claimable_of(row).seq)
@@ -633,7 +648,7 @@ class Partition:
         self.expire(now)
         tasks = {
             task_name: TaskDescription(
-                num_ready=len(self._view(task_name, task, self.info.fields).ready) * self.group_size,
+                num_ready=len(self._view(task_name, task, self.info.fields).ready.claimables) * self.group_size,
                 num_leased=task.num_held - task.num_done,
                 num_consumed=task.num_done,
                 oldest_lease=self._oldest_lease(task_name, now) if task.num_held > task.num_done else None,
@@ -658,9 +673,10 @@ class Partition:
         task = self.tasks.get(question.task_name)
         if task is None:
             return None
-        ready = self._view(question.task_name, task, question.required_fields).of(question.tag_filter, now)
+        view = self._view(question.task_name, task, question.required_fields)
+        ready = view.of(question.tag_filter, now) if question.tag_filter else view.ready
         shortfall = self.shortfall(question, now) if question.explain else None
-        return Answer(num_ready=len(ready) * self.group_size, shortfall=shortfall)
+        return Answer(num_ready=len(ready.claimables) * self.group_size, shortfall=shortfall)
 
     def _oldest_lease(self, task_name: str, now: float) -> LeaseHolder | None:
         """The sample that the task has held longest under its present lease."""
@@ -693,10 +709,10 @@ class Partition:
             for row in rows:
                 if expires_at < row.holds[task_name].expires_at:  # a later end needs no entry: see `Leases`
                     self.leases.add(expires_at, row, task_name)
-            hold_rows(rows, task_name, lambda hold: replace(_there(hold), expires_at=expires_at))
+            hold_rows(rows, task_name, lambda hold: replace(hold, expires_at=expires_at))
         else:
             task.num_done += sum(not row.holds[task_name].done for row in rows)
-            hold_rows(rows, task_name, lambda hold: replace(_there(hold), done=True))
+            hold_rows(rows, task_name, lambda hold: replace(hold, done=True))
         self.tidy()
 
     def tidy(self) -> None:
@@ -768,13 +784,15 @@ class Partition:
         view = task.views.get(required)
         if view is None:
             view = task.views[required] = ReadyView(required)
+            claimables: Iterable[Claimable] = self.rows.values()
             if self.info.grpo_group_size is not None:
+                claimables = self.groups.values()
                 for row in self.rows.values():
                     if required <= row.cells.fields.keys():
                         self._count_member(view, row)
-            view.ready = ReadySet.of(
-                claimable for claimable in self._claimables() if self._is_ready(view, claimable, task_name)
-            )
+            for claimable in claimables:
+                if self._is_ready(view, claimable, task_name):
+                    view.ready.add(claimable)
         return view
 
     def _count_member(self, view: ReadyView, row: Row) -> None:
@@ -814,8 +832,3 @@ class Partition:
 def _not_strict(where: str, advice: str, end: str) -> InvalidRequestError:
     hint = "Register the field, or leave strict_fields out of the config."
     return InvalidRequestError(f"{where} refused: {advice}{end}", hint=hint)
-
-
-def _there(hold: Hold | None) -> Hold:
-    assert hold is not None
-    return hold

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from typing import Any, Final
 
 from dataplane_core.ledger import commands
-from dataplane_core.ledger.ready import ranks_of
+from dataplane_core.ledger.rows import ranks_of
 
 #: The longest pause of a waiter between two questions, in seconds.
 LONGEST_PAUSE_S: Final = 10.0
@@ -30,6 +30,10 @@ def backoff_s(waited_s: float) -> float:
 
 # --- puts that wait for room ------------------------------------------------------------------------------------------
 
+#: Seconds between two questions of the first put in the queue for room. Each other one asks half as often as the one
+#: before it, but at least so often.
+_FIRST_IN_QUEUE_S: Final = 0.06
+_LAST_IN_QUEUE_S: Final = 2.0
 #: A put that did not say for this many seconds that it still waits is dropped from the queue.
 _KEPT_S: Final = 30.0
 #: After so many seconds in which no room became free, later puts may pass those that wait.
@@ -68,9 +72,9 @@ class RoomQueue:
             put = self.waiting.setdefault(ticket, _Put(size_bytes, now, now))
             put.expires_at = now + min(wait_s, _KEPT_S)
 
-    def place(self, ticket: str) -> int:
-        """How many puts wait ahead of this one."""
-        return len(self._ahead(ticket))
+    def ask_again_s(self, ticket: str | None) -> float:
+        """The pause of a put that waits until it asks again: soon at the queue's head."""
+        return min(_FIRST_IN_QUEUE_S * 2.0 ** min(len(self._ahead(ticket)), 64), _LAST_IN_QUEUE_S)
 
     def num_ahead(self, ticket: str | None, size_bytes: int, free_bytes: int, capacity_bytes: int, now: float) -> int:
         """How many waiting puts a put, which fits, must wait for; 0: it may take its room."""
@@ -128,10 +132,21 @@ class DoneRequests:
         """What is kept of the reply to a request. None: nothing, or it is not known."""
         return None if request_id is None else self._replies.get(request_id)
 
-    def add(self, request_id: str, left_s: float, now: float, reply: Any = None) -> None:
-        """A request was carried out whose deadline is in ``left_s`` seconds."""
-        if request_id not in self._ends:
+    def add(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
+        """A request was carried out whose deadline is in ``left_s`` seconds. Forgets those whose time is over.
+
+        Args:
+            request_id: Its id. None: it is not repeated.
+            left_s: Seconds until its deadline.
+            now: The time.
+            reply: What its repetition is answered from.
+        """
+        if request_id is not None and request_id not in self._ends:
             self.keep(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S), reply)
+        while self._heap and self._heap[0][0] <= now:
+            _, forgotten = heappop(self._heap)
+            del self._ends[forgotten]
+            self._replies.pop(forgotten, None)
 
     def keep(self, request_id: str, ends_at: float, reply: Any) -> None:
         """Keeps an id until then."""
@@ -139,13 +154,6 @@ class DoneRequests:
         self._ends[request_id] = ends_at
         if reply is not None:
             self._replies[request_id] = reply
-
-    def forget(self, now: float) -> None:
-        """Forgets the ids whose time is over."""
-        while self._heap and self._heap[0][0] <= now:
-            _, request_id = heappop(self._heap)
-            del self._ends[request_id]
-            self._replies.pop(request_id, None)
 
     def kept(self) -> Iterator[tuple[str, float, Any]]:
         """Each id, when its time is over, and what is kept of its reply."""
@@ -191,17 +199,14 @@ class WaitingClaims:
     """
 
     def __init__(self) -> None:
-        self._waiters: dict[str, _Waiter] = {}  # by their tokens, in the order in which they asked last
+        self.by_token: dict[str, _Waiter] = {}  # in the order in which they asked last
         # partition -> question -> those that ask it, by their tokens, in the order in which they came
         self._lines: dict[str, dict[tuple[Any, ...], dict[str, _Waiter]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiters)
 
     def add(self, claim: commands.ClaimRequest, wake: Callable[[], bool], lease_ends_at: float, now: float) -> None:
         """A claim waits, or still waits. It keeps its place. It is told when a lease may end."""
         # two for each one that comes, so that clients which were killed do not pile up, and no call takes long
-        for token, waiter in list(islice(self._waiters.items(), 2)):
+        for token, waiter in list(islice(self.by_token.items(), 2)):
             if now - waiter.asked_at > _ASKS_AT_LEAST_S:
                 self.drop(token)
         # claims that ask the same are looked at once for all: 500 idle ranks cost a put what one does
@@ -209,16 +214,16 @@ class WaitingClaims:
             *(claim.task_name, tuple(claim.required_fields), repr(claim.tag_filter), claim.batch_size, claim.sampler),
             *(claim.dp_rank, claim.dp_size, claim.batch_index, claim.batch_epoch),
         )
-        before = self._waiters.get(claim.token)
+        before = self.by_token.get(claim.token)
         if before is not None and (before.claim.partition_id, before.question) != (claim.partition_id, question):
             self.drop(claim.token)
-        self._waiters.pop(claim.token, None)
-        waiter = self._waiters[claim.token] = _Waiter(claim, question, wake, lease_ends_at, now)
+        self.by_token.pop(claim.token, None)
+        waiter = self.by_token[claim.token] = _Waiter(claim, question, wake, lease_ends_at, now)
         self._lines.setdefault(claim.partition_id, {}).setdefault(question, {})[claim.token] = waiter
 
     def drop(self, token: str) -> str | None:
         """A claim no longer waits. Returns its partition, or None if it did not wait."""
-        waiter = self._waiters.pop(token, None)
+        waiter = self.by_token.pop(token, None)
         if waiter is None:
             return None
         partition_id = waiter.claim.partition_id

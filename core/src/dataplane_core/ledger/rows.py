@@ -1,7 +1,13 @@
-"""The rows of a partition, the groups that they make, and the tasks' holds on them. Pure, like the ledger.
+"""The rows of a partition, the groups that they make, the tasks' holds on them, and what a claim may be given.
 
 What rows refer to is shared: the rows of a put have their cells in common, those of a claim their holds. So it is
 replaced, and never changed in place.
+
+A claimable is what a claim hands out as a whole: a row or a group. For each task and each set of required fields there
+is a view of those that are ready. It is always exact, so their number is known without looking at them. A view with a
+tag filter is updated from a log of changes of the view without one: it looks only at the claimables that changed since
+the last claim with this filter. Views are derived from the rows, so a ledger can build them again. Pure, like the
+ledger.
 """
 
 from __future__ import annotations
@@ -13,10 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from dataplane_core.errors import InvalidRequestError
-from dataplane_core.spec import TagValue
+from dataplane_core.errors import InvalidRequestError, LeaseHolder, Shortfall
+from dataplane_core.schema import INPUT_LENGTHS_TAG
+from dataplane_core.spec import ClaimRequest, Sampler, TagValue, group_matches, matches
 
 #: Names the payload of one row of one put: ``(write_id, pos)``.
 Ref: TypeAlias = tuple[int, int]
@@ -85,9 +92,10 @@ class Cells:
 
     def joined(self, writes: Sequence[tuple[int, tuple[str, ...]]]) -> tuple[Cells, Join]:
         """The cells of the same rows after a put, whose writes are given by their ids and fields."""
-        joint = join(tuple(self.fields.items()), len(self.write_ids), tuple([names for _, names in writes]))
-        ids = [*self.write_ids, *(write_id for write_id, _ in writes)]
-        return Cells(joint.fields, tuple([ids[number] for number in joint.sources])), joint
+        write_ids, fields = zip(*writes, strict=True)
+        joint = join(tuple(self.fields.items()), len(self.write_ids), fields)
+        ids = (*self.write_ids, *write_ids)
+        return Cells(joint.fields, tuple(map(ids.__getitem__, joint.sources))), joint
 
 
 def packed_positions(positions: Sequence[int]) -> Positions:
@@ -142,10 +150,10 @@ class Row:
     seq: int
     group: str | None
     written_at: float
-    cells: Cells = NO_CELLS
-    positions: Positions = 0
-    tags: Mapping[str, TagValue] = field(default_factory=lambda: NO_TAGS)
-    holds: Mapping[str, Hold] = field(default_factory=lambda: NO_HOLDS)
+    cells: Cells
+    positions: Positions
+    tags: Mapping[str, TagValue]
+    holds: Mapping[str, Hold]
 
     @property
     def refs(self) -> list[Ref]:
@@ -206,14 +214,15 @@ def positions_by_write(rows: Iterable[Row]) -> Iterator[tuple[int, list[int]]]:
             yield write_id, positions_in([number], positions)
 
 
-def hold_rows(rows: Iterable[Row], task_name: str, make: Callable[[Hold | None], Hold]) -> None:
-    """Gives rows a hold of a task, made from the one that it may have. Rows that shared their holds share the new."""
+def hold_rows(rows: Iterable[Row], task_name: str, new: Hold | Callable[[Hold], Hold]) -> None:
+    """Gives rows a hold of a task, or one made from that which it has. Rows that shared their holds share the new."""
     # by identity. The holds of before are kept, so that no other object gets their identity.
     made: dict[int, tuple[Mapping[str, Hold], Mapping[str, Hold]]] = {}
     for row in rows:
         holds = row.holds
         if id(holds) not in made:
-            made[id(holds)] = holds, {**holds, task_name: make(holds.get(task_name))}
+            hold = new if isinstance(new, Hold) else new(holds[task_name])
+            made[id(holds)] = holds, {**holds, task_name: hold}
         row.holds = made[id(holds)][1]
 
 
@@ -336,3 +345,250 @@ class RankBatches:
             else:
                 self.kept[earlier] = batch_before
         self.kept[index] = batch
+
+
+# --- what is ready for a task -----------------------------------------------------------------------------------------
+
+#: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
+_FILTER_IDLE_S: Final = 60.0
+_MOST_FILTERS: Final = 1024
+#: How many entries a heap or a log may have beyond a multiple of its claimables.
+_VIEW_SLACK: Final = 1024
+#: How many samples of each kind a shortfall names.
+_NUM_NAMED: Final = 3
+
+
+@dataclass(slots=True)
+class ReadySet:
+    """Claimables in order of ``seq``."""
+
+    claimables: dict[int, Claimable] = field(default_factory=dict)
+    heap: list[int] = field(default_factory=list)  # the seq of each, and of some that were dropped
+
+    def add(self, claimable: Claimable) -> None:
+        """Adds a claimable, unless the set has it."""
+        if claimable.seq not in self.claimables:
+            self.claimables[claimable.seq] = claimable
+            heapq.heappush(self.heap, claimable.seq)
+
+    def discard(self, seq: int) -> bool:
+        """Drops a claimable. False if the set does not have it."""
+        if self.claimables.pop(seq, None) is None:
+            return False
+        if len(self.heap) > 2 * len(self.claimables) + _VIEW_SLACK:
+            self.heap = list(self.claimables)
+            heapq.heapify(self.heap)
+        return True
+
+    def choose(self, sampler: Sampler, count: int) -> list[Claimable]:
+        """Chooses ``count`` claimables; there must be so many. The caller must discard them before the next call."""
+        if sampler == "freshest":  # O(n log k) for k of n
+            return [self.claimables[seq] for seq in heapq.nlargest(count, self.claimables)]
+        first: list[Claimable] = []  # O(k log n)
+        while len(first) < count:
+            claimable = self.claimables.get(heapq.heappop(self.heap))
+            if claimable is not None and not (first and first[-1] is claimable):
+                first.append(claimable)
+        return first
+
+
+@dataclass(slots=True)
+class _Matching:
+    """The claimables of a view that match a filter, up to the change number ``next_change`` of the view."""
+
+    tag_filter: Mapping[str, tuple[str, Any]]
+    ready: ReadySet = field(default_factory=ReadySet)
+    next_change: int = -1
+    asked_at: float = 0.0
+
+    def accepts(self, claimable: Claimable) -> bool:
+        return group_matches([row.tags for row in claimable.rows], self.tag_filter)
+
+
+@dataclass(slots=True)
+class ReadyView:
+    """The ready claimables of one task for one set of required fields.
+
+    Attributes:
+        required: The fields.
+        ready: The claimables.
+        ready_members: ``seq`` of a group -> the number of its members that have the fields. Groups that lost a member
+            have no entry.
+        changes: ``seq`` of the claimables that were last added, dropped or tagged. Empty if there are no filters.
+        first_change: The number of changes before these.
+        filters: Filter -> its part of the view, the least recently used first.
+    """
+
+    required: frozenset[str]
+    ready: ReadySet = field(default_factory=ReadySet)
+    ready_members: dict[int, int] = field(default_factory=dict)
+    changes: list[int] = field(default_factory=list)
+    first_change: int = 0
+    filters: dict[str, _Matching] = field(default_factory=dict)
+
+    def add(self, claimable: Claimable) -> None:
+        """Adds a claimable that became ready."""
+        self.ready.add(claimable)
+        if self.filters:
+            self._note(claimable.seq)
+
+    def discard(self, seq: int) -> None:
+        """Drops a claimable that is no longer ready, if it was."""
+        if self.ready.discard(seq) and self.filters:
+            self._note(seq)
+
+    def touch(self, seq: int) -> None:
+        """Notes that a claimable's tags changed."""
+        if seq in self.ready.claimables and self.filters:
+            self._note(seq)
+
+    def of(self, tag_filter: Mapping[str, tuple[str, Any]], now: float) -> ReadySet:
+        """The ready claimables that match a filter. Looks only at those that changed since the filter was last used."""
+        key = repr([(name, symbol, operand) for name, (symbol, operand) in sorted(tag_filter.items())])
+        matching = self.filters.pop(key, None)
+        if matching is None:
+            self._forget(now)
+            matching = _Matching(dict(tag_filter))
+        self.filters[key] = matching
+        matching.asked_at = now
+        self._catch_up(matching)
+        return matching.ready
+
+    def _catch_up(self, matching: _Matching) -> None:
+        if matching.next_change < self.first_change:
+            matching.ready = ReadySet()
+            for claimable in filter(matching.accepts, self.ready.claimables.values()):
+                matching.ready.add(claimable)
+        else:
+            for seq in dict.fromkeys(self.changes[matching.next_change - self.first_change :]):
+                changed = self.ready.claimables.get(seq)
+                if changed is not None and matching.accepts(changed):
+                    matching.ready.add(changed)
+                else:
+                    matching.ready.discard(seq)
+        matching.next_change = self.first_change + len(self.changes)
+
+    def _note(self, seq: int) -> None:
+        self.changes.append(seq)
+        if (
+            len(self.changes) > 2 * len(self.ready.claimables) + _VIEW_SLACK
+        ):  # a filter that has not seen them yet is built again
+            dropped = len(self.changes) // 2
+            del self.changes[:dropped]
+            self.first_change += dropped
+
+    def _forget(self, now: float) -> None:
+        """Before a filter is added: drops idle filters, and the least recently used if there are too many."""
+        num_kept = sum(len(matching.ready.claimables) for matching in self.filters.values())
+        most = 4 * len(self.ready.claimables) + _VIEW_SLACK
+        for key, matching in list(self.filters.items()):
+            if matching.asked_at + _FILTER_IDLE_S > now and len(self.filters) < _MOST_FILTERS and num_kept <= most:
+                break
+            num_kept -= len(matching.ready.claimables)
+            del self.filters[key]
+        if not self.filters:
+            self.first_change += len(self.changes)
+            self.changes.clear()
+
+
+# --- data-parallel ranks ----------------------------------------------------------------------------------------------
+
+
+def ranks_of(claim: ClaimRequest) -> int:
+    """For how many ranks a claim chooses its batch."""
+    return 1 if claim.dp_rank is None else claim.dp_size or 1
+
+
+def shares(sampler: Sampler, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+    """Divides claimables among the ranks, so that their numbers differ by at most one: into ranges, or balanced.
+
+    ``balanced`` gives all ranks about as many tokens. The longest first, each to the rank with the fewest tokens so far
+    among those that still need one (Graham's longest processing time rule, with equal counts). Within a rank, the order
+    of first write stays.
+    """
+    least, more = divmod(len(claimables), dp_size)
+    sizes = [least + (rank < more) for rank in range(dp_size)]  # the first ranks get one more
+    if sampler != "balanced":
+        left = iter(claimables)
+        return [list(islice(left, size)) for size in sizes]
+    parts: list[list[Claimable]] = [[] for _ in range(dp_size)]
+    heap = [(0, rank) for rank in range(dp_size)]
+    for claimable in sorted(claimables, key=lambda claimable: (-_length(claimable), claimable.seq)):
+        while True:
+            total, rank = heapq.heappop(heap)
+            if len(parts[rank]) < sizes[rank]:
+                break
+        parts[rank].append(claimable)
+        heapq.heappush(heap, (total + _length(claimable), rank))
+    return [sorted(part, key=lambda claimable: claimable.seq) for part in parts]
+
+
+def _length(claimable: Claimable) -> int:
+    lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
+    return sum(int(length) for length in lengths if isinstance(length, (int, float)) and math.isfinite(length))
+
+
+# --- why a claim gets no more -----------------------------------------------------------------------------------------
+
+
+def find_shortfall(
+    claimables: Iterable[Claimable],
+    task_name: str,
+    required: frozenset[str],
+    tag_filter: Mapping[str, tuple[str, Any]] | None,
+    is_whole: Callable[[Claimable], bool],
+    now: float,
+) -> Shortfall:
+    """Counts and names the samples that the task cannot be given now. Looks at every row.
+
+    Args:
+        claimables: All claimables of the partition, in order of first write.
+        task_name: The task that claims.
+        required: The fields that the claim requires.
+        tag_filter: The filter of the claim.
+        is_whole: Whether a claimable has all its members and never lost one.
+        now: The time in seconds.
+    """
+    leased: list[tuple[float, int, Row]] = []
+    passed: list[tuple[int, Claimable]] = []
+    num_not_matching = num_incomplete = num_lacking = 0
+    groups: dict[str, int] = {}
+    cells: dict[str, tuple[str, ...]] = {}
+    for claimable in claimables:
+        free: list[Row] = []
+        for row in claimable.rows:
+            hold = row.holds.get(task_name)
+            if hold is None:
+                free.append(row)
+            elif not hold.done:
+                leased.append((hold.expires_at, row.seq, row))
+        if not free:
+            continue
+        if tag_filter and not group_matches([row.tags for row in claimable.rows], tag_filter):
+            num_not_matching += len(free)
+            passed.append((claimable.seq, claimable))
+        elif not is_whole(claimable):
+            num_incomplete += len(free)
+            if len(groups) < _NUM_NAMED:
+                groups[free[0].group or ""] = len(claimable.rows)
+        elif not all(required <= row.cells.fields.keys() for row in free):
+            num_lacking += len(free)
+            if len(cells) < _NUM_NAMED:
+                lacking = {row.sample_id: tuple(sorted(required - row.cells.fields.keys())) for row in free}
+                cells.update((sample_id, names) for sample_id, names in lacking.items() if names)
+    return Shortfall(
+        num_leased=len(leased),
+        leased=tuple(
+            LeaseHolder(sample_id=row.sample_id, holder=row.holds[task_name].holder, left_s=max(0.0, expires_at - now))
+            for expires_at, _, row in heapq.nsmallest(_NUM_NAMED, leased)
+        ),
+        num_not_matching=num_not_matching,
+        not_matching=tuple(
+            max((row.seq, row.sample_id) for row in claimable.rows if not matches(row.tags, tag_filter))[1]
+            for _, claimable in heapq.nlargest(_NUM_NAMED, passed)
+        ),
+        num_incomplete=num_incomplete,
+        incomplete_groups=groups,
+        num_lacking=num_lacking,
+        missing_cells=dict(list(cells.items())[:_NUM_NAMED]),
+    )

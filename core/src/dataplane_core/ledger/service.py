@@ -14,12 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, cast
 
 from msgspec.structs import replace
 
 from dataplane_core.errors import (
-    CapacityExceededError,
     ClientClosedError,
     DataPlaneError,
     Shortfall,
@@ -38,10 +37,6 @@ from dataplane_core.spec import (
 )
 from dataplane_core.spec.requests import Command
 
-#: Seconds between two questions of the first put in the queue for room. Each other one asks half as often as the one
-#: before it, but at least so often.
-_FIRST_IN_QUEUE_S: Final = 0.06
-_LAST_IN_QUEUE_S: Final = 2.0
 #: How many puts at the head of the queue are woken.
 _NUM_HEAD: Final = 4
 #: The least pause of a claim that is woken. It asks again by itself when a lease may have ended.
@@ -52,7 +47,6 @@ _EXPLAINING_SHARE: Final = 0.01
 _STALE_AFTER_S: Final = 2.0
 _MOST_SHORTFALLS: Final = 256
 
-_T = TypeVar("_T")
 #: What the thread of a ledger is to call, and where its result goes, or what it raises.
 _Work: TypeAlias = tuple[Callable[[], Any], SimpleQueue[Any]]
 
@@ -92,8 +86,9 @@ class LedgerService:
                 when it may go on, until it has done so or `stop_waiting`. It must not block, nor call the service.
                 False: nobody waits any longer.
         """
-        changes = self._changed_by(command) if self._waiting else None
-        held_bytes = self.ledger.held_bytes
+        if not (self._waiting.by_token or self._room_wakes or isinstance(command, commands.WaitForRoom)):
+            return self._run(command, wake)  # nobody is to be woken
+        changes, held_bytes = self._changed_by(command), self.ledger.held_bytes
         try:
             return self._run(command, wake)
         finally:
@@ -102,7 +97,7 @@ class LedgerService:
     def _wake_others(self, command: Command[Any], changes: str | None, held_bytes: int) -> None:
         if changes is not None:
             self._wake_claims(changes)
-        if self._waiting and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
+        if self._waiting.by_token and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
             self._tell_of_leases(command.partition_id)
         if self._room_wakes and (self.ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
             self._wake_for_room()
@@ -131,7 +126,7 @@ class LedgerService:
                 for key in [key for key in self._shortfalls if key[0] == command.partition_id]:
                     del self._shortfalls[key]
             case commands.BeginPut():
-                write_id = self._when_there_is_room(command, self.ledger.apply)
+                write_id = self.ledger.apply(command, self._clock())
                 if command.ticket is not None and self._room_wakes.pop(command.ticket, None) is not None:
                     self._wake_for_room()
                 return cast("Reply", write_id)
@@ -148,7 +143,7 @@ class LedgerService:
         refused: such puts come again and again."""
         match command:
             case commands.BeginPut():
-                self._when_there_is_room(command, self.ledger.check_put)
+                self.ledger.check_put(command, self._clock())
             case commands.ClaimRequest():
                 return self.ledger.may_claim(command, self._clock())
             case commands.WaitForRoom():  # those who wait say so again
@@ -189,19 +184,11 @@ class LedgerService:
         """`Ledger.garbage` now."""
         return self.ledger.garbage(self._clock())
 
-    def _when_there_is_room(self, put: commands.BeginPut, call: Callable[[commands.BeginPut, float], _T]) -> _T:
-        """Tells a put that waits for room when to ask again: soon at the queue's head."""
-        try:
-            return call(put, self._clock())
-        except CapacityExceededError as error:
-            if put.ticket is not None and error.retryable:
-                place = min(self.ledger.room.place(put.ticket), 64)
-                error.ask_again_s = min(_FIRST_IN_QUEUE_S * 2**place, _LAST_IN_QUEUE_S)
-            raise
-
     def _claim(self, command: commands.ClaimRequest, wake: Callable[[], bool] | None) -> Claim:
         try:
-            claim = self.ledger.apply(replace(command, explain=False), self._clock())
+            # what keeps samples back is found apart from it, since those that ask the same share it
+            plain = replace(command, explain=False) if command.explain else command
+            claim = self.ledger.apply(plain, self._clock())
         except DataPlaneError:
             if self._waiting.drop(command.token) is not None:  # others may end for the same reason
                 self._wake_claims(command.partition_id)
@@ -210,9 +197,9 @@ class LedgerService:
             claim = replace(claim, shortfall=self._shortfall(command.partition_id, command))
         waits = command.all_or_nothing and not command.explain and not claim.answered
         if not waits or wake is None:
-            waited = self._waiting.drop(command.token) is not None
+            waited = bool(self._waiting.by_token) and self._waiting.drop(command.token) is not None
             # others may have to wait no longer, since less is left, or end for the same reason
-            if self._waiting and (claim.sample_ids or claim.num_ranks or (waited and claim.answered)):
+            if self._waiting.by_token and (claim.sample_ids or claim.num_ranks or (waited and claim.answered)):
                 self._wake_claims(command.partition_id)
             return claim
         lease_ends_at, now = self.ledger.next_lease_check(command.partition_id), self._clock()

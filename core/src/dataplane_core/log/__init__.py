@@ -5,15 +5,11 @@ outlive a process (`NotesLog`), and the ledger that is kept in one (`LoggedLedge
 owner of a `RowStoreBackend`'s ledger use it. Nothing here imports torch.
 """
 
-from dataplane_core.log.base import Log
-from dataplane_core.log.engine import newest_record
 from dataplane_core.log.folder import FolderLog, NotesLog
 from dataplane_core.log.ledger import LoggedLedger
 
 __all__ = [
     "FolderLog",
-    "Log",
     "LoggedLedger",
     "NotesLog",
-    "newest_record",
 ]

@@ -10,7 +10,8 @@ import msgspec
 
 from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting.messages import VERSION, Messages
-from dataplane_core.ledger import Command, Ledger, LedgerService, Ref, Reply, commands, pack_state, unpack_state
+from dataplane_core.ledger import Command, Ledger, LedgerService, Ref, Reply, commands
+from dataplane_core.ledger.state import pack_state, unpack_state
 from dataplane_core.log.base import Log
 
 _MESSAGES: Final = Messages()

@@ -124,11 +124,11 @@ class WireGuard(Middleware):
         ids = _hashes(request.sample_ids)
         for name in checked:
             written = sums.get(_PREFIX + name)
-            found = _xxh3(request, ids, name, columns[name], specs[name], self._wire)
-            if written is None or written.shape != found.shape:
+            read = _xxh3(request, ids, name, columns[name], specs[name], self._wire)
+            if written is None or written.shape != read.shape:
                 wrong.update({sample_id: [*wrong.get(sample_id, ()), name] for sample_id in request.sample_ids})
                 continue
-            for row in torch.nonzero(written != found).flatten().tolist():
+            for row in torch.nonzero(written != read).flatten().tolist():
                 wrong.setdefault(request.sample_ids[row], []).append(name)
         return WireBatch(columns=columns, specs=specs), wrong
 
@@ -146,7 +146,8 @@ def _lacking(error: MissingDataError) -> tuple[str, list[str]] | None:
 
 
 def _hashes(sample_ids: Sequence[str]) -> _Sums:
-    return np.array([fast_digest(each.encode(errors="surrogatepass")) for each in sample_ids], dtype=np.uint64)
+    digests = [fast_digest(sample_id.encode(errors="surrogatepass")) for sample_id in sample_ids]
+    return np.array(digests, dtype=np.uint64)
 
 
 def _xxh3(

@@ -3,7 +3,7 @@
 Trainers shard metas with it. `BatchedDataDict` shards and packs its rows by the same plans.
 """
 
-from dataplane_core.sharding.axes import REPLICATED_AXES, NamedSharding
+from dataplane_core.sharding.axes import REPLICATED_AXES
 from dataplane_core.sharding.packing import (
     PACKERS,
     concatenative,
@@ -13,13 +13,12 @@ from dataplane_core.sharding.packing import (
     modified_first_fit_decreasing,
     packing_metrics,
 )
-from dataplane_core.sharding.plan import DynamicBatchingArgs, SequencePackingArgs, shard_meta_for_dp
+from dataplane_core.sharding.plan import DynamicBatchingArgs, SequencePackingArgs
 
 __all__ = [
     "PACKERS",
     "REPLICATED_AXES",
     "DynamicBatchingArgs",
-    "NamedSharding",
     "SequencePackingArgs",
     "concatenative",
     "first_fit_decreasing",
@@ -27,5 +26,4 @@ __all__ = [
     "get_packer",
     "modified_first_fit_decreasing",
     "packing_metrics",
-    "shard_meta_for_dp",
 ]

@@ -3,9 +3,8 @@
 All other wings import it. Authors of backends and middleware write against it.
 """
 
-from dataplane_core.spec.capabilities import GUARANTEES, Capability, Scope, WireFormat
-from dataplane_core.spec.columns import Ragged, SharedRows, WireColumn
-from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.capabilities import Capability, Scope, WireFormat
+from dataplane_core.spec.columns import FieldSpec, Ragged, SharedRows, WireColumn
 from dataplane_core.spec.operations import (
     CONTRACT_VERSION,
     OPERATIONS,
@@ -56,7 +55,6 @@ from dataplane_core.spec.tags import (
 
 __all__ = [
     "CONTRACT_VERSION",
-    "GUARANTEES",
     "OPERATIONS",
     "AnnounceRequest",
     "CallInfo",

@@ -11,8 +11,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from dataplane_core.errors import Frozen, LeaseHolder, Shortfall, printable
-from dataplane_core.spec.columns import SharedRows, WireColumn
-from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.columns import FieldSpec, SharedRows, WireColumn
 from dataplane_core.spec.tags import TagValue
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -22,8 +23,7 @@ from msgspec import Meta, field
 
 from dataplane_core.arguments import Count, Index, Name, PositiveSeconds, Seconds
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.spec.columns import SharedRows, WireColumn
-from dataplane_core.spec.field_spec import FieldSpec
+from dataplane_core.spec.columns import FieldSpec, SharedRows, WireColumn
 from dataplane_core.spec.replies import (
     Claim,
     ClientInfo,
@@ -34,7 +34,6 @@ from dataplane_core.spec.replies import (
     SampleList,
 )
 from dataplane_core.spec.tags import FullTagFilter, TagValue, check_tag_filter
-from dataplane_core.spec.waking import Wake
 
 Reply = TypeVar("Reply", covariant=True)
 #: Which ready samples a claim gives. ``first_write``: in order of first write. ``freshest``: the last written first.
@@ -229,6 +228,38 @@ class GetRequest(PartitionRequest, kw_only=True):
     fields: list[Name]
 
 
+class Wake:
+    """Wakes a claim that waits. The client makes it; a backend that declares ``wakes`` keeps it and calls it.
+
+    Args:
+        notify: Tells the client to ask again. Does not block.
+
+    Attributes:
+        at_end: Called once when the claim no longer waits, unless it is None. The backend sets it; it must not block.
+    """
+
+    __slots__ = ("_ended", "_notify", "at_end")
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._ended = False
+        self.at_end: Callable[[], None] | None = None
+
+    def __call__(self) -> bool:
+        """Tells the client to ask again. Any thread may call it. False: the claim no longer waits."""
+        if self._ended:
+            return False
+        self._notify()
+        return True
+
+    def end(self) -> None:
+        """The claim no longer waits."""
+        self._ended = True
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
+
+
 class ClaimRequest(OnceRequest, Command[Claim]):
     """Hand out ready samples, each at most once per task; with leases, to one holder at a time.
 
@@ -286,8 +317,10 @@ class ClaimRequest(OnceRequest, Command[Claim]):
             raise InvalidRequestError(f"claim_meta refused: {said}.")
         if self.sampler == "balanced" and self.dp_size is None:
             raise InvalidRequestError("claim_meta refused: sampler 'balanced' needs a dp_rank and a dp_size.")
-        check_tag_filter(self.tag_filter)
-        check_opens(self)
+        if self.tag_filter is not None:
+            check_tag_filter(self.tag_filter)
+        if self.opens is not None:
+            check_opens(self)
 
 
 class SettleRequest(IdentifiedRequest, Command[int]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_core.schema import INPUT_LENGTHS_TAG, WEIGHT_VERSION_TAG
+from dataplane_core.schema import WEIGHT_VERSION_TAG
 
 TagValue: TypeAlias = bool | int | float | str | None
 #: Tag name -> the value that the tag must equal, or ``(operator, operand)``.
@@ -103,7 +103,7 @@ def check_tag_filter(tag_filter: TagFilter | None) -> FullTagFilter | None:
         if not isinstance(condition, (tuple, list)):
             condition = ("==", condition)
         if len(condition) != 2 or type(condition[0]) is not str or condition[0] not in _COMPARE:
-            symbols = ", ".join(each for each in FILTER_OPERATORS if _ANY not in each)
+            symbols = ", ".join(symbol for symbol in FILTER_OPERATORS if _ANY not in symbol)
             raise InvalidRequestError(
                 f"tag_filter['{name}'] must be a value or (operator, operand) with an operator of {symbols}, or 'any ' "
                 f"before one of them; got {condition!r}."
@@ -148,13 +148,3 @@ def group_matches(group: Collection[Mapping[str, Any]], tag_filter: Mapping[str,
         if not some(matches(tags, {name: condition}) for tags in group):
             return False
     return True
-
-
-def lengths_of(tags: Sequence[Mapping[str, TagValue]] | None) -> list[int] | None:
-    """Tokens per row, from the tag `INPUT_LENGTHS_TAG`. None if any row lacks it."""
-    if not tags:
-        return None
-    lengths = [row.get(INPUT_LENGTHS_TAG) for row in tags]
-    if all(type(length) is int for length in lengths):
-        return [int(length) for length in lengths if length is not None]
-    return None

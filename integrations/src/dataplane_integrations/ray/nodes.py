@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dataplane_core.connecting import BACKEND_GROUP, PluginRecord, find_plugins, load_backend
+from dataplane_core.connecting import load_backend
+from dataplane_core.entry_points import BACKEND_GROUP, PluginRecord, find_plugins
 from dataplane_core.errors import ConfigError
 from dataplane_integrations.errors import PlacementError
 

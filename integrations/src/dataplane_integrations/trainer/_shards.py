@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
+from dataplane_core import shard_meta_for_dp
 from dataplane_core.errors import InvalidRequestError, LostSamplesError, preview
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE, padded_length
-from dataplane_core.sharding import shard_meta_for_dp
 from dataplane_integrations.trainer.batching import Batching, Stage
 
 #: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dataplane_core import NamedSharding
 from dataplane_core.batch import (
     BatchedDataDict,
     SlicedDataDict,
@@ -48,7 +49,7 @@ from dataplane_core.schema import (
     PLAN_KEYS,
     ROUTED_EXPERTS_FIELD,
 )
-from dataplane_core.sharding import REPLICATED_AXES, NamedSharding
+from dataplane_core.sharding import REPLICATED_AXES
 from dataplane_integrations.ahead import check_depth, read_ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.errors import ReplicaLeaderError

@@ -1,4 +1,7 @@
-"""`NoopBackend`: the ledger and the payload are in the client's own process."""
+"""`NoopBackend`: the ledger and the payload are in the client's own process.
+
+Payload is kept as the columns of each put: a put copies them in, a read copies its rows out.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,50 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
-from dataplane_core.codec import Piece, merge_pieces
+from dataplane_core.codec import Piece, copy_column, merge_pieces
 from dataplane_core.host_memory import check_capacity
 from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply
 from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
-from dataplane_noop._segments import Segment
+
+
+class Segment:
+    """The columns of one put, and which of its rows exist. Never changed in place: readers need no lock.
+
+    Args:
+        columns: The columns, of which it keeps this memory.
+        num_rows: How many rows they have.
+    """
+
+    def __init__(self, columns: dict[str, WireColumn], num_rows: int) -> None:
+        self._columns = columns
+        self._at: list[int] = list(range(num_rows))  # row of the put -> row of the columns; -1: deleted
+        self._num_kept = num_rows  # rows of the columns
+        self.num_live = num_rows
+
+    def gone(self, rows: Sequence[int]) -> list[int]:
+        """Those of ``rows`` that are deleted."""
+        return [row for row in rows if self._at[row] < 0]
+
+    def piece(self, name: str, rows: Sequence[int], positions: Sequence[int]) -> Piece:
+        """Rows of a column, which stand at ``positions`` of a read; none may be deleted. A view."""
+        return Piece(self._columns[name], [self._at[row] for row in rows], positions)
+
+    def without(self, rows: Sequence[int]) -> Segment:
+        """The segment without some rows. Frees memory once half of the rows are deleted."""
+        rest = Segment(self._columns, self._num_kept)
+        rest._at = list(self._at)
+        for row in rows:
+            rest._at[row] = -1
+        live = [row for row, at in enumerate(rest._at) if at >= 0]
+        rest.num_live = len(live)
+        if 0 < 2 * rest.num_live <= rest._num_kept:
+            old = [rest._at[row] for row in live]
+            places = range(len(live))
+            rest._columns = {name: merge_pieces([Piece(column, old, places)]) for name, column in self._columns.items()}
+            rest._num_kept = len(live)
+            for new, row in enumerate(live):
+                rest._at[row] = new
+        return rest
 
 
 class NoopBackend(LedgerBackend):
@@ -53,7 +95,8 @@ class NoopBackend(LedgerBackend):
         self._service.stop_waiting(token)
 
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        self._segments[write_id] = Segment.copy_of(columns, num_samples)
+        copied = {name: copy_column(column) for name, column in columns.items()}
+        self._segments[write_id] = Segment(copied, num_samples)
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}

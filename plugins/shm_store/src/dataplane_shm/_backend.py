@@ -18,8 +18,6 @@ from dataplane_core.backends import (
     ExtentClient,
     Finding,
     LedgerBackend,
-    OwnedProcess,
-    last_words,
     plans_of,
     read_stored,
     reads_of,
@@ -28,6 +26,7 @@ from dataplane_core.errors import BackendUnavailableError, ConfigError, Operatio
 from dataplane_core.host_memory import check_capacity, memory_limit
 from dataplane_core.hosting import ExtentStatistics, Memory
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
+from dataplane_core.ownership import OwnedProcess, last_words
 from dataplane_core.spec import Capability, PutRequest, Scope, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm._messages import FAILURE, Options, raise_failure

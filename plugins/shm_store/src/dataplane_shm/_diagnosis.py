@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dataplane_core.backends import Finding, Level, PrivateFolder
+from dataplane_core.backends import Finding, Level
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import MemoryLimit, arena_bytes_for, memory_limit
 from dataplane_core.hosting import ADDRESSES, Memory, check_extents
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog, LoggedLedger
-from dataplane_core.ownership import is_open, owner_of
+from dataplane_core.ownership import PrivateFolder, is_open, owner_of
 from dataplane_shm._opening import open_session
 from dataplane_shm.config import ShmConfig, store_folder
 

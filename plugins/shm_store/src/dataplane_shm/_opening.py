@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from dataplane_core.backends import ExtentClient, PrivateFolder
+from dataplane_core.backends import ExtentClient
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError
 from dataplane_core.hosting import ExtentHost, Session, UnixAddress, decode_about
+from dataplane_core.ownership import PrivateFolder
 from dataplane_shm._messages import About
 
 

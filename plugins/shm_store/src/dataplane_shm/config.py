@@ -7,7 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dataplane_core.backends import CapacityOptions, PrivateFolder, SizeBytes
+from dataplane_core.backends import CapacityOptions
+from dataplane_core.config import SizeBytes
+from dataplane_core.ownership import PrivateFolder
 from dataplane_shm._messages import SOCKET
 
 __all__ = ["ShmConfig", "store_folder"]

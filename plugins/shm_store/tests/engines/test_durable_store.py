@@ -15,7 +15,8 @@ from power_loss import Disk
 from shm_case import rows_found
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
-from dataplane_core.host_memory import Arena, Uses, extent_bytes
+from dataplane_core.host_memory import Arena
+from dataplane_core.host_memory.arena import Uses, extent_bytes
 from dataplane_core.hosting import Allocate, KeptExtents, PutWhole, kept_extents
 from dataplane_core.hosting.extent_host import CheckRoom, Find, Written
 from dataplane_core.hosting.extents import Layout, Wanted

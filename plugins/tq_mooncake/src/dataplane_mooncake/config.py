@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dataplane_core.backends import SizeBytes
+from dataplane_core.config import SizeBytes
 from dataplane_tq_simple import QueueConfig
 from dataplane_tq_simple.addresses import parse_announced
 

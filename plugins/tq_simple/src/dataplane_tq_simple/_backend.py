@@ -10,17 +10,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from dataplane_core.backends import (
-    LEDGER_CAPABILITIES,
-    Backend,
-    Finding,
-    LedgerBackend,
-    Level,
-    PrivateFolder,
-    RowStoreBackend,
-)
+from dataplane_core.backends import LEDGER_CAPABILITIES, Backend, Finding, LedgerBackend, Level, RowStoreBackend
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
+from dataplane_core.ownership import PrivateFolder
 from dataplane_core.spec import (
     Capability,
     ListUnitsRequest,

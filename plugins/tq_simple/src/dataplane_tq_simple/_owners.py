@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import ray
 
-from dataplane_core.backends import PrivateFolder
 from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError
+from dataplane_core.ownership import PrivateFolder
 from dataplane_tq_simple.config import QueueConfig
 
 _logger = logging.getLogger(__name__)

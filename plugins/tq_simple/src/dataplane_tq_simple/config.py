@@ -7,7 +7,8 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dataplane_core.backends import CapacityOptions, SizeBytes
+from dataplane_core.backends import CapacityOptions
+from dataplane_core.config import SizeBytes
 
 __all__ = ["QueueConfig", "TQSimpleConfig"]
 

@@ -16,7 +16,7 @@ from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, 
 IDS = ["a", "b", "c", "d"]
 LENGTHS = [3, 5, 2, 4]
 PATCHES = [6, 0, 4, 4]
-BOXES = [1, 2, 1, 3]
+BOXES = [1, 0, 1, 3]
 INSIDE = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
 COLUMNS = {
     "input_ids": torch.arange(1, 21).view(4, 5) * INSIDE,
@@ -84,6 +84,7 @@ READS = {
     "by lengths": (BARE, TO_8 | only("boxes", "per_token", "input_lengths"), {"boxes": BOXES, "per_token": (4, 8, 2)}),
     "by ids": (BARE, TO_8 | only("boxes", "per_token", "input_ids"), {"boxes": BOXES, "per_token": (4, 8, 2)}),
     "by nothing": (BARE, TO_8 | only("boxes", "pixel_values"), {"boxes": (4, 8, 4), "pixel_values": PATCHES}),
+    "without a token": (BARE | {"sample_ids": ["b"]}, only("boxes"), {"boxes": (1, 0, 4)}),
     "rounded": (BY_4, only("input_ids", "pixel_values", "features"), {"input_ids": (4, 8), "features": (4, 2)}),
     "rounded, rows of equal length": (BY_4 | {"sample_ids": ["b"]}, only("input_ids"), {"input_ids": (1, 8)}),
     "rounded beside longer ones": (

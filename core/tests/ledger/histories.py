@@ -17,7 +17,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import Command, Ledger, commands
 from dataplane_core.ledger.state import pack_state, unpack_state
 from dataplane_testkit import histories
-from dataplane_testkit.histories import TASKS, Put, Repeat, Wait
+from dataplane_testkit.histories import TASKS, Put, Wait
 
 
 def answer(ledger: Ledger, command: Command[Any], now: float) -> Any:
@@ -92,7 +92,6 @@ class History:
         self.options = {"capacity_bytes": dice.choice([None, 200, 400]), "overwrite": dice.random() < 0.8}
         self.now = 0.0
         self._drawn = histories.History(dice)
-        self._done: dict[str, list[Command[Any]]] = {}
 
     def commands(self, ledger: Ledger) -> Iterator[Command[Any]]:
         """The commands of the next step, drawn with a look at a ledger that has taken those before."""
@@ -100,13 +99,8 @@ class History:
         if isinstance(step, Wait):
             self.now += step.seconds
         elif isinstance(step, Put):
-            self._done[f"r{step.number}"] = step.commands(ledger, self.now, ttl_s=30.0, size_bytes=8)
-            yield from self._done[f"r{step.number}"]
-        elif isinstance(step, Repeat):
-            yield from self._done.get(step.request_id, [])
+            yield from step.commands(ledger, self.now, ttl_s=30.0, size_bytes=8)
         else:
-            if isinstance(step, commands.SettleRequest):
-                self._done[str(step.request_id)] = [step]
             yield step
 
     def heard(self, command: Command[Any], reply: Any) -> Command[Any] | None:

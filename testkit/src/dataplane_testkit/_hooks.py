@@ -9,9 +9,8 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.backends import Backend
 from dataplane_core.codec import encode_columns
-from dataplane_core.spec import OPERATIONS, new_id
+from dataplane_core.spec import OPERATIONS
 
 
 def backend_of(client: DataPlaneClient) -> Any:
@@ -27,39 +26,35 @@ def backend_of(client: DataPlaneClient) -> Any:
 
 
 class Hooks:
-    """Calls hooks as core does. Each method returns the hook's reply.
+    """Calls hooks as a client does, without the client's methods. Each method returns the hook's reply.
 
     Args:
-        backend: A started backend.
-        deadline_s: Seconds until the deadline of each request; may be negative.
+        client: A client.
+        deadline_s: Seconds until the deadline of each request, at most the client's own.
     """
 
-    def __init__(self, backend: Backend, deadline_s: float = 90.0) -> None:
-        self._backend = backend
-        self._wire = type(backend).wire
+    def __init__(self, client: DataPlaneClient, deadline_s: float = 90.0) -> None:
+        self._connection = client._connection
         self._deadline_s = deadline_s
 
-    def ask(self, operation: str, partition_id: str | None = None, **about: Any) -> Any:
+    def call(self, request: Any) -> Any:
+        """Calls the hook of a request."""
+        request.deadline = time.monotonic() + self._deadline_s
+        with self._connection.naming_errors():
+            return self._connection.call(request)
+
+    def ask(self, operation: str, *partition_id: str, **about: Any) -> Any:
         """Calls a hook; ``about`` are the other attributes of its request."""
-        made, expected = OPERATIONS[operation].request, OPERATIONS[operation].reply
-        named = {} if partition_id is None else {"partition_id": partition_id}
-        request = made(**named, **about, deadline=time.monotonic() + self._deadline_s)
-        reply = getattr(self._backend, operation)(request)
-        assert isinstance(reply, expected), (
-            f"hook '{operation}' returned {type(reply).__name__}, expected {expected.__name__}"
-        )
-        return reply
+        return self.call(OPERATIONS[operation].request(*partition_id, **about))
 
     def put(
         self,
         partition_id: str,
         sample_ids: Sequence[str],
-        fields: TensorDictBase | Mapping[str, Any] | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
-        request_id: str | None = None,
+        fields: TensorDictBase | Mapping[str, Any] | None,
+        **about: Any,
     ) -> Any:
         """Puts columns, which it encodes."""
-        columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._wire)
-        rows = {"sample_ids": list(sample_ids), "tags": None if tags is None else [dict(row) for row in tags]}
-        once = request_id or new_id()
-        return self.ask("put_samples", partition_id, columns=columns, specs=specs, **rows, request_id=once)
+        columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._connection.wire)
+        rows = {"sample_ids": list(sample_ids), "columns": columns, "specs": specs, "tags": None}
+        return self.ask("put_samples", partition_id, **rows | about)

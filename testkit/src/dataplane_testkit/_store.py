@@ -92,10 +92,10 @@ class Store:
         self.options = copy.deepcopy(options)
         self._bounded: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
-        self.aftermath: Background | None = None  # of the chapter "processes", which several tests look at
+        self.histories: dict[str, Background] = {}  # that several tests look at
         self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
         self.backend: Backend = backend_of(self.client)
-        self.hooks = Hooks(self.backend)
+        self.hooks = Hooks(self.client)
         self.faults = Faults.of(self.client)
         self.ends = contextlib.ExitStack()
         self._asked: set[str] = set()  # the tokens of claims that wait

@@ -136,6 +136,15 @@ class Put:
         )
         return [begin, commands.CommitPut(first)]
 
+    def take(self, ledger: Ledger, now: float) -> bool:
+        """Puts whole. Returns whether it was carried out, not done already. Raises as the ledger does."""
+        try:
+            for command in self.commands(ledger, now):
+                ledger.apply(command, now)
+        except AlreadyDoneError:
+            return False
+        return True
+
     def rows(self, field: str) -> list[Any]:
         """The cells of a field."""
         kind, places = KINDS[self.columns[field]], range(len(self.sample_ids))
@@ -146,14 +155,6 @@ class Put:
         """A list of ints becomes what its field holds."""
         spec = KINDS[kind].spec
         return known if known is not None and spec.lists == "ints" and known.dtype.startswith("float") else spec
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """A put, ack, nack or renew whose reply was lost comes again, with the id of the first request."""
-
-    op = "repeat"
-    request_id: str
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Faulty:
     fault: Literal["lost", "late"]
 
 
-Step: TypeAlias = Command[Any] | Put | Repeat | Wait | Stay | Faulty
+Step: TypeAlias = Command[Any] | Put | Wait | Stay | Faulty
 
 
 def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
@@ -193,50 +194,6 @@ def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
         return ledger.apply(command, now)
     except DataPlaneError:
         return None
-
-
-class Model:
-    """What a store must answer: a ledger, and a clock that only steps move."""
-
-    def __init__(self, **options: Any) -> None:
-        self.ledger = Ledger(**options)
-        self.now = 0.0
-        self._done: dict[str, Put | commands.SettleRequest] = {}
-
-    def answer(self, step: Step) -> Any:
-        """The reply to a step. Raises as the ledger does."""
-        self.now += 2**-20  # no two claims at the same time, and no lease ends unless time is said to pass
-        match step:
-            case Wait(seconds):
-                self.now += seconds
-            case Stay(claim):
-                return self.ledger.apply(claim, self.now)
-            case Faulty(step):
-                return self.answer(step)
-            case Put():
-                self._done[f"r{step.number}"] = step
-                return self._put(step)
-            case Repeat(request_id):
-                before = self._done.get(request_id)
-                return None if before is None else self.answer(before)
-            case Command():
-                if isinstance(step, commands.SettleRequest) and step.request_id:
-                    self._done[step.request_id] = step
-                return self.ledger.apply(step, self.now)
-        return None
-
-    def done(self, request_id: str) -> Put | commands.SettleRequest | None:
-        """The step that had this id."""
-        return self._done.get(request_id)
-
-    def _put(self, put: Put) -> bool:
-        """Returns whether it was carried out, not done already."""
-        try:
-            for command in put.commands(self.ledger, self.now):
-                self.ledger.apply(command, self.now)
-        except AlreadyDoneError:
-            return False
-        return True
 
 
 @dataclass
@@ -263,7 +220,7 @@ class History:
     _claims: list[_Given] = field(default_factory=list)
     _puts: list[Put] = field(default_factory=list)
     _kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # of cells that were put
-    _requests: list[str] = field(default_factory=list)
+    _requests: list[Step] = field(default_factory=list)  # that may come again
     _begun: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -294,7 +251,7 @@ class History:
         rare = isinstance(step, _FAULTY[fault]) and self.dice.random() < (0.1 if isinstance(step, Put) else 0.2)
         waits = isinstance(step, commands.ClaimRequest) and (step.all_or_nothing or step.lease_s == SHORT_S)
         if isinstance(step, Put) and fault == "late":
-            step = replace(step, columns={"x": "dense"}, tags=None) if rare else step
+            step = replace(step, columns={"x": "dense"}, number=self._number(), tags=None) if rare else step
         return Faulty(step, fault) if rare and not waits else step
 
     def heard(self, step: Step, reply: Any) -> None:
@@ -469,7 +426,7 @@ class History:
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
         )
-        self._requests = [*self._requests[-6:], f"r{put.number}"]
+        self._requests = [*self._requests[-6:], put]
         return put
 
     def _put_tags(self, name: str = "") -> Step:
@@ -490,9 +447,10 @@ class History:
         return kind(self._begun.pop(-1 - ago)) if ago < len(self._begun) else None
 
     def _repeat(self) -> Step | None:
+        """A put, ack, nack or renew whose reply was lost comes again, with the same id."""
         if Capability.REPEATABLE not in self.able or not self._requests:
             return None
-        return Repeat(self.dice.choice(self._requests[-3:]))
+        return self.dice.choice(self._requests[-3:])
 
     def _read(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Step:
         where = name or self._part()
@@ -567,13 +525,13 @@ class History:
         dice, claim = self.dice, given.claim
         some = [(given.sample_ids[place], given.tokens[place]) for place in places]
         request_id = f"s{self._number()}"
-        self._requests = [*self._requests[-6:], request_id]
         about = (claim.partition_id, claim.task_name, [each for each, _ in some], [token for _, token in some])
         kind: Any = dice.choice(
             [commands.AckRequest, commands.NackRequest, commands.NackRequest, commands.RenewRequest]
         )
         extra = [LONG_S if self.real else 4.0] if kind is commands.RenewRequest else []
         settle: commands.SettleRequest = kind(*about, *extra, request_id=request_id, left_s=1e9)
+        self._requests = [*self._requests[-6:], settle]
         return settle
 
     def _set_cursor(self) -> Step:

@@ -78,6 +78,7 @@ class Settings:
         capacity_bytes: What the store may hold, if the backend can limit it.
         kills: How many processes are killed, each after some calls, in place of kills and stops by the clock. With the
             last of them the run is over. None: the clock decides.
+        num_steps: How many steps each worker takes. The workers are then threads. None: the clock decides.
         faults: What is done to the processes and the store: ``kill``, ``stop``, and names of the store's disturbances.
             None: all of it.
         steps: What the workers do, such as ``put`` and ``claim``. None: all that the store can do.
@@ -93,6 +94,7 @@ class Settings:
     allowance_s: float = 15.0
     capacity_bytes: int = 640 * 1024
     kills: int | None = None
+    num_steps: int | None = None
     faults: frozenset[str] | None = None
     steps: frozenset[str] | None = None
 
@@ -217,7 +219,7 @@ def history_of(store: Store, settings: Settings) -> History:
 
 def _run_on(store: Store, settings: Settings, capacity_bytes: int | None, progress: Callable[[str], None]) -> Run:
     cls = store.backend_class
-    able, threaded = cls.capabilities, cls.scope is Scope.PROCESS
+    able, threaded = cls.capabilities, cls.scope is Scope.PROCESS or settings.num_steps is not None
     return Run(
         settings,
         progress,
@@ -286,6 +288,7 @@ class Run(ExitStack):
             lease_s=settings.lease_s,
             op_timeout_s=settings.op_timeout_s,
             steps=chosen,
+            num_steps=settings.num_steps,
             leases="ack" in steps,
             tags=tags,
         )

@@ -77,6 +77,8 @@ class Plan:
     op_timeout_s: float
     #: The steps that the workers take.
     steps: frozenset[str] = frozenset(STEPS)
+    #: How many steps each worker takes at most.
+    num_steps: int | None = None
     #: Whether the claims of leased tasks have leases, and whether puts have a tag with their version.
     leases: bool = True
     tags: bool = True
@@ -296,7 +298,7 @@ def live(client: Any, plan: Plan, worker: int, life: int, until_s: float) -> Non
     hands = Hands(client, plan, f"w{worker}.{life}", (worker * 1000 + life) * 100_000)
     kinds, parent = sorted(plan.steps), os.getppid()
     weights = [STEPS[kind][1][worker % 3] for kind in kinds]
-    for number in itertools.count():
+    for number in itertools.count() if plan.num_steps is None else range(plan.num_steps):
         rng = random.Random(f"{plan.seed} {worker} {life} {number}")
         pause_s, kind = rng.expovariate(1 / plan.pause_s), rng.choices(kinds, weights)[0]
         time.sleep(max(0.0, min(pause_s, 5 * plan.pause_s, until_s - time.monotonic())))

@@ -31,7 +31,7 @@ from dataplane_core.errors import (
 from dataplane_core.spec import CallInfo, Capability, ClientInfo, PhaseInfo, Scope, WorkInfo
 from dataplane_testkit import _workers
 from dataplane_testkit._columns import batch, ids
-from dataplane_testkit._hooks import Hooks, backend_of
+from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._store import BOUNDED_BYTES, Store, Suite, no_polls, not_run
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, bounded, eventually
 from dataplane_testkit._workers import read_items
@@ -49,7 +49,7 @@ class ClaimSuite(Suite, chapter="claims"):
         partition = store.filled(1)
         for all_or_nothing in (True, False):
             about = {"task_name": "train", "required_fields": ["y"], "batch_size": 2, "all_or_nothing": all_or_nothing}
-            ask = partial(Hooks(store.backend, 600.0).ask, "claim", partition, **about)
+            ask = partial(Hooks(store.client, 600.0).ask, "claim", partition, **about)
             assert list(bounded(ask, what="a claim hook with nothing to give").sample_ids) == []
 
     def test_the_end_is_the_same_for_all_ranks(self, store: Store) -> None:
@@ -168,7 +168,7 @@ class CapacitySuite(Suite, chapter="capacity"):
         for timeout_s in (0.3, 2.0, 10.0):
             names = ids(4, f"n{timeout_s:g}-")  # a put that was not answered in time may yet be done
             put = partial(
-                Hooks(backend_of(client), timeout_s).put,
+                Hooks(client, timeout_s).put,
                 partition,
                 names,
                 {"x": torch.zeros(4, _ROW, dtype=torch.uint8)},
@@ -241,7 +241,7 @@ class ListingSuite(Suite, chapter="listing"):
         for each in (replace(mine, calls=[], num_calls=0), other, mine):
             told = _announce(store, each, _LONG_S)
         assert told >= 2, "announce does not say how many clients there are"
-        for hooks in (store.hooks, Hooks(backend_of(store.same_store_client()))):
+        for hooks in (store.hooks, Hooks(store.same_store_client())):
             listed = {each.client_id: each for each in hooks.ask("list_clients", ended=False)}
             assert other.client_id in listed
             found = listed[mine.client_id]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dataplane_core.errors import DataPlaneError, LeaseExpiredError
+from dataplane_core.errors import DataPlaneError
 from dataplane_core.spec import Capability, Scope, new_id
 from dataplane_testkit import _workers
 from dataplane_testkit._columns import as_objects, batch, ids, items_of, jagged
@@ -29,7 +28,6 @@ from dataplane_testkit._workers import claim_all
 from dataplane_testkit.chaos.checker import Finding, check, shrunk
 from dataplane_testkit.chaos.history import OK, History
 from dataplane_testkit.chaos.run import HEIR, Settings, history_of, table
-from dataplane_testkit.chaos.worker import BASE, columns_of, seen_of
 from dataplane_testkit.rules import lasts
 
 _FACTOR: Final = by_profile(1, 1, 10)
@@ -40,18 +38,48 @@ _GROUPS, _PROCESSES, _CLAIM_S = by_profile((80, 2, 60.0), (80, 2, 60.0), (33_000
 _SIZES: Final = {"small": 2, "large": 64 * 1024}
 
 
-def _write(store: Store, partition: str, names: list[str], version: int, tags: Any = None, length: int = 1) -> None:
-    """Puts samples of which each cell says what its version is."""
-    store.put(partition, names, tags, columns_of(names, BASE, version, [length + version % 5] * len(names)))
+#: How many processes are killed. The environment variable sets another number.
+_KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
+#: Threads of one client, and the steps that each of them takes.
+_THREADS, _STEPS = 6, by_profile(40, 80, 800)
+#: Time limit in seconds. The first of the tests that look at a history makes it.
+_LIMIT_S: Final = 900.0
 
 
-def _read(store: Store, partition: str, names: list[str]) -> list[set[int | str]]:
-    """The versions that the cells of each sample are of, or what is wrong with one."""
-    return [set(cells.values()) for cells in seen_of(store.get(partition, names, *BASE), names, BASE).values()]
+def _history_of(store: Store, who: str) -> tuple[History, list[Finding], str]:
+    """Random steps of threads of one client, or of processes that are killed: what the checker says of their history.
+
+    All tests look at one history of a store.
+
+    Returns:
+        The history, what it breaks, and how it was made.
+    """
+
+    def make() -> tuple[History, list[Finding], str]:
+        seed = new_seed()
+        how: dict[str, Any] = {"pause_s": 0.01, "lease_s": 0.3, "kills": _KILLS}
+        if who == "threads":
+            how = {"pause_s": 0.0005, "lease_s": 0.05, "workers": _THREADS, "num_steps": _STEPS}
+        settings = Settings(seed=seed, schedule_s=_LIMIT_S, op_timeout_s=store.case.op_timeout_s, **how)
+        try:
+            history = history_of(store, settings)
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error} (seed {seed})") from error
+        return history, check(history), f"(seed {seed})"
+
+    made: tuple[History, list[Finding], str]
+    made = store.histories.setdefault(who, Background(make)).result(_LIMIT_S, f"the history of {who}")
+    return made
 
 
-#: Added to the versions of what another partition holds.
-_OTHER: Final = 100_000
+def _holds(store: Store, who: str, *rules: str) -> None:
+    """Asserts that a history breaks none of these rules of the checker. The first says most."""
+    history, findings, state = _history_of(store, who)
+    broken = sorted((each for each in findings if each.rule in rules), key=lambda each: rules.index(each.rule))
+    if broken:
+        names = ", ".join(dict.fromkeys(each.rule for each in broken))
+        proof = "\n".join(table(broken[0], shrunk(history, broken[0])))
+        pytest.fail(f"{names}: {broken[0].text}\n\n{proof}\n\n{state}", pytrace=False)
 
 
 class RaceSuite(Suite, chapter="races"):
@@ -81,29 +109,9 @@ class RaceSuite(Suite, chapter="races"):
             whole = {name.partition("_")[0] for name in each}
             assert len(each) == 3 * len(whole), f"a claim holds a part of a group: {each}"
 
+    @lasts(_LIMIT_S)
     def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
-        partition, give_up = store.filled(60), time.monotonic() + 60
-
-        def consume(turn: int) -> list[str]:
-            acked: list[str] = []
-            while not store.client.check_consumption_status(partition, ["train"]):
-                assert time.monotonic() < give_up, "samples were lost: the partition is never consumed"
-                turn += 1
-                is_short = turn % 3 == 0  # a lease that ends about when it is acked
-                meta = store.claim(partition, 5, lease_s=0.01 if is_short else 60)
-                if is_short:
-                    time.sleep(0.001 * (turn % 20))
-                elif turn % 5 == 0:
-                    store.client.nack(meta)
-                    continue
-                with suppress(LeaseExpiredError):
-                    store.client.ack(meta)
-                    acked += meta.sample_ids
-            return acked
-
-        acked = [name for part in in_threads(*[partial(consume, turn) for turn in range(5)]) for name in part]
-        assert len(acked) == len(set(acked)), "two holders acked the same sample"
-        assert sorted(acked) == sorted(ids(60))
+        _holds(store, "threads", "two holders", "given once", "lease", "refused ack", "handed out again")
 
     @pytest.mark.parametrize("what", ["schema", "declared", "enum", "group"])
     def test_of_racing_puts_that_exclude_each_other_one_is_accepted(self, store: Store, what: str) -> None:
@@ -168,70 +176,13 @@ class RaceSuite(Suite, chapter="races"):
             found = store.get(partition, ids(3))["x"]
             assert found.unique().tolist() == [2], f"round {number}: a put was carried out twice"
 
+    @lasts(_LIMIT_S)
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
-        count = 120 * _FACTOR
-        partition = store.register(*BASE, num_samples=count)
+        _holds(store, "threads", "half", "ready", "order", "waiting")
 
-        def produce() -> None:
-            for index in range(count):
-                _write(store, partition, [f"s{index}"], index, [{"n": index, "input_lengths": index % 5}])
-
-        def read() -> None:
-            for index, name in enumerate(ids(count)):
-                while not store.has(partition, name, "x"):
-                    time.sleep(0.0005)
-                assert _read(store, partition, [name]) == [{index}]
-
-        def consume(required: str) -> None:
-            while (meta := store.claim(partition, 1, required, blocking=True, timeout_s=60)).size:
-                index = int(meta.sample_ids[0][1:])
-                assert _read(store, partition, meta.sample_ids) == [{index}]
-                assert meta.tags == [{"n": index, "input_lengths": index % 5}], "a sample was claimed without its tags"
-
-        consumers = [partial(consume, name) for name in ("x", "y", "o") if store.declares(Capability.CLAIMS)]
-        in_threads(produce, read, *consumers)
-
-    @pytest.mark.parametrize("length", [1, 6400], ids=["small", "large"])
-    def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store, length: int) -> None:
-        partition, other = store.register(*BASE), store.register(*BASE)
-        stays, goes = ids(5, "stays"), ids(5, "goes")
-        # some reads beside each change: readers that never pause take the processor from the store
-        reads, done = threading.Semaphore(0), threading.Event()
-
-        def churn() -> None:
-            for value in range(1, by_profile(20, 40, 400)):
-                changes: list[Callable[[], object]] = [
-                    partial(_write, store, partition, goes, value, None, length),
-                    partial(store.client.clear_samples, goes if value % 2 else goes[1:], partition),
-                    partial(store.client.clear_samples, goes[:1], partition),
-                    partial(_write, store, other, goes, value + _OTHER, None, length),  # in the memory that is free
-                    partial(store.client.clear_samples, goes, other),
-                ]
-                for change in changes:
-                    reads.release(12)
-                    change()
-            done.set()
-            reads.release(3)
-
-        def read(names: list[str]) -> None:
-            while reads.acquire(timeout=60) and not done.is_set():
-                with suppress(KeyError):
-                    for name, versions in zip(names, _read(store, partition, names), strict=True):
-                        right = range(1, _OTHER) if name in goes else range(1)
-                        # of one write: between any two of them the sample was cleared
-                        is_whole = len(versions) == 1 and all(each in right for each in versions)
-                        assert is_whole, f"a read of '{name}' returned {versions}"
-
-        def look() -> None:
-            while reads.acquire(timeout=60) and not done.is_set():
-                if store.declares(Capability.CLAIMS):
-                    store.claim(other, 2)
-                if store.declares(Capability.LISTING):
-                    assert set(store.client.list_samples(partition).sample_ids) <= {*stays, *goes}
-
-        _write(store, partition, stays, 0, None, length)
-        in_threads(churn, partial(read, stays + goes), partial(read, goes + stays), look)
-        assert _read(store, partition, stays) == [{0}] * 5, "rows that were not cleared have changed"
+    @lasts(_LIMIT_S)
+    def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store) -> None:
+        _holds(store, "threads", "cleared", "committed", "lost", "error", "registered", "deadline")
 
     @pytest.mark.parametrize("what", ["clear", "registration"])
     def test_puts_that_overlap_clears_are_whole_or_nothing(self, store: Store, what: str) -> None:
@@ -262,11 +213,13 @@ class RaceSuite(Suite, chapter="races"):
                 meta = store.client.list_samples(partition)
                 assert meta.tags == [{"new": 1}] * 16, "a sample that was cleared has its old tags"
 
+    @lasts(_LIMIT_S)
     def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
-        _read_beside_overwrites(store, lambda versions: all(isinstance(each, int) for each in versions))
+        _holds(store, "threads", "bits", "written", "latest")
 
+    @lasts(_LIMIT_S)
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
-        _read_beside_overwrites(store, lambda versions: len(versions) == 1)
+        _holds(store, "threads", "mixed")
 
     def test_racing_puts_of_different_fields_all_stay(self, store: Store) -> None:
         partition, names = store.filled(10), ids(10)
@@ -283,60 +236,6 @@ class RaceSuite(Suite, chapter="races"):
             assert found[f"f{key}"].tolist() == [index + int(key[0]) for index in range(10)]
         for index, name in enumerate(names):
             assert tags[name] == {f"t{key}": index for key in keys}, "tags of a concurrent put were lost"
-
-
-def _read_beside_overwrites(store: Store, may_be_read: Callable[[set[int | str]], bool]) -> None:
-    """Reads samples while three threads overwrite all their cells. A read may find these versions of a sample."""
-    partition, names, count = store.register(*BASE), ids(8), by_profile(10, 30, 300)
-
-    def write_all(writer: int) -> None:
-        for turn in range(count):
-            _write(store, partition, names, 3 * turn + writer)
-
-    def read_all() -> None:
-        for _ in range(count):
-            for versions in _read(store, partition, names):
-                assert may_be_read(versions), f"a read returned cells of the versions {versions}"
-
-    _write(store, partition, names, 0)
-    in_threads(*[partial(write_all, writer) for writer in range(3)], read_all, read_all)
-    read_all()
-
-
-#: How many processes are killed. The environment variable sets another number.
-_KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
-#: Time limit in seconds. The first of the tests with kills does them all.
-_LIMIT_S: Final = 900.0
-
-
-def _aftermath(store: Store) -> tuple[History, list[Finding], str]:
-    """Kills processes while they put and claim, at random moments: the history, what it breaks, how it was made.
-
-    All tests look at one history of a store.
-    """
-
-    def kill() -> tuple[History, list[Finding], str]:
-        seed, timeout_s = new_seed(), store.case.op_timeout_s
-        how: dict[str, Any] = {"kills": _KILLS, "pause_s": 0.01, "lease_s": 0.3, "op_timeout_s": timeout_s}
-        try:
-            history = history_of(store, Settings(seed=seed, schedule_s=_LIMIT_S, **how))
-        except Exception as error:
-            raise AssertionError(f"{type(error).__name__}: {error} (seed {seed})") from error
-        return history, check(history), f"(seed {seed})"
-
-    store.aftermath = store.aftermath or Background(kill)
-    found: tuple[History, list[Finding], str] = store.aftermath.result(_LIMIT_S, "the killing of processes")
-    return found
-
-
-def _holds(store: Store, *rules: str) -> None:
-    """Asserts that the history of the kills breaks none of these rules of the checker. The first says most."""
-    history, findings, state = _aftermath(store)
-    broken = sorted((each for each in findings if each.rule in rules), key=lambda each: rules.index(each.rule))
-    if broken:
-        names = ", ".join(dict.fromkeys(each.rule for each in broken))
-        proof = "\n".join(table(broken[0], shrunk(history, broken[0])))
-        pytest.fail(f"{names}: {broken[0].text}\n\n{proof}\n\n{state}", pytrace=False)
 
 
 class ProcessSuite(Suite, chapter="processes"):
@@ -370,29 +269,29 @@ class ProcessSuite(Suite, chapter="processes"):
 
     @lasts(_LIMIT_S)
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
-        _holds(store, "deadline", "error", "puts", "registered", "waiting")
+        _holds(store, "processes", "deadline", "error", "puts", "registered", "waiting")
 
     @lasts(_LIMIT_S)
     def test_killed_producers_leave_no_half_rows(self, store: Store) -> None:
-        _holds(store, "half", "bits", "written", "mixed")
+        _holds(store, "processes", "half", "bits", "written", "mixed")
 
     @lasts(_LIMIT_S)
     def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
-        _holds(store, "committed", "lost", "latest", "cleared", "save")
+        _holds(store, "processes", "committed", "lost", "latest", "cleared", "save")
 
     @lasts(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
-        history, _, state = _aftermath(store)
+        history, _, state = _history_of(store, "processes")
         failed = [call.error for call in history.calls if call.process == HEIR and call.outcome != OK]
         assert not failed, f"a put of the samples that a killed process was putting failed: {failed[0]} {state}"
 
     @lasts(_LIMIT_S)
     def test_killed_consumers_get_no_sample_twice(self, store: Store) -> None:
-        _holds(store, "given once", "at most one claim", "ready", "order")
+        _holds(store, "processes", "given once", "at most one claim", "ready", "order")
 
     @lasts(_LIMIT_S)
     def test_killed_consumers_lose_no_leased_sample(self, store: Store) -> None:
-        _holds(store, "handed out again", "two holders", "lease", "refused ack", "token", "consumed")
+        _holds(store, "processes", "handed out again", "two holders", "lease", "refused ack", "token", "consumed")
 
     def test_committed_puts_survive_a_crash(self, store: Store) -> None:
         partition = store.register("x", "o")

@@ -81,7 +81,7 @@ def _rows(values: list[int]) -> list[torch.Tensor]:
 def _check(store: Store, partition: str, values: list[int]) -> None:
     """Asserts that these rows are there. Fails long before the client's own deadline."""
     names = [f"s{value}" for value in values]
-    Hooks(store.backend, PROMPT_S).ask("get_samples", partition, sample_ids=names, fields=["x", "y"])
+    Hooks(store.client, PROMPT_S).ask("get_samples", partition, sample_ids=names, fields=["x", "y"])
     found = store.get(partition, names, "x", "y")
     assert found["x"].tolist() == values
     check_column(found["y"], _rows(values))
@@ -258,7 +258,7 @@ class RowSuite(Suite, chapter="rows"):
         partition = store.register("x", "y", "z")
         fields = batch(2, x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=as_objects(1, 2), z=torch.ones(2))
         assert store.hooks.put(partition, ids(2), fields) == 2
-        assert store.hooks.put(partition, ids(3), None, [{"n": 1}] * 3) == 3
+        assert store.hooks.put(partition, ids(3), None, tags=[{"n": 1}] * 3) == 3
         reply = store.hooks.ask("get_samples", partition, sample_ids=ids(2), fields=["y", "x"])
         assert {"x", "y"} <= set(reply.columns)
         x, y = reply.specs["x"], reply.specs["y"]

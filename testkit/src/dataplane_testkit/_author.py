@@ -54,8 +54,6 @@ class AuthorsClass:
             the backend's stores can be told apart by ``isolated_options``.
         store_per_test: Whether every test connects a new store. By default, all tests of the class with equal
             ``options`` use one store.
-        through_asyncio: Whether the tests call the operations of `AsyncDataPlaneClient`, on an event loop in a thread.
-            They prove that client on this backend; the backend itself is proved either way.
     """
 
     backend: ClassVar[str] = ""
@@ -65,7 +63,6 @@ class AuthorsClass:
     most_copies: ClassVar[Mapping[str, tuple[float, str]]] = {}
     num_ledgers: ClassVar[int] = 1
     store_per_test: ClassVar[bool] = False
-    through_asyncio: ClassVar[bool] = False
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar
 from unittest import mock
 
 import msgspec
@@ -30,7 +30,6 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.ledger import commands
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
-from dataplane_testkit._asyncio import ThroughAsyncio
 from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, ConformanceError, shown_name
 from dataplane_testkit._columns import batch, bits, ids
 from dataplane_testkit._hooks import Hooks, backend_of
@@ -124,10 +123,8 @@ class Store:
 
         ``config`` are further keys of the config.
         """
-        client = connect_backend(
-            self.backend_class, self._config(options, middleware=[Faults()], **config), bootstrap=bootstrap
-        )
-        return cast("DataPlaneClient", ThroughAsyncio(client)) if self.case.through_asyncio else client
+        full = self._config(options, middleware=[Faults()], **config)
+        return connect_backend(self.backend_class, full, bootstrap=bootstrap)
 
     def _config(self, options: Mapping[str, Any], **config: Any) -> DataPlaneConfig:
         case = {"num_ledgers": self.case.num_ledgers, "op_timeout_s": self.case.op_timeout_s}

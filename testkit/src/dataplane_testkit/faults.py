@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dataplane_core.middleware import Middleware
-from dataplane_core.spec import OPERATIONS, Ragged, SharedRows, WireBatch, hookimpl
+from dataplane_core.middleware import OperationMiddleware
+from dataplane_core.spec import Ragged, SharedRows, WireBatch, hookimpl
 
 __all__ = ["Faults"]
 
@@ -22,7 +22,7 @@ __all__ = ["Faults"]
 _Actions = dict[str, tuple[Callable[..., Any], ...]]
 
 
-class Faults(Middleware):
+class Faults(OperationMiddleware):
     """Counts hook calls, and injects faults before or after them. Can be used from several threads."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Faults(Middleware):
     @classmethod
     def of(cls, client: Any) -> Faults:
         """The one in a client's middleware."""
-        return next(each for each in client.middleware if isinstance(each, cls))
+        return next(plugin for plugin in client.middleware if isinstance(plugin, cls))
 
     @contextmanager
     def counting(self) -> Iterator[list[str]]:
@@ -50,7 +50,7 @@ class Faults(Middleware):
             yield log
         finally:
             with self._lock:
-                self._logs = [each for each in self._logs if each is not log]
+                self._logs = [other for other in self._logs if other is not log]
 
     def before(self, operation: str, action: Callable[[Any], None]) -> AbstractContextManager[None]:
         """Calls ``action(request)`` before the backend gets the request. If it raises, the client gets that error.
@@ -73,10 +73,6 @@ class Faults(Middleware):
     def error_after(self, operation: str, error: Exception) -> AbstractContextManager[None]:
         """The backend executes the request, but its reply is lost. The client gets ``error``."""
         return self.after(operation, lambda request, reply: _fail(error))
-
-    def delay(self, operation: str, duration_s: float) -> AbstractContextManager[None]:
-        """Delays every request by ``duration_s`` seconds."""
-        return self.before(operation, lambda request: time.sleep(duration_s))
 
     def late(self, operation: str, allowed_s: float = 0.01) -> AbstractContextManager[None]:
         """Sets the deadline to ``allowed_s`` seconds after the call, and passes the request on after this deadline."""
@@ -109,7 +105,8 @@ class Faults(Middleware):
 
         return self.after(operation, act)
 
-    def _around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+    def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        """Counts an operation and injects the active faults."""
         with self._lock:
             for log in self._logs if operation != "announce" else ():
                 log.append(operation)
@@ -119,6 +116,11 @@ class Faults(Middleware):
         for after in self._after.get(operation, ()):
             reply = after(request, reply)
         return reply
+
+    @hookimpl(wrapper=True)
+    def announce(self, request: Any) -> Generator[None, Any, Any]:
+        """Injects the active faults."""
+        return (yield from self.around("announce", request))
 
 
 @contextmanager
@@ -141,17 +143,3 @@ def _without_last(column: Any, num_rows: int) -> Any:
     if isinstance(column, Ragged):
         return Ragged(column.values[: column.offsets[-1 - num_rows]], column.offsets[:-num_rows])
     return column[:-num_rows]
-
-
-def _wrapper(operation: str) -> Callable[..., Any]:
-    @hookimpl(wrapper=True)
-    def wrap(self: Faults, request: Any) -> Generator[None, Any, Any]:
-        return (yield from self._around(operation, request))
-
-    wrap.__name__ = operation
-    wrap.__doc__ = f"Counts ``{operation}`` and injects the active faults."
-    return wrap
-
-
-for _operation in OPERATIONS:
-    setattr(Faults, _operation, _wrapper(_operation))

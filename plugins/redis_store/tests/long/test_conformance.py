@@ -7,10 +7,6 @@ from redis_servers import VALKEY
 from dataplane_testkit import AuthorsClass, BackendConformance
 
 
-class TestRedisThroughAsyncio(RedisCase, BackendConformance):
-    through_asyncio = True
-
-
 class TestRedisCluster(RedisCase, BackendConformance):
     """Three primaries. They do not restart: what survives depends on the server, not on the cluster."""
 

@@ -9,10 +9,6 @@ from dataplane_core.backends import ledger_of
 from dataplane_testkit import BackendConformance
 
 
-class TestShmThroughAsyncio(ShmCase, BackendConformance):
-    through_asyncio = True
-
-
 class TestShmViews(ShmCase, BackendConformance):
     deviations: ClassVar = {
         "test_what_comes_back_is_owned_by_the_caller": "two reads of the same rows are views of the same memory"

@@ -67,8 +67,9 @@ def _history_of(store: Store, who: str) -> tuple[History, list[Finding], str]:
             raise AssertionError(f"{type(error).__name__}: {error} (seed {seed})") from error
         return history, check(history), f"(seed {seed})"
 
-    made: tuple[History, list[Finding], str]
-    made = store.histories.setdefault(who, Background(make)).result(_LIMIT_S, f"the history of {who}")
+    if who not in store.histories:
+        store.histories[who] = Background(make)
+    made: tuple[History, list[Finding], str] = store.histories[who].result(_LIMIT_S, f"the history of {who}")
     return made
 
 

@@ -41,7 +41,7 @@ from dataplane_testkit._columns import (
     shared,
 )
 from dataplane_testkit._hooks import Hooks
-from dataplane_testkit._store import Store, Suite, not_declared, not_run
+from dataplane_testkit._store import Store, Suite, not_declared
 from dataplane_testkit._timing import PROMPT_S, bounded
 from dataplane_testkit.faults import Faults
 
@@ -236,8 +236,6 @@ class RowSuite(Suite, chapter="rows"):
 
     @pytest.mark.parametrize("operation", ["put_samples", "get_samples"])
     def test_the_payload_is_copied_no_more_than_it_may_be(self, store: Store, operation: str) -> None:
-        if store.case.through_asyncio:
-            not_run("the hooks run in threads, and the kit counts the tensors of one thread")
         partition = store.register("x", "y")
         rows = [torch.randn(64 + index, 128) for index in range(_NUM_ROWS)]
         fields = batch(_NUM_ROWS, x=torch.randn(_NUM_ROWS, 16384), y=jagged(rows))

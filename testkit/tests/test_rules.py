@@ -11,7 +11,7 @@ import pytest
 from dataplane_core.backends import row_store
 from dataplane_core.spec import Capability, operations, replies, requests
 from dataplane_testkit import BackendConformance
-from dataplane_testkit.rules import RULES, sentences
+from dataplane_testkit.rules import RULES, sentences_of
 
 _CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 
@@ -45,12 +45,12 @@ def test_rules_quote_what_their_source_says() -> None:
 
 @pytest.mark.parametrize("chapter", ["machine", "chaos"])
 def test_each_rule_of_the_machine_and_of_chaos_is_a_sentence_of_the_contract(chapter: str) -> None:
-    quotes = [_plain(sentence).rstrip(".") for sentence, _ in sentences(chapter).values()]
+    quotes = [_plain(sentence).rstrip(".") for sentence, _ in sentences_of(chapter).values()]
     assert len(quotes) >= 20
     assert [quote for quote in quotes if quote not in _SOURCES["Contract"]] == []
 
 
 def test_rules_say_what_to_check_first() -> None:
     hints = {name: rule.check_first for name, rule in RULES.items()}
-    hints |= {name: hint for name, (_, hint) in sentences("machine").items()}
+    hints |= {name: hint for name, (_, hint) in sentences_of("machine").items()}
     assert not [name for name, hint in hints.items() if len(hint) <= 20]

@@ -16,8 +16,8 @@ FACES = {
         Record Recorder Recording TensorBoardListener WandbListener Writer is_followed is_recording row_digests
     """,
     "dataplane_testkit": """
-        AuthorsClass BackendConformance ConformanceError Disturbance EngineConformance Faults Progress Report
-        Settings Shim Suite Verdict backend_of chapter_of kill_owner limit_of rule_of run_chaos run_shim to_json
+        AuthorsClass BackendConformance ConformanceError Disturbance EngineConformance Faults Report
+        Settings Shim Verdict backend_of kill_owner run_chaos run_shim
     """,
     "dataplane_testkit.commands": "conformance new_plugin",
     "dataplane_tools": "Exported export_partition follow_partition",

@@ -26,16 +26,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
-    from dataplane_testkit._conformance_command import Progress
     from dataplane_testkit._hooks import backend_of
     from dataplane_testkit._rows import kill_owner
-    from dataplane_testkit._store import Suite
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
-    from dataplane_testkit.report import Report, to_json
-    from dataplane_testkit.rules import chapter_of, limit_of, rule_of
+    from dataplane_testkit.report import Report
     from dataplane_testkit.suites import BackendConformance, EngineConformance
 
+#: Public name -> the module that has it. It is imported at its first use: the pytest plugin and the commands import
+#: this package before pytest can rewrite the kit's assertions, and wherever it is installed.
+_FROM: Final = {
+    **dict.fromkeys(("AuthorsClass", "ConformanceError", "Disturbance"), "_author"),
+    **dict.fromkeys(("BackendConformance", "EngineConformance"), "suites"),
+    **dict.fromkeys(("Settings", "Shim", "Verdict", "run_chaos", "run_shim"), "chaos"),
+    "Faults": "faults",
+    "Report": "report",
+    "backend_of": "_hooks",
+    "kill_owner": "_rows",
+}
 __all__ = [
     "AuthorsClass",
     "BackendConformance",
@@ -43,43 +51,21 @@ __all__ = [
     "Disturbance",
     "EngineConformance",
     "Faults",
-    "Progress",
     "Report",
     "Settings",
     "Shim",
-    "Suite",
     "Verdict",
     "backend_of",
-    "chapter_of",
     "kill_owner",
-    "limit_of",
-    "rule_of",
     "run_chaos",
     "run_shim",
-    "to_json",
 ]
-
-#: Module -> public names from it. They are imported at their first use: the pytest plugin and the commands import this
-#: package before pytest can rewrite the kit's assertions, and wherever it is installed.
-_FROM: Final = {
-    "_author": ("AuthorsClass", "ConformanceError", "Disturbance"),
-    "_store": ("Suite",),
-    "suites": ("BackendConformance", "EngineConformance"),
-    "_conformance_command": ("Progress",),
-    "_hooks": ("backend_of",),
-    "_rows": ("kill_owner",),
-    "chaos": ("Settings", "Shim", "Verdict", "run_chaos", "run_shim"),
-    "faults": ("Faults",),
-    "report": ("Report", "to_json"),
-    "rules": ("chapter_of", "limit_of", "rule_of"),
-}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562)."""
-    for module, names in _FROM.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if name in _FROM:
+        return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

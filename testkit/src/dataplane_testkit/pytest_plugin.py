@@ -6,11 +6,12 @@ nothing until a test class derives from `dataplane_testkit.BackendConformance`.
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,14 +19,13 @@ import dataplane_testkit
 
 if TYPE_CHECKING:
     from dataplane_testkit import Report
+    from dataplane_testkit.rules import Rule
 
-__all__ = ["reports_of"]
-
-_MODULES = [f"dataplane_testkit.{each.name}" for each in pkgutil.iter_modules(dataplane_testkit.__path__)]
+_MODULES = [f"dataplane_testkit.{module.name}" for module in pkgutil.iter_modules(dataplane_testkit.__path__)]
 pytest.register_assert_rewrite(*(name for name in _MODULES if name not in sys.modules))
 
 _PROPERTY = "dataplane"
-#: Time limit of a test of the kit in seconds, if pytest-timeout is installed and no other limit is set.
+#: Time limit of a test of the kit in seconds, if no other limit is set.
 _TIMEOUT_S = 300
 
 
@@ -39,35 +39,37 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "dataplane(proves, chapter): a test of the data-plane conformance kit; added by the kit itself"
     )
-    config.stash[_RECORDER] = _Recorder(config)
-    config.pluginmanager.register(config.stash[_RECORDER], "dataplane-conformance-recorder")
+    config.pluginmanager.register(_Recorder(config), "dataplane-conformance-recorder")
 
 
-def _is_kit_test(item: pytest.Item) -> TypeGuard[pytest.Function]:
+def _rule_of(item: pytest.Item) -> Rule | None:
+    """The rule that a test of the kit tests. None for all other tests."""
     # while nothing has imported the kit, no test is one of its own
     if "dataplane_testkit._store" not in sys.modules or not isinstance(item, pytest.Function) or item.cls is None:
-        return False
-    return issubclass(item.cls, dataplane_testkit.Suite) and bool(dataplane_testkit.chapter_of(item.obj))
+        return None
+    from dataplane_testkit._store import Suite
+    from dataplane_testkit.rules import rule_of
+
+    return rule_of(item.obj) if issubclass(item.cls, Suite) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the kit's tests before ``-m`` selects tests, and attaches the record for the report."""
-    mine = [item for item in items if _is_kit_test(item)]
+    mine = [item for item in items if _rule_of(item)]
     if not mine:
         return
     from dataplane_testkit._store import unused_deviations
     from dataplane_testkit.report import record_of
 
     timeout = config.pluginmanager.hasplugin("timeout")
-    others_limit = timeout and (config.getoption("timeout") or config.getini("timeout"))
+    limited = timeout and (config.getoption("timeout") or config.getini("timeout"))
     for item in mine:
         record = record_of(item)
         item.user_properties.append((_PROPERTY, record))
         item.add_marker(pytest.mark.dataplane(proves=record["proves"], chapter=record["chapter"]))
-        limit_s = dataplane_testkit.limit_of(item.obj) or (None if others_limit else _TIMEOUT_S)
-        if timeout and limit_s is not None and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(limit_s))
+        if timeout and not limited and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
     if unused := unused_deviations(mine):
         raise pytest.UsageError(f"conformance kit: deviations that name no case of their test: {', '.join(unused)}")
 
@@ -75,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Refuses xfail marks, and skip marks on single tests of the kit. They would hide a deviation."""
-    if _is_kit_test(item):
+    if _rule_of(item):
         names = {mark.name for mark in item.own_markers} | {mark.name for mark in item.iter_markers("xfail")}
         if quiet := sorted(names & {"skip", "skipif", "xfail"}):
             pytest.fail(
@@ -90,9 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Adds the rule to the output of a failed test. Failures of fixtures get no rule, because nothing was tested."""
     outcome = yield
-    if outcome.failed and outcome.when == "call" and _is_kit_test(item):
-        rule = dataplane_testkit.rule_of(item.obj)
-        assert rule is not None
+    if outcome.failed and outcome.when == "call" and (rule := _rule_of(item)):
         outcome.sections.append(("the rule that it breaks", f"{rule.text}\n\nCheck first: {rule.check_first}"))
     return outcome
 
@@ -147,25 +147,14 @@ class _Recorder:
         """Writes the files. A process of pytest-xdist leaves that to the one that started it."""
         config = self._config
         if hasattr(config, "workeroutput"):
-            every = [each for tests in self._classes.values() for each in tests.items()]
-            config.workeroutput[_PROPERTY] = {
-                nodeid: record for nodeid, record in every if record["reason"] == "not selected"
-            }
+            records = [pair for tests in self._classes.values() for pair in tests.items()]
+            config.workeroutput[_PROPERTY] = {name: of for name, of in records if of["reason"] == "not selected"}
             return
         if path := config.getoption("--dataplane-json"):
-            from dataplane_testkit import to_json
-
-            Path(path).write_text(to_json(self.reports()), encoding="utf-8")
+            text = json.dumps([report.to_dict() for report in self.reports()], indent=2)
+            Path(path).write_text(f"{text}\n", encoding="utf-8")
         if path := config.getoption("--dataplane-markdown"):
-            Path(path).write_text("\n".join(each.to_markdown() for each in self.reports()), encoding="utf-8")
-
-
-_RECORDER = pytest.StashKey[_Recorder]()
-
-
-def reports_of(config: pytest.Config) -> list[Report]:
-    """The reports of a session, one per class of tests, in the order in which they ran."""
-    return config.stash[_RECORDER].reports()
+            Path(path).write_text("\n".join(report.to_markdown() for report in self.reports()), encoding="utf-8")
 
 
 def _outcome_of(report: pytest.TestReport) -> tuple[str | None, str]:

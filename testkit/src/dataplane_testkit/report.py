@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_testkit._author import MOST_COPIES, shown_name
 from dataplane_testkit.rules import label_of, rule_of
 
-__all__ = ["NOT_SELECTED", "OUTCOMES", "SCHEMA", "Report", "record_of", "to_json"]
+__all__ = ["Report", "record_of"]
 
 #: Name and version of the JSON format.
 SCHEMA: Final = "dataplane-conformance/1"
@@ -165,11 +164,6 @@ def _broken(test: Mapping[str, Any]) -> list[str]:
 def _counted(tests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     counts = Counter(test["outcome"] for test in tests)
     return {outcome: counts[outcome] for outcome in OUTCOMES}
-
-
-def to_json(reports: Sequence[Report]) -> str:
-    """A JSON list of reports."""
-    return json.dumps([report.to_dict() for report in reports], indent=2) + "\n"
 
 
 def record_of(item: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ prove them, each with what it needs and what to check first. The site shows it a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias
 
 from dataplane_core.backends import Backend
 from dataplane_core.spec import Capability, Scope
@@ -18,10 +18,7 @@ from dataplane_core.spec import Capability, Scope
 #: What a test proves: the core of the contract, a capability, or a scope wider than one process.
 Proof: TypeAlias = Capability | Scope | Literal["core"]
 
-_Test = TypeVar("_Test", bound=Callable[..., Any])
-
 PAGE: Final = Path(__file__).with_name("rules.md")
-_LIMIT_S: Final = "__dataplane_limit_s__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,9 @@ def _rules(page: str) -> Iterator[tuple[str, Rule]]:
                 continue
             if block.startswith("> "):
                 quoted = block.removeprefix("> ").removeprefix("- ").split("\n> - ")
-                said = [" ".join(each.replace("\n> ", " ").split()) for each in quoted]
-                found = re.match(r"\*(.+?)\*: ", said[0])
-                source = found[1] if found else "Contract"
+                said = [" ".join(quote.replace("\n> ", " ").split()) for quote in quoted]
+                named = re.match(r"\*(.+?)\*: ", said[0])
+                source = named[1] if named else "Contract"
                 quotes = tuple(each.removeprefix(f"*{source}*: ") for each in said)
                 continue
             for item in block.strip().removeprefix("- ").split("\n- "):
@@ -72,42 +69,20 @@ _TEXT: Final = PAGE.read_text(encoding="utf-8")
 RULES: Final = dict(_rules(_TEXT))
 
 
-def sentences(chapter: str) -> dict[str, tuple[str, str]]:
+def sentences_of(chapter: str) -> dict[str, tuple[str, str]]:
     """What the kit's machine, or a chaos run, may find broken -> the sentence, and what to check first."""
     _, _, part = _TEXT.partition(f"\n## {chapter}\n")
-    found = {}
+    sentences = {}
     for item in part.partition("\n## ")[0].split("\n- *")[1:]:
         name, _, text = " ".join(item.split()).partition("*: ")
         sentence, _, hint = text.partition(" - Check first: ")
-        found[name] = sentence, hint
-    return found
-
-
-def lasts(limit_s: float) -> Callable[[_Test], _Test]:
-    """Marks a test of the kit that may take longer than others, with its limit in seconds."""
-
-    def mark(test: _Test) -> _Test:
-        setattr(test, _LIMIT_S, limit_s)
-        return test
-
-    return mark
-
-
-def limit_of(test: Any) -> float | None:
-    """The time limit of a test of the kit in seconds, if it has one of its own; otherwise None."""
-    limit_s: float | None = getattr(test, _LIMIT_S, None)
-    return limit_s
+        sentences[name] = sentence, hint
+    return sentences
 
 
 def rule_of(test: Any) -> Rule | None:
     """The rule that a test of the kit tests. None for a test of the author."""
     return RULES.get(test.__name__) if test.__module__.startswith("dataplane_testkit.") else None
-
-
-def chapter_of(test: Any) -> str | None:
-    """The chapter of a test of the kit. None for a test of the author."""
-    rule = rule_of(test)
-    return rule.chapter if rule else None
 
 
 def declares(cls: type[Backend], need: Proof) -> bool:

@@ -19,7 +19,7 @@ from table import Table
 
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
-from dataplane_testkit._new_plugin import files_of
+from dataplane_testkit.commands import files_of
 
 _written = {"__name__": __name__}
 _source = files_of("folder_store", log=True)["src/dataplane_folder_store/__init__.py"]

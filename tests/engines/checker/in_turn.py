@@ -5,7 +5,7 @@ import uuid
 from collections import deque
 from contextlib import contextmanager, suppress
 
-from dataplane_testkit.chaos import Event, History, judged
+from dataplane_testkit.chaos import Event, History, Settings, judged
 from dataplane_testkit.chaos.history import read_calls
 from dataplane_testkit.chaos.shim import ShimClient
 from dataplane_testkit.chaos.worker import BASE, Hands, Plan
@@ -99,9 +99,9 @@ class Race:
     def __init__(self, folder, **shims):
         self.turns = Turns()
         self._shims, self._killed = shims, set()
-        times = {"epoch_s": 0.0, "pause_s": 0.0, "lease_s": 60.0, "op_timeout_s": 60.0}
+        settings = Settings(seed=0, schedule_s=0.0, lease_s=60.0, op_timeout_s=60.0)
         leases = "lease" in next(iter(shims.values())).promises
-        self._plan = Plan(seed=0, folder=folder, **times, leases=leases, tags=False)
+        self._plan = Plan(settings=settings, folder=folder, epoch_s=0.0, leases=leases, tags=False)
         self._hands, self._clients = {}, []
         mark = f"{uuid.uuid4().hex}-"
         for number, name in enumerate(shims, start=1):

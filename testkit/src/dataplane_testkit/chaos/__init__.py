@@ -6,8 +6,9 @@ The command `dataplane conformance NAME --chaos` and a storage author's own test
 
 from dataplane_testkit.chaos.checker import RULES, Finding, check, judged, shrunk
 from dataplane_testkit.chaos.history import Call, Event, History
-from dataplane_testkit.chaos.run import Settings, Verdict, run_chaos
+from dataplane_testkit.chaos.run import Verdict, run_chaos
 from dataplane_testkit.chaos.shim import Shim, run_shim
+from dataplane_testkit.chaos.worker import Settings
 
 __all__ = [
     "RULES",

@@ -16,7 +16,7 @@ from typing import Final
 
 from dataplane_testkit._profiles import fewest
 from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, History
-from dataplane_testkit.rules import sentences
+from dataplane_testkit.rules import sentences_of
 
 #: The most findings of one rule that are returned, and the most checks for which a history is shortened.
 _MOST: Final = 2
@@ -42,7 +42,7 @@ _SLACK_S: Final = 0.02
 _OF_TASKS: Final = ("claim", "ack", "nack", "renew", "consumed")
 
 #: Rule -> the sentence of docs/contract.md.
-RULES: Final[Mapping[str, str]] = {name: sentence for name, (sentence, _) in sentences("chaos").items()}
+RULES: Final[Mapping[str, str]] = {name: sentence for name, (sentence, _) in sentences_of("chaos").items()}
 
 #: What a store may promise besides: a put that overlaps a clear commits before it or fails; a committed put survives
 #: the death of the store's processes.

@@ -22,13 +22,24 @@ from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError,
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass, Disturbance
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._profiles import by_profile, is_long, new_seed
 from dataplane_testkit._store import Store
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker
-from dataplane_testkit.chaos.checker import GRANTED, RULES, Finding, judged, shrunk
+from dataplane_testkit.chaos.checker import GRANTED, RULES, Finding, Judged, judged, shrunk
 from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, History, read_calls, said
-from dataplane_testkit.chaos.worker import BASE, LATER, PARTITIONS, STEPS, TASKS, Hands, Plan, live, seen_of, shown_by
+from dataplane_testkit.chaos.worker import (
+    BASE,
+    LATER,
+    PARTITIONS,
+    STEPS,
+    TASKS,
+    Hands,
+    Plan,
+    Settings,
+    live,
+    seen_of,
+    shown_by,
+)
 
 #: The process that puts again what killed ones were putting.
 HEIR: Final = "heir"
@@ -60,56 +71,6 @@ _LEGEND: Final = (
     "is worker 0 in its life 2: a new life begins after each kill. The calls with `*` prove the fault; without the "
     "others it would not be certain. `#v` is the tag that holds the version, `#z` that of the field `z`."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a run goes.
-
-    Attributes:
-        seed: The random seed of all schedules.
-        schedule_s: How long the workers take steps, in seconds.
-        workers: How many processes, or threads of a backend of scope process.
-        pause_s: The mean pause between two steps of a worker, in seconds.
-        every_s: The mean time between two kills or stops, in seconds.
-        lease_s: The lease of a claim, in seconds.
-        op_timeout_s: The deadline of a call, in seconds.
-        allowance_s: Seconds that a call may take beyond its deadline on a busy machine.
-        capacity_bytes: What the store may hold, if the backend can limit it.
-        kills: How many processes are killed, each after some calls, in place of kills and stops by the clock. With the
-            last of them the run is over. None: the clock decides.
-        num_steps: How many steps each worker takes. The workers are then threads. None: the clock decides.
-        faults: What is done to the processes and the store: ``kill``, ``stop``, and names of the store's disturbances.
-            None: all of it.
-        steps: What the workers do, such as ``put`` and ``claim``. None: all that the store can do.
-    """
-
-    seed: int
-    schedule_s: float
-    workers: int = 3
-    pause_s: float = 0.05
-    every_s: float = 2.0
-    lease_s: float = 1.0
-    op_timeout_s: float = 30.0
-    allowance_s: float = 15.0
-    capacity_bytes: int = 640 * 1024
-    kills: int | None = None
-    num_steps: int | None = None
-    faults: frozenset[str] | None = None
-    steps: frozenset[str] | None = None
-
-    @classmethod
-    def brief(cls) -> Settings:
-        """For a backend's own tests: 10 s with few calls and a fixed seed. 30 s and a new seed under the profile long;
-        4 s, in which faults follow each other faster, under the profile brief.
-
-        ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
-        """
-        if is_long():
-            return cls(seed=new_seed(), schedule_s=30.0)
-        schedule_s = by_profile(4.0, 10.0, 30.0)
-        seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1)
-        return cls(seed=seed, schedule_s=schedule_s, pause_s=0.15, every_s=schedule_s / 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,14 +242,10 @@ class Run(ExitStack):
         self._able = steps
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="dataplane-chaos-")))
         self._plan = Plan(
-            seed=settings.seed,
+            settings=settings,
             folder=self._folder,
             epoch_s=time.monotonic(),
-            pause_s=settings.pause_s,
-            lease_s=settings.lease_s,
-            op_timeout_s=settings.op_timeout_s,
             steps=chosen,
-            num_steps=settings.num_steps,
             leases="ack" in steps,
             tags=tags,
         )
@@ -371,7 +328,7 @@ class Run(ExitStack):
 
     def _hands(self, process: str, first_version: int) -> Hands:
         self._processes.append(process)
-        plan = replace(self._plan, op_timeout_s=self._op_timeout_s)
+        plan = replace(self._plan, settings=replace(self._settings, op_timeout_s=self._op_timeout_s))
         return self.enter_context(closing(Hands(self._client, plan, process, first_version)))
 
     def _put_again(self, heir: Hands) -> None:
@@ -419,7 +376,7 @@ class Run(ExitStack):
     def _disrupt(self, new_worker: Callable[[], Worker]) -> None:
         """Kills and stops workers and disturbs the store, until the time is over."""
         faults, every_s = self._faults, self._settings.every_s
-        rng, due_s = random.Random(f"{self._plan.seed} nemesis"), time.monotonic() + every_s / 2
+        rng, due_s = random.Random(f"{self._settings.seed} nemesis"), time.monotonic() + every_s / 2
         others = len(faults.keys() - _WEIGHTS.keys())
         weights = [_WEIGHTS.get(name) or _OTHERS / others for name in faults]
         while True:
@@ -431,7 +388,7 @@ class Run(ExitStack):
             if time.monotonic() >= self._until_s:
                 return
             name, number = rng.choices(list(faults), weights)[0], rng.randrange(len(self._workers))
-            for_s, disturbance = rng.choice(_LENGTHS) * self._plan.lease_s, faults[name]
+            for_s, disturbance = rng.choice(_LENGTHS) * self._settings.lease_s, faults[name]
             if disturbance is not None:
                 began_s = self._now()
                 with disturbance.act():
@@ -451,7 +408,7 @@ class Run(ExitStack):
                 worker.process.result()  # raises what ended it
             return self._plan.file_of(worker.name).read_bytes().count(b"\n") >= 2 * _CALLS
 
-        rng, size = random.Random(self._plan.seed), len(self._workers)
+        rng, size = random.Random(self._settings.seed), len(self._workers)
         for turn in range(max(count, size)):
             worker = self._workers[turn % size]
             eventually(partial(has_called, worker), STARTS_S, f"the first calls of {worker.name}")
@@ -575,12 +532,13 @@ class Run(ExitStack):
             return [] if absent else [replace(loaded, error=said(error))]
 
 
-#: Findings, each with a history in which `check` finds it.
-Found = Sequence[tuple[Finding, History]]
-
-
 def page(
-    name: str, command: str, broken: Found, facts: str, seen: Found = (), promises: Mapping[str, str] | None = None
+    name: str,
+    command: str,
+    broken: Sequence[Judged],
+    facts: str,
+    seen: Sequence[Judged] = (),
+    promises: Mapping[str, str] | None = None,
 ) -> str:
     """The page: what was found, each with its shrunk history. What is ``seen`` breaks the contract, but no promise."""
     count = "1 fault" if len(broken) == 1 else f"{len(broken)} faults"

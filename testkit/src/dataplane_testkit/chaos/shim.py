@@ -32,8 +32,8 @@ from dataplane_testkit._columns import items_of
 from dataplane_testkit._timing import Background
 from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.checker import GUARANTEES, RULES
-from dataplane_testkit.chaos.run import Run, Settings, Verdict
-from dataplane_testkit.chaos.worker import TASKS
+from dataplane_testkit.chaos.run import Run, Verdict
+from dataplane_testkit.chaos.worker import TASKS, Settings
 
 #: What workers can do with each shim, and with one whose claims have leases.
 _STEPS: Final = frozenset(

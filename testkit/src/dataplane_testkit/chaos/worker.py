@@ -19,6 +19,7 @@ import torch
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability
 from dataplane_testkit._columns import as_objects, bits, items_of, rows_of
+from dataplane_testkit._profiles import by_profile, is_long, new_seed
 from dataplane_testkit.chaos.history import Recorder, Seen
 
 PARTITIONS: Final = ("p0", "p1")
@@ -63,29 +64,73 @@ _WAIT_LEASES: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a run goes.
+
+    Attributes:
+        seed: The random seed of all schedules.
+        schedule_s: How long the workers take steps, in seconds.
+        workers: How many processes, or threads of a backend of scope process.
+        pause_s: The mean pause between two steps of a worker, in seconds.
+        every_s: The mean time between two kills or stops, in seconds.
+        lease_s: The lease of a claim, in seconds.
+        op_timeout_s: The deadline of a call, in seconds.
+        allowance_s: Seconds that a call may take beyond its deadline on a busy machine.
+        capacity_bytes: What the store may hold, if the backend can limit it.
+        kills: How many processes are killed, each after some calls, in place of kills and stops by the clock. With the
+            last of them the run is over. None: the clock decides.
+        num_steps: How many steps each worker takes. The workers are then threads. None: the clock decides.
+        faults: What is done to the processes and the store: ``kill``, ``stop``, and names of the store's disturbances.
+            None: all of it.
+        steps: What the workers do, such as ``put`` and ``claim``. None: all that the store can do.
+    """
+
+    seed: int
+    schedule_s: float
+    workers: int = 3
+    pause_s: float = 0.05
+    every_s: float = 2.0
+    lease_s: float = 1.0
+    op_timeout_s: float = 30.0
+    allowance_s: float = 15.0
+    capacity_bytes: int = 640 * 1024
+    kills: int | None = None
+    num_steps: int | None = None
+    faults: frozenset[str] | None = None
+    steps: frozenset[str] | None = None
+
+    @classmethod
+    def brief(cls) -> Settings:
+        """For a backend's own tests: 10 s with few calls and a fixed seed. 30 s and a new seed under the profile long;
+        4 s, in which faults follow each other faster, under the profile brief.
+
+        ``DATAPLANE_CONFORMANCE_SEED`` sets the seed.
+        """
+        if is_long():
+            return cls(seed=new_seed(), schedule_s=30.0)
+        schedule_s = by_profile(4.0, 10.0, 30.0)
+        seed = int(os.environ.get("DATAPLANE_CONFORMANCE_SEED") or 1)
+        return cls(seed=seed, schedule_s=schedule_s, pause_s=0.15, every_s=schedule_s / 5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What all processes of a run have in common."""
 
-    seed: int
+    settings: Settings
     #: Where the histories and the saves go.
     folder: Path
     #: `time.monotonic` at the start of the run.
     epoch_s: float
-    #: The mean pause before a step, the lease of a claim, and the deadline of a call.
-    pause_s: float
-    lease_s: float
-    op_timeout_s: float
     #: The steps that the workers take.
     steps: frozenset[str] = frozenset(STEPS)
-    #: How many steps each worker takes at most.
-    num_steps: int | None = None
     #: Whether the claims of leased tasks have leases, and whether puts have a tag with their version.
     leases: bool = True
     tags: bool = True
 
     def lease_of(self, task: str) -> float | None:
         """The lease of a task's claims, in seconds. None: they have none."""
-        return self.lease_s if self.leases and TASKS[task][1] else None
+        return self.settings.lease_s if self.leases and TASKS[task][1] else None
 
     def file_of(self, process: str) -> Path:
         return self.folder / f"{process}.jsonl"
@@ -200,7 +245,7 @@ class Hands:
                 if meta.size > 1 and count == 1:  # a part of it
                     self._held.append(meta.slice(1, meta.size))
                     meta = meta.slice(0, 1)
-                if self.settle(kind, meta, **({"lease_s": self._plan.lease_s} if kind == "renew" else {})):
+                if self.settle(kind, meta, **({"lease_s": self._plan.settings.lease_s} if kind == "renew" else {})):
                     self._held += [meta] if kind == "renew" else []
                 if kind == "ack" and chance < 0.25:
                     self.settle("ack", meta)  # as if the first reply had been lost
@@ -224,7 +269,7 @@ class Hands:
                 self._call("save", partition, save, version=self._numbers)
 
     def _call(self, operation: str, partition: str, act: Callable[[], Any], *shows: Any, **about: Any) -> Any:
-        usual = {"operation": operation, "partition": partition, "timeout_s": self._plan.op_timeout_s}
+        usual = {"operation": operation, "partition": partition, "timeout_s": self._plan.settings.op_timeout_s}
         return self._recorder.call(act, *shows, **{**usual, **about})
 
     def write(self, partition: str, names: Sequence[str], fields: Sequence[str], lengths: Sequence[int] = ()) -> bool:
@@ -264,11 +309,15 @@ class Hands:
 
     def claim(self, partition: str, task: str, limit: int, *, blocking: bool = False) -> KVBatchMeta | None:
         """Claims, and keeps the meta. Returns None if the claim failed."""
-        fields, lease_s, wait_s = list(TASKS[task][0]), self._plan.lease_of(task), _WAIT_LEASES * self._plan.lease_s
+        fields, lease_s, wait_s = (
+            list(TASKS[task][0]),
+            self._plan.lease_of(task),
+            _WAIT_LEASES * self._plan.settings.lease_s,
+        )
         options = {"blocking": blocking, "lease_s": lease_s}
         claim = partial(self._client.claim_meta, partition, task, fields, limit, timeout_s=wait_s, **options)
         about = {"task": task, "fields": fields, "limit": limit, **options}
-        timeout_s = wait_s if blocking else self._plan.op_timeout_s
+        timeout_s = wait_s if blocking else self._plan.settings.op_timeout_s
         meta: KVBatchMeta | None = self._call("claim", partition, claim, shown_by, **about, timeout_s=timeout_s)
         if meta is not None:
             self._known[partition].extend(meta.sample_ids)
@@ -296,12 +345,12 @@ def live(client: Any, plan: Plan, worker: int, life: int, until_s: float) -> Non
     Each step has random numbers of its own, so that it does not depend on what the store replied to those before.
     """
     hands = Hands(client, plan, f"w{worker}.{life}", (worker * 1000 + life) * 100_000)
-    kinds, parent = sorted(plan.steps), os.getppid()
+    settings, kinds, parent = plan.settings, sorted(plan.steps), os.getppid()
     weights = [STEPS[kind][1][worker % 3] for kind in kinds]
-    for number in itertools.count() if plan.num_steps is None else range(plan.num_steps):
-        rng = random.Random(f"{plan.seed} {worker} {life} {number}")
-        pause_s, kind = rng.expovariate(1 / plan.pause_s), rng.choices(kinds, weights)[0]
-        time.sleep(max(0.0, min(pause_s, 5 * plan.pause_s, until_s - time.monotonic())))
+    for number in itertools.count() if settings.num_steps is None else range(settings.num_steps):
+        rng = random.Random(f"{settings.seed} {worker} {life} {number}")
+        pause_s, kind = rng.expovariate(1 / settings.pause_s), rng.choices(kinds, weights)[0]
+        time.sleep(max(0.0, min(pause_s, 5 * settings.pause_s, until_s - time.monotonic())))
         if time.monotonic() >= until_s or os.getppid() != parent:
             break
         hands.take(kind, rng)

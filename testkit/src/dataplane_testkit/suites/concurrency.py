@@ -27,8 +27,8 @@ from dataplane_testkit._timing import Background, in_threads
 from dataplane_testkit._workers import claim_all
 from dataplane_testkit.chaos.checker import Finding, check, shrunk
 from dataplane_testkit.chaos.history import OK, History
-from dataplane_testkit.chaos.run import HEIR, Settings, history_of, table
-from dataplane_testkit.rules import lasts
+from dataplane_testkit.chaos.run import HEIR, history_of, table
+from dataplane_testkit.chaos.worker import Settings
 
 _FACTOR: Final = by_profile(1, 1, 10)
 #: Of the test of claims: how many groups of three, processes besides this one, and the seconds of each claim.
@@ -85,7 +85,7 @@ def _holds(store: Store, who: str, *rules: str) -> None:
 
 class RaceSuite(Suite, chapter="races"):
     @pytest.mark.parametrize("group_size", [None, 3], ids=["alone", "groups"])
-    @lasts(900.0)
+    @pytest.mark.timeout(900)
     def test_many_claimers_get_each_sample_once(self, store: Store, group_size: int | None) -> None:
         store.require(Capability.GROUPS if group_size else None)
         partition = store.register("x", grpo_group_size=group_size, num_samples=3 * _GROUPS)
@@ -110,7 +110,7 @@ class RaceSuite(Suite, chapter="races"):
             whole = {name.partition("_")[0] for name in each}
             assert len(each) == 3 * len(whole), f"a claim holds a part of a group: {each}"
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
         _holds(store, "threads", "two holders", "given once", "lease", "refused ack", "handed out again")
 
@@ -177,11 +177,11 @@ class RaceSuite(Suite, chapter="races"):
             found = store.get(partition, ids(3))["x"]
             assert found.unique().tolist() == [2], f"round {number}: a put was carried out twice"
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
         _holds(store, "threads", "half", "ready", "order", "waiting")
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_reads_that_overlap_clears_are_whole_or_keyerrors(self, store: Store) -> None:
         _holds(store, "threads", "cleared", "committed", "lost", "error", "registered", "deadline")
 
@@ -214,11 +214,11 @@ class RaceSuite(Suite, chapter="races"):
                 meta = store.client.list_samples(partition)
                 assert meta.tags == [{"new": 1}] * 16, "a sample that was cleared has its old tags"
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_racing_overwrites_leave_whole_cells(self, store: Store) -> None:
         _holds(store, "threads", "bits", "written", "latest")
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_reads_see_all_old_or_all_new_cells(self, store: Store) -> None:
         _holds(store, "threads", "mixed")
 
@@ -268,29 +268,29 @@ class ProcessSuite(Suite, chapter="processes"):
         store.client.ack(meta)
         assert worker.run(methodcaller("check_consumption_status", partition, ["train"]))
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_the_store_serves_others_after_every_kill(self, store: Store) -> None:
         _holds(store, "processes", "deadline", "error", "puts", "registered", "waiting")
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_killed_producers_leave_no_half_rows(self, store: Store) -> None:
         _holds(store, "processes", "half", "bits", "written", "mixed")
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_killed_producers_lose_no_committed_sample(self, store: Store) -> None:
         _holds(store, "processes", "committed", "lost", "latest", "cleared", "save")
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_what_a_killed_producer_was_putting_can_be_put_again(self, store: Store) -> None:
         history, _, state = _history_of(store, "processes")
         failed = [call.error for call in history.calls if call.process == HEIR and call.outcome != OK]
         assert not failed, f"a put of the samples that a killed process was putting failed: {failed[0]} {state}"
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_killed_consumers_get_no_sample_twice(self, store: Store) -> None:
         _holds(store, "processes", "given once", "at most one claim", "ready", "order")
 
-    @lasts(_LIMIT_S)
+    @pytest.mark.timeout(_LIMIT_S)
     def test_killed_consumers_lose_no_leased_sample(self, store: Store) -> None:
         _holds(store, "processes", "handed out again", "two holders", "lease", "refused ack", "token", "consumed")
 

@@ -47,7 +47,7 @@ from dataplane_testkit.histories import (
     Step,
     told,
 )
-from dataplane_testkit.rules import sentences
+from dataplane_testkit.rules import sentences_of
 
 #: How many histories, and how many steps each has. The short ones come first: what they find is easy to read.
 _HISTORIES: Final = {8: 32, 25: 48, 60: 44}
@@ -79,7 +79,7 @@ _RULES: Final = {
     "set_cursor": "reset",
 }
 #: What a comparison proves -> the sentence of docs/contract.md, and what to check first.
-RULES: Final = sentences("machine")
+RULES: Final = sentences_of("machine")
 #: A rule, what is compared, and its value.
 Fact = tuple[str, str, Any]
 

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dataplane_testkit._author import AuthorsClass, ConformanceError, Disturbance
-    from dataplane_testkit._hooks import backend_of
-    from dataplane_testkit._rows import kill_owner
+    from dataplane_testkit._hooks import backend_of, kill_owner
     from dataplane_testkit.chaos import Settings, Shim, Verdict, run_chaos, run_shim
     from dataplane_testkit.faults import Faults
     from dataplane_testkit.report import Report
@@ -42,7 +41,7 @@ _FROM: Final = {
     "Faults": "faults",
     "Report": "report",
     "backend_of": "_hooks",
-    "kill_owner": "_rows",
+    "kill_owner": "_hooks",
 }
 __all__ = [
     "AuthorsClass",

@@ -183,39 +183,15 @@ def _nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (exponent | torch.arange(1, NUM_ROWS + 1, dtype=whole)).view(dtype)
 
 
-def _jagged_with_holes(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    values, offsets = random_cells(dtype, (NUM_ROWS * 7, 2), seed), torch.arange(NUM_ROWS + 1) * 7
-    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor(_LENGTHS))
-    return nested
-
-
-def _strided_nested(lengths: Sequence[int]) -> Callable[[torch.dtype, int], torch.Tensor]:
-    def lay(dtype: torch.dtype, seed: int) -> torch.Tensor:
-        rows = [random_cells(dtype, (length, 2), seed + index) for index, length in enumerate(lengths)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the strided layout is a prototype
-            return torch.nested.nested_tensor(rows, layout=torch.strided)
-
-    return lay
-
-
 def _laid(lay: Callable[[torch.dtype, int], torch.Tensor], dtype: torch.dtype, seed: int) -> Laid:
     """A column, and copies of its rows as torch takes it apart."""
     column = lay(dtype, seed)
     return column, [row.detach().clone() for row in column.unbind()]
 
 
-_REAL: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_GRAD: Final = _REAL | {torch.complex64, torch.complex128}
-_STRIDED: Final = _GRAD | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-
 #: Layouts that torch supports for some dtypes only.
 _ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
-    "nans": _REAL,
-    "with_grad": _GRAD,
-    "jagged_with_grad": _REAL,
-    "strided_nested": _STRIDED,
-    "strided_nested_with_empty_rows": _STRIDED,
+    "nans": frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
 }
 
 _LAYS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
@@ -232,17 +208,10 @@ _LAYS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
     "jagged_of_equal_lengths": _ragged((3,) * NUM_ROWS),
     "jagged_all_rows_empty": _ragged((0,) * NUM_ROWS),
     "jagged_with_trailing_dims": _ragged(_LENGTHS_WITH_EMPTY, 2, 3),
-    "jagged_with_holes": _jagged_with_holes,
-    "jagged_with_grad": lambda dtype, seed: _jagged_of(
-        random_cells(dtype, (sum(_LENGTHS),), seed).requires_grad_(), torch.tensor(_LENGTHS)
-    ),
-    "strided_nested": _strided_nested(_LENGTHS),
-    "strided_nested_with_empty_rows": _strided_nested(_LENGTHS_WITH_EMPTY),
     "transposed": lambda dtype, seed: random_cells(dtype, (3, NUM_ROWS, 2), seed).transpose(0, 1),
     "expanded": lambda dtype, seed: random_cells(dtype, (1, 1, 3), seed).expand(NUM_ROWS, 2, 3),
     "strided_slice": lambda dtype, seed: random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2],
     "nans": _nans,
-    "with_grad": lambda dtype, seed: random_cells(dtype, (NUM_ROWS, 3), seed).requires_grad_(),
 }
 #: Layout -> the function that makes a column of a dtype and a seed, and its rows.
 LAYOUTS: Final = {layout: partial(_laid, lay) for layout, lay in _LAYS.items()}

@@ -1,16 +1,22 @@
-"""Calls a backend's hooks directly, without the client, to test what they reply."""
+"""What lies behind a client: its backend, the hooks called one by one, and the rows and the owner of a store."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeGuard
 
 from tensordict import TensorDictBase
 
 from dataplane_core import DataPlaneClient
+from dataplane_core.backends import Backend, RefsGoneError, RowStoreBackend
 from dataplane_core.codec import encode_columns
 from dataplane_core.spec import OPERATIONS
+
+#: Seconds that one call of an engine may take.
+_CALL_S: Final = 60.0
 
 
 def backend_of(client: DataPlaneClient) -> Any:
@@ -58,3 +64,33 @@ class Hooks:
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._connection.wire)
         rows = {"sample_ids": list(sample_ids), "columns": columns, "specs": specs, "tags": None}
         return self.ask("put_samples", partition_id, **rows | about)
+
+
+def soon() -> float:
+    return time.monotonic() + _CALL_S
+
+
+def stores_rows(backend: Backend) -> TypeGuard[RowStoreBackend]:
+    """Whether it is a `RowStoreBackend` as an author writes it, whose rows and log are all that it has."""
+    return isinstance(backend, RowStoreBackend) and type(backend).start is RowStoreBackend.start
+
+
+def rows_at(backend: RowStoreBackend, handles: Iterable[int]) -> dict[int, bytes | None]:
+    """What each handle's row holds, read one by one. None: there is no row."""
+    rows: dict[int, bytes | None] = {}
+    for handle in handles:
+        try:
+            (row,) = backend.get_rows([handle], soon())
+            rows[handle] = bytes(row)
+        except RefsGoneError:
+            rows[handle] = None
+    return rows
+
+
+def kill_owner(backend: RowStoreBackend) -> None:
+    """Kills the process of the ledger, if it runs on this host. The next call of a client starts another one.
+
+    Args:
+        backend: A started backend that keeps a log.
+    """
+    os.kill(backend.owner_pid(soon()), signal.SIGKILL)

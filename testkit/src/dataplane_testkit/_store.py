@@ -32,8 +32,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, ConformanceError, shown_name
 from dataplane_testkit._columns import batch, bits, ids
-from dataplane_testkit._hooks import Hooks, backend_of
-from dataplane_testkit._rows import rows_at, stores_rows
+from dataplane_testkit._hooks import Hooks, backend_of, rows_at, stores_rows
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker, attached
 from dataplane_testkit.faults import Faults
@@ -314,14 +313,6 @@ class Store:
             eventually(lambda: asked.is_set() or not waiting.running, what="the first question of a claim")
         return waiting
 
-    def tags_of(self, partition_id: str) -> dict[str, dict[str, Any]]:
-        """Id -> tags. Uses a listing if it is declared, otherwise a claim of the task ``train`` that requires ``x``."""
-        self.require(Capability.LISTING, Capability.CLAIMS)
-        listing = self.declares(Capability.LISTING)
-        meta = self.client.list_samples(partition_id) if listing else self.claim(partition_id, 10_000)
-        assert meta.tags is not None, "the meta carries no tags"
-        return dict(zip(meta.sample_ids, meta.tags, strict=True))
-
     def has(self, partition_id: str, sample_id: str, field: str = "x") -> bool:
         try:
             self.client.get_samples([sample_id], partition_id, [field])
@@ -488,39 +479,35 @@ def deviation_of(deviations: Mapping[str, str], node_name: str) -> str | None:
 
 
 def _check_authors_class(cls: type[Suite]) -> None:
-    members = kit_members(cls)
-    tests = {name for name in members if name.startswith("test_")}
+    """Refuses a class that overrides the kit, or declares something wrong."""
+    members, deviations, most_copies = kit_members(cls), cls.deviations, cls.most_copies
+    marks = cls.__dict__.get("pytestmark", [])
     overridden = [
         name
         for name, member in members.items()
         if name not in AUTHORS_NAMES and inspect.getattr_static(cls, name, None) is not member
     ]
-    if overridden:
-        names = ", ".join(overridden)
-        raise ConformanceError(
-            f"{cls.__name__} overrides {names} of the conformance kit. All parts of the kit must run unchanged.",
-            hint=f"If the backend fails this test, write deviations = {{{overridden[0]!r}: 'why'}}. "
-            "Give your own test another name.",
-        )
-    marks = cls.__dict__.get("pytestmark", [])
-    for mark in marks if isinstance(marks, list) else [marks]:
-        if mark.name == "xfail":
-            raise ConformanceError(
-                f"{cls.__name__} marks the whole kit xfail.",
-                hint="Name each test that fails in deviations, with the reason.",
-            )
-    for key, reason in cls.deviations.items():
-        if key.partition("[")[0] not in tests:
-            raise ConformanceError(f"{cls.__name__}.deviations names {key!r}, which is no test of the kit.")
-        if not isinstance(reason, str) or not reason.strip():
-            raise ConformanceError(f"{cls.__name__}.deviations[{key!r}] gives no reason.")
-    for operation, (_, reason) in cls.most_copies.items():
-        if operation not in MOST_COPIES:
-            raise ConformanceError(
-                f"{cls.__name__}.most_copies names {operation!r}. Expected {' or '.join(MOST_COPIES)}."
-            )
-        if not reason.strip():
-            raise ConformanceError(f"{cls.__name__}.most_copies[{operation!r}] gives no reason.")
+    unknown = [key for key in deviations if not key.startswith("test_") or key.partition("[")[0] not in members]
+    silent = [f"deviations[{key!r}]" for key, why in deviations.items() if not isinstance(why, str) or not why.strip()]
+    silent += [f"most_copies[{operation!r}]" for operation, (_, why) in most_copies.items() if not why.strip()]
+    for wrong, what, hint in (
+        (
+            overridden,
+            f"overrides {', '.join(overridden)} of the conformance kit. All parts of the kit must run unchanged.",
+            f"If the backend fails a test, write deviations = {{{[*overridden, ''][0]!r}: 'why'}}. Give your own test "
+            "another name.",
+        ),
+        (
+            [mark for mark in (marks if isinstance(marks, list) else [marks]) if mark.name == "xfail"],
+            "marks the whole kit xfail.",
+            "Name each test that fails in deviations, with the reason.",
+        ),
+        (unknown, f"has deviations that are no tests of the kit: {', '.join(unknown)}.", None),
+        (silent, f"gives no reason for {', '.join(silent)}.", None),
+        (most_copies.keys() - MOST_COPIES.keys(), f"has other most_copies than of {' and '.join(MOST_COPIES)}.", None),
+    ):
+        if wrong:
+            raise ConformanceError(f"{cls.__name__} {what}", hint=hint)
 
 
 def unused_deviations(items: Sequence[Any]) -> list[str]:

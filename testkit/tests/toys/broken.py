@@ -287,6 +287,8 @@ NamesTheNewestLease.inspect_partition: -> for name, task in reply.tasks.items():
         if task.oldest_lease:
             newest = replace(task.oldest_lease, sample_id=seen["leased"][-1])
             reply = replace(reply, tasks={**reply.tasks, name: replace(task, oldest_lease=newest)})
+ForgetsToWriteTags.put_samples: if not request.columns: return 0
+ReturnsNone.clear_samples: -> reply = None
 test_a_save_is_loaded
 ListsWhatItListedBefore.list_samples: -> seen[request.partition_id] += rows
     known = dict(reversed(seen[request.partition_id]))
@@ -318,9 +320,6 @@ WakesAFew.call_ledger_waking: kept = seen["kept"]
     wake = wake if command.token in kept else lambda: True
 test_narrow_integers_take_less_room
 StoresIntegersWide.store_write: columns = {name: cast(column, torch.int64) for name, column in columns.items()}
-test_hooks_say_what_they_did
-ForgetsToWriteTags.put_samples: if not request.columns: return 0
-ReturnsNone.clear_samples: -> reply = None
 test_of_racing_puts_that_exclude_each_other_one_is_accepted[enum]
 IgnoresEnums.put_samples: request.strings = {}
 test_of_racing_puts_that_exclude_each_other_one_is_accepted[declared]

@@ -158,23 +158,13 @@ def shrunk(history: History, found: Finding) -> History:
     if found.samples:
         short = [call.only(found.samples) for call in calls]
         whole = [call if call.name in needed and not call.seen else call.only(found.samples) for call in calls]
-        tried = [[each for each in part if each.name in needed or _says_something(each)] for part in (short, whole)]
-        calls = next((each for each in (*tried, calls) if still(each)), list(history.calls))
-    last_s = max((call.begin_s for call in found.calls), default=math.inf)
-    early = [call for call in calls if call.begin_s <= last_s]
-    calls = early if still(early) else calls
+        calls = next((part for part in (short, whole, calls) if still(part)), list(history.calls))
     proof = [call for call in calls if call.name in needed]
     others = [call for call in calls if call.name not in needed]
     calls = [*proof, *fewest(others, lambda part: part if still([*proof, *part]) else None)]
     processes = {call.process for call in calls}
     events = tuple(each for each in history.events if each.process in processes or not each.process)
     return replace(history, calls=tuple(sorted(calls, key=lambda call: call.begin_s)), events=events)
-
-
-def _says_something(call: Call) -> bool:
-    """Whether a call is about samples that are left, or about none in particular."""
-    needs_samples = call.operation in ("put", "get", "claim", "ack", "nack", "renew", "clear")
-    return bool(call.samples) or call.whole or not needs_samples
 
 
 def _replies(index: Index) -> Findings:

@@ -5,6 +5,7 @@ Core builds everything else on these methods. A fault in one of them can make an
 
 from __future__ import annotations
 
+import itertools
 import random
 import secrets
 import threading
@@ -12,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from dataplane_core.backends import RefsGoneError, RowStoreBackend
 from dataplane_core.errors import preview
-from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._rows import keeps_log, log_of, new_handles, opened, put, rows_at, soon
+from dataplane_testkit._hooks import backend_of, rows_at, soon, stores_rows
 from dataplane_testkit._store import Store, Suite, not_declared, not_run
 from dataplane_testkit._timing import in_threads
 from dataplane_testkit._workers import Worker, call_engine
@@ -49,6 +50,37 @@ _RACES: Final = 160
 _BETWEEN: Final = 4
 
 
+def new_handles(count: int) -> range:
+    """Handles that nobody has used. Those of the ledger are smaller."""
+    first = (1 << 62) + (secrets.randbits(40) << 20)
+    return range(first, first + count)
+
+
+def put(backend: RowStoreBackend, rows: Mapping[int, bytes]) -> None:
+    """Puts rows, those of consecutive handles in one call, as core does."""
+    for _, some in itertools.groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0]):
+        handles = [handle for _, handle in some]
+        offsets = np.cumsum([0, *(len(rows[handle]) for handle in handles)], dtype=np.int64)
+        data = memoryview(b"".join(rows[handle] for handle in handles))
+        backend.put_rows(range(handles[0], handles[-1] + 1), data, offsets, soon())
+
+
+def log_of(backend: RowStoreBackend, first: int | None = 0) -> list[tuple[int, bytes]]:
+    """The records of the log, from a number on; None: the newest one."""
+    return [(number, bytes(record)) for number, record in backend.read_log(first, soon())]
+
+
+@contextmanager
+def opened(cls: type[Any], options: Mapping[str, Any], bootstrap: bool) -> Iterator[RowStoreBackend]:
+    """A backend whose engine alone is open: it has no ledger."""
+    backend = cls(cls.Config.model_validate(options))
+    try:
+        backend.open_engine(bootstrap=bootstrap, deadline=soon())
+        yield backend
+    finally:
+        backend.close_engine()
+
+
 def _holds(backend: RowStoreBackend, expected: Mapping[int, bytes | None], after: str) -> None:
     """Asserts that the rows are exactly these: read one by one, and together, in this order."""
     here = {handle: row for handle, row in expected.items() if row is not None}
@@ -67,7 +99,7 @@ def _holds(backend: RowStoreBackend, expected: Mapping[int, bytes | None], after
 @contextmanager
 def _logs(store: Store) -> Iterator[tuple[RowStoreBackend, RowStoreBackend]]:
     """Two clients of the log of a separate store, which is empty, and in which no owner writes."""
-    if not keeps_log(store.backend):
+    if not stores_rows(store.backend) or type(store.backend).append is RowStoreBackend.append:
         not_declared("a log: the backend overrides no append")
     case, options = store.case, store.options
     separate = case.isolated_options(dict(options), f"log{secrets.token_hex(4)}")

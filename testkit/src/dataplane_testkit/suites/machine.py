@@ -28,9 +28,8 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import OPERATIONS, Capability, Claim, this_process
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
-from dataplane_testkit._hooks import Hooks
+from dataplane_testkit._hooks import Hooks, stores_rows
 from dataplane_testkit._profiles import by_profile, fewest, is_long, new_seed
-from dataplane_testkit._rows import stores_rows
 from dataplane_testkit._store import BOUNDED_BYTES, Store, Suite, check_error, no_polls
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
 from dataplane_testkit.faults import Faults

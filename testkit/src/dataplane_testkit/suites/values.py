@@ -6,7 +6,7 @@ import datetime
 import gc
 import math
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 import pytest
 import torch
 from pydantic import BaseModel
-from tensordict import LazyStackedTensorDict, TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -252,19 +251,6 @@ class RowSuite(Suite, chapter="rows"):
         print(f"{operation}: {copies:.2f} copies of the payload, {most:g} allowed")
         assert copies <= most, f"{operation} holds {copies:.1f} copies of its payload. At most {most:g} are allowed."
 
-    def test_hooks_say_what_they_did(self, store: Store) -> None:
-        partition = store.register("x", "y", "z")
-        fields = batch(2, x=torch.zeros(2, 3, 4, dtype=torch.bfloat16), y=as_objects(1, 2), z=torch.ones(2))
-        assert store.hooks.put(partition, ids(2), fields) == 2
-        assert store.hooks.put(partition, ids(3), None, tags=[{"n": 1}] * 3) == 3
-        reply = store.hooks.ask("get_samples", partition, sample_ids=ids(2), fields=["y", "x"])
-        assert {"x", "y"} <= set(reply.columns)
-        x, y = reply.specs["x"], reply.specs["y"]
-        assert (x.kind, x.dtype, x.rank, tuple(x.trailing)) == ("tensor", "bfloat16", 2, (4,))
-        assert y.kind == "object"
-        for names, cleared in ((["s0", "nobody"], 1), (["s0"], 0), (None, 2), (None, 0)):
-            assert store.hooks.ask("clear_samples", partition, sample_ids=names) == cleared
-
     def test_a_save_is_loaded(self, store: Store, tmp_path: Path) -> None:
         client, empty = store.client, store.register("x", num_samples=2)
         partition = store.filled(6, num_samples=8, tasks=["train", "b"], tags=[{"n": row} for row in range(6)])
@@ -377,26 +363,6 @@ _ITEMS: Final[dict[str, list[Any]]] = {
 
 #: Which of three images each of six samples has.
 _IMAGE_OF: Final = (0, 1, 0, 0, 2, 1)
-_SAMPLES: Final = ids(len(_IMAGE_OF))
-
-
-def _images() -> list[torch.Tensor]:
-    """The image of each sample: large enough to be stored once."""
-    images = [random_cells(torch.float32, (40_000 - 100 * number, 2), number) for number in range(3)]
-    return [images[number] for number in _IMAGE_OF]
-
-
-def _each(column: Any) -> list[torch.Tensor]:
-    return list(column.unbind()) if isinstance(column, torch.Tensor) else items_of(column)
-
-
-def _check_images(
-    store: Store, partition: str, samples: Sequence[int], images: list[torch.Tensor], *names: str
-) -> None:
-    found = store.get(partition, [_SAMPLES[row] for row in samples], *names)
-    for name in names:
-        with naming(name):
-            assert [bits(row) for row in _each(found[name])] == [bits(images[row]) for row in samples]
 
 
 class ColumnSuite(Suite, chapter="columns"):
@@ -454,23 +420,29 @@ class ColumnSuite(Suite, chapter="columns"):
         assert same_items([store.raw_cell(partition, name, "o", None) for name in ids(3)], items)
 
     def test_equal_cells_come_back_as_they_were_written(self, store: Store) -> None:
-        partition, images, names = store.register("copies"), _images(), ["copies", "objects", "one_memory"]
-        store.put(partition, _SAMPLES, copies=jagged(images), objects=as_objects(*images))
-        lazy = LazyStackedTensorDict(*[TensorDict({"one_memory": image}, batch_size=[]) for image in images])
-        store.client.put_samples(_SAMPLES, partition, lazy)
-        for samples in ([5, 4, 3, 2, 1, 0], [2], [3, 0], [1, 1, 4]):
-            _check_images(store, partition, samples, images, *names)
-        found = store.get(partition, _SAMPLES, *names)
-        shared = store.client.get_samples(_SAMPLES, partition, names, share_rows=True)
-        for name in names:
-            rows = _each(found[name])
-            rows[0].zero_()
-            assert [bits(row) for row in rows[1:]] == [bits(row) for row in images[1:]], f"{name}: rows share memory"
-            rows = _each(shared[name])
-            assert [bits(row) for row in rows] == [bits(row) for row in images]
+        partition, samples = store.register("column", "objects"), ids(len(_IMAGE_OF))
+        # large enough to be stored once
+        large = [random_cells(torch.float32, (40_000 - 100 * number, 2), number) for number in range(3)]
+        images = [large[number] for number in _IMAGE_OF]
+        store.put(partition, samples, column=jagged(images), objects=as_objects(*images))
+
+        def rows(*places: int, **how: Any) -> list[list[torch.Tensor]]:
+            names = [samples[place] for place in places]
+            columns = store.client.get_samples(names, partition, ["column", "objects"], **how).values()
+            read = [list(c.unbind()) if isinstance(c, torch.Tensor) else items_of(c) for c in columns]
+            for column in read:
+                assert [*map(bits, column)] == [bits(images[place]) for place in places], "images were mixed up"
+            return read
+
+        for places in ([5, 4, 3, 2, 1, 0], [2], [3, 0], [1, 1, 4]):
+            rows(*places)
+        for column in rows(*range(6)):
+            column[0].zero_()
+            assert [*map(bits, column[1:])] == [*map(bits, images[1:])], "rows of a read share memory"
+        for column in rows(*range(6), share_rows=True):
             if store.backend_class.wire.shared_rows:
-                assert len({id(row) for row in rows}) == 3, f"{name}: 3 images were read as more than 3 tensors"
-        _check_images(store, partition, range(6), images, *names)
+                assert len({id(row) for row in column}) == 3, "3 images were read as more than 3 tensors"
+        rows(*range(6))
 
     def test_narrow_integers_take_less_room(self, store: Store) -> None:
         wire = store.backend_class.wire

@@ -27,16 +27,17 @@ def new_seed() -> int:
     return seed
 
 
-def fewest(items: list[_T], still: Callable[[list[_T]], list[_T] | None]) -> list[_T]:
-    """Leaves out parts of a list, ever smaller ones. ``still`` gets what is left, and returns what to go on with."""
+def fewest(items: list[_T], still: Callable[[list[_T]], list[_T] | None], most: int) -> list[_T]:
+    """Leaves out parts of a list, ever smaller ones.
+
+    ``still`` is called at most so often. It gets what is left, and returns what to go on with; None: not with that.
+    """
     size = max(1, len(items) // 2)
     while size:
         at = 0
-        while at < len(items):
-            found = still([*items[:at], *items[at + size :]])
-            if found is None:
-                at += size
-            else:
-                items = found
+        while at < len(items) and most > 0:
+            most -= 1
+            fewer = still([*items[:at], *items[at + size :]])
+            at, items = (at + size, items) if fewer is None else (at, fewer)
         size //= 2
     return items

@@ -36,7 +36,7 @@ from dataplane_testkit._hooks import Hooks, backend_of, rows_at, stores_rows
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker, attached
 from dataplane_testkit.faults import Faults
-from dataplane_testkit.rules import declares, label_of, rule_of
+from dataplane_testkit.rules import declares, rule_of
 
 _E = TypeVar("_E", bound=BaseException)
 
@@ -444,7 +444,7 @@ class Suite(AuthorsClass):
         cls = self.under_test()
         for need in rule.proves:
             if not declares(cls, need):
-                pytest.skip(f"{NOT_DECLARED}{label_of(need)}")
+                not_declared(need)
         reason = deviation_of(self.all_deviations(), request.node.name)
         if reason is not None:
             request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
@@ -467,13 +467,9 @@ def kit_members(cls: type) -> dict[str, Any]:
 
 
 def deviation_of(deviations: Mapping[str, str], node_name: str) -> str | None:
-    plain = node_name.partition("[")[0]
     for key, reason in deviations.items():
         # the brackets of a key are literal; only the text inside them is a pattern
-        inside = key.removeprefix(f"{plain}[").removesuffix("]") if key.startswith(f"{plain}[") else None
-        if key in (plain, node_name):
-            return reason
-        if inside is not None and fnmatch.fnmatchcase(node_name.removeprefix(f"{plain}[").removesuffix("]"), inside):
+        if key == node_name.partition("[")[0] or fnmatch.fnmatchcase(node_name, key.replace("[", "[[]")):
             return reason
     return None
 

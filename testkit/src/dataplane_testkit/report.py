@@ -17,7 +17,7 @@ from dataplane_core.entry_points import find_plugins
 from dataplane_core.errors import printable
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope
 from dataplane_testkit._author import MOST_COPIES, shown_name
-from dataplane_testkit.rules import label_of, rule_of
+from dataplane_testkit.rules import rule_of
 
 __all__ = ["Report", "record_of"]
 
@@ -49,8 +49,9 @@ class Report:
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]]) -> Report:
         """The report of the tests of one class, from their records."""
-        names = ("name", "chapter", "proves", "outcome", "reason", "duration_s", "rule", "check_first")
-        tests = [{name: record[name] for name in names} | {"proves": record["proves"][0]} for record in records]
+        tests = [{**record, "proves": record["proves"][0]} for record in records]
+        for test in tests:
+            del test["class"], test["header"]
         return cls(records[0]["header"], tests)
 
     @property
@@ -80,7 +81,7 @@ class Report:
             For each: ``name``, ``declared``, the number of tests of each outcome, and ``verdict``: ``proven``, ``in
             part`` (some were not selected), ``failed``, ``deviates``, ``not declared`` or ``not run``.
         """
-        scopes = [label_of(scope) for scope in Scope]
+        scopes = [f"scope {scope}" for scope in Scope]
         declared = {"core", *self.header["declared"], *scopes[: scopes.index(f"scope {self.header['scope']}") + 1]}
         proven = sorted({test["proves"] for test in self.tests} & {*scopes})
         return [self._row(name, name in declared) for name in ("core", *map(str, Capability), *proven)]
@@ -174,7 +175,7 @@ def record_of(item: Any) -> dict[str, Any]:
         "class": item.getparent(pytest.Class).nodeid,
         "name": item.name,
         "chapter": rule.chapter,
-        "proves": [label_of(need) for need in rule.proves],
+        "proves": list(rule.proves),
         "rule": rule.text,
         "check_first": rule.check_first,
         "header": _header(item.cls),

@@ -10,13 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 from dataplane_core.backends import Backend
-from dataplane_core.spec import Capability, Scope
-
-#: What a test proves: the core of the contract, a capability, or a scope wider than one process.
-Proof: TypeAlias = Capability | Scope | Literal["core"]
+from dataplane_core.spec import Scope
 
 PAGE: Final = Path(__file__).with_name("rules.md")
 
@@ -28,7 +25,9 @@ class Rule:
     chapter: str
     source: str  #: ``Contract``, ``Hook spec`` or ``Row store``: where the sentences are from
     quotes: tuple[str, ...]  #: the sentences that the test proves
-    proves: tuple[Proof, ...]  #: first the row of the report in which it counts; skipped if one of them is not declared
+    #: ``core``, capabilities, ``scope host``: first the row of the report in which it counts; skipped unless all are
+    #: declared
+    proves: tuple[str, ...]
     check_first: str  #: what to check first in a backend that fails the test
 
     @property
@@ -54,14 +53,7 @@ def _rules(page: str) -> Iterator[tuple[str, Rule]]:
             for item in block.strip().removeprefix("- ").split("\n- "):
                 line = re.fullmatch(r"`(\w+)`(?: \((.+?)\))?: (.+)", " ".join(item.split()))
                 assert line, f"{PAGE.name} has no rule in: {item}"
-                proves = tuple(map(_proof, (line[2] or "core").split(", ")))
-                yield line[1], Rule(chapter, source, quotes, proves, line[3])
-
-
-def _proof(label: str) -> Proof:
-    if label == "core":
-        return "core"
-    return Scope(label.removeprefix("scope ")) if label.startswith("scope ") else Capability(label)
+                yield line[1], Rule(chapter, source, quotes, tuple((line[2] or "core").split(", ")), line[3])
 
 
 _TEXT: Final = PAGE.read_text(encoding="utf-8")
@@ -85,16 +77,8 @@ def rule_of(test: Any) -> Rule | None:
     return RULES.get(test.__name__) if test.__module__.startswith("dataplane_testkit.") else None
 
 
-def declares(cls: type[Backend], need: Proof) -> bool:
+def declares(cls: type[Backend], need: str) -> bool:
     """Whether a backend class declares what a test proves."""
-    if isinstance(need, Capability):
-        return need in cls.capabilities
-    if isinstance(need, Scope):
-        reach = list(Scope)
-        return reach.index(cls.scope) >= reach.index(need)
-    return True
-
-
-def label_of(need: Proof) -> str:
-    """The name of a proof in reports."""
-    return f"scope {need}" if isinstance(need, Scope) else str(need)
+    reach = list(Scope)
+    scopes = [f"scope {scope}" for scope in reach[: reach.index(cls.scope) + 1]]
+    return need in ("core", *cls.capabilities, *scopes)

@@ -147,12 +147,9 @@ def shrunk(history: History, found: Finding) -> History:
     It drops the calls and samples that do not matter to it. The calls that prove it stay.
     """
     needed = {call.name for call in found.calls}
-    checks = iter(range(_MOST_CHECKS))
 
     def still(calls: Sequence[Call]) -> bool:
-        if next(checks, None) is None:
-            return False
-        return any(each.key == found.key for each in _all(replace(history, calls=tuple(calls))))
+        return any(other.key == found.key for other in _all(replace(history, calls=tuple(calls))))
 
     calls = [call for call in history.calls if call.partition == found.partition or call.name in needed]
     if found.samples:
@@ -161,9 +158,9 @@ def shrunk(history: History, found: Finding) -> History:
         calls = next((part for part in (short, whole, calls) if still(part)), list(history.calls))
     proof = [call for call in calls if call.name in needed]
     others = [call for call in calls if call.name not in needed]
-    calls = [*proof, *fewest(others, lambda part: part if still([*proof, *part]) else None)]
+    calls = [*proof, *fewest(others, lambda part: part if still([*proof, *part]) else None, _MOST_CHECKS)]
     processes = {call.process for call in calls}
-    events = tuple(each for each in history.events if each.process in processes or not each.process)
+    events = tuple(event for event in history.events if event.process in processes or not event.process)
     return replace(history, calls=tuple(sorted(calls, key=lambda call: call.begin_s)), events=events)
 
 

@@ -119,14 +119,19 @@ class Verdict:
 
     def summary(self) -> dict[str, Any]:
         """The verdict in plain values."""
-
-        def plain(findings: tuple[Finding, ...]) -> list[dict[str, Any]]:
-            return [{"rule": it.rule, "text": it.text, "calls": [call.name for call in it.calls]} for it in findings]
-
-        events = dict(Counter(event.kind for event in self.history.events))
-        told = {"passed": self.passed, "facts": self.facts, "calls": self.counts(), "events": events}
-        told |= {"findings": plain(self.findings), "seen": plain(self.seen)}
-        return {**told, "page": None if self.page is None else str(self.page)}
+        findings, seen = (
+            [{"rule": one.rule, "text": one.text, "calls": [call.name for call in one.calls]} for one in part]
+            for part in (self.findings, self.seen)
+        )
+        return {
+            "passed": self.passed,
+            "facts": self.facts,
+            "calls": self.counts(),
+            "events": dict(Counter(event.kind for event in self.history.events)),
+            "findings": findings,
+            "seen": seen,
+            "page": None if self.page is None else str(self.page),
+        }
 
 
 def run_chaos(

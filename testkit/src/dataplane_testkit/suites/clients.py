@@ -214,14 +214,9 @@ def _client(**about: Any) -> ClientInfo:
     return replace(made, metrics_address="a host:8000", **about)
 
 
-def _announce(store: Store, client: ClientInfo, ttl_s: float) -> Any:
-    return store.hooks.ask("announce", client=client, ttl_s=ttl_s)
-
-
-def _close(store: Store, *clients: ClientInfo) -> None:
-    """The clients are closed. Otherwise other tests count them for minutes."""
-    for each in clients:
-        _announce(store, each, 0.0)
+def _announce(store: Store, *clients: ClientInfo, ttl_s: float = _LONG_S) -> Any:
+    """Announces clients. With a ``ttl_s`` of 0 they are closed: otherwise other tests count them for minutes."""
+    return [store.hooks.ask("announce", client=client, ttl_s=ttl_s) for client in clients][-1]
 
 
 class ListingSuite(Suite, chapter="listing"):
@@ -238,9 +233,8 @@ class ListingSuite(Suite, chapter="listing"):
         calls = [CallInfo(operation="claim_meta", partition_id="schritt 1 \u2192 \u2713", running_s=3.25)]
         phases = [PhaseInfo(name="generate \u2713", running_s=2.5, partition_id="p", groups=("q1", "q\u00e9"))]
         mine, other = _client(role="rollout: 1 \u00e9\n\x00", calls=calls, num_calls=1, phases=phases), _client()
-        for each in (replace(mine, calls=[], num_calls=0), other, mine):
-            told = _announce(store, each, _LONG_S)
-        assert told >= 2, "announce does not say how many clients there are"
+        num_clients = _announce(store, replace(mine, calls=[], num_calls=0), other, mine)
+        assert num_clients >= 2, "announce does not say how many clients there are"
         for hooks in (store.hooks, Hooks(store.same_store_client())):
             listed = {each.client_id: each for each in hooks.ask("list_clients", ended=False)}
             assert other.client_id in listed
@@ -249,16 +243,15 @@ class ListingSuite(Suite, chapter="listing"):
             assert list(found.calls) == calls
             assert [replace(each, groups=tuple(each.groups)) for each in found.phases] == phases
             assert replace(found, heard_s=0.0, calls=calls, work=(), phases=phases) == mine
-        _close(store, mine, other)
+        _announce(store, mine, other, ttl_s=0.0)
 
     def test_clients_that_ended_are_listed_if_asked_for(self, store: Store) -> None:
         claim = WorkInfo(operation="claim_meta", partition_id="p", fields=("x",), tag_filter={"v": (">=", 7)})
         closed, silent, back, other = _client(), _client(work=[claim]), _client(), _client()
-        for each in (closed, back, other):
-            _announce(store, each, _LONG_S)
-        _close(store, closed, closed, back, _client())
-        _announce(store, silent, 0.3)
-        _announce(store, back, _LONG_S)
+        _announce(store, closed, back, other)
+        _announce(store, closed, closed, back, _client(), ttl_s=0.0)
+        _announce(store, silent, ttl_s=0.3)
+        _announce(store, back)
         made = {each.client_id for each in (closed, silent, back, other)}
 
         def listed(ended: bool) -> Any:
@@ -272,7 +265,7 @@ class ListingSuite(Suite, chapter="listing"):
         assert states(True) == {closed.client_id: "closed", silent.client_id: "silent", **is_open}
         (found,) = (each for each in listed(True) if each.client_id == silent.client_id)
         assert [replace(each, fields=tuple(each.fields)) for each in found.work] == [claim]
-        _close(store, back, other)
+        _announce(store, back, other, ttl_s=0.0)
 
     def test_units_are_listed_with_the_rows_that_they_hold(self, store: Store) -> None:
         partition = store.register("x")

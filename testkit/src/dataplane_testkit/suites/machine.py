@@ -673,17 +673,17 @@ class Failure:
 
 def shrunk(failure: Failure, again: Callable[[Sequence[Step]], Failure | None]) -> Failure:
     """The failure of a history with as few steps as leaving out steps can reach within a bounded number of runs."""
-    give_up, runs = time.monotonic() + _MOST_S, iter(range(_MOST_RUNS))
+    give_up = time.monotonic() + _MOST_S
 
     def still(steps: list[Step]) -> list[Step] | None:
         nonlocal failure
-        shorter = again(steps) if time.monotonic() < give_up and next(runs, None) is not None else None
+        shorter = again(steps) if time.monotonic() < give_up else None
         if shorter is None or len(shorter.steps) >= len(failure.steps):
             return None
         failure = shorter
         return shorter.steps
 
-    fewest(failure.steps, still)
+    fewest(failure.steps, still, _MOST_RUNS)
     return failure
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from through_asyncio import ThroughAsyncio
 
 from dataplane_core import connect, stream
 from dataplane_core.client import AsyncStream
-from dataplane_testkit._asyncio import ThroughAsyncio
 from dataplane_testkit.faults import Faults
 
 

@@ -27,7 +27,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, WireFormat
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
-from dataplane_testkit._columns import as_object_array, as_objects, batch, items_of, naming
+from dataplane_testkit._columns import as_objects, batch, items_of, naming
 from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._store import check_error
 
@@ -253,12 +253,12 @@ WRONG = [
     ("put_samples", ValueError, "", [{"partition_id": name} for name in NO_NAMES]),
     ("put_samples", ValueError, "'b'", [{"sample_ids": ["b", "b"]}]),
     ("put_samples", ValueError, "align 1:1", [{"tags": [{}]}, {"tags": [{}] * 3}]),
-    ("put_samples", ValueError, "'o'", [{"fields": {"o": as_object_array(1, 2, 3)}}]),
+    ("put_samples", ValueError, "'o'", [{"fields": {"o": np.array([1, 2, 3], dtype=object)}}]),
     ("put_samples", ValueError, "~", [{"fields": {name: torch.zeros(2)}} for name in ("~", "~sum")]),
     ("put_samples", TypeError, "non-tensor", [{"fields": X.clone().set("bad", X)}]),
     ("put_samples", TypeError, "non-tensor", [{"fields": X.clone().set_non_tensor("bad", "for all rows")}]),
     ("put_samples", TypeError, "meta", [{"fields": {"x": torch.zeros(2, device="meta")}}]),
-    ("put_samples", TypeError, "'o'", [{"fields": {"o": as_object_array(1, item)}} for item in OUTSIDE]),
+    ("put_samples", TypeError, "'o'", [{"fields": {"o": np.fromiter((1, item), dtype=object)}} for item in OUTSIDE]),
     ("put_samples", TypeError, "", [{"tags": [row, row]} for row in NO_TAGS]),
     ("get_samples", ValueError, "", [{"sample_ids": [name]} for name in NO_NAMES]),
     ("get_samples", ValueError, "select_fields", [{"select_fields": []}]),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -27,9 +26,6 @@ NUM_ROWS: Final = 5
 _LENGTHS: Final = (3, 1, 4, 1, 6)
 _LENGTHS_WITH_EMPTY: Final = (0, 2, 0, 5, 0)
 
-#: A column to put, and the rows that it holds.
-Laid: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
-
 
 def ids(count: int, prefix: str = "s") -> list[str]:
     return [f"{prefix}{index}" for index in range(count)]
@@ -41,8 +37,7 @@ def batch(num_rows: int, **columns: Any) -> TensorDict:
 
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Rows of shape (L, ...) as one ``torch.jagged`` nested tensor."""
-    lengths = torch.tensor([len(row) for row in rows])
-    return _jagged_of(torch.cat(list(rows)), lengths)
+    return _jagged_of(torch.cat(list(rows)), map(len, rows))
 
 
 def random_cells(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:
@@ -154,16 +149,8 @@ def as_objects(*items: Any) -> NonTensorStack:
     return NonTensorStack(*items)
 
 
-def as_object_array(*items: Any) -> Any:
-    array = np.empty(len(items), dtype=object)
-    for index, item in enumerate(items):
-        array[index] = item
-    return array
-
-
-def _jagged_of(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
+def _jagged_of(values: torch.Tensor, lengths: Iterable[int]) -> torch.Tensor:
+    offsets = torch.tensor([0, *accumulate(lengths)])
     nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
     return nested
 
@@ -173,7 +160,7 @@ def _dense(*cell: int, rows: int = NUM_ROWS) -> Callable[[torch.dtype, int], tor
 
 
 def _ragged(lengths: Sequence[int], *trailing: int) -> Callable[[torch.dtype, int], torch.Tensor]:
-    return lambda dtype, seed: _jagged_of(random_cells(dtype, (sum(lengths), *trailing), seed), torch.tensor(lengths))
+    return lambda dtype, seed: _jagged_of(random_cells(dtype, (sum(lengths), *trailing), seed), lengths)
 
 
 def _nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -183,18 +170,8 @@ def _nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (exponent | torch.arange(1, NUM_ROWS + 1, dtype=whole)).view(dtype)
 
 
-def _laid(lay: Callable[[torch.dtype, int], torch.Tensor], dtype: torch.dtype, seed: int) -> Laid:
-    """A column, and copies of its rows as torch takes it apart."""
-    column = lay(dtype, seed)
-    return column, [row.detach().clone() for row in column.unbind()]
-
-
-#: Layouts that torch supports for some dtypes only.
-_ONLY_FOR: Final[dict[str, frozenset[torch.dtype]]] = {
-    "nans": frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-}
-
-_LAYS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
+#: Layout -> what makes a column of a dtype and a seed.
+LAYOUTS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
     "scalars": _dense(),
     "column_of_one": _dense(1),
     "vectors": _dense(3),
@@ -213,9 +190,15 @@ _LAYS: Final[dict[str, Callable[[torch.dtype, int], torch.Tensor]]] = {
     "strided_slice": lambda dtype, seed: random_cells(dtype, (2 * NUM_ROWS + 1, 6), seed)[1::2, 1:5:2],
     "nans": _nans,
 }
-#: Layout -> the function that makes a column of a dtype and a seed, and its rows.
-LAYOUTS: Final = {layout: partial(_laid, lay) for layout, lay in _LAYS.items()}
+#: The dtypes whose NaNs have a payload.
+_NANS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def layouts_of(dtype: torch.dtype) -> list[str]:
-    return [layout for layout in LAYOUTS if dtype in _ONLY_FOR.get(layout, ALL_DTYPES)]
+    return [layout for layout in LAYOUTS if layout != "nans" or dtype in _NANS]
+
+
+def laid(layout: str, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A column, and copies of its rows as torch takes it apart."""
+    column = LAYOUTS[layout](dtype, seed)
+    return column, [row.clone() for row in column.unbind()]

@@ -40,11 +40,6 @@ from dataplane_testkit.rules import declares, rule_of
 
 _E = TypeVar("_E", bound=BaseException)
 
-#: Beginning of the skip reason of a test that proves something that the backend does not declare.
-NOT_DECLARED: Final = "not declared: "
-#: Beginning of the skip reason of a test that cannot run on this machine or with this author's class.
-NOT_RUN: Final = "not run: "
-
 #: Capacity of the store of `Store.bounded`.
 BOUNDED_BYTES: Final = 640 * 1024
 
@@ -56,18 +51,16 @@ _MOST_STORES: Final = 8
 
 
 def not_declared(what: str) -> NoReturn:
-    pytest.skip(f"{NOT_DECLARED}{what}")  # the report counts it as not declared, not as passed
+    """Skips a test that proves something that the backend does not declare. The report counts it as that."""
+    pytest.skip(f"not declared: {what}")
 
 
 def not_run(reason: str) -> NoReturn:
-    pytest.skip(f"{NOT_RUN}{reason}")
+    """Skips a test that cannot run on this machine or with this author's class."""
+    pytest.skip(f"not run: {reason}")
 
 
-_KNOWN = pytest.StashKey[dict[str, "Store | Exception"]]()
-
-
-def _forget(known: dict[str, Store], key: str) -> None:
-    known.pop(key).close()
+_STORES = pytest.StashKey[dict[str, "Store | Exception"]]()
 
 
 class Store:
@@ -78,7 +71,6 @@ class Store:
         client: A client of the store, which the tests share.
         backend: The started backend of this client.
         hooks: The backend's hooks, called directly.
-        faults: A middleware around the hooks that counts calls and injects faults.
         name: The name of the backend in errors.
         ends: What ends with the test that runs.
     """
@@ -94,28 +86,27 @@ class Store:
         self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
         self.backend: Backend = backend_of(self.client)
         self.hooks = Hooks(self.client)
-        self.faults = Faults.of(self.client)
         self.ends = contextlib.ExitStack()
         self._asked: set[str] = set()  # the tokens of claims that wait
 
     @classmethod
     def of(cls, owner: Any, case: AuthorsClass, options: dict[str, Any]) -> Store:
         """The store of a pytest node for these options. Connects a new one if there is none yet."""
-        known, key = owner.stash.setdefault(_KNOWN, {}), repr(sorted(options.items()))
-        if key not in known:
-            if len(known) >= _MOST_STORES:
+        stores, key = owner.stash.setdefault(_STORES, {}), repr(sorted(options.items()))
+        if key not in stores:
+            if len(stores) >= _MOST_STORES:
                 pytest.fail("the fixture 'options' returns different options for each test. Set store_per_test = True.")
             try:
-                known[key] = cls(case, options)
+                stores[key] = cls(case, options)
             except Exception as error:
-                known[key] = error
+                stores[key] = error
                 raise
-            owner.addfinalizer(partial(_forget, known, key))
-        found: Store | Exception = known[key]
-        if isinstance(found, Exception):
-            pytest.fail(f"the store could not be connected: {type(found).__name__}: {found}", pytrace=False)
-        found.case = case
-        return found
+            owner.addfinalizer(lambda: stores.pop(key).close())
+        store: Store | Exception = stores[key]
+        if isinstance(store, Exception):
+            pytest.fail(f"the store could not be connected: {type(store).__name__}: {store}", pytrace=False)
+        store.case = case
+        return store
 
     def connect(self, options: Mapping[str, Any], *, bootstrap: Bootstrap = True, **config: Any) -> DataPlaneClient:
         """A client of the backend under test, with a `Faults` around it. The caller must close it.
@@ -247,11 +238,6 @@ class Store:
         partition = self.register(*fields, **about)
         self.put(partition, names, tags, x=torch.arange(len(names)))
         return partition
-
-    def owned_id(self, client: DataPlaneClient) -> str:
-        """A new partition id. What the client registers under it is cleared when the test ends."""
-        self._clear_at_the_end(client, partition_id := self.new_id())
-        return partition_id
 
     def _clear_at_the_end(self, client: DataPlaneClient, partition_id: str) -> None:
         def clear() -> None:

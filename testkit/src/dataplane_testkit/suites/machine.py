@@ -192,7 +192,7 @@ class StoreMachine:
         capacity_bytes = ROOM_FOR * LARGE if bounded else None
         self.ledger = Ledger(overwrite=store.declares(Capability.OVERWRITE), capacity_bytes=capacity_bytes)
         self.now = 0.0  # by the clock of the ledger, which only steps move
-        self.base = store.owned_id(clients[0])  # begins all names and ids that the store is given
+        self.base = store.new_id()  # begins all names and ids that the store is given
         self.steps: list[Step] = []
         self.cells: dict[tuple[str, str, str], Any] = {}
         self.leased_at: dict[tuple[str, str, str], float] = {}  # a leased sample -> when, by the clock of the ledger

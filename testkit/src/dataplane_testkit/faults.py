@@ -22,6 +22,16 @@ __all__ = ["Faults"]
 _Actions = dict[str, tuple[Callable[..., Any], ...]]
 
 
+def _wrapper(operation: str) -> Any:
+    """Of the operations that core's base does not wrap."""
+
+    @hookimpl(wrapper=True)
+    def wrap(self: Faults, request: Any) -> Generator[None, Any, Any]:
+        return (yield from self.around(operation, request))
+
+    return wrap
+
+
 class Faults(OperationMiddleware):
     """Counts hook calls, and injects faults before or after them. Can be used from several threads."""
 
@@ -117,10 +127,7 @@ class Faults(OperationMiddleware):
             reply = after(request, reply)
         return reply
 
-    @hookimpl(wrapper=True)
-    def announce(self, request: Any) -> Generator[None, Any, Any]:
-        """Injects the active faults."""
-        return (yield from self.around("announce", request))
+    announce, list_clients, list_units = map(_wrapper, ("announce", "list_clients", "list_units"))
 
 
 @contextmanager

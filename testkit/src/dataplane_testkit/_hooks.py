@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeGuard
-
-from tensordict import TensorDictBase
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.backends import Backend, RefsGoneError, RowStoreBackend
@@ -53,13 +51,7 @@ class Hooks:
         """Calls a hook; ``about`` are the other attributes of its request."""
         return self.call(OPERATIONS[operation].request(*partition_id, **about))
 
-    def put(
-        self,
-        partition_id: str,
-        sample_ids: Sequence[str],
-        fields: TensorDictBase | Mapping[str, Any] | None,
-        **about: Any,
-    ) -> Any:
+    def put(self, partition_id: str, sample_ids: Sequence[str], fields: Any, **about: Any) -> Any:
         """Puts columns, which it encodes."""
         columns, specs = ({}, {}) if fields is None else encode_columns(fields, len(sample_ids), self._connection.wire)
         rows = {"sample_ids": list(sample_ids), "columns": columns, "specs": specs, "tags": None}

@@ -171,10 +171,10 @@ class Store:
     def declares(self, capability: Capability) -> bool:
         return capability in self.backend_class.capabilities
 
-    def require(self, *capabilities: Capability | None) -> None:
-        """Skips the test as not declared, unless one of the capabilities is declared or None."""
-        if not any(each is None or self.declares(each) for each in capabilities):
-            not_declared(" or ".join(map(str, capabilities)))
+    def require(self, capability: Capability | None) -> None:
+        """Skips the test as not declared, unless the capability is declared or None."""
+        if capability is not None and not self.declares(capability):
+            not_declared(capability)
 
     def rows(self) -> RowStoreBackend:
         """The backend if it is a `RowStoreBackend`. Otherwise skips the test as not declared."""

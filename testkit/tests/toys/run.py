@@ -48,7 +48,8 @@ def outcome(run: Any) -> dict[str, dict[str, Any]]:
 
     Of a run that broke, one record says what pytest printed.
     """
-    with tempfile.TemporaryDirectory(prefix="toy") as folder:
+    # a process of a store may write a moment longer
+    with tempfile.TemporaryDirectory(prefix="toy", ignore_cleanup_errors=True) as folder:
         fork = multiprocessing.get_context("fork").Process(target=_run, args=(run, Path(folder)))
         fork.start()
         fork.join()

@@ -21,7 +21,7 @@ from dataplane_core.errors import MissingDataError
 from dataplane_core.ledger import commands
 from dataplane_core.spec import Capability, Ragged, new_id
 from dataplane_noop import NoopBackend
-from dataplane_noop._segments import Segment
+from dataplane_noop._backend import Segment
 
 
 def _held_bytes(self, backend):

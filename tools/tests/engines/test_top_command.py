@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +131,23 @@ def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted
     monkeypatch.setattr(_report.Looks, "ask", interrupted)
     assert main(["top", config]) == 128 + signal.SIGINT
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("backend", ["redis_store"])
+def test_what_only_asks_imports_no_torch(tmp_path, backend):
+    """It takes seconds."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{{backend: {backend}, announce_s: null, options: {{namespace: no-torch}}}}")
+    code = (
+        "import sys; from dataplane_core.cli import main\n"
+        "print([main([*words, sys.argv[1]]) for words in (['top', '--once'], ['why'])], 'torch' in sys.modules)"
+    )
+    with connect(str(path)) as client:
+        client.register_partition("step-1", ["x"], None, ["train"])
+        client.put_samples(["a"], "step-1", {"x": torch.ones(1)})
+        words = [sys.executable, "-c", code, str(path)]  # a process of the fixture would have it
+        done = subprocess.run(words, capture_output=True, text=True, timeout=STARTS_S, check=True)
+        assert done.stdout.splitlines()[-1] == "[0, 0] False"
 
 
 @pytest.mark.parametrize("interval", ["-1", "1e12", "nan"])

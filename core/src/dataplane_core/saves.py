@@ -1,6 +1,6 @@
 """Saves on disk: one file each, whole or not there, checked when read, without pickle.
 
-`DataPlaneClient.save` and `load` use it, and so does the replay buffer of the integrations.
+`DataPlaneClient.save` and `load` use it.
 
 A save is ``KIND.save``: a line ``{"format": KIND, "version": 4}``; the blocks end to end; a JSON object, with what its
 writer adds and with size and XXH3-128 of each block; the object's size (8 bytes, little-endian) and the XXH3-128 of the

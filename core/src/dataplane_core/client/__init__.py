@@ -13,7 +13,6 @@ from dataplane_core.client.streams import (
     Stream,
     StreamBatch,
     Terms,
-    longest_wait_s,
 )
 
 __all__ = [
@@ -26,5 +25,4 @@ __all__ = [
     "StreamBatch",
     "Terms",
     "common_fields",
-    "longest_wait_s",
 ]

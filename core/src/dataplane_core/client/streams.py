@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args, overload
 
@@ -20,7 +20,14 @@ from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
-from dataplane_core.errors import ClientClosedError, DataPlaneError, InvalidRequestError, LeaseExpiredError
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    Verdict,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest
 
@@ -35,10 +42,14 @@ _CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size"}
 RENEWED_AFTER: Final = 1 / 3
 #: How long a loop waits for a batch if the store cannot say who lives, in seconds.
 _UNKNOWN_S: Final = 60.0
+#: How long a stream with ``fresh`` waits before it drops what came meanwhile and is too old, in seconds.
+_STALE_S: Final = 0.5
 #: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
 _COLLECTED_WITHIN_S: Final = 1.0
 
 Collate: TypeAlias = "Callable[[KVBatchMeta, TensorDict], Any]"
+#: Says which samples are new enough now, such as ``lambda: {"weight_version": (">=", trainer.version - 2)}``.
+Fresh: TypeAlias = Callable[[], Mapping[str, tuple[Literal[">="], float]]]
 #: What a stream does with samples at the end that are too few for every rank to get one.
 Uneven: TypeAlias = Literal["equal", "drop", "error"]
 
@@ -55,6 +66,20 @@ class StreamBatch:
 
     meta: KVBatchMeta
     columns: Any
+    _held: HeldMetas | None = field(default=None, repr=False, compare=False)
+
+    def check(self) -> None:
+        """Checks that the lease still holds. Call it before an optimizer's step.
+
+        Raises:
+            LeaseExpiredError: The lease has ended, or may have ended because no renewal has succeeded for so long.
+                Others may have been given the samples.
+        """
+        if self._held is not None and self.meta.sample_ids:
+            self._held.check(self.meta)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[KVBatchMeta, Any]]:
+        return type(self), (self.meta, self.columns)  # whoever gets it does not renew the lease
 
 
 @overload
@@ -70,6 +95,8 @@ def stream(
     collate: Collate | None = ...,
     timeout_s: float | None = ...,
     uneven: Uneven | None = ...,
+    clear: bool = ...,
+    fresh: Fresh | None = ...,
     **claim: Any,
 ) -> Stream: ...
 
@@ -87,6 +114,8 @@ def stream(
     collate: Collate | None = ...,
     timeout_s: float | None = ...,
     uneven: Uneven | None = ...,
+    clear: bool = ...,
+    fresh: Fresh | None = ...,
     **claim: Any,
 ) -> AsyncStream: ...
 
@@ -103,6 +132,8 @@ def stream(
     collate: Collate | None = None,
     timeout_s: float | None = None,
     uneven: Uneven | None = None,
+    clear: bool = False,
+    fresh: Fresh | None = None,
     **claim: Any,
 ) -> Stream | AsyncStream:
     """The batches of a task, until the partition can give it no more.
@@ -133,6 +164,11 @@ def stream(
             samples at the end that are fewer than the ranks. ``equal`` (the default): each of them goes to another
             rank, and the others get an empty batch, whose columns have no rows. ``drop``: they are acked, and no rank
             gets them. ``error``: they are given back, and all ranks raise.
+        clear: Clear samples once they are acked. Those of a process that was killed between the two are cleared when
+            the partition can give no more.
+        fresh: Called before each claim; returns a tag filter with a lower bound, which may rise. The samples below it
+            are acked, and cleared with ``clear``, but never given. A group is as old as its oldest sample. Samples
+            without the tag are never given. Not with ``dp_rank``.
         claim: Further arguments of `DataPlaneClient.claim_meta`: ``dp_rank``, ``tag_filter``, ``sampler``, ``dp_size``.
 
     Returns:
@@ -143,7 +179,8 @@ def stream(
             for longer than the lease. Others may have been given its samples.
         ClaimTimeoutError: No batch was ready within ``timeout_s``, or none will come. Its ``verdict`` says why. The
             stream has ended then, as after any error.
-        InvalidRequestError: ``uneven`` is "error", and the samples at the end were fewer than the ranks.
+        InvalidRequestError: ``uneven`` is "error", and the samples at the end were fewer than the ranks; or ``fresh``
+            returned no lower bound.
         UnsupportedOperationError: The backend does not declare leases; or ``dp_rank`` is given, and not samplers.
 
     Examples:
@@ -161,7 +198,20 @@ def stream(
         >>> client.close()
     """
     batch = collate or StreamBatch
-    terms = Terms(partition_id, task_name, list(fields), batch_size, lease_s, prefetch, batch, timeout_s, uneven, claim)
+    terms = Terms(
+        partition_id,
+        task_name,
+        list(fields),
+        batch_size,
+        lease_s,
+        prefetch,
+        batch,
+        timeout_s,
+        uneven,
+        claim,
+        clear=clear,
+        fresh=fresh,
+    )
     kind = AsyncStream if isinstance(client, AsyncDataPlaneClient) else Stream
     return kind(client, terms)  # type: ignore[arg-type]
 
@@ -177,6 +227,11 @@ class Stream(Iterator[Any]):
         self._current: Item | None = None
         client._connection.streams.add(self)
         weakref.finalize(self, self._feed.collected).atexit = False  # at the end of the program: `Feed.close`
+
+    @property
+    def num_stale(self) -> int:
+        """Samples that were dropped since they were too old for ``fresh``."""
+        return self._feed.num_stale
 
     def __iter__(self) -> Self:
         return self
@@ -236,8 +291,12 @@ class AsyncStream:
         try:
             await self.ack()
             self._ready.loop = asyncio.get_running_loop()
-            if self._feed.ask():
-                self._current = self._feed.taken(await self._ready.get())
+            while self._feed.ask():
+                item = self._feed.taken(await self._ready.get())
+                if item is None or self._feed.is_fresh(item):
+                    self._current = item
+                    break
+                await asyncio.to_thread(self._feed.held.give_back, item.meta)
         except asyncio.CancelledError:
             self._feed.leave()
             raise  # the task that iterates may go on
@@ -252,9 +311,11 @@ class AsyncStream:
     async def ack(self) -> None:
         """Acks the batch that was given last, if it is not acked yet. Asking for the next batch also acks it."""
         if self._current is not None:
-            await self._client.ack(self._current.meta)
-            self._feed.held.discard(self._current.meta)
-            self._current = None
+            current, self._current = self._current, None
+            await self._client.ack(current.meta)
+            self._feed.held.discard(current.meta)
+            if self._feed.terms.clear:
+                await self._client.clear_samples(current.meta.sample_ids, current.meta.partition_id)
 
     async def close(self) -> None:
         """Ends the stream, and gives back what is not acked. Idempotent.
@@ -293,7 +354,7 @@ class _OnLoop:
 # --- what is behind it ------------------------------------------------------------------------------------------------
 
 
-def longest_wait_s(client: DataPlaneClient, timeout_s: float | None) -> float:
+def _longest_wait_s(client: DataPlaneClient, timeout_s: float | None) -> float:
     """How long a loop waits for a batch. Infinite: as long as those live who may put samples, as `why` knows."""
     if timeout_s is not None:
         return timeout_s
@@ -316,8 +377,13 @@ class Terms:
     uneven: Uneven | None
     claim: Mapping[str, Any]
     most_held_s: float = math.inf  # after which a batch that is not acked is given back
+    clear: bool = False
+    fresh: Fresh | None = None
 
     def __post_init__(self) -> None:
+        checked_as("stream: clear", bool, self.clear)
+        if self.fresh is not None and {"dp_rank", "tag_filter"} & self.claim.keys():
+            raise InvalidRequestError("fresh says which samples a claim gives: leave out dp_rank and tag_filter.")
         checked_as("stream: lease_s", PositiveSeconds, self.lease_s)
         if self.timeout_s is not None:
             checked_as("stream: timeout_s", Seconds, self.timeout_s)
@@ -335,13 +401,27 @@ class Terms:
                 "uneven says what ranks do that get no samples: it needs a dp_rank and a dp_size."
             )
 
+    def bounds(self) -> Mapping[str, float]:
+        """Tag -> its least value, as ``fresh`` says now.
+
+        Raises:
+            InvalidRequestError: It returned no lower bounds.
+        """
+        bounds = {} if self.fresh is None else self.fresh()
+        if any(not isinstance(bound, tuple) or len(bound) != 2 or bound[0] != ">=" for bound in bounds.values()):
+            raise InvalidRequestError(
+                f"fresh returned {bounds!r}. Expected lower bounds of tags, such as {{'weight_version': ('>=', 7)}}."
+            )
+        return {tag: bound for tag, (_, bound) in bounds.items()}
+
     def request(self, client: DataPlaneClient, batch_index: int | None = None) -> ClaimRequest:
         """The request of the next claim.
 
         Raises:
             DataPlaneError: The arguments are refused.
         """
-        claim = {"tag_filter": None, **self.claim}
+        fresh = {tag: (">=", bound) for tag, bound in self.bounds().items()}
+        claim = {"tag_filter": fresh or None, **self.claim}
         return checked_claim(
             client._connection,
             0.0,
@@ -395,6 +475,8 @@ class Feed:
 
     Attributes:
         held: The batches that are not acked.
+        terms: What it claims and reads.
+        num_stale: Samples that were dropped since they were too old.
     """
 
     def __init__(
@@ -409,13 +491,15 @@ class Feed:
         terms.request(client)  # to refuse it now
         self._client = client
         self._connection = client._connection
-        self._terms = terms
+        self.terms = terms
+        self.num_stale = 0
         self._batch_indexes = iter(batch_indexes)
         self._closes = closes
-        self._wait_s = longest_wait_s(client, terms.timeout_s)
+        self._wait_s = _longest_wait_s(client, terms.timeout_s)
         self.held = HeldMetas(client, terms.lease_s, terms.most_held_s)
         self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
         self._wanted = False
+        self._looked_s = 0.0  # how long the loop had waited when it was last asked who lives
         self._asked_at = math.inf  # since when the loop waits; infinity: it does not
         self._ended = False
         self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to end now
@@ -432,7 +516,13 @@ class Feed:
         """The next batch. None: there are no more."""
         if not self.ask():
             return None
-        return self.taken(self._read_now.get() if self._reads_ahead else self._fetch())
+        while True:
+            item = self.taken(self._read_now.get() if self._reads_ahead else self._fetch())
+            if item is None or self.is_fresh(item):
+                return item
+            self.held.give_back(item.meta)  # the next claim drops what is too old of it
+            if not self.ask():
+                return None
 
     def ask(self) -> bool:
         """The loop waits for the next batch from now on. False: there are no more."""
@@ -458,7 +548,7 @@ class Feed:
 
     def taken(self, item: Item | BaseException | None) -> Item | None:
         """What the loop gets, or is raised in it. None: there are no more."""
-        self._wanted, self._asked_at = False, math.inf
+        self._wanted, self._asked_at, self._looked_s = False, math.inf, 0.0
         self._ended = not isinstance(item, Item)
         if isinstance(item, BaseException):
             raise item
@@ -485,6 +575,8 @@ class Feed:
     def ack(self, item: Item) -> None:
         self._client.ack(item.meta)
         self.held.discard(item.meta)
+        if self.terms.clear:
+            self._client.clear_samples(item.meta.sample_ids, item.meta.partition_id)
 
     def close(self) -> None:
         """Ends the feed, and gives back what is not acked. Idempotent."""
@@ -512,16 +604,20 @@ class Feed:
         self._threads.append(thread)
 
     def _fetch(self) -> Item | None:
-        connection, terms = self._connection, self._terms
+        connection, terms = self._connection, self.terms
         while True:
+            self._drop_stale()
             with (
                 connection.operation("claim_meta", terms.partition_id),
                 connection.waiters.waiting(self._waiters.close),
             ):
                 request = terms.request(self._client, next(self._batch_indexes))
-                # not since this claim began: it may be ahead of the loop
-                meta, claim = claim_now(connection, request, self._wait_s, self._waiters, lambda: self._asked_at)
+                answer = self._claim(request)
+            if answer is None:
+                continue
+            meta, claim = answer
             if not meta.sample_ids and not claim.num_ranks:
+                self._clear_rest()
                 return None
             self.held.add(meta)
             try:
@@ -533,15 +629,90 @@ class Feed:
                 raise
             self.held.discard(meta)
 
+    def _claim(self, request: ClaimRequest) -> tuple[KVBatchMeta, Claim] | None:
+        """Waits for a batch. None: look again what is too old, which may hold the store full."""
+        # not since this claim began: it may be ahead of the loop
+        wait_s = self._wait_s if self.terms.fresh is None else min(self._wait_s, _STALE_S)
+        try:
+            meta, claim = claim_now(self._connection, request, wait_s, self._waiters, lambda: self._asked_at)
+        except ClaimTimeoutError as error:
+            if wait_s == self._wait_s:
+                raise
+            self._wait_on(error)
+            return None
+        is_over = bool(meta.sample_ids or claim.num_ranks) or self.terms.fresh is None
+        if is_over or self._client.check_consumption_status(self.terms.partition_id, [self.terms.task_name]):
+            return meta, claim
+        self._wait_on(ClaimTimeoutError("The samples that are left are too old, or lack the tag."))
+        time.sleep(_STALE_S)
+        return None
+
+    def _wait_on(self, error: ClaimTimeoutError) -> None:
+        """Raises if the loop has waited long enough, or none of those lives that it waits for."""
+        waited_s = time.monotonic() - self._asked_at
+        if self._wait_s == math.inf:
+            if waited_s - self._looked_s < _UNKNOWN_S:
+                return
+            self._looked_s = waited_s
+            verdicts: list[Verdict] = []
+            with contextlib.suppress(DataPlaneError):  # the next claim says what is wrong
+                verdicts = self._client.why(self.terms.partition_id, self.terms.task_name)
+            if not any(verdict.is_over for verdict in verdicts):
+                return
+        elif waited_s < self._wait_s:
+            return
+        raise ClaimTimeoutError(
+            f"stream('{self.terms.partition_id}', '{self.terms.task_name}'): no batch within {waited_s:.1f} s. "
+            f"{error.message}",
+            num_ready=error.num_ready,
+            shortfall=error.shortfall,
+        ) from error
+
+    def _drop_stale(self) -> None:
+        """Acks the samples that are below a bound of ``fresh``. It claims them first: others may work on them."""
+        terms = self.terms
+        for tag, bound in terms.bounds().items():
+            while True:
+                stale = self._client.claim_meta(
+                    terms.partition_id,
+                    terms.task_name,
+                    terms.fields,
+                    terms.batch_size,
+                    blocking=False,
+                    lease_s=terms.lease_s,
+                    tag_filter={tag: ("any <", bound)},
+                )
+                if not stale.size:
+                    break
+                self._client.ack(stale)
+                self.num_stale += stale.size
+                if terms.clear:
+                    self._client.clear_samples(stale.sample_ids, terms.partition_id)
+
+    def is_fresh(self, item: Item) -> bool:
+        """Whether no sample of a batch that was claimed ahead has become too old."""
+        bounds = self.terms.bounds()
+        return all(row[tag] >= bound for row in item.meta.tags or () for tag, bound in bounds.items())
+
+    def _clear_rest(self) -> None:
+        """Clears what processes have acked that were killed before they cleared it."""
+        terms = self.terms
+        if terms.clear and self._client.check_consumption_status(terms.partition_id, [terms.task_name]):
+            left = self._client.list_sample_ids(terms.partition_id)
+            self._client.clear_samples(left, terms.partition_id)
+
     def _read(self, meta: KVBatchMeta) -> Any:
         self._waiters.check()
         if meta.sample_ids:
-            columns = self._client.get_data(meta, self._terms.fields)
+            columns = self._client.get_data(meta, self.terms.fields)
         else:
             from dataplane_core.codec.rows import empty_columns  # it imports torch
 
-            columns = empty_columns(self._client.describe(meta.partition_id).specs, self._terms.fields)
-        batch = self._terms.collate(meta, columns)
+            columns = empty_columns(self._client.describe(meta.partition_id).specs, self.terms.fields)
+        if self.terms.collate is StreamBatch:
+            batch: Any = StreamBatch(meta, columns, self.held)
+        else:
+            batch = self.terms.collate(meta, columns)
         self._waiters.check()
         return batch
 
@@ -558,7 +729,7 @@ class Feed:
                 return
 
     def _renew(self) -> None:
-        pause_s = min(self._terms.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
+        pause_s = min(self.terms.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
         try:
             while self.held.renew() or not self._ended:
                 with contextlib.suppress(queue.Empty):
@@ -595,21 +766,35 @@ class HeldMetas:
         # By the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
         # held; and until when
         self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
+        self._renewed_at: dict[int, float] = {}  # by the same key: when the newest renewal that succeeded began
 
     def add(self, meta: KVBatchMeta) -> None:
         """Holds what was claimed. An empty batch has no leases."""
         if meta.sample_ids:
+            self._renewed_at[id(meta)] = time.monotonic()
             self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
 
     def discard(self, meta: KVBatchMeta) -> None:
         """Lets go of a meta that was acked."""
         self._held.pop(id(meta), None)
+        self._renewed_at.pop(id(meta), None)
+
+    def check(self, meta: KVBatchMeta) -> None:
+        """See `StreamBatch.check`."""
+        since_s = time.monotonic() - self._renewed_at.get(id(meta), -math.inf)
+        if id(meta) not in self._held or since_s >= self._lease_s:
+            raise LeaseExpiredError(
+                f"the lease on {meta.size} samples of '{meta.partition_id}' is held no longer, or was not renewed for "
+                f"lease_s, {self._lease_s:g} s.",
+                sample_ids=meta.sample_ids,
+            )
 
     def renew(self) -> bool:
         """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
         for key, (claimed, meta, until) in list(self._held.items()):
+            asked_at = time.monotonic()
             try:
-                if time.monotonic() <= until:
+                if asked_at <= until:
                     left = _of_held(lambda part: self._client.renew(part, self._lease_s), meta)
                 else:
                     left = None
@@ -622,12 +807,14 @@ class HeldMetas:
                 self._held.pop(key, None)
             elif key in self._held:  # if it is acked now, the next renewal drops it
                 self._held[key] = claimed, left, until
+                self._renewed_at[key] = asked_at
         return bool(self._held)
 
     def give_back(self, meta: KVBatchMeta | None = None) -> None:
         """Gives back one meta, or all. Blocks."""
         for key in list(self._held) if meta is None else [id(meta)]:
             held = self._held.pop(key, None)
+            self._renewed_at.pop(key, None)
             if held is not None:
                 with contextlib.suppress(DataPlaneError):  # the client or its store has ended
                     _of_held(self._client.nack, held[1])

@@ -1,10 +1,10 @@
-"""How much time reading ahead hides: portions of a split step, and the batches of a streaming consumer.
+"""How much time reading ahead hides: portions of a split step, and the batches of a stream.
 
 One process reads batches of 128 rows (256 to 2048 tokens, six token-aligned fields) from ``shm_store`` or another
 backend, and computes on each as long as its fetch takes, which is measured first: read, decode and padding. The compute
 is a wait, as for a GPU, or work of this process's own core. Rounds with and without reading ahead alternate, so that a
 busy moment of the machine hits both; the table has the medians of the rounds' milliseconds per batch. A worker alone
-pads ahead too; a consumer pads at the batch's turn, so at most the read is hidden.
+pads ahead too; a stream pads at the batch's turn, so at most the read is hidden.
 
 Run it with ``OMP_NUM_THREADS=1 python benchmarks/read_ahead.py`` on an otherwise quiet machine.
 """
@@ -20,10 +20,9 @@ from typing import Any, Final
 import torch
 from batches import training_batch
 
-from dataplane_core import KVBatchMeta, connect, kv_first_write
-from dataplane_core.batch import BatchedDataDict
+from dataplane_core import KVBatchMeta, connect, kv_first_write, stream
+from dataplane_core.batch import BatchedDataDict, pad_columns
 from dataplane_core.client import DataPlaneClient
-from dataplane_integrations.replay import StreamingConsumer
 from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
 ROWS: Final = 128
@@ -84,15 +83,14 @@ def walk(worker: Worker, metas: list[KVBatchMeta], depth: int) -> float:
     return seconds
 
 
-def stream(worker: Worker, client: DataPlaneClient, metas: list[KVBatchMeta], depth: int) -> float:
-    """Seconds of a consumer over all batches; they are written before."""
+def consume(worker: Worker, client: DataPlaneClient, metas: list[KVBatchMeta], depth: int) -> float:
+    """Seconds of a stream over all batches; they are written before."""
     partition = f"stream {time.monotonic_ns()}"
     write(client, partition, len(metas))
-    consumer = StreamingConsumer(client, partition, "train", list(metas[0].fields or []), ROWS, read_ahead=depth)
+    batches = stream(client, partition, "train", list(metas[0].fields or []), ROWS, prefetch=depth, clear=True)
     begun = time.perf_counter()
-    for batch in consumer:
-        with batch:
-            worker.train_microbatch(batch.read())
+    for batch in batches:
+        worker.train_microbatch(pad_columns(BatchedDataDict(batch.columns.items()), batch.meta))
     return time.perf_counter() - begun
 
 
@@ -123,7 +121,7 @@ def run(backend: str, batches: int, rounds: int, depth: int) -> None:
             worker.setup_data_plane(client)
             ways: dict[str, Callable[[int], float]] = {
                 "portions of a split step": lambda ahead, worker=worker: walk(worker, metas, ahead),
-                "a streaming consumer": lambda ahead, worker=worker: stream(worker, client, metas, ahead),
+                "a stream": lambda ahead, worker=worker: consume(worker, client, metas, ahead),
             }
             for name, way in ways.items():
                 seconds: dict[int, list[float]] = {0: [], depth: []}

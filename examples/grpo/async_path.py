@@ -24,14 +24,7 @@ from dataplane_core.errors import DataPlaneError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import CollectorFailedError, WorkerFailedError
 from dataplane_integrations.ray import wait_for_all
-from dataplane_integrations.replay import (
-    Collector,
-    InOrderPolicy,
-    ReplayBuffer,
-    Reservation,
-    restore_replay,
-    save_replay,
-)
+from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, Reservation
 from dataplane_integrations.rollout import RolloutReceipt
 
 from .cluster import Actors
@@ -114,14 +107,17 @@ class AsyncPath(DataPlanePath):
 
     def start(self, actors: Actors, draw: Draw) -> None:
         super().start(actors, draw)
-        policy = self._require()
         self._open_step(0, None)
+        self._begin(resume=False)
+
+    def _begin(self, *, resume: bool) -> None:
         self._buffer = ReplayBuffer(
-            policy.client,
+            self._require().client,
             self.partition,
             InOrderPolicy(max_staleness=self._staleness, groups_per_version=self._prompts_per_step),
             group_size=self._config.grpo.answers_per_prompt,
             num_prompts=None if self._last_step is None else self._last_step * self._prompts_per_step,
+            resume=resume,
         )
         self._collector = Collector(
             self._buffer, self._roll_out, groups_per_call=self._prompts_per_step, max_failures=1
@@ -170,16 +166,18 @@ class AsyncPath(DataPlanePath):
         }
 
     def save(self, folder: Path) -> None:
-        """See `DataPath.save`. Waits for running rollouts, and saves the ready rows with the state of the buffer."""
+        """See `DataPath.save`. Waits for running rollouts, and saves the prompts and the ready rows."""
         buffer, collector = self._started()
         self._await_begun(self._step + self._staleness)
         with collector.quiet(self._timeout_s):
-            save_replay(folder / _REPLAY_FOLDER, self._require().client, buffer=buffer)
+            buffer.save(folder / _REPLAY_FOLDER)
 
     def restore(self, folder: Path, step: int) -> None:
         """See `DataPath.restore`."""
         buffer, _ = self._started()
-        restore_replay(folder / _REPLAY_FOLDER, self._require().client, buffer=buffer)
+        buffer.close()
+        self._require().client.load(folder / _REPLAY_FOLDER)
+        self._begin(resume=True)
         self._last_begun = step + self._staleness
 
     def close(self) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dataplane_core import DataPlaneClient, KVBatchMeta
+from dataplane_core import DataPlaneClient, KVBatchMeta, stream
+from dataplane_core.client import Stream
 from dataplane_core.errors import ClaimTimeoutError, LeaseExpiredError, StalePartitionError, UnknownPartitionError
-from dataplane_integrations.replay import StreamingConsumer, group_of
+from dataplane_core.ledger import group_of
 from dataplane_integrations.rollout import FoundRollouts, mint_sample_ids, missing_groups
 from dataplane_integrations.weights import WEIGHTS, WeightReader, open_weights, publish_weights
 
@@ -101,7 +102,7 @@ class DataPlaneRollouts:
         self._batch = -1  # the newest that the trainer asked for
         self._asked = 0  # batches whose prompts have been written
         self._kept: list[int] = []  # batches that have been trained on, and that no checkpoint has
-        self._held = contextlib.ExitStack()  # the claim of the newest batch
+        self._claim: Stream | None = None  # of the newest batch
         self._in_training: list[str] = []
         self._training_began = 0.0
         if run is not None:  # of a start that was killed; the rollout processes of this one come later
@@ -137,7 +138,7 @@ class DataPlaneRollouts:
         while self._asked < min(batch + self._ahead + 1, -(-end // passes)):
             self._ask(trainer, self._asked)
             self._asked += 1
-        return self._claim(batch, mint_sample_ids(list(wanted), answers))
+        return self._claimed(batch, mint_sample_ids(list(wanted), answers))
 
     def __enter__(self) -> DataPlaneRollouts:
         return self
@@ -155,7 +156,7 @@ class DataPlaneRollouts:
             if error is None:
                 self._finish()
             else:
-                self._held.__exit__(kind, error, trace)
+                self._close_claim()
         finally:
             for name in dropped:
                 self._client.clear_samples(None, name)
@@ -210,19 +211,19 @@ class DataPlaneRollouts:
             for name in there.intersection(map(self._answers, range(batch))):
                 self._client.clear_samples(None, name)
 
-    def _claim(self, batch: int, sample_ids: list[str]) -> dict[str, list[Any]]:
+    def _claimed(self, batch: int, sample_ids: list[str]) -> dict[str, list[Any]]:
         """Waits for the answers of a batch, which are held on lease from then on, and returns them in this order."""
-        consumer = StreamingConsumer(
+        self._claim = stream(
             self._client,
             self._answers(batch),
             "train",
             FIELDS,
             len(sample_ids),
             lease_s=self._lease_s,
+            prefetch=0,
             timeout_s=self._timeout_s,
-            clear=False,  # `_finish` does
         )
-        claimed = self._held.enter_context(next(iter(consumer)))
+        claimed = next(self._claim)
         rows = self._client.get_samples(sample_ids, claimed.meta.partition_id, FIELDS)
         made = dict(zip(map(group_of, claimed.meta.sample_ids), claimed.meta.tags or [], strict=True))
         self.timeline += [{"what": "generate", "batch": batch, "prompt": name, **tags} for name, tags in made.items()]
@@ -234,7 +235,9 @@ class DataPlaneRollouts:
         if self._batch < 0:
             return
         self.timeline.append(self._span())
-        self._held.close()
+        if self._claim is not None:
+            self._claim.ack()
+        self._close_claim()
         self._client.mark_step(self._batch + 1)
         self.trained += self._in_training
         self._in_training = []
@@ -243,6 +246,12 @@ class DataPlaneRollouts:
         for batch in [batch for batch in self._kept if batch < saved]:
             self._client.clear_samples(None, self._answers(batch))
             self._kept.remove(batch)
+
+    def _close_claim(self) -> None:
+        """Gives the newest batch back, unless it is acked."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def _span(self) -> dict[str, Any]:
         """The training on the newest batch, up to now."""
@@ -306,28 +315,43 @@ def serve(
         most_waiting: If so many answers wait for an asynchronous trainer, rollouts wait too. None: they do not.
     """
     _wait_for_run(client, timeout_s)
-    claims = StreamingConsumer(
-        client, PROMPTS, "rollout", ["prompt"], prompts_per_claim, lease_s=lease_s, timeout_s=timeout_s
-    )
     reader = WeightReader(client, worker)
-    with contextlib.suppress(*_DROPPED):  # the run is over
+
+    def answer_all() -> None:
+        claims = stream(
+            client,
+            PROMPTS,
+            "rollout",
+            ["prompt"],
+            prompts_per_claim,
+            lease_s=lease_s,
+            prefetch=0,
+            timeout_s=timeout_s,
+            clear=True,
+        )
         for claimed in claims:
-            with contextlib.suppress(LeaseExpiredError), claimed:  # too late: others were given the prompts
-                began = time.monotonic()
-                # after the claim, so they are new enough
-                weights = reader.wait(timeout_s) if reader.version is None else reader.newest()
-                if weights is not None:
-                    model.load_state_dict(weights)
-                tags = (claimed.meta.tags or [])[0]
-                prompts = list(claimed.read()["prompt"])
-                if "seed" in tags:
-                    torch.manual_seed(tags["seed"])
-                rows = generate(prompts, tags["answers"], tags["max_new_tokens"], tags["temperature"])
-                claimed.check()
-                made = {"worker": worker, "weight_version": reader.version, "began": began, "ended": time.monotonic()}
-                _put(client, claimed.meta, rows, made)
+            began = time.monotonic()
+            # after the claim, so they are new enough
+            weights = reader.wait(timeout_s) if reader.version is None else reader.newest()
+            if weights is not None:
+                model.load_state_dict(weights)
+            tags = (claimed.meta.tags or [])[0]
+            prompts = claimed.columns["prompt"].tolist()
+            if "seed" in tags:
+                torch.manual_seed(tags["seed"])
+            rows = generate(prompts, tags["answers"], tags["max_new_tokens"], tags["temperature"])
+            claimed.check()
+            made = {"worker": worker, "weight_version": reader.version, "began": began, "ended": time.monotonic()}
+            _put(client, claimed.meta, rows, made)
+            claims.ack()
             if most_waiting is not None:
                 _wait_for_room(client, most_waiting, timeout_s)
+
+    with contextlib.suppress(*_DROPPED):  # the run is over
+        while True:
+            with contextlib.suppress(LeaseExpiredError):  # too late: others were given the prompts
+                answer_all()
+                return
 
 
 def _put(client: DataPlaneClient, meta: KVBatchMeta, rows: dict[str, list[Any]], made: dict[str, Any]) -> None:

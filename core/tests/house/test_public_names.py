@@ -34,14 +34,12 @@ FACES = {
     """,
     "dataplane_integrations": "DataPlanePolicy DataPlaneWorkerMixin",
     "dataplane_integrations.ray": """
-        ActorGroup ActorRequest NodeReport RayWorkerGroup backend_runtime_env check_backend_on_nodes
-        check_placement require_backend_on_nodes start_actors wait_for_all
+        NodeReport RayWorkerGroup backend_runtime_env check_backend_on_nodes require_backend_on_nodes wait_for_all
     """,
     "dataplane_integrations.replay": """
-        AsyncCollector AsyncRollout BufferCounts BufferView ClaimedBatch Collector CollectorCounts GroupView
-        InOrderPolicy ReadyFirstPolicy RemoteReplayBuffer ReplayBuffer Reservation RestoredReplay Rollout
-        StalenessPolicy StreamingConsumer TargetStepPolicy WindowedPolicy claim_versions group_of parse_sample_id
-        restore_replay save_replay
+        AsyncCollector AsyncRollout BufferCounts BufferView Collector CollectorCounts GroupView InOrderPolicy
+        PromptSource ReadyFirstPolicy ReplayBuffer Reservation Rollout StalenessPolicy TargetStepPolicy WindowedPolicy
+        group_of parse_sample_id serve
     """,
     "dataplane_integrations.rollout": """
         DataPlaneRolloutMixin DynamicSampling FoundRollouts GroupRule RolloutReceipt SamplingCounts

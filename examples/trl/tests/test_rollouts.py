@@ -9,6 +9,7 @@ import torch
 from rollouts import DataPlaneRollouts, serve
 
 from dataplane_core import connect
+from dataplane_core.client import Feed
 from dataplane_core.errors import ClaimTimeoutError, StalePartitionError
 from dataplane_integrations.rollout import FoundRollouts
 
@@ -18,7 +19,7 @@ DATASET = [{"prompt": f"prompt {number}"} for number in range(7)]  # two batches
 
 @pytest.fixture
 def client():
-    with connect({"backend": "noop"}) as client:
+    with connect({"backend": "shm_store"}) as client:
         yield client
 
 
@@ -64,7 +65,11 @@ def serving(client, answered=lambda: None):
             "logprobs": [[-0.5, -0.25] for _ in numbers],
         }
 
-    thread = threading.Thread(target=serve, args=(client, model, generate), kwargs={"worker": "w", "timeout_s": 60})
+    def run():  # with a client of its own: a step that the trainer marks acks what streams of its client gave
+        with connect(client.config, bootstrap=False) as own:
+            serve(own, model, generate, worker="w", timeout_s=60)
+
+    thread = threading.Thread(target=run)
     thread.start()
     return thread
 
@@ -124,15 +129,15 @@ def test_a_training_that_fails_ends_the_rollout_processes(client, trainer):
 def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(client, trainer, monkeypatch):
     """As if it had been stopped for longer than its lease."""
     claimed, calls = [], []
-    claim_meta = client.claim_meta
+    take = Feed.next
 
-    def noted(partition_id, *how, **options):
-        meta = claim_meta(partition_id, *how, **options)
-        if partition_id == "prompts":
-            claimed.append(meta)
-        return meta
+    def noted(feed):
+        item = take(feed)
+        if item is not None and item.meta.partition_id == "prompts":
+            claimed.append(item.meta)
+        return item
 
-    monkeypatch.setattr(client, "claim_meta", noted)
+    monkeypatch.setattr(Feed, "next", noted)
 
     def lose_the_second_claim():
         calls.append(len(claimed))

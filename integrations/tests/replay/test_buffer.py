@@ -6,8 +6,6 @@ One long file, since all its tests are about one class and begin with the same f
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import json
 import pickle
 import threading
 from collections import deque
@@ -30,8 +28,8 @@ from dataplane_integrations.errors import (
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
+    PromptSource,
     ReadyFirstPolicy,
-    RemoteReplayBuffer,
     ReplayBuffer,
     StalenessPolicy,
     TargetStepPolicy,
@@ -99,12 +97,10 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
     assert held() == []
     assert not buffer.view().groups
     assert dataclasses.asdict(buffer.counts) == {
-        "reserved": 2,
         "committed": 2,
         "trained": 2,
         "discarded": 0,
         "evicted": 0,
-        "abandoned": 0,
         "lost": 0,
         "given_up": 0,
     }
@@ -127,10 +123,8 @@ def test_a_group_knows_with_which_weights_its_generation_began_and_ended(
             buffer.commit([bad], meta)
     buffer.abandon([bad], requeue=False)
     assert [each.end_weight_version for each in buffer.view().groups] == [2, 1, None]
-    with buffer.snapshot() as state:
-        other = make_buffer(ReadyFirstPolicy(max_staleness=3, groups_per_version=1))
-        other.load_state(json.loads(json.dumps(state)))
-    assert [each.end_weight_version for each in other.view().groups] == [2, 1]
+    other = make_buffer(ReadyFirstPolicy(max_staleness=3, groups_per_version=1), resume=True)
+    assert [each.end_weight_version for each in other.view().groups] == [2, 1, None]
     tags = other.select(2).tags or []
     assert [each["end_weight_version"] for each in tags] == [2, 2, 0, 1]
     assert {each["weight_version"] for each in tags} == {0}
@@ -187,11 +181,10 @@ def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
             policy.train_from_meta(meta, 0.5)
         assert client.list_samples("replay").size == 0
         buffer.discard(meta, requeue=True)
-        with pytest.raises(ReplayTimeoutError, match="2 prompts are to be generated again"):
+        with pytest.raises(ReplayTimeoutError, match="4 prompts wait for a collector"):
             buffer.select(1, timeout_s=0)
         worker.fail_in = None
-        again = fill(buffer, 2)
-        assert [each.prompt for each in again] == [first.prompt, second.prompt]
+        assert [each.prompt for each in fill(buffer, 4)] == [2, 3, first.prompt, second.prompt]
         meta = buffer.select(2, timeout_s=0)
         policy.train_from_meta(meta, 0.5)
     buffer.consume(meta)
@@ -221,7 +214,7 @@ def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
     assert client.list_samples("replay").size == 0
     with pytest.raises(InvalidRequestError, match="not in training"):
         buffer.consume(meta)
-    assert [each.prompt for each in fill(buffer, 2)] == [first.prompt, 2]
+    assert [each.prompt for each in fill(buffer, 3)] == [2, 3, first.prompt]
 
 
 def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_ends(
@@ -239,24 +232,6 @@ def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_end
         with pytest.raises(InvalidRequestError, match="not in training"):
             buffer.consume(gone)
     assert (buffer.counts.trained, buffer.counts.lost) == (1, 2)
-
-
-def test_a_state_that_is_loaded_replaces_all_that_the_buffer_knew(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, fill: Fill, no_clears: Any
-) -> None:
-    buffer = make_buffer()
-    groups = fill(buffer, 2)
-    with buffer.snapshot() as state:
-        pass
-    left = buffer.leave_out(buffer.select(2), groups[0].sample_ids)
-    with no_clears(), pytest.raises(BackendUnavailableError):
-        buffer.consume(left)
-    rows = write(client, groups)
-    buffer.load_state(state)
-    buffer.set_weight_version(1)
-    assert sorted(held()) == rows.sample_ids, "what was to be cleared is there again"
-    buffer.consume(buffer.select(2, timeout_s=0))
-    assert (buffer.counts.trained, held()) == (2, [])
 
 
 @pytest.mark.parametrize(("num_lost", "num_trained"), [(1, 2), (3, 0)])
@@ -299,7 +274,7 @@ def test_take_gives_other_groups_even_if_the_store_fails_at_the_clear_of_the_los
     assert meta.sample_ids == [*groups[1].sample_ids, *groups[2].sample_ids]
     assert columns["input_ids"][:, 0].tolist() == [1, 1, 2, 2]
     assert (buffer.counts.trained, buffer.counts.lost, len(held())) == (2, 1, 6)
-    with pytest.raises(ReplayTimeoutError, match="1 prompts are to be generated again"):
+    with pytest.raises(ReplayTimeoutError, match="4 prompts wait for a collector"):
         buffer.take(1, timeout_s=0)
     buffer.set_weight_version(1)
     assert held() == []
@@ -419,7 +394,7 @@ def test_evicted_prompts_may_be_generated_again(make_buffer: Make, fill: Fill) -
     buffer = make_buffer(requeue_evicted=True)
     fill(buffer, 2)
     buffer.set_weight_version(2)
-    assert [each.group for each in buffer.reserve(3)] == ["v2_p0r1", "v2_p1r1", "v2_p2"]
+    assert [each.group for each in buffer.reserve(4)] == ["v2_p2", "v2_p3", "v2_p0r1", "v2_p1r1"]
 
 
 def test_with_in_order_and_one_version_per_step_nothing_is_too_stale(make_buffer: Make, fill: Fill) -> None:
@@ -541,11 +516,8 @@ def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
     buffer.consume(meta)
     buffer.set_weight_version(1)
     assert [each.target_step for each in buffer.reserve(2, timeout_s=0)] == [2, 2]
-    with buffer.snapshot() as state:
-        other = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9)
-        other.load_state(state)
-    assert [each.target_step for each in other.view().groups] == [1, 1]
-    assert [each.target_step for each in other.reserve(2, timeout_s=0)] == [2, 2]
+    other = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9, resume=True)
+    assert [each.target_step for each in other.view().groups] == [1, 1, 2, 2]
     assert buffer.set_weight_version(2) == ["v0_p2", "v0_p3"]
     assert held() == []
 
@@ -565,37 +537,22 @@ def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: boo
         if requeue
         else [each.group for each in buffer.reserve(1, timeout_s=0)]
     )
-    assert again == (["v2_p0r1", "v2_p1r1", "v2_p3r1"] if requeue else ["v2_p3r1"])
+    assert sorted(again) == (["v2_p0r1", "v2_p1r1", "v2_p3r1"] if requeue else ["v2_p3r1"])
 
 
 def test_rollouts_that_have_ended_are_all_given_up_even_if_the_store_fails_at_the_clear(
-    make_buffer: Make, no_clears: Any
+    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, no_clears: Any
 ) -> None:
     buffer = make_buffer()
     in_vain = buffer.reserve(2)
+    write(client, in_vain)
     buffer.set_weight_version(2)
     wanted = buffer.reserve(1)
     with no_clears(), pytest.raises(BackendUnavailableError):
         buffer.abort([*in_vain, *wanted])
-    assert not buffer.view().groups
-    assert buffer.counts.abandoned == 3
     assert [each.group for each in buffer.reserve(1)] == ["v2_p2r1"]
-
-
-def test_a_remote_buffer_has_the_same_operations_with_the_same_arguments() -> None:
-    def operations(cls: type) -> dict[str, list[inspect.Parameter]]:
-        functions = {name: member for name, member in vars(cls).items() if inspect.isfunction(member)}
-        return {
-            # Ray adds a parameter to the methods of a class of actors
-            name: [each for each in inspect.signature(function).parameters.values() if each.name != "_ray_trace_ctx"]
-            for name, function in functions.items()
-            if not name.startswith("_")
-        }
-
-    local = operations(ReplayBuffer)
-    del local["close"]
-    remote = operations(RemoteReplayBuffer)
-    assert {name: remote.get(name) for name in local} == local
+    assert [each.group for each in buffer.view().groups] == ["v2_p2r1"]
+    assert held() == []
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -651,9 +608,9 @@ def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: 
         else:
             buffer.wait_until_reserved(timeout_s=timeout_s)
 
-    start = buffer.enlist("a")
+    buffer.enlist("a")
     buffer.enlist("b")
-    buffer.fail("a is gone", collector="a", incarnation=start)
+    buffer.fail("a is gone", collector="a")
     with pytest.raises(ReplayTimeoutError, match="collectors that failed: 'a'"):
         trainer(0)
     buffer.enlist("c")
@@ -666,7 +623,6 @@ def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: 
         with pytest.raises(CollectorFailedError, match="c is gone"):
             waiting.result(WAIT_S)
     buffer.enlist("a")
-    buffer.fail("a is gone", collector="a", incarnation=start)  # of the earlier start
     with pytest.raises(ReplayTimeoutError, match="collectors that failed: 'b', 'c'"):
         trainer(0)
 
@@ -674,31 +630,30 @@ def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: 
 # --- dead collectors --------------------------------------------------------------------------------------------------
 
 
-def test_a_new_start_takes_over_what_the_dead_one_had_reserved(
+def test_what_a_dead_collector_had_claimed_is_made_by_others_when_its_lease_ends(
     make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, commit: Any
 ) -> None:
     buffer = make_buffer()
-    first = buffer.enlist("a")
-    other = buffer.enlist("b")
-    committed, written, reserved = (buffer.reserve(collector="a", incarnation=first)[0] for _ in range(3))
-    (of_other,) = buffer.reserve(collector="b", incarnation=other)
-    commit(buffer, [committed])
+    dead = PromptSource(client, "replay", lease_s=0.5)
+    committed, written, reserved = (dead.reserve()[0] for _ in range(3))
+    (of_other,) = buffer.reserve()
+    commit(dead, [committed])
     write(client, [written])  # killed before its commit
     client.put_samples(reserved.sample_ids[:1], "replay", tags=[reserved.tags])  # killed in the middle of the group
     write(client, [of_other])
     assert len(held()) == 7
-    second = buffer.enlist("a")
-    assert second == first + 1
-    assert held() == [*committed.sample_ids, *of_other.sample_ids]
-    again = buffer.reserve(2, collector="a", incarnation=second)
+    dead._closing.set()  # it renews no more
+    again = buffer.reserve(2, timeout_s=WAIT_S)
     assert [each.group for each in again] == ["v0_p1r1", "v0_p2r1"]
-    with pytest.raises(ReservationLostError, match="collector 'a' was started 2 times, this is start 1"):
-        buffer.reserve(collector="a", incarnation=first, timeout_s=0)
-    with pytest.raises(ReservationLostError) as info:  # the dead one was only slow
-        commit(buffer, [written])
-    assert info.value.groups == ("v0_p1",)
-    buffer.abandon([written])
+    buffer.view()
     assert held() == [*committed.sample_ids, *of_other.sample_ids]
+    with pytest.raises(ReservationLostError) as info:  # the dead one was only slow
+        commit(dead, [written])
+    assert info.value.groups == ("v0_p1",)
+    dead.abandon([written])
+    assert held() == [*committed.sample_ids, *of_other.sample_ids]
+    commit(buffer, again)
+    assert len(buffer.view().groups) == 4
 
 
 # --- many threads -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataplane_core import KVBatchMeta, connect
 from dataplane_integrations.errors import ReplayTimeoutError, ReservationLostError
 from dataplane_integrations.replay import (
     InOrderPolicy,
+    PromptSource,
     ReadyFirstPolicy,
     ReplayBuffer,
     Reservation,
@@ -48,14 +49,14 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer = ReplayBuffer(self.client, "replay", self.policy, group_size=2, **options)
         self.bound = (max_staleness + 1) * groups_per_version
         self.options = options
+        self.rollouts = PromptSource(self.client, "replay")
         self.made: dict[str, Reservation] = {}
+        self.left: dict[str, Reservation] = {}  # of collectors that have ended, until others make them
         self.written: set[str] = set()  # of those being made
         self.lost: list[Reservation] = []
         self.ready: set[str] = set()
         self.training: list[KVBatchMeta] = []
         self.gone: set[str] = set()
-        self.prompts: list[int] = []
-        self.incarnation = 0
 
     def teardown(self) -> None:
         if hasattr(self, "client"):
@@ -72,15 +73,18 @@ class BufferMachine(RuleBasedStateMachine):
         if count > self.bound:
             return
         try:
-            got = self.buffer.reserve(count, incarnation=self.incarnation, timeout_s=0)
+            got = self.rollouts.reserve(count, timeout_s=0)
         except ReplayTimeoutError:
             assert held + count > self.bound - self.buffer.view().trained_since or self.options["num_prompts"]
             return
         for each in got:
             assert each.group not in self.made
             assert each.group not in self.ready | self.gone
+            for group in [group for group, other in self.left.items() if other.prompt == each.prompt]:
+                del self.left[group]
+                self.written.discard(group)
+                self.gone.add(group)
             self.made[each.group] = each
-            self.prompts.append(each.prompt)
 
     @precondition(lambda self: self.made)
     @rule(data=st.data(), rows=st.integers(1, 2))
@@ -96,7 +100,7 @@ class BufferMachine(RuleBasedStateMachine):
         names = data.draw(st.lists(st.sampled_from(sorted(set(self.made) - self.written)), min_size=1, unique=True))
         reservations = [self.made.pop(name) for name in names]
         metas = [self.write(each) for each in reservations]
-        self.buffer.commit(reservations, metas[0].concat(*metas[1:]))
+        self.rollouts.commit(reservations, metas[0].concat(*metas[1:]))
         self.ready.update(names)
         self.notice_evictions()
 
@@ -107,23 +111,24 @@ class BufferMachine(RuleBasedStateMachine):
         self.written.discard(name)
         self.lost.append(self.made.pop(name))
         self.gone.add(name)
-        self.buffer.abandon([self.lost[-1]], requeue=requeue)
+        self.rollouts.abandon([self.lost[-1]], requeue=requeue)
 
     @precondition(lambda self: self.lost)
     @rule(data=st.data())
     def commit_what_was_given_up(self, data: Any) -> None:
         reservation = data.draw(st.sampled_from(self.lost))
         with pytest.raises(ReservationLostError):
-            self.buffer.commit([reservation], self.write(reservation))
-        self.buffer.abandon([reservation])
+            self.rollouts.commit([reservation], self.write(reservation))
+        self.rollouts.abandon([reservation])
+        self.written.discard(reservation.group)
 
     @precondition(lambda self: self.made)
     @rule()
     def end_rollouts_in_vain(self) -> None:
         oldest = self.buffer.weight_version - self.policy.max_staleness
-        in_vain = self.buffer.to_abort(list(self.made.values()))
+        in_vain = self.rollouts.to_abort(list(self.made.values()))
         assert in_vain == [each for each in self.made.values() if each.weight_version < oldest]
-        self.buffer.abort(in_vain)
+        self.rollouts.abort(in_vain)
         for each in in_vain:
             self.lost.append(self.made.pop(each.group))
             self.written.discard(each.group)
@@ -167,12 +172,20 @@ class BufferMachine(RuleBasedStateMachine):
         assert not evicted & self.ready
 
     @rule()
+    def restart_the_trainer(self) -> None:
+        self.buffer.close()
+        self.buffer = ReplayBuffer(self.client, "replay", self.policy, group_size=2, resume=True, **self.options)
+        self.ready.update(group_of(each) for meta in self.training for each in meta.sample_ids)
+        self.training.clear()
+        self.notice_evictions()
+
+    @rule()
     def restart_the_collector(self) -> None:
-        self.incarnation = self.buffer.enlist("collector")
+        self.rollouts.close()
+        self.rollouts = PromptSource(self.client, "replay")
         self.lost.extend(self.made.values())
-        self.gone.update(self.made)
+        self.left.update(self.made)
         self.made.clear()
-        self.written.clear()
 
     def notice_evictions(self) -> None:
         oldest = self.buffer.weight_version - self.policy.max_staleness
@@ -187,15 +200,14 @@ class BufferMachine(RuleBasedStateMachine):
         view = self.buffer.view()
         assert len(view.groups) <= self.bound
         training = {group_of(each) for meta in self.training for each in meta.sample_ids}
-        assert {each.group for each in view.groups if each.committed is None} == set(self.made)
+        assert {each.group for each in view.groups if each.committed is None} == {*self.made, *self.left}
         assert {each.group for each in view.groups if each.ready} == self.ready
         assert {each.group for each in view.groups if each.selected} == training
         stored = {group_of(each) for each in self.client.list_samples("replay").sample_ids}
         assert stored == self.ready | training | self.written
         counts = self.buffer.counts
-        assert counts.reserved == len(self.prompts)
-        settled = counts.trained + counts.discarded + counts.evicted + counts.abandoned
-        assert counts.reserved == settled + len(view.groups)
+        settled = counts.trained + counts.discarded + counts.evicted
+        assert counts.committed == settled + len(self.ready | training)
 
 
 def test_any_history_of_a_buffer() -> None:

@@ -172,10 +172,6 @@ def test_a_failure_is_told_to_the_trainer_also_if_another_collector_was_stopped(
     one.stop()
     with pytest.raises(CollectorFailedError, match="no GPU"):
         buffer.select(1, timeout_s=0)
-    buffer.enlist("one")
-    buffer.withdraw(collector="one", incarnation=1)  # of the earlier start
-    with pytest.raises(ReplayTimeoutError):
-        buffer.select(1, timeout_s=0)
 
 
 @pytest.mark.parametrize(("returned", "message"), [(None, "NoneType"), ({"x": 1}, "the collector has no client")])
@@ -245,8 +241,8 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
 
     def lossy(*args: Any, **kwargs: Any) -> Any:
         meta = put(*args, **kwargs)
-        calls.append(meta)
-        if len(calls) == 2:
+        calls.extend([meta] if args[1] == "replay" else [])
+        if len(calls) == 2 and args[1] == "replay":
             raise BackendUnavailableError("the reply was lost")  # the write has happened
         return meta
 
@@ -257,7 +253,7 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
 
 
 def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = make_buffer(num_prompts=4)
     clear, calls = client.clear_samples, []
@@ -270,6 +266,7 @@ def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
 
     def rollout(reservations: Any) -> Any:
         if not calls:
+            write(client, reservations)
             raise RolloutAbortedError("nobody wants it")
         return answers(reservations)
 
@@ -287,6 +284,8 @@ def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(
     put, late = client.put_samples, []
 
     def slow(*args: Any, **kwargs: Any) -> Any:
+        if args[1] != "replay":
+            return put(*args, **kwargs)
         if not late:
             late.append((args, kwargs))
             raise OperationTimeoutError("no answer")

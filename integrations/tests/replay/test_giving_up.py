@@ -1,8 +1,7 @@
-"""Prompts that are given up: what takes their place, what a step that lost them does, and what a save knows of it."""
+"""Prompts that are given up: what takes their place, what their step does, and what a later start knows of it."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -72,7 +71,7 @@ def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(m
             buffer.abandon(calls[-1], failed=True)
         else:
             commit(buffer, calls[-1])
-    assert [[each.prompt for each in call] for call in calls] == [[0], [1], [2], [3, 4, 5]]
+    assert [[each.prompt for each in call] for call in calls] == [[1], [2], [0, 3, 4], [5, 6, 7]]
     assert buffer.counts.given_up == 1
 
 
@@ -102,7 +101,7 @@ def test_a_call_of_several_that_was_ended_gives_up_no_prompt_for_its_earlier_fai
     assert buffer.counts.given_up == 0
 
 
-def test_a_save_that_has_drawn_more_prompts_than_the_buffer_has_still_ends(
+def test_a_run_that_has_drawn_more_prompts_than_its_next_start_has_still_ends(
     make_buffer: Make, fill: Any, commit: Any
 ) -> None:
     buffer = make_buffer(num_prompts=3, spare_prompts=2)
@@ -110,10 +109,7 @@ def test_a_save_that_has_drawn_more_prompts_than_the_buffer_has_still_ends(
         buffer.abandon(buffer.reserve(1), requeue=False)
     fill(buffer, 2)
     buffer.abandon(buffer.reserve(1))
-    with buffer.snapshot() as state:
-        state = json.loads(json.dumps(state))
-    other = make_buffer(num_prompts=3)
-    other.load_state(state)
+    other = make_buffer(num_prompts=3, resume=True)
     commit(other, other.reserve(1, timeout_s=0))
     assert other.reserve(1, timeout_s=0) == []
     other.wait_until_reserved(timeout_s=0)
@@ -335,36 +331,22 @@ def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer:
         other.select(4, timeout_s=0)
 
 
-def test_a_save_knows_failures_what_was_given_up_and_the_spares(make_buffer: Make, commit: Any) -> None:
+def test_a_later_start_knows_failures_what_was_given_up_and_the_spares(make_buffer: Make, commit: Any) -> None:
     options: dict[str, Any] = {"max_attempts": 2, "num_prompts": 4, "spare_prompts": 1}
     buffer = make_buffer(steps_of(2, replacements=0, min_groups=1), **options)
     reserved = buffer.reserve(4)
     commit(buffer, [reserved[0]])
     buffer.abandon([reserved[1]], requeue=False)
     buffer.abandon([reserved[2]], failed=True)
-    with buffer.snapshot() as state:
-        state = json.loads(json.dumps(state))
-    other = make_buffer(steps_of(2, replacements=0, min_groups=1), **options)
-    assert other.load_state(state) == []
+    buffer.close()
+    other = make_buffer(steps_of(2, replacements=0, min_groups=1), resume=True, **options)
     assert other.counts.given_up == 1
     assert prompts_of(other.select(2, timeout_s=0)) == [0], "the step is still one short"
-    (alone,) = other.reserve(2, timeout_s=0, at_least=1)[:1]
     (failed,) = other.reserve(2, timeout_s=0, at_least=1)
+    (alone,) = other.reserve(2, timeout_s=0, at_least=1)[:1]
     assert (alone.prompt, failed.prompt) == (3, 2)
     other.abandon([failed], failed=True)
     assert other.counts.given_up == 2, "one failure before the save, one after it"
-
-
-def test_a_state_of_an_earlier_version_is_loaded(make_buffer: Make, fill: Any) -> None:
-    buffer = make_buffer()
-    fill(buffer, 2)
-    with buffer.snapshot() as state:
-        old = {name: value for name, value in state.items() if name not in ("failed", "given_up")}
-        old["counts"] = {name: value for name, value in state["counts"].items() if name != "given_up"}
-        old["groups"] = [{k: v for k, v in group.items() if k != "end_weight_version"} for group in state["groups"]]
-    other = make_buffer()
-    other.load_state(old)
-    assert prompts_of(other.select(2)) == [0, 1]
 
 
 def test_a_collector_gives_bad_prompts_up_and_goes_on(make_buffer: Make, client: DataPlaneClient, answers: Any) -> None:

@@ -249,13 +249,6 @@ def test_a_config_that_names_no_rule_is_refused(config: dict[str, Any], said: st
         StalenessPolicy.from_config(config)
 
 
-def test_what_is_kept_of_a_save_that_is_too_large() -> None:
-    groups = view((1, 5), (3, 1), (2, 2), (3, 4), version=3)
-    assert list(ReadyFirstPolicy(max_staleness=2, groups_per_version=1).keep(groups, 3)) == ["g3", "g1", "g2"]
-    rule = TargetStepPolicy(max_staleness=0, groups_per_version=2)
-    assert list(rule.keep(for_steps(4, 2, 3, 4, 3, version=3), 3)) == ["g2", "g4", "g0"]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_too_stale_groups_are_never_selected(policy: type) -> None:
     rule = policy(max_staleness=1, groups_per_version=4)

@@ -99,16 +99,9 @@ assert len(result["all_mb_metrics"]["loss"]) >= 2
     return "\n".join([*shown[:count], checks])
 
 
-def _buffer_in_an_actor():
-    first, *others = blocks("docs/async.md")
-    (on_ray,) = [block for block in others if ON_RAY in block]
-    parts = ["trained = []\ntrain_on = trained.append", first, "collector.stop()\nclient.close()", on_ray]
-    return "\n".join([*parts, "assert len(trained) == 2"])
-
-
 OVER_SERVERS = [f"plugins/{name}/README.md" for name in ("redis_store", "shm_store", "tq_simple", "tq_mooncake")]
 #: What makes a program of a page, and what it prints; None where the program itself checks it. For those over servers,
-#: each backend's own tests make the same calls, as the replay buffer's do.
+#: each backend's own tests make the same calls.
 PROGRAMS = [
     pytest.param(lambda: _programs_of_the_guide()[0], "['q0_g0', 'q0_g1'] [0.5, 1.0]\n", id="of two processes"),
     pytest.param(lambda: _programs_of_the_guide()[1], f"{[f's{row}' for row in range(8)]}\n", id="with a DataLoader"),
@@ -117,7 +110,6 @@ PROGRAMS = [
     *in_long(
         *(pytest.param(lambda page=page: "\n".join(blocks(page)), None, id=page) for page in OVER_SERVERS),
         pytest.param(lambda: _trainers_parts(3), None, id="a trainer's parts on Ray"),
-        pytest.param(_buffer_in_an_actor, None, id="a buffer in an actor"),
     ),
 ]
 
@@ -228,7 +220,7 @@ def test_the_snippets_on_asynchronous_training_run_one_after_the_other(tmp_path,
     monkeypatch.chdir(tmp_path)
     trained = []
     names = run_page("docs/async.md", {"train_on": trained.append}, without=[ON_RAY])
-    assert len(trained) == 18
+    assert len(trained) == 20
     names["client"].close()
 
 

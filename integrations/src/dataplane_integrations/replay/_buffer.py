@@ -1,39 +1,40 @@
-"""`ReplayBuffer`: records the groups between rollouts and training. It holds metas and states, never a tensor.
-
-Here are its operations. `_state` has what they work on, `_policies` the staleness rules.
-"""
+"""`ReplayBuffer`: the trainer's side of asynchronous training."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from dataplane_core.batch import BatchedDataDict, read_columns
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, LostSamplesError, preview
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, LostSamplesError
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import ReplayTimeoutError
-from dataplane_integrations.replay._ids import END_WEIGHT_VERSION_TAG, INCARNATION_TAG, Reservation
-from dataplane_integrations.replay._state import BufferState
+from dataplane_integrations.replay._state import RunState
 
 
-class ReplayBuffer(BufferState):
-    """Records which groups are being generated, ready and in training. A staleness rule limits them. Thread-safe.
+class ReplayBuffer(RunState):
+    """Puts prompts into the store, as a staleness rule admits them, and gives the trainer the groups of their answers.
 
     A group is reserved, then committed, then selected, then consumed. Only ready groups are evicted. A selected group
     cannot be evicted until it is consumed, discarded or put back, so nobody reads rows that are being cleared.
 
-    The rows of a removed group are cleared after the lock is released. If the store cannot be reached then, `commit`,
-    `abandon`, `consume`, `discard`, `put_back`, `set_weight_version` and the end of `snapshot` raise the store's error
-    although they have taken effect: do not call them again. The ids are kept, and the next operation clears them.
+    All that the buffer knows is in the store, in the partition of the answers and in that of the prompts, besides which
+    groups are selected. So collectors may be in any process (`PromptSource`, `serve`), and a new buffer goes on with
+    ``resume``, after ``client.load(folder)`` of a `save`, or if the trainer alone has died. There is one buffer per
+    run. It is also the source of collectors in its own process. Thread-safe.
+
+    A call that removes groups has taken effect also where it raises because the store cannot be reached: do not call it
+    again. The next call clears the rows.
 
     Args:
-        source: The client of this process; or, in an actor, a config to attach with.
-        partition_id: The partition of the groups. The caller registers it.
+        source: The client of this process; or a config to attach with.
+        partition_id: The partition of the answers. The caller registers it.
         policy: The staleness rule: decides what is admitted, selected and evicted.
         group_size: Answers per prompt.
         weight_version: The trainer's version at the start.
@@ -44,241 +45,35 @@ class ReplayBuffer(BufferState):
             After its first failure it is generated alone, so that it fails no other. Only a prompt that has failed
             alone is given up. None: no prompt is given up.
         requeue_evicted: Generate the prompts of evicted groups again.
+        resume: Go on with the prompts and answers that the store holds. Otherwise the run begins anew.
+        lease_s: Seconds of lease of the prompts that are reserved in this process.
         task_name: The task in the metas.
 
     Raises:
-        InvalidRequestError: A size below 1, or ``spare_prompts`` without ``num_prompts``.
+        InvalidRequestError: A size below 1, or ``spare_prompts`` without ``num_prompts``; or, with ``resume``, another
+            ``group_size`` than before.
+        UnknownPartitionError: The partition of the answers is not registered.
     """
 
-    # --- the rollout side ---------------------------------------------------------------------------------------------
+    def batches(self, num_groups: int, *, timeout_s: float = 60.0) -> Iterator[KVBatchMeta]:
+        """Selections, until the prompts are used up. Each is consumed when the next one is asked for.
 
-    def enlist(self, collector: str = "collector") -> int:
-        """Starts a collector of that name. Gives up what an earlier start of it had reserved.
-
-        Also clears every row of collectors that belongs to no group in the buffer: a collector that was killed between
-        a write and its commit leaves such rows.
-
-        Returns:
-            The number of this start, for `reserve`.
-        """
-        with self._lock:
-            self._check_open()
-            number = self._incarnations[collector] = self._incarnations.get(collector, 0) + 1
-            self._running.add(collector)
-            self._failures.pop(collector, None)
-            left = [
-                each.reservation
-                for each in self._groups.values()
-                if each.meta is None and each.reservation.collector == collector
-            ]
-            self._give_up(left, requeue=True)
-        try:
-            self.sweep()
-        except BaseException:
-            self.withdraw(collector=collector, incarnation=number)
-            raise
-        return number
-
-    def reserve(
-        self,
-        num_groups: int = 1,
-        *,
-        collector: str = "collector",
-        incarnation: int | None = None,
-        at_least: int | None = None,
-        timeout_s: float = 60.0,
-    ) -> list[Reservation]:
-        """Reserves room for groups, to generate with the newest weights. Blocks until the staleness rule admits them.
+        The one that is in training when the loop is left, by a ``break`` or an error, is put back.
 
         Args:
-            num_groups: How many, all at once. Fewer if fewer prompts are left, or with ``max_attempts``.
-            collector: Name of the collector.
-            incarnation: What `enlist` returned; None: the newest.
-            at_least: After the timeout, reserve what is admitted, if it is at least so many groups. None: all.
-            timeout_s: How long to wait, in seconds.
-
-        Returns:
-            The reservations, each for another prompt: first prompts to be generated again, then new ones. An empty list
-            if no prompt is left and no reservation can still be given up.
-
-        Raises:
-            ReplayTimeoutError: The rule admitted fewer groups. Nothing was reserved.
-            ReservationLostError: The collector has been started again.
-            InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
+            num_groups: As for `select`.
+            timeout_s: As for `select`.
         """
-        if num_groups < 1 or (at_least is not None and at_least < 1):
-            raise InvalidRequestError(
-                f"reserve refused: num_groups is {num_groups}, at_least is {at_least}. Expected 1 or more."
-            )
-
-        def admitted() -> int | None:
-            self._check_incarnation(collector, incarnation)
-            wanted = self._for_a_call(num_groups)
-            if wanted == 0:
-                return 0 if self._drained() else None
-            return wanted if self._policy.admit(self.view()) >= wanted else None
-
-        with self._lock:
-            self._check_open()
-            most = self._policy.capacity(weight_version=self._weight_version)
-            if num_groups > most:
-                raise InvalidRequestError(
-                    f"reserve('{self.partition_id}', {num_groups} groups) refused: {self._policy} admits {most} to an "
-                    "empty buffer. Expected no more than that at a time."
-                )
-            found = self._wait(admitted, timeout_s)
-            if found is None and at_least is not None:
-                room = min(self._for_a_call(num_groups), self._policy.admit(self.view()))
-                found = room if room >= at_least else None
-            if found is None:
-                raise ReplayTimeoutError(
-                    f"reserve('{self.partition_id}', {num_groups} groups) found no room within {timeout_s:g} s: "
-                    f"{self._describe()}.",
-                    hint="The trainer has to consume groups, or to set its weight version.",
-                )
-            reserved = [self._new_reservation(collector) for _ in range(found)]
-            self._changed.notify_all()
-            return reserved
-
-    def commit(self, reservations: Sequence[Reservation], meta: KVBatchMeta) -> None:
-        """Reports that the rows of reservations are written. Their groups become ready.
-
-        Args:
-            reservations: Whole groups of one collector.
-            meta: Exactly their rows, in any order, with ``fields``. Its tags are kept with the groups, and `select`
-                returns them, even those that are not in the store. The tag ``end_weight_version`` says with which
-                weights the generation ended; rows without it get the buffer's version.
-
-        Raises:
-            ReservationLostError: One of the reservations is no longer held. None has been committed.
-            InvalidRequestError: ``meta`` has other rows than those reserved, no ``fields``, or an
-                ``end_weight_version`` that is lower than that of the reservation.
-        """
-        at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
-        wanted = [sample_id for each in reservations for sample_id in each.sample_ids]
-        if len(at) != meta.size or set(at) != set(wanted) or meta.partition_id != self.partition_id:
-            wrong = sorted(set(at).symmetric_difference(wanted)) or ["none"]
-            raise InvalidRequestError(
-                f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
-                f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
-            )
-        if meta.fields is None:
-            raise InvalidRequestError(
-                f"commit refused: a meta of {meta.size} rows without fields. Expected the names of the columns, as in "
-                "the meta that put_samples returns."
-            )
-        with self._lock:
-            self._check_open()
-            self._check_held(reservations)
-            ends = {
-                each.group: [_end_version(meta, at[one], each, self._weight_version) for one in each.sample_ids]
-                for each in reservations
-            }
-            for each in reservations:
-                part = meta.subset([at[sample_id] for sample_id in each.sample_ids])
-                part.task_name = self.task_name
-                tags = {name: [value] * part.size for name, value in each.tags.items()}
-                part.stamp_tags({**tags, END_WEIGHT_VERSION_TAG: ends[each.group]})
-                group = self._groups[each.group]
-                group.meta = part
-                group.view = dataclasses.replace(
-                    group.view, committed=self._next_commit, end_weight_version=max(ends[each.group])
-                )
-                self._next_commit += 1
-                self._failed.pop(each.prompt, None)
-            self._counts.committed += len(reservations)
-            self._evict()
-            self._changed.notify_all()
-        self._clear_rows()
-
-    def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True, failed: bool = False) -> None:
-        """Gives reservations up: frees their room, then clears rows that were already written.
-
-        Args:
-            reservations: If one is no longer held, only its rows are cleared.
-            requeue: Generate their prompts again, before new ones. Otherwise they are given up.
-            failed: The rollout of all of them, one call, failed: counts for ``max_attempts``.
-        """
-        with self._lock:
-            held = [each for each in reservations if self._is_held(each)]
-            self._give_up(reservations, requeue=False)
-            alone = len(reservations) == 1
-            self._generate_again(self._retried(held, requeue=requeue, failed=failed, alone=alone))
-            self._changed.notify_all()
-        self._clear_rows()
-
-    def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
-        """Which rollouts are in vain: the staleness rule will not train on their groups, or they are not reserved.
-
-        A rollout may ask this while it generates, and raise `RolloutAbortedError` if it gets all of its reservations.
-
-        Args:
-            reservations: What is being generated.
-        """
-        with self._lock:
-            stale = set(self._policy.abort(self.view()))
-            return [each for each in reservations if each.group in stale or not self._is_held(each)]
-
-    def abort(self, reservations: Sequence[Reservation]) -> None:
-        """As `abandon`, after `to_abort`. Prompts of stale groups count as evicted: see ``requeue_evicted``.
-
-        Args:
-            reservations: Those of rollouts that were ended. The prompts of those that are not in vain are generated
-                again.
-        """
-        with self._lock:
-            in_vain = self.to_abort(reservations)
-            self._num_late += len(in_vain)
-            self._give_up(in_vain, requeue=self._requeue_evicted)
-            self._give_up([each for each in reservations if each not in in_vain], requeue=True)
-        self._clear_rows()
-
-    def fail(
-        self,
-        message: str,
-        cause: BaseException | None = None,
-        *,
-        collector: str = "collector",
-        incarnation: int | None = None,
-    ) -> None:
-        """Reports that a collector has failed and stopped, until it is enlisted again.
-
-        When no collector is left, callers that wait for groups get a `CollectorFailedError` with the last message,
-        also if other collectors have ended without a failure.
-
-        Args:
-            message: What happened.
-            cause: The error that caused it.
-            collector: Name of the collector.
-            incarnation: What `enlist` returned; None: the newest. An earlier start is ignored.
-        """
-        with self._lock:
-            if self._has_ended(collector, incarnation):
-                self._failures.pop(collector, None)
-                self._failures[collector] = (message, cause)
-
-    def withdraw(self, *, collector: str = "collector", incarnation: int | None = None) -> None:
-        """Reports that a collector has ended without a failure, until it is enlisted again.
-
-        Args:
-            collector: As for `fail`.
-            incarnation: As for `fail`.
-        """
-        with self._lock:
-            self._has_ended(collector, incarnation)
-
-    def sweep(self) -> int:
-        """Clears the rows of collectors that belong to no group in the buffer. Returns their number."""
-        client = self._require_dp_client()
-        listed = client.list_samples(self.partition_id, tag_filter={INCARNATION_TAG: (">=", 0)})
-        with self._lock:
-            own = {each for group in self._groups.values() for each in group.reservation.sample_ids}
-            orphans = [each for each in listed.sample_ids if each not in own]
-            self._to_clear.update(dict.fromkeys(orphans))
-        self._clear_rows()
-        return len(orphans)
-
-    # --- the trainer's side -------------------------------------------------------------------------------------------
+        while not self.finished:
+            meta = self.select(num_groups, timeout_s=timeout_s)
+            if not meta.size:
+                return
+            try:
+                yield meta
+            except BaseException:
+                self.put_back(meta)
+                raise
+            self.consume(meta)
 
     def select(self, num_groups: int, *, min_groups: int | None = None, timeout_s: float = 60.0) -> KVBatchMeta:
         """Selects groups to train on, by the staleness rule. Blocks until there are enough.
@@ -310,9 +105,9 @@ class ReplayBuffer(BufferState):
 
         def chosen() -> list[str] | None:
             most, fewest = num_groups, at_least
-            view = self.view()
+            view = self._view()
             if view.drained:
-                most, fewest = min(most, sum(not each.selected for each in view.groups)), 1
+                most, fewest = min(most, sum(not group.selected for group in view.groups)), 1
             left = self._policy.left(view)
             if left is not None:
                 most, fewest = min(most, left), min(fewest, left)
@@ -332,19 +127,20 @@ class ReplayBuffer(BufferState):
             return self._checked(names, fewest)
 
         with self._lock:
-            self._check_open()
             names = self._wait(chosen, timeout_s)
             if names is None:
                 raise ReplayTimeoutError(
-                    f"select('{self.partition_id}', {num_groups} groups) timed out after {timeout_s:g} s: "
+                    f"select('{self.partition_id}', {num_groups} groups) timed out after {timeout_s:g} s"
                     f"{self._describe()}.",
                     hint="Check that collectors run, that the store is not full, and that the staleness rule's "
                     "groups_per_version is what the trainer uses up.",
                 )
+            meta = self._meta_of(names)
             for name in names:
                 group = self._groups[name]
-                group.view = dataclasses.replace(group.view, selected=True, selected_version=self._weight_version)
-            return self._meta_of(names)
+                view = dataclasses.replace(group.view, selected=True, selected_version=self._weight_version)
+                self._selected[name] = self._groups[name] = dataclasses.replace(group, view=view)
+            return meta
 
     def take(
         self,
@@ -405,28 +201,24 @@ class ReplayBuffer(BufferState):
             names = self._ended(meta, "consume")
             version = self._weight_version
             self._trained_since += sum(self._groups[name].view.selected_version == version for name in names)
-            self._drop(names)
             self._counts.trained += len(names)
-            self._changed.notify_all()
-        self._clear_rows()
+            self._drop(names)
+            self._settled()
 
     def discard(self, meta: KVBatchMeta, *, requeue: bool = False) -> None:
         """As `consume`, for selected groups that the trainer will not train on, such as those with equal rewards.
 
         Args:
             meta: As for `consume`. The rows need not be in the store any more.
-            requeue: Generate their prompts again, before new ones. Use it after a failed step whose rows are cleared,
-                as they are when a call of `DataPlanePolicy` raised. With ``num_prompts``, a collector ends when no
-                prompt is left: then start one again.
+            requeue: Generate their prompts again. Use it after a failed step whose rows are cleared, as they are when a
+                call of `DataPlanePolicy` raised. With ``num_prompts``, a collector ends when no prompt is left: then
+                start one again.
         """
         with self._lock:
             names = self._ended(meta, "discard")
-            if requeue:
-                self._generate_again(self._groups[name].reservation for name in names)
-            self._drop(names)
             self._counts.discarded += len(names)
-            self._changed.notify_all()
-        self._clear_rows()
+            self._drop(names, requeue=requeue)
+            self._settled()
 
     def leave_out(self, meta: KVBatchMeta, lost: Sequence[str]) -> KVBatchMeta:
         """Takes groups of which the store has lost a row out of a selection, and has their prompts generated again.
@@ -446,16 +238,12 @@ class ReplayBuffer(BufferState):
         """
         gone = {group_of(sample_id) for sample_id in lost}
         with self._lock:
-            selected = self._selected(meta, "leave_out")
+            selected = self._selected_of(meta, "leave_out")
             names, left = [name for name in selected if name in gone], {name for name in selected if name not in gone}
-            self._generate_again(self._groups[name].reservation for name in names)
-            self._drop(names)
-            for rest in self._left_out.values():
-                rest.difference_update(names)
-            self._left_out.update((name, set(left)) for name in names)
             self._counts.lost += len(names)
-            self._changed.notify_all()
-        self._clear_rows()
+            self._left_out.update(names)
+            self._drop(names, requeue=True)
+            self._settled()
         return meta.subset([row for row, sample_id in enumerate(meta.sample_ids) if group_of(sample_id) in left])
 
     def put_back(self, meta: KVBatchMeta) -> None:
@@ -466,11 +254,8 @@ class ReplayBuffer(BufferState):
         """
         with self._lock:
             for name in self._ended(meta, "put_back"):
-                group = self._groups[name]
-                group.view = dataclasses.replace(group.view, selected=False, selected_version=None)
-            self._evict()
-            self._changed.notify_all()
-        self._clear_rows()
+                del self._selected[name]
+            self._settled()
 
     def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
         """Waits until the rollout side has started all groups that the rule admits with the current weights.
@@ -484,17 +269,16 @@ class ReplayBuffer(BufferState):
         """
 
         def full() -> bool | None:
-            if not self._prompts_left(1) or not self._policy.admit(self.view()):
+            if not self._waiting:
                 return True
             self._check_collectors()
             return None
 
         with self._lock:
-            self._check_open()
             if self._wait(full, timeout_s) is None:
                 raise ReplayTimeoutError(
                     f"wait_until_reserved('{self.partition_id}') timed out after {timeout_s:g} s, with room for "
-                    f"{self._policy.admit(self.view())} more groups: {self._describe()}."
+                    f"{len(self._waiting)} more groups{self._describe()}."
                 )
 
     def set_weight_version(self, weight_version: int) -> list[str]:
@@ -518,26 +302,24 @@ class ReplayBuffer(BufferState):
                 self._weight_version = weight_version
                 self._trained_since = 0
                 self._given_up = Counter({step: n for step, n in self._given_up.items() if step >= weight_version})
-            evicted = self._evict()
+            evicted = self._settled()
             self._log_late()
-            self._changed.notify_all()
-        self._clear_rows()
         return evicted
 
-    def close(self) -> None:
-        """Ends all waiting calls with a `ReplayClosedError`, and detaches. Rows stay. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._changed.notify_all()
-        self.close_data_plane()
+    def save(self, folder: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
+        """Saves the run: `DataPlaneClient.save` of the two partitions, which ``client.load(folder)`` loads.
 
+        Rollouts may go on. In a buffer that is made with ``resume`` after the load, groups that are in training now are
+        ready, and those that are being generated are generated again. To let that run continue exactly like this one,
+        save between two steps, inside ``collector.quiet()``.
 
-def _end_version(meta: KVBatchMeta, row: int, reservation: Reservation, weight_version: int) -> int:
-    """With which weights the generation of a row ended, as its tag says; else ``weight_version``."""
-    end = (meta.tags or [{}] * meta.size)[row].get(END_WEIGHT_VERSION_TAG, weight_version)
-    if not isinstance(end, int) or end < reservation.weight_version:
-        raise InvalidRequestError(
-            f"commit refused: tag {END_WEIGHT_VERSION_TAG} of '{meta.sample_ids[row]}' is {end!r}. Expected an int, "
-            f"at least {reservation.weight_version}, the version with which its generation began."
-        )
-    return end
+        Args:
+            folder: As for `DataPlaneClient.save`.
+            metadata: JSON values that ``load`` returns.
+
+        Raises:
+            SaveError: The save cannot be written. Like after any other error, the former save is unchanged.
+        """
+        with self._lock:  # the prompts first: answers that come meanwhile are made again, none are lost
+            self._look()
+            self._require_dp_client().save(folder, metadata, [self.prompts_id, self.partition_id])

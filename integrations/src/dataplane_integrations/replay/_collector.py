@@ -1,12 +1,17 @@
-"""`Collector`: runs rollouts ahead of training. It leaves no half-written group behind."""
+"""`Collector`, `AsyncCollector`, `serve`: run rollouts ahead of training. They leave no half-written group behind."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -19,6 +24,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     InvalidTypeError,
     OperationTimeoutError,
+    UnknownPartitionError,
 )
 from dataplane_core.meta import KVBatchMeta
 from dataplane_integrations.errors import (
@@ -29,14 +35,17 @@ from dataplane_integrations.errors import (
     RolloutAbortedError,
     noted_on,
 )
-from dataplane_integrations.replay._buffer import ReplayBuffer
-from dataplane_integrations.replay._ids import END_WEIGHT_VERSION_TAG, Reservation
-from dataplane_integrations.replay._remote import RemoteReplayBuffer
+from dataplane_integrations.replay._prompts import END_WEIGHT_VERSION_TAG, PromptSource, Reservation
 from dataplane_integrations.rollout import RolloutReceipt
 
 #: Generates the reserved groups. Returns their columns (rows in the order of the reservations' ``sample_ids``), which
 #: the collector then writes; or their meta or receipt, if the rollout actor has written them.
 Rollout: TypeAlias = Callable[[Sequence[Reservation]], "Mapping[str, Any] | KVBatchMeta | RolloutReceipt"]
+
+#: Generates the reserved groups; returns what `Rollout` returns.
+AsyncRollout: TypeAlias = Callable[
+    [Sequence[Reservation]], "Awaitable[Mapping[str, Any] | KVBatchMeta | RolloutReceipt]"
+]
 
 #: Seconds that a thread waits for room before it checks again whether to stop.
 _RESERVE_S: Final = 0.2
@@ -52,7 +61,7 @@ class CollectorCounts:
     Attributes:
         groups: Groups committed.
         failures: Failed rollouts or writes. Their rows were cleared, and their prompts are generated again.
-        aborted: Groups whose rollouts ended because nobody would train on them any more.
+        aborted: Groups that nobody would train on any more, or that others generate since their lease ended.
         held_back: Writes that waited because the store was full.
         last_error: The last failure, or None.
     """
@@ -65,22 +74,21 @@ class CollectorCounts:
 
 
 class Collector:
-    """Threads that reserve groups, call the rollout function, write the groups and commit them, until stopped.
+    """Threads that claim prompts, call the rollout function, write the groups and commit them, until stopped.
 
-    A context manager: entering starts it. A thread reserves room before it generates, so rollouts are never further
+    A context manager: entering starts it. A thread claims a prompt before it generates, so rollouts are never further
     ahead than the staleness rule allows. If a rollout or write fails, the rows of its groups are cleared, and their
     prompts are generated again. If the store is full, a batch waits until there is room. If the store does not answer,
-    that is a failure. A rollout may ask the buffer's `ReplayBuffer.to_abort` whether its groups have become too stale,
+    that is a failure. A rollout may ask `PromptSource.to_abort` of the buffer whether its groups have become too stale,
     and end itself with a `RolloutAbortedError`, which is none.
 
-    While ``rollout`` runs, the client of the collector, or else of a buffer in this process, is in the phase
-    ``generate`` of its groups (`DataPlaneClient.phase`).
+    While ``rollout`` runs, the client is in the phase ``generate`` of its groups (`DataPlaneClient.phase`).
 
     Args:
-        buffer: The buffer, or a `RemoteReplayBuffer`.
+        buffer: The buffer; in another process than the trainer's, a `PromptSource`.
         rollout: See `Rollout`. Called from several threads where ``num_threads`` is above 1.
         client: Writes the columns that ``rollout`` returns. None: ``rollout`` returns metas.
-        name: Name of this collector on the buffer. A new start under the same name replaces the earlier one.
+        name: Name of this collector.
         groups_per_call: Groups for one call of ``rollout``; fewer if the rule does not admit so many.
         num_threads: Number of concurrent calls of ``rollout``.
         max_failures: The collector stops after so many failures in a row. The trainer then gets a
@@ -93,7 +101,7 @@ class Collector:
 
     def __init__(
         self,
-        buffer: ReplayBuffer | RemoteReplayBuffer,
+        buffer: PromptSource,
         rollout: Rollout,
         *,
         client: DataPlaneClient | None = None,
@@ -126,7 +134,6 @@ class Collector:
         self._num_running = 0
         self._counts = CollectorCounts()
         self._in_a_row = 0
-        self._swept = True
         self._error: BaseException | None = None
 
     @property
@@ -136,7 +143,7 @@ class Collector:
             return dataclasses.replace(self._counts)
 
     def start(self) -> None:
-        """Enlists with the buffer, which clears what an earlier start left behind. Starts the threads.
+        """Tells the trainer, and starts the threads.
 
         Raises:
             InvalidRequestError: The collector was already started, or stopped.
@@ -144,10 +151,10 @@ class Collector:
         if self._threads or self._stop.is_set():
             done = "started" if self._threads else "stopped"
             raise InvalidRequestError(f"Collector('{self._name}').start refused: it was {done} already.")
-        incarnation = self._buffer.enlist(self._name)
+        self._buffer.enlist(self._name)
         self._num_running = self._num_threads
         self._threads = [
-            threading.Thread(target=self._run, args=(incarnation,), name=f"{self._name}-{number}", daemon=True)
+            threading.Thread(target=self._run, name=f"{self._name}-{number}", daemon=True)
             for number in range(self._num_threads)
         ]
         for thread in self._threads:
@@ -221,32 +228,33 @@ class Collector:
         """Waits at most ``timeout_s`` for all threads together."""
         give_up = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
+            thread.join(min(max(0.0, give_up - time.monotonic()), threading.TIMEOUT_MAX))
 
-    def _run(self, incarnation: int) -> None:
+    def _run(self) -> None:
         try:
             while self._begin():
                 try:
-                    if not self._one_round(incarnation):
+                    if not self._one_round():
                         return
                 finally:
                     with self._lock:
                         self._busy -= 1
                         self._state.notify_all()
-        except (ReplayClosedError, ReservationLostError):
-            return  # the buffer is closed, or another start has taken over
+        except (ReplayClosedError, UnknownPartitionError):
+            return  # the buffer is closed, or the run is over
         except BaseException as error:
             with self._lock:
                 self._error = error
             self._stop.set()
-            self._buffer.fail(self._reason(error), error, collector=self._name, incarnation=incarnation)
+            with suppress(DataPlaneError):  # `stop` raises it
+                self._buffer.fail(self._reason(error), error, collector=self._name)
         finally:
             with self._lock:
                 self._num_running -= 1
                 is_last = not self._num_running
-            if is_last:
+            if is_last and self._error is None:
                 with suppress(DataPlaneError):  # then the buffer is gone
-                    self._buffer.withdraw(collector=self._name, incarnation=incarnation)
+                    self._buffer.withdraw(self._name)
 
     def _begin(self) -> bool:
         """Waits while paused. Returns False if the thread must stop."""
@@ -257,14 +265,20 @@ class Collector:
             self._busy += 1
             return True
 
-    def _one_round(self, incarnation: int) -> bool:
+    def _one_round(self) -> bool:
         """Reserves, generates, writes and commits. Returns False if there are no more prompts."""
         try:
             reservations = self._buffer.reserve(
-                self._groups_per_call, collector=self._name, incarnation=incarnation, at_least=1, timeout_s=_RESERVE_S
+                self._groups_per_call, collector=self._name, at_least=1, timeout_s=_RESERVE_S
             )
         except ReplayTimeoutError:
             return True  # no room yet
+        except (ReplayClosedError, UnknownPartitionError, InvalidRequestError):
+            raise
+        except DataPlaneError as error:  # the store does not answer
+            self._note_failure(error)
+            self._stop.wait(_LONGEST_PAUSE_S)
+            return True
         if not reservations:
             return False
         try:
@@ -272,35 +286,22 @@ class Collector:
         except BaseException as error:
             self._roll_back(reservations, error)
             return True
-        if not committed:
-            with self._lock:
-                self._counts.aborted += len(reservations)
-                self._swept = False  # the rollout may have written rows meanwhile
-            return True
         with self._lock:
-            self._counts.groups += len(reservations)
-            self._in_a_row = 0
-            swept, self._swept = self._swept, True
-        if not swept:
-            self._sweep()
+            if committed:
+                self._counts.groups += len(reservations)
+                self._in_a_row = 0
+            else:
+                self._counts.aborted += len(reservations)
         return True
 
     def _generated(self, reservations: Sequence[Reservation]) -> bool:
-        """Calls ``rollout``, and commits its rows. False: it ended itself, and its reservations are given up."""
+        """Calls ``rollout``, and commits its rows. False: nobody wants them, and its reservations are given up."""
         try:
             self._buffer.commit(reservations, self._written(reservations))
-        except RolloutAbortedError:
+        except (RolloutAbortedError, ReservationLostError):
             self._buffer.abort(reservations)
             return False
         return True
-
-    def _sweep(self) -> None:
-        """Clears rows that a failed write stored late. If the store fails, tries again after the next commit."""
-        try:
-            self._buffer.sweep()
-        except DataPlaneError:
-            with self._lock:
-                self._swept = False
 
     def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
         """Calls ``rollout`` and makes sure that the rows are in the store. Returns their meta."""
@@ -319,9 +320,9 @@ class Collector:
                     else "columns, or a meta or receipt of rows already written."
                 )
             )
-        ids = [sample_id for each in reservations for sample_id in each.sample_ids]
+        ids = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
         end = {END_WEIGHT_VERSION_TAG: self._buffer.weight_version}
-        tags = [each.tags | end for each in reservations for _ in each.sample_ids]
+        tags = [reservation.tags | end for reservation in reservations for _ in reservation.sample_ids]
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -345,40 +346,165 @@ class Collector:
 
     def _generating(self, reservations: Sequence[Reservation]) -> AbstractContextManager[None]:
         """The phase in which a client of this process says that these groups are made, if there is a client."""
-        client = self._client
-        if client is None and isinstance(self._buffer, ReplayBuffer):
-            client = self._buffer._dp_client
-        if client is None:
-            return nullcontext()
-        groups = [each.group for each in reservations]
+        client = self._client or self._buffer._require_dp_client()
+        groups = [reservation.group for reservation in reservations]
         return client.phase("generate", partition_id=self._buffer.partition_id, groups=groups)
 
     def _roll_back(self, reservations: Sequence[Reservation], error: BaseException) -> None:
-        ended = isinstance(error, (ReplayClosedError, ReservationLostError)) or not isinstance(error, Exception)
+        ended = isinstance(error, ReplayClosedError) or not isinstance(error, Exception)
         no_room = _found_no_room(error)
         with noted_on(error, "the rows written could not be cleared yet"):
             self._buffer.abandon(reservations, failed=not ended and not no_room)
         if ended:
             raise error
         with self._lock:
-            self._counts.last_error = error
             if no_room:
+                self._counts.last_error = error
                 self._counts.held_back += 1
                 self._in_a_row = 0
                 self._state.wait_for(self._stop.is_set, _LONGEST_PAUSE_S)
                 return
+        self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Counts a failure. Raises the error if there were too many one after another."""
+        with self._lock:
+            self._counts.last_error = error
             self._counts.failures += 1
             self._in_a_row += 1
-            self._swept = False
-            give_up = self._in_a_row >= self._max_failures
-        if give_up:
-            raise error
+            if self._in_a_row >= self._max_failures:
+                raise error
 
     def _reason(self, error: BaseException) -> str:
         what = f"{type(error).__name__}: {error}"
         if not self._in_a_row:
             return f"collector '{self._name}' cannot go on: {what}"
         return f"collector '{self._name}' gave up after {self._in_a_row} failures one after another, the last: {what}"
+
+
+def serve(
+    client: DataPlaneClient, partition_id: str, rollout: Rollout, *, lease_s: float = 60.0, **options: Any
+) -> None:
+    """Generates groups for the trainer's `ReplayBuffer` until its prompts are used up. Blocks.
+
+    Any number of processes may do so, and join or die at any time. If one dies, others get its prompts when the lease
+    ends. The trainer may start later. Ends also when the partition of the prompts is dropped.
+
+    Args:
+        client: This process's client. Writes the columns that ``rollout`` returns.
+        partition_id: The partition of the answers.
+        rollout: See `Rollout`.
+        lease_s: Seconds of lease on the prompts. The lease is renewed while the process lives.
+        options: As for `Collector`: ``name``, ``groups_per_call``, ``num_threads``, ``max_failures``,
+            ``write_options``.
+
+    Raises:
+        CollectorFailedError: Too many rollouts failed one after another; the cause is the last error.
+
+    Examples:
+        >>> serve(client, "replay", lambda reservations: generate([each.prompt for each in reservations]))
+    """
+    with closing(PromptSource(client, partition_id, lease_s=lease_s)) as source:
+        source.wait_for_trainer(math.inf)
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        collector = Collector(source, rollout, client=client, **{"name": name, **options})
+        collector.start()
+        collector.wait(math.inf)
+
+
+class AsyncCollector:
+    """Keeps coroutines running that generate groups; reserves, writes and commits for them, in threads of its own.
+
+    An asynchronous context manager: entering starts it. Nothing blocks the event loop. If all groups of a coroutine
+    have become too stale to be trained on, it is cancelled, and its groups are given up. All else is as for
+    `Collector`. `ReplayBuffer.select` and its like block: call them in a thread, with ``asyncio.to_thread``.
+
+    Args:
+        buffer: As for `Collector`.
+        rollout: See `AsyncRollout`.
+        max_concurrent: How many coroutines run at the same time. Each occupies a thread that waits for it.
+        abort_poll_s: How often each coroutine's groups are checked for staleness, in seconds.
+        options: As for `Collector`, besides ``num_threads``.
+
+    Raises:
+        InvalidRequestError: A number below 1, or a time of 0 s or less.
+    """
+
+    def __init__(
+        self,
+        buffer: PromptSource,
+        rollout: AsyncRollout,
+        *,
+        max_concurrent: int = 8,
+        abort_poll_s: float = 0.5,
+        **options: Any,
+    ) -> None:
+        if abort_poll_s <= 0:
+            raise InvalidRequestError(f"AsyncCollector refused: abort_poll_s is {abort_poll_s}. Expected more than 0.")
+        self._buffer = buffer
+        self._rollout = rollout
+        self._abort_poll_s = abort_poll_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._collector = Collector(buffer, self._run, num_threads=max_concurrent, **options)
+
+    @property
+    def counts(self) -> CollectorCounts:
+        """The counts so far; a copy."""
+        return self._collector.counts
+
+    async def start(self) -> None:
+        """As `Collector.start`. The rollouts run in the event loop of the caller."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._collector.start)
+
+    async def stop(self, timeout_s: float = 60.0) -> None:
+        """As `Collector.stop`."""
+        await asyncio.to_thread(self._collector.stop, timeout_s)
+
+    async def wait(self, timeout_s: float = 60.0) -> None:
+        """As `Collector.wait`."""
+        await asyncio.to_thread(self._collector.wait, timeout_s)
+
+    @asynccontextmanager
+    async def quiet(self, timeout_s: float = 60.0) -> AsyncIterator[None]:
+        """As `Collector.quiet`."""
+        block = self._collector.quiet(timeout_s)
+        await asyncio.to_thread(block.__enter__)
+        try:
+            yield
+        finally:
+            block.__exit__(None, None, None)
+
+    async def __aenter__(self) -> AsyncCollector:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self._collector.__exit__, kind, error, trace)
+
+    def _run(self, reservations: Sequence[Reservation]) -> Any:
+        """Runs one coroutine in the event loop, from a thread of the collector."""
+        assert self._loop is not None, "the threads run only after start"
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def generate() -> Any:
+            task = asyncio.current_task()
+            assert task is not None, "it runs as one"
+            tasks.append(task)
+            return await self._rollout(reservations)
+
+        future = asyncio.run_coroutine_threadsafe(generate(), self._loop)
+        try:
+            while not wait([future], self._abort_poll_s).done:
+                if tasks and len(self._buffer.to_abort(reservations)) == len(reservations):
+                    self._loop.call_soon_threadsafe(tasks[0].cancel)
+                    wait([future])
+                    raise RolloutAbortedError(f"{len(reservations)} groups became too stale while they were generated.")
+            return future.result()
+        finally:
+            future.cancel()
 
 
 def _found_no_room(error: BaseException | None) -> bool:

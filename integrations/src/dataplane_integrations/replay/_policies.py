@@ -168,10 +168,6 @@ class StalenessPolicy(ABC):
         """
         return None
 
-    def keep(self, view: BufferView, num_groups: int) -> Sequence[str]:
-        """The names of ``num_groups`` groups to keep where a save has more. Default: those of the newest weights."""
-        return [each.group for each in sorted(view.groups, key=_newest_first)[:num_groups]]
-
     def oldest_version(self, view: BufferView) -> int:
         """The oldest weight version that may be trained on now."""
         return view.weight_version - self.max_staleness
@@ -352,11 +348,6 @@ class TargetStepPolicy(StalenessPolicy):
         in_training = sum(each.selected and steps[each.group] == step for each in view.groups)
         return size - view.trained_since - in_training
 
-    def keep(self, view: BufferView, num_groups: int) -> Sequence[str]:
-        """Those of the next steps: without them, the trainer would wait for new ones."""
-        order = sorted(view.groups, key=lambda each: (_step(each) < view.weight_version, _step(each), each.order))
-        return [each.group for each in order[:num_groups]]
-
     def evict(self, view: BufferView) -> Sequence[str]:
         """The ready groups of steps that are over."""
         return [each.group for each in view.groups if each.ready and _step(each) < view.weight_version]
@@ -418,10 +409,6 @@ def _step(group: GroupView) -> int:
 def _commit(group: GroupView) -> int:
     assert group.committed is not None, "only ready groups are compared"
     return group.committed
-
-
-def _newest_first(group: GroupView) -> tuple[int, int]:
-    return -group.weight_version, -group.order
 
 
 #: Name in a config -> rule.

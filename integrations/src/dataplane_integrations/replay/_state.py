@@ -1,30 +1,54 @@
-"""`BufferState`: what a `ReplayBuffer` records, its form in a save, and the steps of which its operations consist."""
+"""`RunState`: what the trainer knows of a run, which is what the store shows, and what it does about it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-import threading
+import re
+import sys
 import time
-from base64 import b64decode, b64encode
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from dataplane_core.codec import decode_item, encode_item, plain
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, preview, printable
+from dataplane_core.client import common_fields
+from dataplane_core.codec import decode_item
+from dataplane_core.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    UnknownPartitionError,
+    preview,
+    printable,
+)
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
-from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
-from dataplane_integrations.errors import CollectorFailedError, ReplayClosedError, ReservationLostError
-from dataplane_integrations.replay._ids import Reservation, group_name
+from dataplane_core.schema import WEIGHT_VERSION_TAG
+from dataplane_core.spec import TagValue
+from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.errors import CollectorFailedError
 from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
-from dataplane_integrations.rollout import mint_sample_ids
+from dataplane_integrations.replay._prompts import (
+    COLLECTOR_ROW,
+    COMMITTED_TAG,
+    END_WEIGHT_VERSION_TAG,
+    EXTRA_TAG,
+    ROLLOUT_TASK,
+    RUN_ROW,
+    PromptSource,
+    group_name,
+)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+#: The first and the longest pause between two looks at what other processes have done, in seconds.
+_FIRST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 0.25
+_GROUP: Final = re.compile(r"v\d+_p\d+(?:r\d+)?")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,66 +56,37 @@ class BufferCounts:
     """How many groups went through each step so far.
 
     Attributes:
-        reserved: Reservations handed out.
-        committed: Groups committed.
+        committed: Groups that became ready.
         trained: Groups consumed.
         discarded: Groups that the trainer selected but did not train on.
         evicted: Groups that became too stale; their rows were cleared.
-        abandoned: Reservations given up, including those of dead collectors.
         lost: Groups that were left out of a selection, mostly because the store had lost a row of them.
         given_up: Prompts given up, mostly after ``max_attempts`` failures.
     """
 
-    reserved: int = 0
     committed: int = 0
     trained: int = 0
     discarded: int = 0
     evicted: int = 0
-    abandoned: int = 0
     lost: int = 0
     given_up: int = 0
 
 
-@dataclass(slots=True)
-class Group:
-    """A group in the buffer: being generated (``meta`` is None), ready, or in training."""
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A prompt that was started: its row, and the rows of its answers if they are committed."""
 
-    reservation: Reservation
     view: GroupView
-    meta: KVBatchMeta | None = None
-
-    def state(self, meta: KVBatchMeta) -> dict[str, Any]:
-        """A committed group as values of JSON; it is ready after a restore. ``meta`` is its meta, not None.
-
-        Raises:
-            InvalidTypeError: As for an object column: the meta's ``extra_info`` holds what cannot be saved.
-        """
-        reservation = dataclasses.asdict(self.reservation)
-        del reservation["sample_ids"]  # the meta has them
-        values = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
-        values["extra_info"] = b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()
-        view = {name: getattr(self.view, name) for name in ("committed", "end_weight_version")}
-        return {"reservation": reservation, **view, "meta": values}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Group:
-        """Makes a group from what `state` returned."""
-        reservation = Reservation(**{**state["reservation"], "sample_ids": tuple(state["meta"]["sample_ids"])})
-        view = GroupView(
-            group=reservation.group,
-            weight_version=reservation.weight_version,
-            order=reservation.order,
-            committed=state["committed"],
-            target_step=reservation.target_step,
-            end_weight_version=state.get("end_weight_version"),
-        )
-        values = dict(state["meta"])
-        values["extra_info"] = decode_item(b64decode(values["extra_info"]))
-        return cls(reservation, view, KVBatchMeta(**values))
+    row: str
+    prompt: int
+    attempt: int  # of the next start
+    failures: int
+    sample_ids: tuple[str, ...] = ()
+    tags: tuple[dict[str, TagValue], ...] = ()
 
 
-class BufferState(DataPlaneClientMixin):
-    """The base of `ReplayBuffer`, which has the arguments. One lock guards all of it."""
+class RunState(PromptSource):
+    """The base of `ReplayBuffer`, which has the arguments."""
 
     def __init__(
         self,
@@ -105,6 +100,8 @@ class BufferState(DataPlaneClientMixin):
         spare_prompts: int = 0,
         max_attempts: int | None = None,
         requeue_evicted: bool = False,
+        resume: bool = False,
+        lease_s: float = 60.0,
         task_name: str = "train",
     ) -> None:
         if any(number is not None and number < 1 for number in (group_size, num_prompts, max_attempts)):
@@ -117,8 +114,7 @@ class BufferState(DataPlaneClientMixin):
                 f"ReplayBuffer('{partition_id}') refused: spare_prompts is {spare_prompts}, num_prompts is "
                 f"{num_prompts}. Expected at least 0, and none without num_prompts: then any further prompt is a spare."
             )
-        self.setup_data_plane(source)
-        self.partition_id: Final = partition_id
+        super().__init__(source, partition_id, lease_s=lease_s)
         self.group_size: Final = group_size
         self.task_name: Final = task_name
         self._policy = policy
@@ -126,27 +122,34 @@ class BufferState(DataPlaneClientMixin):
         self._spare_prompts = spare_prompts
         self._max_attempts = max_attempts
         self._requeue_evicted = requeue_evicted
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         # all below: guarded by _lock
         self._weight_version = weight_version
         self._trained_since = 0
-        self._num_late = 0  # groups dropped since the last version because they came too late
-        self._groups: dict[str, Group] = {}
-        self._left_out: dict[str, set[str]] = {}  # a group that left a selection -> those that are still in it
         self._next_prompt = 0
         self._next_order = 0
         self._next_commit = 0
-        self._again: deque[tuple[int, int]] = deque()  # (prompt, attempt) to generate before further prompts
-        self._failed: dict[int, int] = {}  # prompt -> how often its rollout failed, if it is to be generated again
-        self._given_up: Counter[int] = Counter()  # target step -> prompts given up, from this version on
-        self._incarnations: dict[str, int] = {}
         self._counts = BufferCounts()
-        self._to_clear: dict[str, None] = {}
-        self._snapshots = 0
-        self._closed = False
-        self._running: set[str] = set()  # enlisted collectors that have not ended
-        self._failures: dict[str, tuple[str, BaseException | None]] = {}  # of failed collectors, the newest last
+        self._given_up: Counter[int] = Counter()  # target step -> prompts given up, from this version on
+        self._written: dict[str, TagValue] = {}  # the newest tags of the row of the run
+        # what the newest look showed
+        self._groups: dict[str, _Group] = {}  # those that were started
+        self._waiting: dict[str, dict[str, Any]] = {}  # rows of prompts that were not
+        self._commits: dict[str, int] = {}  # ready or selected group -> the number of its commit
+        self._failures: dict[str, str] = {}  # collector -> why it failed
+        self._num_running = 0
+        self._orphans: list[str] = []  # rows of answers, and of prompts, to clear
+        self._orphan_rows: list[str] = []
+        # what only this process knows
+        self._selected: dict[str, _Group] = {}
+        self._left_out: set[str] = set()  # groups that have left a selection which goes on
+        self._gone: dict[str, tuple[_Group, bool]] = {}  # not cleared yet, and whether to generate them again
+        self._num_late = 0  # groups dropped since the last version because they came too late
+        client = self._require_dp_client()
+        client.register_partition(self.prompts_id, [], None, [ROLLOUT_TASK], if_exists="keep" if resume else "replace")
+        with self._lock:
+            if resume:
+                self._go_on()
+            self._look()
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
@@ -170,228 +173,116 @@ class BufferState(DataPlaneClientMixin):
     def view(self) -> BufferView:
         """The groups in the buffer, as the rule sees them."""
         with self._lock:
-            return BufferView(
-                weight_version=self._weight_version,
-                trained_since=self._trained_since,
-                groups=tuple(each.view for each in self._groups.values()),
-                given_up=dict(self._given_up),
-                drained=self._drained(),
-            )
+            self._look()
+            return self._view()
 
-    # --- saving -------------------------------------------------------------------------------------------------------
+    # --- what the store shows -----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def snapshot(self) -> Iterator[dict[str, Any]]:
-        """Yields the state as plain values. Inside the block, none of its rows is cleared.
+    def _look(self) -> list[str]:
+        """Looks what became of the groups, and does what follows from it. Returns the groups that it evicted.
 
-        In the state, groups in training are ready, and groups being generated are to be generated again: a process that
-        loads the state has neither.
+        The answers are listed before the prompts: so the prompt of an answer shows whether the answer still counts.
         """
-        state = self.open_snapshot()
-        try:
-            yield state
-        finally:
-            self.close_snapshot()
-
-    def open_snapshot(self) -> dict[str, Any]:
-        """The first half of `snapshot`, for a caller in another process. `close_snapshot` must follow."""
-        with self._lock:
-            state = self._state()
-            self._snapshots += 1
-        return state
-
-    def close_snapshot(self) -> None:
-        """The second half of `snapshot`: clears the rows of groups that were removed in between."""
-        with self._lock:
-            self._snapshots -= 1
-        self._clear_rows()
-
-    def load_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Replaces the state of this buffer by one of `snapshot`.
-
-        If the state has more groups than the staleness rule admits, the buffer keeps those that `StalenessPolicy.keep`
-        names. The others count as evicted, and their prompts are generated again, before all others.
-
-        Returns:
-            The sample ids of the groups that it does not keep.
-
-        Raises:
-            InvalidRequestError: The state has another group size or partition.
-        """
-        for name, own in (("partition_id", self.partition_id), ("group_size", self.group_size)):
-            if state[name] != own:
-                raise InvalidRequestError(
-                    f"load_state refused: {name} is {state[name]!r} in the state and {own!r} in the buffer."
-                )
-        groups = [Group.from_state(each) for each in state["groups"]]
-        with self._lock:
-            self._check_open()
-            self._weight_version = state["weight_version"]
-            self._trained_since = state["trained_since"]
-            self._next_prompt = state["next_prompt"]
-            self._next_order = state["next_order"]
-            self._next_commit = state["next_commit"]
-            self._again = deque((prompt, attempt) for prompt, attempt in state["again"])
-            self._failed = dict(state.get("failed", ()))
-            self._given_up = Counter(dict(state.get("given_up", ())))
-            self._incarnations = dict(state["incarnations"])
-            self._counts = BufferCounts(**state["counts"])
-            self._groups = {each.reservation.group: each for each in groups}
-            self._left_out, self._to_clear = {}, {}
-            cut = self._cut()
-            self._changed.notify_all()
-        return cut
-
-    def _cut(self) -> list[str]:
-        """Gives up the groups for which a buffer with this rule has no room."""
-        room = self._policy.capacity(weight_version=self._weight_version, trained_since=self._trained_since)
-        if len(self._groups) <= room:
-            return []
-        kept = self._checked(self._policy.keep(self.view(), room), room, "keep")
-        cut = [self._groups.pop(name).reservation for name in self._groups.keys() - kept]
-        cut.sort(key=lambda each: each.order)
-        self._again.extendleft((each.prompt, each.attempt + 1) for each in reversed(cut))
-        self._counts.evicted += len(cut)
-        _log.warning(
-            "'%s': the save holds %d groups, and %r has room for %d. %d are generated again.",
-            printable(self.partition_id),
-            len(kept) + len(cut),
-            self._policy,
-            room,
-            len(cut),
-        )
-        return [sample_id for each in cut for sample_id in each.sample_ids]
-
-    def _state(self) -> dict[str, Any]:
-        being_made = [each.reservation for each in self._groups.values() if each.meta is None]
-        return {
-            "partition_id": self.partition_id,
-            "group_size": self.group_size,
-            "weight_version": self._weight_version,
-            "trained_since": self._trained_since,
-            "next_prompt": self._next_prompt,
-            "next_order": self._next_order,
-            "next_commit": self._next_commit,
-            "again": [[each.prompt, each.attempt + 1] for each in being_made] + [list(each) for each in self._again],
-            "failed": [list(each) for each in self._failed.items()],
-            "given_up": [list(each) for each in self._given_up.items()],
-            "incarnations": dict(self._incarnations),
-            "counts": dataclasses.asdict(self._counts),
-            "groups": [each.state(each.meta) for each in self._groups.values() if each.meta is not None],
+        client = self._require_dp_client()
+        self._write_run()  # what was trained on counts as such before it is cleared
+        with suppress(DataPlaneError):
+            self._clear()
+        answers = client.list_samples(self.partition_id)
+        prompts = client.list_samples(self.prompts_id)
+        rows = dict(zip(prompts.sample_ids, prompts.tags or (), strict=True))
+        collectors = {name: tags for name, tags in rows.items() if name.startswith(COLLECTOR_ROW)}
+        self._num_running = sum(bool(tags["running"]) for tags in collectors.values())
+        self._failures = {
+            name.removeprefix(COLLECTOR_ROW): tags["failed"] for name, tags in collectors.items() if tags.get("failed")
         }
+        # notes of collectors on prompts that were gone
+        self._orphan_rows = [
+            row for row, tags in rows.items() if "order" not in tags and row not in {*collectors, RUN_ROW}
+        ]
+        started = self._sort(rows)
+        self._match(started, answers)
+        evicted = self._evict()
+        self._mark_in_vain(rows)
+        with suppress(DataPlaneError):  # the next look tries again
+            self._clear()
+        self._admit()
+        self._write_run()
+        return evicted
 
-    # --- inside; the lock is held -------------------------------------------------------------------------------------
+    def _sort(self, rows: dict[str, dict[str, Any]]) -> dict[str, _Group]:
+        """Splits the rows of prompts into those that wait and those that are started; ended ones are given up."""
+        self._waiting, started = {}, {}
+        ended: list[tuple[_Group, dict[str, Any]]] = []
+        taken = {group.row for group in [*self._selected.values(), *(group for group, _ in self._gone.values())]}
+        for row, tags in sorted(rows.items(), key=lambda item: item[1].get("order", -1)):
+            if "order" not in tags or row in taken:
+                continue
+            version = tags[WEIGHT_VERSION_TAG]
+            if version is None:
+                self._waiting[row] = tags
+                continue
+            name = group_name(version, tags["prompt"], tags["attempt"] - 1)
+            view = GroupView(group=name, weight_version=version, order=tags["order"], target_step=tags["target_step"])
+            group = _Group(view, row, tags["prompt"], tags["attempt"], tags["failures"])
+            if tags["ended"]:
+                ended.append((group, tags))
+            else:
+                started[name] = group
+        for group, tags in ended:
+            if tags["ended"] == "late":
+                self._num_late += 1
+                self._gone[group.view.group] = group, self._requeue_evicted
+            else:
+                self._give_up(group)
+        return started
 
-    def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
-        """Calls ``question`` at every change until the answer is not None. None after the timeout."""
-        give_up = time.monotonic() + timeout_s
-        while (answer := question()) is None:
-            left_s = give_up - time.monotonic()
-            if left_s <= 0:
-                return None
-            self._changed.wait(left_s)
-            self._check_open()
-        return answer
-
-    def _prompts_left(self, at_most: int) -> int:
-        """Number of prompts left, to generate again or for the first time; ``at_most`` if there is no end."""
-        if self._num_prompts is None:
-            return at_most
-        end = self._num_prompts + min(self._spare_prompts, self._counts.given_up)
-        return len(self._again) + max(0, end - self._next_prompt)  # a save may have drawn more than this buffer has
-
-    def _for_a_call(self, num_groups: int) -> int:
-        """Number of prompts for the next call of a rollout. One that has failed is alone, so that it fails no other."""
-        before = next((at for at, (prompt, _) in enumerate(self._again) if prompt in self._failed), num_groups)
-        return min(num_groups, self._prompts_left(num_groups), max(1, before))
-
-    def _drained(self) -> bool:
-        """Whether no more groups will be committed."""
-        return not self._prompts_left(1) and all(each.meta is not None for each in self._groups.values())
-
-    def _describe(self) -> str:
-        views = [each.view for each in self._groups.values()]
-        made = sum(each.committed is None for each in views)
-        training = sum(each.selected for each in views)
-        slow = next((each.group for each in views if each.committed is None), None)
-        text = (
-            f"at version {self._weight_version}, of {len(views)} groups {made} are being made, "
-            f"{len(views) - made - training} are ready, {training} are in training ({self._policy})"
+    def _give_up(self, group: _Group) -> None:
+        self._gone[group.view.group] = group, False
+        self._counts.given_up += 1
+        step = group.view.target_step
+        if step is not None and step >= self._weight_version:
+            self._given_up[step] += 1
+        _log.warning(
+            "'%s': prompt %d is given up after %d failures.",
+            printable(self.partition_id),
+            group.prompt,
+            group.failures,
         )
-        if slow is not None:
-            text += f"; the first being made is '{slow}'"
-        if self._again:
-            text += f"; {len(self._again)} prompts are to be generated again"
-        if self._failures:
-            text += f"; collectors that failed: {preview(self._failures)}"
-        return text
 
-    def _new_reservation(self, collector: str) -> Reservation:
-        if self._again:
-            prompt, attempt = self._again.popleft()
-        else:
-            prompt, attempt = self._next_prompt, 0
-            self._next_prompt += 1
-        name = group_name(self._weight_version, prompt, attempt)
-        step = self._policy.target_step(self.view())
-        reservation = Reservation(
-            group=name,
-            prompt=prompt,
-            attempt=attempt,
-            weight_version=self._weight_version,
-            sample_ids=tuple(mint_sample_ids([name], self.group_size)),
-            collector=collector,
-            incarnation=self._incarnations.setdefault(collector, 0),
-            order=self._next_order,
-            target_step=step,
-        )
-        view = GroupView(group=name, weight_version=self._weight_version, order=self._next_order, target_step=step)
-        self._next_order += 1
-        self._groups[name] = Group(reservation, view)
-        self._counts.reserved += 1
-        return reservation
-
-    def _give_up(self, reservations: Sequence[Reservation], *, requeue: bool) -> None:
-        given_up = [each for each in reservations if self._is_held(each)]
-        lost = [each for each in reservations if each.group not in self._groups]
-        self._to_clear.update(dict.fromkeys(sample_id for each in lost for sample_id in each.sample_ids))
-        self._drop([each.group for each in given_up])
-        self._counts.abandoned += len(given_up)
-        if requeue:
-            self._generate_again(given_up)
-        self._changed.notify_all()
-
-    def _retried(
-        self, reservations: Sequence[Reservation], *, requeue: bool, failed: bool, alone: bool
-    ) -> list[Reservation]:
-        """Those whose prompts are to be generated again. The others are given up.
-
-        A prompt that failed together with others may be innocent: it is generated again, alone.
-        """
-        if failed and self._max_attempts is not None:
-            for each in reservations:
-                self._failed[each.prompt] = self._failed.get(each.prompt, 0) + 1
-        most = self._max_attempts if failed and alone else None
-        again = [each for each in reservations if requeue and (most is None or self._failed.get(each.prompt, 0) < most)]
-        for each in reservations:
-            if each not in again:
-                failures = self._failed.pop(each.prompt, 0)
-                self._counts.given_up += 1
-                if each.target_step is not None and each.target_step >= self._weight_version:
-                    self._given_up[each.target_step] += 1
-                _log.warning(
-                    "'%s': prompt %d is given up after %d failures.",
-                    printable(self.partition_id),
-                    each.prompt,
-                    failures,
+    def _match(self, started: dict[str, _Group], answers: KVBatchMeta) -> None:
+        """Finds the answers of started prompts, and those of no prompt, which killed or late collectors leave."""
+        of_group: dict[str, list[tuple[str, dict[str, TagValue]]]] = {}
+        for sample_id, tags in zip(answers.sample_ids, answers.tags or [{}] * answers.size, strict=True):
+            of_group.setdefault(group_of(sample_id), []).append((sample_id, tags))
+        for name, group in started.items():
+            members = of_group.get(name, [])
+            if len(members) == self.group_size and all(tags.get(COMMITTED_TAG) for _, tags in members):
+                members.sort(key=lambda member: int(member[0].rpartition("_g")[2]))
+                started[name] = dataclasses.replace(
+                    group, sample_ids=tuple(name for name, _ in members), tags=tuple(tags for _, tags in members)
                 )
-        return again
-
-    def _generate_again(self, reservations: Iterable[Reservation]) -> None:
-        self._again.extend((each.prompt, each.attempt + 1) for each in reservations)
+        for name in of_group:  # in the order of their first write
+            if name in started and started[name].sample_ids and name not in self._commits:
+                self._commits[name] = self._next_commit
+                self._next_commit += 1
+                self._counts.committed += 1
+        for name, group in started.items():
+            if group.sample_ids:
+                ends: list[Any] = [tags[END_WEIGHT_VERSION_TAG] for tags in group.tags]
+                view = dataclasses.replace(group.view, committed=self._commits[name], end_weight_version=max(ends))
+                started[name] = dataclasses.replace(group, view=view)
+        groups = {**started, **self._selected}
+        self._groups = dict(sorted(groups.items(), key=lambda item: item[1].view.order))
+        self._commits = {name: number for name, number in self._commits.items() if name in self._groups}
+        self._orphans = [
+            sample_id
+            for name, members in of_group.items()
+            if name not in self._groups and name not in self._gone and _GROUP.fullmatch(name)
+            for sample_id, _ in members
+        ]
 
     def _evict(self) -> list[str]:
-        names = list(self._policy.evict(self.view()))
+        names = list(self._policy.evict(self._view()))
         for name in names:
             group = self._groups.get(name)
             if group is None or not group.view.ready:
@@ -399,12 +290,202 @@ class BufferState(DataPlaneClientMixin):
                     f"{type(self._policy).__name__}.evict named group '{name}', which is "
                     f"{'not held' if group is None else 'being made or in training'}. Expected ready groups."
                 )
-        if self._requeue_evicted:
-            self._generate_again(self._groups[name].reservation for name in names)
-        self._drop(names)
         self._counts.evicted += len(names)
         self._num_late += len(names)
+        self._drop(names, requeue=self._requeue_evicted)
         return names
+
+    def _mark_in_vain(self, rows: dict[str, dict[str, Any]]) -> None:
+        """Tells collectors which rollouts they may end."""
+        in_vain = [self._groups[name].row for name in self._policy.abort(self._view()) if name in self._groups]
+        told = [row for row in in_vain if not rows[row]["in_vain"]]
+        if told:
+            self._require_dp_client().put_samples(told, self.prompts_id, tags=[{"in_vain": True}] * len(told))
+
+    def _clear(self) -> None:
+        """Clears the rows of removed groups and those of no prompt, and has prompts generated again."""
+        client = self._require_dp_client()
+        again = [(group.prompt, group.attempt, group.failures) for group, requeue in self._gone.values() if requeue]
+        self._put_prompts(again)
+        self._gone = {name: (group, False) for name, (group, _) in self._gone.items()}
+        # first the prompts: without its prompt an answer counts no more
+        if rows := [*self._orphan_rows, *(group.row for group, _ in self._gone.values())]:
+            client.clear_samples(rows, self.prompts_id)
+        if ids := [*self._orphans, *(f"{name}_g{index}" for name in self._gone for index in range(self.group_size))]:
+            client.clear_samples(ids, self.partition_id)
+        self._gone, self._orphans, self._orphan_rows = {}, [], []
+
+    def _admit(self) -> None:
+        """Puts the prompts that the rule admits, and says for which step those that wait are."""
+        view = self._view()
+        room = max(0, min(self._policy.admit(view) - len(self._waiting), self._undrawn()))
+        self._put_prompts([(self._next_prompt + index, 0, 0) for index in range(room)])
+        self._next_prompt += room
+        changed: dict[str, int | None] = {}
+        for row, tags in self._waiting.items():
+            step = self._policy.target_step(view)
+            if step != tags["target_step"]:
+                changed[row] = tags["target_step"] = step
+            if step is None:
+                continue
+            waiting = GroupView(group=row, weight_version=view.weight_version, order=tags["order"], target_step=step)
+            view = dataclasses.replace(view, groups=(*view.groups, waiting))
+        if changed:
+            steps = [{"target_step": step} for step in changed.values()]
+            self._require_dp_client().put_samples(list(changed), self.prompts_id, tags=steps)
+
+    def _put_prompts(self, prompts: Sequence[tuple[int, int, int]]) -> None:
+        """Puts rows of prompts: number, attempt and failures of each."""
+        if not prompts:
+            return
+        rows: dict[str, dict[str, TagValue]] = {}
+        for index, (prompt, attempt, failures) in enumerate(prompts):
+            rows[f"p{prompt}" + (f"r{attempt}" if attempt else "")] = {
+                "prompt": prompt,
+                "attempt": attempt,
+                "order": self._next_order + index,
+                "target_step": None,
+                WEIGHT_VERSION_TAG: None,
+                "failures": failures,
+                "in_vain": False,
+                "ended": "",
+            }
+        self._require_dp_client().put_samples(list(rows), self.prompts_id, tags=list(rows.values()))
+        self._next_order += len(prompts)
+        self._waiting.update(rows)
+
+    def _undrawn(self) -> int:
+        """How many prompts were not drawn yet; a large number if there is no end."""
+        if self._num_prompts is None:
+            return sys.maxsize
+        end = self._num_prompts + min(self._spare_prompts, self._counts.given_up)
+        return max(0, end - self._next_prompt)  # a save may have drawn more than this buffer has
+
+    def _drained(self) -> bool:
+        """Whether no more groups will be committed."""
+        return (
+            not self._undrawn()
+            and not self._waiting
+            and not any(requeue for _, requeue in self._gone.values())
+            and all(group.view.committed is not None for group in self._groups.values())
+        )
+
+    def _view(self) -> BufferView:
+        return BufferView(
+            weight_version=self._weight_version,
+            trained_since=self._trained_since,
+            groups=tuple(group.view for group in self._groups.values()),
+            given_up=dict(self._given_up),
+            drained=self._drained(),
+        )
+
+    def _write_run(self) -> None:
+        """Tells the collectors, and a later start of the trainer, how far the run is."""
+        tags: dict[str, TagValue] = {
+            WEIGHT_VERSION_TAG: self._weight_version,
+            "trained_since": self._trained_since,
+            "next_prompt": self._next_prompt,
+            "next_order": self._next_order,
+            "group_size": self.group_size,
+            "capacity": self._policy.capacity(weight_version=self._weight_version),
+            "max_attempts": self._max_attempts or 0,
+            "left": self._undrawn() > 0,
+            "drained": self._drained(),
+            "given_up": json.dumps(list(self._given_up.items())),
+            "counts": json.dumps(dataclasses.asdict(self._counts)),
+        }
+        if tags != self._written:
+            self._require_dp_client().put_samples([RUN_ROW], self.prompts_id, tags=[tags])
+            self._written = tags
+
+    def _go_on(self) -> None:
+        """Takes over a run from the store."""
+        client = self._require_dp_client()
+        try:
+            run = PromptSource._run(self)
+        except UnknownPartitionError:
+            return  # it was never begun
+        if run["group_size"] != self.group_size:
+            raise InvalidRequestError(
+                f"ReplayBuffer('{self.partition_id}', resume=True) refused: group_size is {run['group_size']} in the "
+                f"store and {self.group_size} here."
+            )
+        self._weight_version, self._trained_since = run[WEIGHT_VERSION_TAG], run["trained_since"]
+        self._given_up = Counter(dict(json.loads(run["given_up"])))
+        self._counts = BufferCounts(**json.loads(run["counts"]))
+        listed = client.list_samples(self.prompts_id)
+        rows = {row: tags for row, tags in zip(listed.sample_ids, listed.tags or (), strict=True) if "order" in tags}
+        self._next_order = max([run["next_order"], *(tags["order"] + 1 for tags in rows.values())])
+        self._next_prompt = max([run["next_prompt"], *(tags["prompt"] + 1 for tags in rows.values())])
+        collectors = [row for row in listed.sample_ids if row.startswith(COLLECTOR_ROW)]
+        newest: dict[int, str] = {}  # prompt -> its row that was put last
+        for row, tags in rows.items():
+            if tags["prompt"] not in newest or tags["order"] > rows[newest[tags["prompt"]]]["order"]:
+                newest[tags["prompt"]] = row
+        client.clear_samples([*(rows.keys() - newest.values()), *collectors], self.prompts_id)
+        # of a prompt that is done, a save may lack the answers: they were written, or trained on, during the save
+        rows = {row: rows[row] for row in newest.values()}
+        self._match(self._sort(rows), client.list_samples(self.partition_id))
+        self._counts.committed = json.loads(run["counts"])["committed"]  # those that are ready were counted
+        done = set(client.list_consumed(self.prompts_id, ROLLOUT_TASK))
+        self._gone.update(
+            (name, (group, True))
+            for name, group in self._groups.items()
+            if group.row in done and group.view.committed is None
+        )
+
+    # --- inside; the lock is held -------------------------------------------------------------------------------------
+
+    def _run(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._written)
+
+    def _newest_run(self) -> dict[str, Any]:
+        with self._lock:
+            self._look()
+            return dict(self._written)
+
+    def _settled(self) -> list[str]:
+        with self._lock:
+            try:
+                evicted = self._look()
+                self._clear()  # again, if it has failed in the look: now it raises
+                return evicted
+            finally:
+                self._changed.notify_all()
+
+    def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """Looks, and asks ``question``, until the answer is not None. None after the timeout."""
+        give_up = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._check_open()
+            self._look()
+            if (answer := question()) is not None:
+                return answer
+            left_s = give_up - time.monotonic()
+            if left_s <= 0:
+                return None
+            if self._changed.wait(min(left_s, pause_s)):
+                pause_s = _FIRST_PAUSE_S
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _describe(self) -> str:
+        views = [group.view for group in self._groups.values()]
+        made = sum(view.committed is None for view in views)
+        training = sum(view.selected for view in views)
+        slow = next((view.group for view in views if view.committed is None), None)
+        text = (
+            f": at version {self._weight_version}, of {len(views)} groups {made} are being made, "
+            f"{len(views) - made - training} are ready, {training} are in training ({self._policy})"
+        )
+        if slow is not None:
+            text += f"; the first being made is '{slow}'"
+        if self._waiting:
+            text += f"; {len(self._waiting)} prompts wait for a collector"
+        if self._failures:
+            text += f"; collectors that failed: {preview(self._failures)}"
+        return text
 
     def _log_late(self) -> None:
         """Says once per version how many groups came too late."""
@@ -420,31 +501,48 @@ class BufferState(DataPlaneClientMixin):
             )
         self._num_late = 0
 
-    def _checked(self, names: Sequence[str], wanted: int, method: str = "select") -> list[str]:
+    def _checked(self, names: Sequence[str], wanted: int) -> list[str]:
         wrong = [name for name in names if name not in self._groups or not self._groups[name].view.ready]
         if wrong or len(set(names)) != wanted or len(names) != wanted:
             raise InvalidRequestError(
-                f"{type(self._policy).__name__}.{method} named {len(names)} groups, {len(set(names))} of them "
+                f"{type(self._policy).__name__}.select named {len(names)} groups, {len(set(names))} of them "
                 f"different, and not ready: {preview(wrong) or 'none'}. Expected {wanted} ready groups, or None."
             )
         return list(names)
 
-    def _drop(self, names: Iterable[str]) -> None:
+    def _drop(self, names: Iterable[str], *, requeue: bool = False) -> None:
         for name in names:
-            group = self._groups.pop(name)
-            self._to_clear.update(dict.fromkeys(group.reservation.sample_ids))
+            self._selected.pop(name, None)
+            self._gone[name] = self._groups.pop(name), requeue
 
     def _meta_of(self, names: Sequence[str]) -> KVBatchMeta:
-        metas = [meta for name in names if (meta := self._groups[name].meta) is not None]
-        if not metas:
+        if not names:
             return KVBatchMeta(self.partition_id, self.task_name, [], fields=[], sequence_lengths=[], tags=[])
-        return metas[0].concat(*metas[1:])
+        groups = [self._groups[name] for name in names]
+        ids = [sample_id for group in groups for sample_id in group.sample_ids]
+        tags = [dict(row) for group in groups for row in group.tags]
+        extra_info: dict[str, Any] = {}
+        for row in tags:
+            del row[COMMITTED_TAG]
+            if (extra := row.pop(EXTRA_TAG, None)) is not None:
+                extra_info.update(decode_item(b64decode(str(extra))))
+        lengths = [row.get("input_lengths") for row in tags]
+        fields = common_fields(self._require_dp_client().list_fields(ids, self.partition_id))
+        return KVBatchMeta(
+            self.partition_id,
+            self.task_name,
+            ids,
+            fields=fields,
+            sequence_lengths=[int(length) for length in lengths if type(length) is int] if all(lengths) else None,
+            extra_info=extra_info,
+            tags=tags,
+        )
 
-    def _selected(self, meta: KVBatchMeta, operation: str) -> list[str]:
+    def _selected_of(self, meta: KVBatchMeta, operation: str) -> list[str]:
         """The groups of a selection, without those that have left it."""
         groups = dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids)
         names = [name for name in groups if name not in self._left_out]
-        wrong = [name for name in names if name not in self._groups or not self._groups[name].view.selected]
+        wrong = [name for name in names if name not in self._selected]
         if wrong:
             raise InvalidRequestError(
                 f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
@@ -453,67 +551,12 @@ class BufferState(DataPlaneClientMixin):
         return names
 
     def _ended(self, meta: KVBatchMeta, operation: str) -> list[str]:
-        """As `_selected`, for an operation that ends the selection. Forgets the groups that had left it."""
-        names = self._selected(meta, operation)
-        named = {group_of(sample_id) for sample_id in meta.sample_ids}
-        self._left_out = {
-            name: rest.difference(names)
-            for name, rest in self._left_out.items()
-            if name not in named and not (rest and rest.issubset(names))
-        }
+        """As `_selected_of`, for an operation that ends the selection. Forgets the groups that had left it."""
+        names = self._selected_of(meta, operation)
+        self._left_out.difference_update(group_of(sample_id) for sample_id in meta.sample_ids)
         return names
 
-    def _is_held(self, reservation: Reservation) -> bool:
-        group = self._groups.get(reservation.group)
-        return group is not None and group.reservation == reservation and group.meta is None
-
-    def _check_held(self, reservations: Sequence[Reservation]) -> None:
-        lost = [each.group for each in reservations if not self._is_held(each)]
-        if lost:
-            raise ReservationLostError(
-                f"commit refused: no longer reserved: {preview(lost)}. Their prompts were given up, or the collector "
-                "was started anew.",
-                groups=lost,
-                hint="Clear the rows: abandon(reservations) does.",
-            )
-
-    def _check_incarnation(self, collector: str, incarnation: int | None) -> None:
-        newest = self._incarnations.get(collector, 0)
-        if incarnation is not None and incarnation != newest:
-            raise ReservationLostError(
-                f"reserve refused: collector '{collector}' was started {newest} times, this is start {incarnation}."
-            )
-
-    def _has_ended(self, collector: str, incarnation: int | None) -> bool:
-        """Notes that a collector runs no more. False if this start of it is not the newest."""
-        if incarnation is not None and incarnation != self._incarnations.get(collector, 0):
-            return False
-        self._running.discard(collector)
-        self._changed.notify_all()
-        return True
-
     def _check_collectors(self) -> None:
-        if self._failures and not self._running:
-            message, cause = list(self._failures.values())[-1]
-            raise CollectorFailedError(message) from cause
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ReplayClosedError(f"the replay buffer of '{self.partition_id}' is closed.")
-
-    # --- inside; without the lock -------------------------------------------------------------------------------------
-
-    def _clear_rows(self) -> None:
-        """Clears the rows of removed groups. If the store fails, the next call tries again."""
-        with self._lock:
-            if self._snapshots:
-                return  # the end of the last snapshot clears them
-            ids, self._to_clear = list(self._to_clear), {}
-        if not ids:
-            return
-        try:
-            self._require_dp_client().clear_samples(ids, self.partition_id)
-        except DataPlaneError:
-            with self._lock:
-                self._to_clear.update(dict.fromkeys(ids))
-            raise
+        if self._failures and not self._num_running:
+            message = list(self._failures.values())[-1]
+            raise CollectorFailedError(message) from self._causes.get(message)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dataplane_core import KVBatchMeta, connect
+from dataplane_core import DataPlaneClient, KVBatchMeta, connect, stream
 from dataplane_core.errors import LeaseExpiredError, MissingDataError
 from dataplane_integrations.replay import (
     Collector,
@@ -28,11 +28,9 @@ from dataplane_integrations.replay import (
     ReplayBuffer,
     Reservation,
     StalenessPolicy,
-    StreamingConsumer,
     TargetStepPolicy,
     parse_sample_id,
-    restore_replay,
-    save_replay,
+    serve,
 )
 
 LEASE_S = 30.0
@@ -80,36 +78,65 @@ def train(job: dict[str, Any], points: Points) -> None:
             points.pass_by("cleared")
 
         client.ack, client.clear_samples = noted_ack, noted_clear
-        consumer = StreamingConsumer(
+        batches = stream(
             client,
             "replay",
             "train",
             ["input_ids"],
             8,
             lease_s=LEASE_S,
-            max_staleness=0,
-            weight_version=1,
+            prefetch=0,
             timeout_s=WAIT_S,
+            clear=True,
+            fresh=lambda: {"weight_version": (">=", 1)},
         )
-        for batch in consumer:
-            with batch:
-                points.before_end = functools.partial(client.renew, batch.meta, LEFT_S)
-                points.pass_by("claimed")
-                tokens = batch.read()["input_ids"][:, 0].tolist()
-                assert tokens == [parse_sample_id(each)["prompt"] for each in batch.meta.sample_ids]
-                points.pass_by("read")
-                points.log("trained", batch.meta.sample_ids)
-                points.pass_by("trained")
+        for batch in batches:
+            points.before_end = functools.partial(client.renew, batch.meta, LEFT_S)
+            points.pass_by("claimed")
+            tokens = batch.columns["input_ids"][:, 0].tolist()
+            assert tokens == [parse_sample_id(each)["prompt"] for each in batch.meta.sample_ids]
+            points.pass_by("read")
+            points.log("trained", batch.meta.sample_ids)
+            points.pass_by("trained")
+
+
+def put(client: DataPlaneClient, each: Reservation, index: int) -> KVBatchMeta:
+    return client.put_samples(
+        [each.sample_ids[index]], "replay", {"input_ids": torch.tensor([[each.prompt]])}, tags=[each.tags]
+    )
+
+
+def roll(job: dict[str, Any], points: Points) -> None:
+    """A rollout process."""
+    with connect(job["config"], bootstrap=False) as client:
+
+        def rollout(reservations: Sequence[Reservation]) -> KVBatchMeta:
+            (each,) = reservations
+            points.log("made", [f"{each.prompt} {each.attempt}"])
+            points.pass_by("claimed")
+            first = put(client, each, 0)
+            points.pass_by("half")
+            meta = first.concat(put(client, each, 1))
+            points.pass_by("written")
+            return meta
+
+        serve(client, "replay", rollout, lease_s=LEFT_S)
 
 
 def drive(job: dict[str, Any], points: Points) -> None:
-    """A driver that holds the buffer, collects, trains and saves; after a crash it goes on from its newest save."""
+    """A driver that collects, trains and saves; after a crash it goes on from its newest save."""
     folder = Path(job["folder"])
     with connect(job["config"], bootstrap=False) as client:
         bad = job["bad"]
         policy: StalenessPolicy = InOrderPolicy(max_staleness=1, groups_per_version=2)
         if bad:
             policy = TargetStepPolicy(max_staleness=1, groups_per_version=2, borrow=True)
+        trained: list[int] = []
+        resume = True
+        try:
+            trained = list(client.load(folder / "save")["trained"])
+        except MissingDataError:
+            resume = False
         buffer = ReplayBuffer(
             client,
             "replay",
@@ -118,33 +145,18 @@ def drive(job: dict[str, Any], points: Points) -> None:
             num_prompts=job["num_prompts"],
             spare_prompts=len(bad),
             max_attempts=2 if bad else None,
+            resume=resume,
         )
-        trained: list[int] = []
-        left = client.list_samples("replay").sample_ids
-        try:
-            restored = restore_replay(folder / "save", client, buffer=buffer)
-            trained = list(restored.extra["trained"])
-            expected = restored.meta.sample_ids
-        except MissingDataError:
-            expected = []
-        buffer.enlist("collector")
-        held = client.list_samples("replay").sample_ids
-        points.log("start", [f"{len(left)} {len(held)} {len(trained)}"])
-        assert held == expected, f"leaked: {held}, expected {expected}"
-
-        def put(each: Reservation, index: int) -> KVBatchMeta:
-            return client.put_samples(
-                [each.sample_ids[index]], "replay", {"input_ids": torch.tensor([[each.prompt]])}, tags=[each.tags]
-            )
+        points.log("start", [f"{client.list_samples('replay').size} {len(trained)}"])
 
         def rollout(reservations: Sequence[Reservation]) -> KVBatchMeta:
             (each,) = reservations
             if each.prompt in bad:
                 points.pass_by("failing")
                 raise RuntimeError(f"prompt {each.prompt} has no answer")
-            first = put(each, 0)
+            first = put(client, each, 0)
             points.pass_by("half")
-            meta = first.concat(put(each, 1))
+            meta = first.concat(put(client, each, 1))
             points.pass_by("written")
             return meta
 
@@ -156,20 +168,15 @@ def drive(job: dict[str, Any], points: Points) -> None:
                 buffer.consume(meta)
                 points.pass_by("consumed")
                 buffer.set_weight_version(buffer.weight_version + 1)
-                save_replay(
-                    folder / "save",
-                    client,
-                    buffer=buffer,
-                    registration=job["registration"],
-                    extra={"trained": trained},
-                )
+                buffer.save(folder / "save", {"trained": trained})
                 points.pass_by("saved")
+        buffer.close()
         assert client.list_samples("replay").size == 0
         points.log("trained", [str(prompt) for prompt in trained])
 
 
 def main(job: dict[str, Any]) -> None:
-    role: Callable[..., None] = {"train": train, "drive": drive}[job["role"]]
+    role: Callable[..., None] = {"train": train, "drive": drive, "roll": roll}[job["role"]]
     for point, nth in [*job["kills"], ["never", 1]]:
         child = os.fork()
         if child == 0:

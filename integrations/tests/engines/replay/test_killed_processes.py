@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from tiers import in_long
 
 from dataplane_core import connect
+from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, parse_sample_id
 
 GROUPS = 32
 BATCH = 8
@@ -132,7 +134,7 @@ def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_n
 
 
 def drive(run, store, folder, kills, bad=()):
-    """Drives a run to its end through kills; per start, rows found, rows kept, and prompts trained on before."""
+    """Drives a run to its end through kills; per start, the rows that it kept, and prompts trained on before."""
     store.register_partition("replay", **REGISTRATION)
     finish(run("drive", store, folder, kills, bad))
     lines = (folder / "log").read_text().splitlines()
@@ -148,9 +150,9 @@ def test_a_driver_killed_at_any_point_leaks_no_rows_and_goes_on_from_its_save(ru
     kills = [("half", 1), ("written", 1), ("read", 1), ("saved", 1), ("half", 3), ("consumed", 2), ("read", 1)]
     starts = drive(run, store, tmp_path, kills)
     assert len(starts) == len(kills) + 1
-    # before the first save, the rows that killed rollouts left are found and cleared
-    assert starts[:3] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-    assert all(trained >= 2 for _, _, trained in starts[4:])
+    # before the first save, a start keeps nothing of what killed rollouts have left
+    assert starts[:3] == [(0, 0)] * 3
+    assert all(trained >= 2 for _, trained in starts[4:])
 
 
 def often(seed):
@@ -170,3 +172,32 @@ GIVING_UP = [("failing", 2), ("saved", 1), ("failing", 1), ("written", 1), ("sav
 )
 def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spares(run, store, tmp_path, kills, bad):
     drive(run, store, tmp_path, kills, bad)
+
+
+@pytest.mark.timeout(600)
+def test_prompts_of_killed_rollout_processes_are_made_by_others_and_nothing_leaks(run, store, tmp_path):
+    store.register_partition("replay", **REGISTRATION)
+    kills = [("claimed", 2), ("half", 1), ("written", 3)]
+    first, second = (run("roll", store, folder(tmp_path, name), kills) for name in "ab")  # before there is a trainer
+    rule = InOrderPolicy(max_staleness=1, groups_per_version=4)
+    trained = []
+    with closing(ReplayBuffer(store, "replay", rule, group_size=2, num_prompts=2 * PROMPTS)) as buffer:
+        for step, meta in enumerate(buffer.batches(4, timeout_s=LIMIT_S)):
+            assert {step - tags["weight_version"] for tags in meta.tags} <= {0, 1}
+            tokens = store.get_data(meta, ["input_ids"])["input_ids"].flatten().tolist()
+            assert tokens == [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids]
+            trained += tokens[::2]
+            buffer.set_weight_version(step + 1)
+        for process in (first, second):
+            finish(process)
+    assert trained == list(range(2 * PROMPTS)), "in order, whoever made them"
+    made = "".join((tmp_path / name / "log").read_text() for name in "ab").splitlines()
+    assert len(made) > 2 * PROMPTS, "some were made again"
+    assert len(set(made)) == len(made), "under other ids"
+    assert store.list_samples("replay").size == 0
+
+
+def folder(tmp_path, name):
+    path = tmp_path / name
+    path.mkdir()
+    return path

@@ -1,0 +1,575 @@
+"""`PromptSource`: prompts that a process claims from the store, generates and commits. Its ids and tags."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dataplane_core.client import RENEWED_AFTER
+from dataplane_core.codec import encode_item, plain
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    UnknownPartitionError,
+    preview,
+)
+from dataplane_core.ledger import group_of
+from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import WEIGHT_VERSION_TAG
+from dataplane_core.spec import TagFilter, TagValue
+from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
+from dataplane_integrations.errors import ReplayClosedError, ReplayTimeoutError, ReservationLostError
+from dataplane_integrations.rollout import mint_sample_ids
+
+#: Tags of every row of an answer, beside `WEIGHT_VERSION_TAG`: the number of its prompt, and the name of the collector.
+PROMPT_TAG: Final = "prompt"
+COLLECTOR_TAG: Final = "collector"
+#: The version of the weights with which a row's generation ended. `PromptSource.commit` adds it to rows without it.
+END_WEIGHT_VERSION_TAG: Final = "end_weight_version"
+#: The tag that a commit adds: the trainer may take the group.
+COMMITTED_TAG: Final = "committed"
+#: The tag of a group's first row that holds the ``extra_info`` of its meta.
+EXTRA_TAG: Final = "extra_info"
+
+#: The task of the prompts.
+ROLLOUT_TASK: Final = "rollout"
+#: The row with what the trainer tells the collectors, and the beginning of the rows of collectors.
+RUN_ROW: Final = "run"
+COLLECTOR_ROW: Final = "collector-"
+
+#: The longest wait for prompts before it looks whether more will come, in seconds.
+_LOOK_S: Final = 0.2
+_SAMPLE_ID: Final = re.compile(r"(v(\d+)_p(\d+)(?:r(\d+))?)_g(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """A prompt that one collector has claimed, and room for the group of its answers.
+
+    Attributes:
+        group: ``v{weight_version}_p{prompt}``. A prompt that is generated again has ``r{attempt}`` after its number, so
+            that no id is used twice.
+        prompt: Number of the prompt, from 0, in the order in which prompts are drawn.
+        attempt: How often this prompt was started before.
+        weight_version: The version of the weights to generate with.
+        sample_ids: The ids to write, one per answer.
+        collector: Name of the collector.
+        order: The prompt's place in the order of the run, from 0.
+        target_step: The weight version that is to be trained on it; None if the staleness rule does not say.
+        row: The id of the prompt's row in the store.
+    """
+
+    group: str
+    prompt: int
+    attempt: int
+    weight_version: int
+    sample_ids: tuple[str, ...]
+    collector: str
+    order: int
+    target_step: int | None = None
+    row: str = ""
+
+    @property
+    def tags(self) -> dict[str, TagValue]:
+        """The tags that each of its rows must have."""
+        return {WEIGHT_VERSION_TAG: self.weight_version, PROMPT_TAG: self.prompt, COLLECTOR_TAG: self.collector}
+
+
+def prompts_of(partition_id: str) -> str:
+    """The partition of the prompts whose answers are in ``partition_id``."""
+    return f"{partition_id}-prompts"
+
+
+def group_name(weight_version: int, prompt: int, attempt: int) -> str:
+    """The name of a group: ``v3_p17``, or ``v3_p17r1`` if the prompt was started once before."""
+    return f"v{weight_version}_p{prompt}" + (f"r{attempt}" if attempt else "")
+
+
+def parse_sample_id(sample_id: str) -> dict[str, Any]:
+    """The parts of a versioned id: ``group``, ``weight_version``, ``prompt``, ``attempt`` and ``index`` in the group.
+
+    Raises:
+        InvalidRequestError: Not a versioned id.
+    """
+    match = _SAMPLE_ID.fullmatch(sample_id)
+    if match is None:
+        raise InvalidRequestError(
+            f"'{sample_id}' is not a versioned sample id. Expected v{{weight_version}}_p{{prompt}}_g{{i}}, such as "
+            "'v3_p17_g0'."
+        )
+    group, version, prompt, attempt, index = match.groups()
+    return {
+        "group": group,
+        "weight_version": int(version),
+        "prompt": int(prompt),
+        "attempt": int(attempt or 0),
+        "index": int(index),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A prompt on lease: its meta, and how often its rollout had failed."""
+
+    reservation: Reservation
+    meta: KVBatchMeta
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """A reservation that is given up, with the tags that its prompt gets then."""
+
+    reservation: Reservation
+    claim: _Claim | None
+    tags: Mapping[str, TagValue]
+
+
+class PromptSource(DataPlaneClientMixin):
+    """The prompts of a run, for the process that generates their answers. Thread-safe.
+
+    The trainer's `ReplayBuffer` puts prompts into the store; any number of processes claim them here. A claim is held
+    on lease, which a thread renews. If the process dies, its prompts are handed out again when the lease ends, and the
+    rows that it wrote are cleared.
+
+    Args:
+        source: The client of this process; or a config to attach with.
+        partition_id: The partition of the answers.
+        lease_s: Seconds after which the prompts of a process that died are handed out again.
+
+    Raises:
+        InvalidRequestError: A lease of 0 s or less.
+    """
+
+    def __init__(self, source: DataPlaneSource, partition_id: str, *, lease_s: float = 60.0) -> None:
+        if lease_s <= 0:
+            raise InvalidRequestError(
+                f"{type(self).__name__}('{partition_id}') refused: lease_s is {lease_s}. Expected more than 0."
+            )
+        self.setup_data_plane(source)
+        self.partition_id: Final = partition_id
+        self.prompts_id: Final = prompts_of(partition_id)
+        self._lease_s = lease_s
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closing = threading.Event()
+        # guarded by _lock
+        self._claims: dict[str, _Claim] = {}  # group -> its claim
+        self._endings: dict[str, _Ending] = {}  # group -> what the store does not know yet
+        self._renewer: threading.Thread | None = None
+        self._causes: dict[str, BaseException] = {}  # of failures of collectors of this process, by their messages
+
+    @property
+    def weight_version(self) -> int:
+        """The trainer's version."""
+        version: int = self._run()[WEIGHT_VERSION_TAG]
+        return version
+
+    def wait_for_trainer(self, timeout_s: float = 60.0) -> None:
+        """Waits until a trainer has begun the run.
+
+        Raises:
+            ReplayTimeoutError: There was none within ``timeout_s``.
+        """
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self._check_open()
+            with suppress(UnknownPartitionError):
+                self._run()
+                return
+            if time.monotonic() >= give_up:
+                raise ReplayTimeoutError(f"no trainer has begun a run on '{self.partition_id}' in {timeout_s:g} s.")
+            self._closing.wait(_LOOK_S)
+
+    def reserve(
+        self,
+        num_groups: int = 1,
+        *,
+        collector: str = "collector",
+        at_least: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[Reservation]:
+        """Claims prompts, to generate with the newest weights. Blocks until the staleness rule admits them.
+
+        Args:
+            num_groups: How many, all at once. Fewer if fewer prompts are left, or if prompts have failed before, which
+                are generated alone.
+            collector: Name of the collector.
+            at_least: After the timeout, claim what there is, if it is at least so many. None: all.
+            timeout_s: How long to wait, in seconds.
+
+        Returns:
+            The reservations, each for another prompt. An empty list if no prompt is left, and none can be given back.
+
+        Raises:
+            ReplayTimeoutError: The rule admitted fewer groups. Nothing was claimed.
+            ReplayClosedError: This source was closed.
+            InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
+            UnknownPartitionError: The partition of the prompts was dropped.
+        """
+        if num_groups < 1 or (at_least is not None and at_least < 1):
+            raise InvalidRequestError(
+                f"reserve refused: num_groups is {num_groups}, at_least is {at_least}. Expected 1 or more."
+            )
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self._check_open()
+            self._end_all()
+            run = self._newest_run()
+            if num_groups > run["capacity"]:
+                raise InvalidRequestError(
+                    f"reserve('{self.partition_id}', {num_groups} groups) refused: the staleness rule admits "
+                    f"{run['capacity']} to an empty buffer. Expected no more than that at a time."
+                )
+            left_s = give_up - time.monotonic()
+            fewest = num_groups if run["left"] else 1  # no further prompts are drawn
+            meta = self._claim(fewest, num_groups, max(0.0, min(left_s, _LOOK_S)), alone=run["max_attempts"] > 0)
+            if meta is None and left_s <= 0 and at_least is not None:
+                meta = self._claim(at_least, num_groups, 0.0, alone=run["max_attempts"] > 0)
+            if meta is not None:
+                if reservations := self._reserved(meta, collector, run["group_size"]):
+                    return reservations
+            elif run["drained"]:
+                return []
+            elif left_s <= 0:
+                raise ReplayTimeoutError(
+                    f"reserve('{self.partition_id}', {num_groups} groups) found no room within {timeout_s:g} s"
+                    f"{self._describe()}.",
+                    hint="The trainer has to consume groups, or to set its weight version.",
+                )
+
+    def commit(self, reservations: Sequence[Reservation], meta: KVBatchMeta) -> None:
+        """Reports that the rows of reservations are written. Their groups become ready.
+
+        Args:
+            reservations: Whole groups that were reserved here.
+            meta: Exactly their rows, in any order, with ``fields``. Its tags are written to the store. The tag
+                ``end_weight_version`` says with which weights the generation ended; rows without it get the trainer's
+                version.
+
+        Raises:
+            ReservationLostError: One of the reservations is no longer held. None has been committed.
+            InvalidRequestError: ``meta`` has other rows than those reserved, no ``fields``, or an
+                ``end_weight_version`` that is lower than that of the reservation.
+            InvalidTypeError: ``extra_info`` of the meta holds what a store cannot hold without pickle.
+        """
+        at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
+        wanted = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
+        if len(at) != meta.size or set(at) != set(wanted) or meta.partition_id != self.partition_id:
+            wrong = sorted(set(at).symmetric_difference(wanted)) or ["none"]
+            raise InvalidRequestError(
+                f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
+                f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
+            )
+        if meta.fields is None:
+            raise InvalidRequestError(
+                f"commit refused: a meta of {meta.size} rows without fields. Expected the names of the columns, as in "
+                "the meta that put_samples returns."
+            )
+        client = self._require_dp_client()
+        version = self.weight_version
+        extra: dict[str, TagValue] = {}
+        if meta.extra_info:
+            extra = {EXTRA_TAG: b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()}
+        tags: list[dict[str, TagValue]] = []
+        for reservation in reservations:
+            for index, sample_id in enumerate(reservation.sample_ids):
+                row = at[sample_id]
+                own = dict(meta.tags[row]) if meta.tags else {}
+                if meta.sequence_lengths is not None:
+                    own.setdefault("input_lengths", meta.sequence_lengths[row])
+                end = {END_WEIGHT_VERSION_TAG: _end_version(own, sample_id, reservation, version), COMMITTED_TAG: True}
+                tags.append({**own, **reservation.tags, **end, **({} if index else extra)})
+        claimed = self._held(reservations)
+        try:
+            client.renew(claimed, self._lease_s)  # from here on no other process claims these prompts for a while
+        except LeaseExpiredError as error:
+            raise self._lost([self._group_of_row(row, reservations) for row in error.sample_ids]) from error
+        client.put_samples(wanted, self.partition_id, tags=tags)
+        with suppress(LeaseExpiredError):  # the trainer has taken them already
+            client.ack(claimed)
+        self._forget(reservations)
+        self._settled()
+
+    def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True, failed: bool = False) -> None:
+        """Gives prompts back, and clears rows that were already written for them.
+
+        Args:
+            reservations: If one is no longer held, only its rows are cleared. One that is committed stays so.
+            requeue: Generate their prompts again. Otherwise they are given up.
+            failed: The rollout of all of them, one call, failed: counts for ``max_attempts`` of the buffer.
+        """
+        most = self._run()["max_attempts"] if failed else 0
+        with self._lock:
+            for reservation in reservations:
+                claim = self._claims.pop(reservation.group, None)
+                if claim is None and reservation.group in self._endings:
+                    continue  # the store does not know of it yet
+                failures = (0 if claim is None else claim.failures) + (most > 0)
+                # one that failed together with others may be innocent: it is generated again, alone
+                again = requeue and not (most and len(reservations) == 1 and failures >= most)
+                tags = {WEIGHT_VERSION_TAG: None} if again else {"ended": "given up"}
+                self._endings[reservation.group] = _Ending(reservation, claim, {**tags, "failures": failures})
+        self._end_all()
+        self._settled()
+
+    def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
+        """Which rollouts are in vain: the staleness rule will not train on their groups, or they are not reserved.
+
+        A rollout may ask this while it generates, and raise `RolloutAbortedError` if it gets all of its reservations.
+
+        Args:
+            reservations: What is being generated.
+        """
+        rows = [reservation.row for reservation in reservations if reservation.group in self._claims]
+        listed = self._require_dp_client().list_samples(self.prompts_id, sample_ids=rows)
+        tags = dict(zip(listed.sample_ids, listed.tags or (), strict=True))
+        return [
+            reservation
+            for reservation in reservations
+            if (row := tags.get(reservation.row)) is None
+            or row["in_vain"]
+            or row["attempt"] != reservation.attempt + 1
+            or reservation.group not in self._claims
+        ]
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """As `abandon`, after `to_abort`. Prompts of stale groups count as evicted: see ``requeue_evicted``.
+
+        Args:
+            reservations: Those of rollouts that were ended. The prompts of those that are not in vain are generated
+                again.
+        """
+        in_vain = self.to_abort(reservations)
+        with self._lock:
+            for reservation in in_vain:
+                claim = self._claims.pop(reservation.group, None)
+                self._endings[reservation.group] = _Ending(reservation, claim, {"ended": "late"})
+        self.abandon([reservation for reservation in reservations if reservation not in in_vain])
+
+    def enlist(self, collector: str = "collector") -> None:
+        """Tells the trainer that a collector of that name runs."""
+        self._tell(collector, running=True, failed="")
+
+    def withdraw(self, collector: str = "collector") -> None:
+        """Tells the trainer that a collector has ended without a failure, until it is enlisted again."""
+        self._tell(collector, running=False)
+
+    def fail(self, message: str, cause: BaseException | None = None, *, collector: str = "collector") -> None:
+        """Tells the trainer that a collector has failed and stopped, until it is enlisted again.
+
+        When no collector is left, the trainer gets a `CollectorFailedError` with the message.
+
+        Args:
+            message: What happened.
+            cause: The error that caused it. Only a trainer in this process gets it.
+            collector: Name of the collector.
+        """
+        with self._lock:
+            if cause is not None:
+                self._causes[message] = cause
+        self._tell(collector, running=False, failed=message)
+
+    def close(self) -> None:
+        """Ends all waiting calls with a `ReplayClosedError`, gives claims back, and detaches. Rows stay. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            self._changed.notify_all()
+            claims, self._claims = list(self._claims.values()), {}
+        for claim in claims:
+            with suppress(DataPlaneError):  # then the lease ends
+                self._require_dp_client().nack(claim.meta)
+        self.close_data_plane()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> dict[str, Any]:
+        """What the trainer tells the collectors."""
+        tags = self._require_dp_client().list_samples(self.prompts_id, sample_ids=[RUN_ROW]).tags
+        if not tags:
+            raise UnknownPartitionError(f"no trainer has begun a run on '{self.partition_id}'.")
+        return dict(tags[0])
+
+    def _newest_run(self) -> dict[str, Any]:
+        """As `_run`, after a look at what other processes have done."""
+        return self._run()
+
+    def _settled(self) -> list[str]:
+        """Called when reservations have ended. The trainer looks what became of them, and returns what it evicted."""
+        return []
+
+    def _describe(self) -> str:
+        """What the timeout of `reserve` adds."""
+        return ""
+
+    def _claim(self, fewest: int, most: int, timeout_s: float, *, alone: bool) -> KVBatchMeta | None:
+        """Claims prompts. With ``alone``, one that failed before is claimed by itself. None: there are too few."""
+        client = self._require_dp_client()
+
+        def claim(count: int, tag_filter: TagFilter, **wait: Any) -> KVBatchMeta:
+            return client.claim_meta(
+                self.prompts_id, ROLLOUT_TASK, [], count, lease_s=self._lease_s, tag_filter=tag_filter, **wait
+            )
+
+        fit: TagFilter = {"failures": 0 if alone else (">=", 0)}  # rows that are no prompts lack the tag
+        if alone:
+            meta = claim(1, {"failures": (">", 0)}, blocking=False)
+            if meta.size:
+                return meta
+        try:
+            meta = claim(fewest, fit, timeout_s=timeout_s)
+        except ClaimTimeoutError:
+            return None
+        if 0 < meta.size < most:
+            more = claim(most - meta.size, fit, blocking=False)
+            meta = meta.concat(more) if more.size else meta
+        return meta if meta.size else None
+
+    def _reserved(self, meta: KVBatchMeta, collector: str, group_size: int) -> list[Reservation]:
+        """Notes in the store that claimed prompts are started. Returns none if their leases ended meanwhile."""
+        client = self._require_dp_client()
+        try:
+            version = self.weight_version  # not from before the claim, which may have waited
+            claims = []
+            for row, (row_id, tags) in enumerate(zip(meta.sample_ids, meta.tags or (), strict=True)):
+                group = group_name(version, tags["prompt"], tags["attempt"])
+                reservation = Reservation(
+                    group=group,
+                    prompt=tags["prompt"],
+                    attempt=tags["attempt"],
+                    weight_version=version,
+                    sample_ids=tuple(mint_sample_ids([group], group_size)),
+                    collector=collector,
+                    order=tags["order"],
+                    target_step=tags["target_step"],
+                    row=row_id,
+                )
+                claims.append(_Claim(reservation, meta.subset([row]), tags["failures"]))
+            client.put_samples(
+                meta.sample_ids,
+                self.prompts_id,
+                tags=[
+                    {"attempt": claim.reservation.attempt + 1, WEIGHT_VERSION_TAG: version, "in_vain": False}
+                    for claim in claims
+                ],
+            )
+            client.renew(meta, self._lease_s)  # so nobody else had claimed them before they got these numbers
+        except LeaseExpiredError:
+            return []
+        except BaseException:
+            with suppress(DataPlaneError):  # then the lease ends
+                client.nack(meta)
+            raise
+        with self._lock:
+            self._claims.update((claim.reservation.group, claim) for claim in claims)
+            if self._renewer is None:
+                self._renewer = threading.Thread(target=self._renew, name="prompt-leases", daemon=True)
+                self._renewer.start()
+        return [claim.reservation for claim in claims]
+
+    def _renew(self) -> None:
+        """Renews the leases as long as there are any. Those that have ended are forgotten."""
+        while not self._closing.wait(self._lease_s * RENEWED_AFTER):
+            with self._lock:
+                claims = list(self._claims.values())
+                if not claims:
+                    self._renewer = None
+                    return
+            for claim in claims:
+                try:
+                    self._require_dp_client().renew(claim.meta, self._lease_s)
+                except (LeaseExpiredError, UnknownPartitionError):
+                    self._forget([claim.reservation])
+                except ClientClosedError:
+                    return
+                except DataPlaneError:
+                    continue  # the store may answer the next time
+
+    def _held(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
+        """The claims of reservations."""
+        with self._lock:
+            lost = [reservation.group for reservation in reservations if reservation.group not in self._claims]
+            if lost:
+                raise self._lost(lost)
+            metas = [self._claims[reservation.group].meta for reservation in reservations]
+        return metas[0].concat(*metas[1:])
+
+    def _lost(self, groups: Sequence[str]) -> ReservationLostError:
+        with self._lock:
+            for group in groups:
+                self._claims.pop(group, None)
+        return ReservationLostError(
+            f"commit refused: no longer reserved: {preview(groups)}. Their prompts were given up, or the lease ended.",
+            groups=groups,
+            hint="Clear the rows: abandon(reservations) does.",
+        )
+
+    @staticmethod
+    def _group_of_row(row: str, reservations: Sequence[Reservation]) -> str:
+        return next(reservation.group for reservation in reservations if reservation.row == row)
+
+    def _forget(self, reservations: Sequence[Reservation]) -> None:
+        with self._lock:
+            for reservation in reservations:
+                self._claims.pop(reservation.group, None)
+
+    def _end_all(self) -> None:
+        """Ends the reservations that were given up: clears their rows, then gives their prompts back or leaves them to
+        the trainer. If the store fails, the next call tries again; or the leases end.
+        """
+        with self._lock:
+            endings = list(self._endings.values())
+        if not endings:
+            return
+        client = self._require_dp_client()
+        ids = [sample_id for ending in endings for sample_id in ending.reservation.sample_ids]
+        listed = client.list_samples(self.partition_id, sample_ids=ids)
+        rows = zip(listed.sample_ids, listed.tags or (), strict=True)
+        # a commit whose answer was lost is a commit
+        committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
+        written = [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]
+        if written:
+            client.clear_samples(written, self.partition_id)
+        for ending in endings:
+            group = ending.reservation.group
+            with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
+                if ending.claim is None:
+                    pass
+                elif group in committed:
+                    client.ack(ending.claim.meta)
+                else:
+                    client.renew(ending.claim.meta, self._lease_s)
+                    client.put_samples(ending.claim.meta.sample_ids, self.prompts_id, tags=[ending.tags])
+                    settle = client.ack if ending.tags.get("ended") else client.nack
+                    settle(ending.claim.meta)
+            with self._lock:
+                self._endings.pop(group, None)
+
+    def _tell(self, collector: str, **tags: TagValue) -> None:
+        self._require_dp_client().put_samples([COLLECTOR_ROW + collector], self.prompts_id, tags=[tags])
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise ReplayClosedError(f"the replay buffer of '{self.partition_id}' is closed.")
+
+
+def _end_version(
+    tags: Mapping[str, TagValue], sample_id: str, reservation: Reservation, weight_version: int
+) -> TagValue:
+    """With which weights the generation of a row ended, as its tag says; else ``weight_version``."""
+    end = tags.get(END_WEIGHT_VERSION_TAG, weight_version)
+    if not isinstance(end, int) or end < reservation.weight_version:
+        raise InvalidRequestError(
+            f"commit refused: tag {END_WEIGHT_VERSION_TAG} of '{sample_id}' is {end!r}. Expected an int, at least "
+            f"{reservation.weight_version}, the version with which its generation began."
+        )
+    return end

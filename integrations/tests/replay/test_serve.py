@@ -1,0 +1,90 @@
+"""Collectors outside the trainer: `serve`, and what a trainer that is elsewhere sees of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from dataplane_core.client import DataPlaneClient
+from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
+from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuffer, parse_sample_id, serve
+from dataplane_testkit._timing import Background
+
+WAIT_S = 60.0
+
+
+def test_processes_that_come_before_the_trainer_make_all_prompts_together(
+    make_buffer: Any, client: DataPlaneClient, answers: Any
+) -> None:
+    processes = [Background(lambda name=name: serve(client, "replay", answers, name=name)) for name in "ab"]
+    buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=4), num_prompts=30)
+    trained: list[int] = []
+    for step, meta in enumerate(buffer.batches(4, timeout_s=WAIT_S)):
+        assert {step - tags["weight_version"] for tags in meta.tags or []} <= {0, 1}
+        trained += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+        buffer.set_weight_version(step + 1)
+    assert trained == list(range(30))
+    assert buffer.finished
+    for process in processes:
+        process.result(WAIT_S)
+    assert client.list_samples("replay").size == 0
+
+
+def test_a_loop_that_is_left_puts_its_groups_back(make_buffer: Any, fill: Any) -> None:
+    buffer = make_buffer()
+    fill(buffer, 4)
+    for number, _ in enumerate(buffer.batches(2)):
+        if number == 1:
+            break
+    assert buffer.counts.trained == 2
+    assert len(buffer.view().groups) == 2
+    assert buffer.select(2, timeout_s=0).size == 4
+
+
+def test_a_process_ends_when_the_trainer_drops_the_prompts(
+    make_buffer: Any, client: DataPlaneClient, answers: Any
+) -> None:
+    buffer = make_buffer()
+    process = Background(lambda: serve(client, "replay", answers))
+    buffer.select(4, timeout_s=WAIT_S)
+    client.clear_samples(None, buffer.prompts_id)
+    process.result(WAIT_S)
+
+
+def test_a_trainer_learns_why_a_process_gave_up(make_buffer: Any, client: DataPlaneClient) -> None:
+    buffer: ReplayBuffer = make_buffer()
+
+    def rollout(reservations: Any) -> Any:
+        raise OSError("no GPU")
+
+    process = Background(lambda: serve(client, "replay", rollout, max_failures=2))
+    with pytest.raises(CollectorFailedError, match=r"gave up after 2 failures .* OSError: no GPU"):
+        buffer.select(1, timeout_s=WAIT_S)
+    with pytest.raises(CollectorFailedError) as info:
+        process.result(WAIT_S)
+    assert isinstance(info.value.__cause__, OSError)
+
+
+def test_leases_are_renewed_while_a_rollout_runs(make_buffer: Any, client: DataPlaneClient, commit: Any) -> None:
+    buffer = make_buffer()
+    source = PromptSource(client, "replay", lease_s=0.3)
+    renewed, renew = threading.Semaphore(0), client.renew
+
+    def counted(*args: Any) -> None:
+        renew(*args)
+        renewed.release()
+
+    (reservation,) = source.reserve()
+    client.renew = counted  # type: ignore[method-assign]
+    for _ in range(6):
+        assert renewed.acquire(timeout=WAIT_S)
+    commit(source, [reservation])
+    assert buffer.select(1, timeout_s=0).sample_ids == list(reservation.sample_ids)
+    source.close()
+
+
+def test_without_a_trainer_one_waits_as_long_as_one_says(client: DataPlaneClient) -> None:
+    with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay'"):
+        PromptSource(client, "replay").wait_for_trainer(0)

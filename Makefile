@@ -46,7 +46,7 @@ MINIMUM       := core observe plugins/noop plugins/shm_store plugins/redis_store
 TORCH_MINIMUM ?= torch==2.7.0
 # Not run: what needs datasets or Ray, whose own bounds are higher, or looks at all packages or at a new tensordict. And
 # old versions of tensordict warn of lists in a TensorDict.
-UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/test_arrow_types.py codec/test_wire.py \
+UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/test_wire.py \
 	house/test_public_names.py) \
 	-W "ignore:You are setting a list of elements:FutureWarning"
 

@@ -41,8 +41,6 @@ __all__ = ["SavedFile", "pack_rows", "read_head", "tensor_rows", "unpack_rows", 
 VERSION: Final = 4
 _END: Final = struct.Struct("<Q16s")
 _FRAMES: Final = WireFormat(bytes=True, shared_rows=True)
-#: What versions up to 3 wrote.
-_FORMER_NAME: Final = "manifest.json"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -123,9 +121,6 @@ class SavedFile:
         try:
             self._file = self._path.open("rb")
         except FileNotFoundError as error:
-            with suppress(OSError):
-                former = Path(folder) / _FORMER_NAME
-                read_head(former, former.read_bytes().partition(b"\n")[0], kind, VERSION)
             raise MissingDataError(
                 f"no save in '{folder}': there is no {self._path.name}.", hint="Name the folder that was saved to."
             ) from error
@@ -203,12 +198,6 @@ class SavedFile:
 def read_head(path: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
     """The JSON object that says format and version of a file.
 
-    Args:
-        path: The file, for messages.
-        text: The object.
-        kind: The format that it should have.
-        version: The version that it should have.
-
     Raises:
         CorruptDataError: It is damaged, or that of something else.
         UnsupportedOperationError: Another version of this package wrote it.
@@ -251,14 +240,7 @@ _decode: Final = msgspec.msgpack.Decoder(_Block).decode
 def pack_rows(
     columns: Mapping[str, Any], num_rows: int, head: Mapping[str, Any], *, allow_pickle: bool = False
 ) -> bytes:
-    """Packs columns.
-
-    Args:
-        columns: Columns of ``num_rows`` rows, as for the codec. May be empty.
-        num_rows: N.
-        head: Further values for msgpack, which `unpack_rows` returns.
-        allow_pickle: As for the codec.
-    """
+    """Packs columns of ``num_rows`` rows, as for the codec, and further values for msgpack."""
     packed = []
     encoded, specs = encode_columns(columns, num_rows, _FRAMES, allow_pickle=allow_pickle) if columns else ({}, {})
     for name, column in encoded.items():
@@ -270,12 +252,8 @@ def pack_rows(
 def unpack_rows(
     block: bytes, *, allow_pickle: bool = False, rows: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head.
-
-    Args:
-        block: What `pack_rows` returned.
-        allow_pickle: As for the codec.
-        rows: From the head, which rows to read, by number. None: all.
+    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head. ``rows`` tells,
+    from the head, which rows to read.
 
     Raises:
         CorruptDataError: The block is not of that form.

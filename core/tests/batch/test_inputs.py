@@ -20,6 +20,7 @@ from dataplane_core.codec import as_columns, compact, tensor_columns, wire
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Ragged
+from dataplane_testkit._columns import as_object_array
 
 IDS = ["a_g0", "a_g1", "b_g0"]
 META = KVBatchMeta("train", "policy", IDS, sequence_lengths=[2, 1, 3])
@@ -152,7 +153,8 @@ OWN_VALUES = {
     ("torch", "tool calls"),
     ("numpy", "json"),
     ("numpy", "tool calls"),
-    ("arrow", "json as text"),
+    ("arrow", "json"),
+    ("arrow", "tool calls"),
     (None, "matrices"),
     (None, "matrices of any length"),
 }
@@ -164,8 +166,7 @@ def test_a_dataset_its_slices_and_its_formats_give_one_value(kind):
     data = datasets.Dataset.from_dict({"x": expected}, features=datasets.Features({"x": feature}))
     forms = {"dataset": data, "chosen": data.select([2, 1, 0]).select([2, 1, 0])}
     for name in (None, "torch", "numpy", "arrow", "pandas"):
-        if (name, kind) != ("arrow", "json as text"):
-            forms[f"dataset, {name}"] = data.with_format(name)
+        forms[f"dataset, {name}"] = data.with_format(name)
         if (name, kind) not in OWN_VALUES:
             forms[f"slice, {name}"] = data.with_format(name)[:]
             if name not in ("arrow", "pandas"):  # whose rows are tables
@@ -186,6 +187,7 @@ def test_no_rows_for_no_ids_write_nothing(client, empty):
 
 INT32 = np.arange(12, dtype=np.int32).reshape(3, 4)
 RAGGED = [np.full((length, 2), length, dtype=np.int16) for length in (2, 0, 3)]
+TENSORS_OF_ARROW = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(3, 4))
 EQUAL = [np.full((2, 2), number, dtype=np.int16) for number in range(3)]
 #: The dtype that is expected, and what is given.
 TENSORS = {
@@ -195,7 +197,7 @@ TENSORS = {
         *([np.int32(1), 2, np.int64(3)], [[np.int64(1), 2], [3, 4], [np.uint8(5), 6]]),
         [torch.tensor(number) for number in range(3)],
         pa.array([1, 2, 1]).dictionary_encode(),
-        pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(3, 4)),
+        *(TENSORS_OF_ARROW, pa.chunked_array([TENSORS_OF_ARROW.slice(0, 1), TENSORS_OF_ARROW.slice(1)])),
     ],
     torch.float32: [
         *([0.5, 1.0, -2.0], [1, 0.5, 0], [[0.5, 2.0], [-1.0], [float("inf"), 3.0]], [[1, 0.5], [3], [4]]),
@@ -204,6 +206,7 @@ TENSORS = {
     torch.bool: [
         *([True, False, True], [[True], [False, True], []], [np.True_, False, np.False_]),
         *(pa.array([True, False, True]), pa.array([[True], [False, True], []])),
+        pa.ExtensionArray.from_storage(pa.bool8(), pa.array([0, 1, 3], pa.int8())),
     ],
     torch.float16: [pa.array([1.5, 2.5, 3.5], pa.float16()), np.ones((3, 1, 2), "e")],
     **{getattr(torch, str(np.dtype(kind))): [np.ones(3, kind)] for kind in "BHILdFD"},  # numpy's letters
@@ -230,16 +233,10 @@ def test_numbers_become_a_tensor_which_is_jagged_if_rows_differ_in_length(client
         assert values(column) == expected
 
 
-def array_of_objects(*items):
-    array = np.empty(len(items), dtype=object)
-    array[:] = items
-    return array
-
-
 OBJECTS = [
     *(["text", "", "more"], [None, None, "text"], [[], [], []], [["a"], [], ["b", 1]], [{"n": 1}, {"n": [1, 2]}, None]),
     *([b"1", 1, None], [{"a": 1}, [{"b": [1]}], [[1], "a"]]),
-    *(NonTensorStack([1, 2], [3], [4, 5, 6]), array_of_objects([1, 2], [3], [4, 5, 6])),
+    *(NonTensorStack([1, 2], [3], [4, 5, 6]), as_object_array([1, 2], [3], [4, 5, 6])),
     *(
         pa.array(TEXTS),
         pa.array(TEXTS).dictionary_encode(),
@@ -257,6 +254,15 @@ def test_other_columns_are_objects(client, given):
         column = written(client, {"x": given, "other": torch.zeros(3)}, writer).get("x")
         assert isinstance(column, NonTensorStack)
         assert column.tolist() == plain(given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # of its own configuration
+def test_tensors_of_ray_are_taken(client):
+    from ray.data._internal.tensor_extensions import arrow as ray_arrow
+
+    for name, rows in (("x", INT32.reshape(3, 2, 2)), ("y", as_object_array(*RAGGED))):
+        column = written(client, {name: ray_arrow.ArrowTensorArray.from_numpy(rows)})[name]
+        assert values(column) == [row.tolist() for row in rows]
 
 
 @pytest.mark.parametrize("as_numpy", [False, True], ids=["tensors", "arrays"])
@@ -402,6 +408,20 @@ REFUSED = {
     "nulls among numbers": (pa.table({"x": [1, None, None]}), InvalidTypeError, "'x'.*2 of 3.* at 1.*fill_null"),
     "nulls among lists": (pa.table({"x": [[1], [2], None]}), InvalidTypeError, "1 of 3 lists.* at 2"),
     "nulls in lists": (pa.table({"x": [[1, 2], [None], [3]]}), InvalidTypeError, "1 of 4 values.* at 2"),
+    "nulls among tensors": (
+        {
+            "x": pa.ExtensionArray.from_storage(
+                TENSORS_OF_ARROW.type, pa.array([[1] * 4, None, None], pa.list_(pa.int64(), 4))
+            )
+        },
+        InvalidTypeError,
+        "'x'.*fixed_shape_tensor.*contains nulls",
+    ),
+    "an extension type that is not known here": (
+        pa.table([[1, 2, 3]], pa.schema([pa.field("x", pa.int64(), metadata={"ARROW:extension:name": "of.nobody"})])),
+        InvalidTypeError,
+        "'x'.*extension type 'of.nobody', which this process does not know",
+    ),
     "Arrow's times": (
         pa.table({"x": pa.array([0, 1, 2], pa.timestamp("s"))}),
         InvalidTypeError,

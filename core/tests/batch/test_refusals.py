@@ -1,19 +1,24 @@
-"""What the room of batches refuses: each call, the class of its error, and what it must name."""
+"""What the helpers refuse, and how they name it."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from dataplane_core import materialize, pack_jagged_fields
+from dataplane_core import materialize, pack_jagged_fields, shard_meta_for_dp
 from dataplane_core.batch import (
     BatchedDataDict,
     SlicedDataDict,
+    kv_first_write,
+    read_columns,
     rebuild_message_logs,
     response_from_nested,
     split_message_logs,
     stack_or_nest,
+    write_columns,
 )
-from dataplane_core.batch.columns import to_nested_by_length
+from dataplane_core.batch.columns import to_arrow, to_nested_by_length, to_numpy
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -21,6 +26,7 @@ from dataplane_core.errors import (
     MissingDataError,
     SchemaMismatchError,
 )
+from dataplane_core.meta import KVBatchMeta
 
 BATCH = BatchedDataDict(t=torch.arange(6), names=[f"n{row}" for row in range(6)])
 SIX_LENGTHS = BatchedDataDict(input_ids=torch.zeros(6, 8), input_lengths=torch.arange(6), floats=torch.arange(6.0))
@@ -208,3 +214,49 @@ def test_what_is_refused_is_named(call, error, named):
     with pytest.raises(error, match=named) as refused:
         call()
     assert isinstance(refused.value, DataPlaneError)
+
+
+# --- whole arguments of a wrong type ----------------------------------------------------------------------------------
+
+META = KVBatchMeta("train", "policy", ["a", "b"], fields=["x"], sequence_lengths=[1, 1])
+ROWS = {"x": torch.ones(2)}
+#: Calls by their names, with right arguments, and the names of those that get a wrong one, each by itself.
+CALLS = [
+    (partial(read_columns, None, meta=META), "meta select_fields pad_value_dict pad_to_seqlen ragged_fields"),
+    (partial(write_columns, None, meta=META, fields=ROWS), "meta token_aligned_fields"),
+    (partial(kv_first_write, ROWS, sample_ids=["a"], dp_client=None, partition_id="train"), "sample_ids extra_info"),
+    (materialize, "td"),
+    (partial(to_arrow, columns=ROWS), "columns ids"),
+    (partial(pack_jagged_fields, lengths=[1, 1]), "fields"),
+    (partial(shard_meta_for_dp, meta=META, dp_world=1), "meta dp_world sequence_packing_args"),
+    (BatchedDataDict(ROWS).shard_by_batch_size, "shards"),
+    (META.subset, "indices"),
+    (META.stamp_tags, "columns"),
+    (META.with_fields, "names"),
+]
+
+
+@pytest.mark.parametrize(("call", "names"), CALLS)
+def test_a_wrong_argument_is_named(call, names):
+    for name in names.split():
+        with pytest.raises(InvalidTypeError, match=rf"\w+: {name} must be .*float"):
+            call(**{name: 2.5})
+
+
+def test_a_wrong_meta_of_a_clients_call_is_named(client):
+    calls = {"ack: meta": client.ack, "get_data: meta": client.get_data, "each of others": META.concat}
+    for named, call in (calls | {"renew: meta": partial(client.renew, lease_s=3.0)}).items():
+        with pytest.raises(InvalidTypeError, match=f"{named}.*float"):
+            call(2.5)
+
+
+@pytest.mark.parametrize("column", [3, None, object()])
+def test_a_column_that_is_no_column_is_named(column):
+    for convert in (materialize, to_numpy, to_arrow):
+        with pytest.raises(InvalidTypeError, match="'x'"):
+            convert({"x": column})
+
+
+def test_row_ids_and_names_may_come_from_an_iterator(client):
+    meta = kv_first_write(ROWS, sample_ids=iter(["a", "b"]), dp_client=client, partition_id="train")
+    assert meta.sample_ids == ["a", "b"]

@@ -1,13 +1,23 @@
-"""Rows without ids, fields that nobody declared, rows that lack a field, batches of ranks."""
+"""Rows without ids, fields that nobody declared, rows that lack a field, groups, registrations, limits of arguments."""
 
 from __future__ import annotations
+
+import errno
+import logging
+import re
+import threading
 
 import pyarrow as pa
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_core import KVBatchMeta, connect, connect_async
+from dataplane_core import KVBatchMeta, connect, connect_async, stream
+from dataplane_core.config import DataPlaneConfig
+from dataplane_core.connecting import connect_backend
+from dataplane_core.errors import BackendError, ClaimTimeoutError, LeaseExpiredError, MissingDataError
+from dataplane_core.spec import new_id, this_process
+from dataplane_noop import NoopBackend
 from dataplane_testkit.faults import Faults
 
 pytestmark = pytest.mark.anyio
@@ -147,3 +157,189 @@ def test_a_client_remembers_the_partitions_that_it_used_last(client, monkeypatch
         assert client.claim_meta(f"step-{step}", "t", ["x"], 1, 0).sample_ids == ["a"]
         assert claim(client) == [f"s{step}"]  # a rank that it goes on counting is not forgotten
     assert len(client._connection.batches) <= 2
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+PAIR = ["q0_g0", "q0_g1"]
+BACKENDS = pytest.mark.parametrize("backend", ["noop", "redis_store"])
+
+
+def nothing(client):
+    pass
+
+
+def lose(client):
+    client.clear_samples(["q1_g1"], "p")
+
+
+def give_one(client):
+    client.reset_consumption("p", "train", ["q1_g0"])
+
+
+@pytest.mark.parametrize(
+    ("others", "then", "num_left", "said"),
+    [
+        (["q1_g0"], nothing, 1, "'q1' has 1. Samples in such groups: 1."),
+        (["q1_g0", "q2_g0"], nothing, 2, "'q1' has 1, 'q2' has 1. Samples in such groups: 2."),
+        (["q1_g0", "q1_g1"], lose, 1, ""),
+        (["q1_g0", "q1_g1"], give_one, 1, ""),
+    ],
+    ids=["short", "two short", "one lost", "half given"],
+)
+@BACKENDS
+def test_a_group_that_stays_short_does_not_keep_a_task_from_its_end(caplog, backend, others, then, num_left, said):
+    with connect({"backend": backend}) as client:
+        client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
+        client.put_samples([*PAIR, *others], "p", {"x": [1.0] * (2 + len(others))})
+        client.finish_partition("p")
+        told = "finish_partition('p'): groups that lack some of their 2 samples are never given: "
+        assert caplog.messages == [f"{told}{said}"] * bool(said)
+        then(client)
+        assert not client.is_finished("p", ["train"])
+        assert [batch.meta.sample_ids for batch in stream(client, "p", "train", ["x"], 2)] == [PAIR]
+        assert client.is_finished("p", ["train"])
+        (verdict,) = client.why("p")
+        assert (verdict.state, verdict.backlog) == ("done", num_left)
+        assert f"all samples but {num_left}, which are never given" in verdict.text
+        assert client.claim_meta("p", "train", ["x"], 2).size == 0
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("tags", "condition", "wrong"),
+    [
+        ([{"v": 0}, {"v": 1}], (">=", 1), "q0_g0"),
+        ([{"v": 1}, {"v": 0}], (">=", 1), "q0_g1"),
+        ([{}, {"v": 1}], (">=", 1), "q0_g0"),
+        ([{"v": 0}, {"v": 1}], ("any <", 1), None),
+        ([{"v": 1}, {}], ("any ==", 1), None),
+        ([{"v": 1}, {}], ("any in", [0, 2]), "q0_g1"),
+    ],
+)
+def test_a_filter_holds_for_all_of_a_group_or_any_and_who_does_not_pass_is_named(backend, tags, condition, wrong):
+    with connect({"backend": backend}) as client:
+        client.register_partition("p", ["x"], None, ["train"], grpo_group_size=2)
+        client.put_samples(PAIR, "p", {"x": [1.0, 2.0]}, tags)
+        claim = {"timeout_s": 0.0, "tag_filter": {"v": condition}}
+        if wrong is None:
+            assert client.claim_meta("p", "train", ["x"], 2, **claim).sample_ids == PAIR
+            return
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.claim_meta("p", "train", ["x"], 2, **claim)
+        assert caught.value.shortfall.not_matching == (wrong,)
+
+
+# --- registrations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two():
+    """Two clients of one store, of the roles driver and rank."""
+    options = {"capacity_bytes": "1 MiB", "namespace": f"test-{new_id()}"}
+    config = {"backend": "shm_store", "options": options, "announce_s": None}
+    with (
+        connect({**config, "role": "driver"}) as driver,
+        connect({**config, "role": "rank"}, bootstrap=False) as rank,
+    ):
+        register(driver)
+        driver.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
+        yield driver, rank
+
+
+def register(client, **more):
+    client.register_partition("p", ["x"], 4, ["train"], **more)
+
+
+def test_the_log_says_what_a_second_registration_drops(two, caplog):
+    driver, rank = two
+    driver.claim_meta("p", "train", ["x"], 1)
+    register(rank)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    told = "register_partition('p') dropped 2 samples, 1 of them not consumed by 'train': "
+    assert record.message.startswith(f"{told}{this_process()} (driver) had registered it ")
+    register(rank)  # its own, and empty
+    register(driver)  # empty
+    driver.put_samples(["a"], "p", {"x": torch.arange(1)})
+    register(driver)  # its own
+    register(rank, if_exists="keep")
+    assert len(caplog.records) == 1
+
+
+def test_errors_name_who_registered_a_partition_again(two):
+    driver, rank = two
+    held = driver.claim_meta("p", "train", ["x"], 1, lease_s=60.0)
+    read = rank.claim_meta("p", "train", ["x"], 1, lease_s=60.0)
+    told = r"\(rank\) registered the partition \d+ s ago\.$"
+    register(rank)
+    for fails, error in ((driver.ack, LeaseExpiredError), (driver.get_data, MissingDataError)):
+        with pytest.raises(error) as caught:
+            fails(held)
+        assert re.search(told, caught.value.hint)
+    with pytest.raises(LeaseExpiredError) as caught:
+        rank.ack(read)
+    assert "registered" not in caught.value.hint, "it knows what it did itself"
+    info = rank.describe("p").info
+    assert info.registered_by == f"{this_process()} (rank)"
+    register(driver, if_exists="keep")
+    assert driver.describe("p").info == info
+
+
+def test_a_client_is_told_of_a_registration_since_it_was_opened(two):
+    _, rank = two
+    with pytest.raises(MissingDataError) as caught:
+        rank.get_samples(["z"], "p", ["x"])
+    told = f"It was never written, or cleared. {this_process()} (driver) registered the partition "
+    assert re.fullmatch(rf"{re.escape(told)}\d+ s ago\.", caught.value.hint), "it may have held nothing before"
+    with pytest.raises(MissingDataError) as caught:
+        rank.get_samples(["a"], "p", ["y"])
+    assert "registered" not in caught.value.hint, "the sample is there"
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+def refuse(*_, **__):
+    raise NO_THREAD
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [(NO_THREAD, "ulimit -u"), (OSError(errno.ENOMEM, "no"), "ulimit -v"), (MemoryError(), "ulimit -v")],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["start", "list_partitions"])
+def test_what_a_backend_lacks_is_named(error, hint, where):
+    def fail(self, *_, **__):
+        raise error
+
+    def use():
+        with connect_backend(lacking, DataPlaneConfig(backend="lacking")) as client:
+            client.list_partitions()
+
+    lacking = type("lacking", (NoopBackend,), {})
+    setattr(lacking, where, fail if where == "start" else lambda self, request: fail(self))
+    with pytest.raises(BackendError, match=hint):
+        use()
+
+
+def test_a_client_without_an_announcing_thread_works_and_closes(monkeypatch):
+    def start_ledger(thread, start=threading.Thread.start):
+        (start if thread.name == "dataplane-ledger" else refuse)(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_ledger)
+    with connect({"backend": "noop"}) as client:
+        assert client.list_partitions() == []
+
+
+async def test_an_asyncio_client_that_gets_no_thread_says_so(monkeypatch):
+    client = await connect_async({"backend": "noop"})
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(BackendError, match="ulimit -u"):
+            await client.list_partitions()
+    assert await client.list_partitions() == []
+    await client.close()

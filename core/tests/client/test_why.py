@@ -1,4 +1,4 @@
-"""Where a client is told why its claim waits: the error, the log, middleware; and `why` over a store of one process."""
+"""Why a claim waits: where a client is told, and the table from facts to a verdict."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,28 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client import async_client, claims, explaining
+from dataplane_core.client import async_client, claims, explaining, verdict as verdicts
 from dataplane_core.client.announcing import WorkLog
 from dataplane_core.client.connection import Waiters
-from dataplane_core.errors import ClaimTimeoutError
+from dataplane_core.client.verdict import Facts, judge, question_of
+from dataplane_core.errors import ClaimTimeoutError, LeaseHolder, Shortfall
 from dataplane_core.middleware import Metrics
-from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_core.spec import (
+    CallInfo,
+    Claim,
+    ClaimRequest,
+    ClientInfo,
+    FieldSpec,
+    PartitionDescription,
+    PartitionInfo,
+    PhaseInfo,
+    TaskDescription,
+    WorkInfo,
+)
+from dataplane_core.spec.replies import Answer
 from dataplane_core.spec.waking import Bell
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
@@ -245,3 +259,363 @@ def test_each_poll_of_a_claim_is_a_request_of_its_own_which_middleware_may_chang
         client.put_samples(["a"], "p", {"x": [1], "z": [1]})
         assert waiting.result(STARTS_S).sample_ids == ["a"]
     assert set(asked) == {("x",)}
+
+
+# --- from facts to a verdict ------------------------------------------------------------------------------------------
+
+
+def client(role, *work, state="open", heard_s=0.5, pid=6, calls=()):
+    told = ClientInfo(client_id=role, host="h", pid=pid, role=role, open_s=900.0, heard_s=heard_s, calls=calls)
+    return replace(told, work=work, state=state, num_calls=len(calls))
+
+
+def puts(*fields, ended_s=1.0, partition="p"):
+    """A put that ended. None: it is the first one, and under way."""
+    began_s = 1.0 if ended_s is None else ended_s + 1.0
+    ends = {"began_s": began_s, "ended_s": ended_s, "served_s": ended_s}
+    return WorkInfo(operation="put_samples", partition_id=partition, fields=fields, **ends)
+
+
+def asks(task="train", fields=("x",), waits_s=30.0, ended_s=None, **more):
+    """A claim that waits, and has ended in vain if it has ended."""
+    work = WorkInfo(operation="claim_meta", partition_id="p", task_name=task, fields=fields, batch_size=4)
+    return replace(work, began_s=waits_s, ended_s=ended_s, **more)
+
+
+def served(task="train", ended_s=0.5):
+    """A claim that was given samples."""
+    return asks(task, waits_s=ended_s + 1.0, ended_s=ended_s, served_s=ended_s)
+
+
+def call(operation, running_s):
+    return CallInfo(operation=operation, partition_id="p", running_s=running_s)
+
+
+def generates(client, *groups, running_s=13.5, partition="p"):
+    phase = PhaseInfo(name="generate", running_s=running_s, partition_id=partition, groups=groups)
+    return replace(client, phases=[phase])
+
+
+def partition(held=4, cleared=0, num_samples=None, fields=("x", "y"), group=None, oldest_s=500.0, tasks=("train",)):
+    told = {"fields": fields, "num_samples": num_samples, "consumer_tasks": tasks, "grpo_group_size": group}
+    info = PartitionInfo(epoch="e", enums={}, **told)
+    return PartitionDescription(
+        info=info,
+        specs={"x": FieldSpec("tensor", "int64", 1, ())},
+        num_samples=held,
+        num_cleared=cleared,
+        held_bytes=80,
+        oldest_s=oldest_s,
+        tasks={name: TaskDescription(num_ready=0, num_leased=0, num_consumed=0) for name in tasks},
+        num_rows={"x": held},
+    )
+
+
+def verdict(found, *clients, task="train", ready=0, short=None, others=None, **facts):
+    answers = {("p", name): Answer(num_ready=0, shortfall=each) for name, each in (others or {}).items()}
+    answers["p", task] = Answer(num_ready=ready, shortfall=short or Shortfall())
+    return judge(Facts(partitions={"p": found}, clients=clients, answers=answers, **facts), [("p", task)])[0]
+
+
+TRAINER = client("trainer", asks())
+ROLLOUT = client("rollout", puts("x"), pid=7)
+ENDED = replace(ROLLOUT, state="closed", heard_s=90.0)
+LACKING = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("y",)})}
+LEASED = {"short": Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 8 on h", left_s=9.0),))}
+SOME_LACK = replace(LACKING["short"], num_lacking=2)
+SOME_LEASED = replace(LEASED["short"], num_leased=2)
+PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",)), "tags": {("p", "d"): {"v": 6}}}
+GROUPS = {"short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3})}
+GROUPS["members"] = {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]}
+FULL = {"capacity_bytes": 100, "held_bytes": 90}
+
+
+def writer(**more):
+    """Who writes the field ``y``."""
+    return client("reward", puts("y"), pid=9, **more)
+
+
+LATE = client("trainer", asks(waits_s=400.0))
+FILTERS = client("trainer", asks(tag_filter={"v": (">=", 7)}))
+WORKS = client("trainer", served(ended_s=20.0), heard_s=0.0)
+BLOCKED = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
+FOUR = partition(group=4)
+ENDED_SHORT = partition(group=4, num_samples=4)
+TWO = partition(tasks=("train", "score"))
+OF_TASK = partition(tasks=("train", "trian", "train-1"))
+CONSUMED = replace(partition(), tasks={"train": TaskDescription(num_ready=0, num_leased=0, num_consumed=4)})
+SCORER = client("reward", puts("y"), asks("score"), pid=9)
+DEAD_SCORER = client("reward", asks("score"), pid=9, state="silent")
+SCORES = {"others": {"score": Shortfall()}}
+#: The trainer waits for 'y', whose writer waits for 'y' itself.
+MUTUAL = {"others": {"score": LACKING["short"]}}
+#: It puts what it makes of prompts that it claims.
+SLOW = client("rollout", puts("x", ended_s=400.0), served("prompts", ended_s=400.0), pid=7)
+OF_PROMPTS = partition(tasks=("train", "prompts"))
+LOADING = client("new", pid=8)
+DRIVER = client("driver", replace(puts(ended_s=400.0), operation="register_partition"), pid=8)
+COMPLETE = partition(tasks=("train", "score"), num_samples=4)
+EMPTY = partition(held=0)
+EMPTY = replace(EMPTY, info=replace(EMPTY.info, registered_by="driver", registered_at=10.0))
+HELD_BY_ITSELF = Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 6 on h", left_s=9.0),))
+NAMES = replace(partition(fields=("ref_log_probs",)), specs={"log_probs": FieldSpec("tensor", "int64", 1, ())})
+ALMOST = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("ref_log_prob",)})}
+GONE = replace(ROLLOUT, state="gone")
+MAKER = generates(client("collector", puts("x"), pid=9), "q16", "q17")
+GONE_MAKER = replace(MAKER, state="gone", heard_s=20.0)
+LOADING_MAKER = generates(client("collector", pid=9), "q17")
+AGAIN = replace(MAKER, client_id="3", pid=10)
+ELSEWHERE = generates(MAKER, "q17", partition="step-1")
+HOLDER = client("old", pid=8, state="closed")
+ROLLS, ITSELF = "process 7 on h (rollout)", "of its task 'score' itself."
+NO_ROOM = "The store is full (90 of 100 bytes). process 6"
+
+
+def row(cause, *clients, said="", culprit="", found=None, **facts):
+    """What is told, and what it is told from."""
+    return {"cause": cause, "text": said, "culprit": culprit}, found or partition(), clients, facts
+
+
+def just(each):
+    return replace(each, heard_s=0.2)
+
+
+#: What is at fault.
+STARVED = [
+    row("silent", TRAINER, writer(state="silent", heard_s=20.0), said="(reward) was last heard of 20 s ago", **LACKING),
+    row("gone", TRAINER, writer(state="gone"), said="process 9 on h (reward) is gone", **LACKING),
+    row("stopped", TRAINER, writer(state="stopped"), said="(reward) is stopped", **LACKING),
+    row("closed", TRAINER, writer(state="closed", heard_s=90.0), said="Nobody writes 'y' now: process 9", **LACKING),
+    row("stuck", TRAINER, writer(calls=[call("get_samples", 89.5)]), said="in get_samples for 90 s", **LACKING),
+    # it wrote the field in the partition of the step before
+    row("silent", TRAINER, client("reward", puts("y", partition="step-1"), state="silent"), said="(reward)", **LACKING),
+    row("leased", TRAINER, client("old", pid=8, state="silent"), said="'a' to process 8 on h (old)", **LEASED),
+    row("filter", FILTERS, ENDED, said="(v >= 7). The newest of them, 'd', has v 6.", **PASSED),
+    row("group", TRAINER, ENDED, said="'q17' has 3 of 4. 'q17_g3' was never put. Nobody", found=FOUR, **GROUPS),
+    row("short", TRAINER, ENDED, said="510 of 512 samples came", found=partition(num_samples=512, held=510)),
+    row("short", TRAINER, ENDED, said="It did not call finish_partition."),
+    row("full", TRAINER, BLOCKED, said="All tasks have consumed", found=CONSUMED, patience_s=5.0, **FULL),
+    # the cause is that of the stage before
+    row("short", TRAINER, SCORER, ENDED, culprit=ROLLS, said=ITSELF, found=TWO, **LACKING, **SCORES),
+    row("silent", TRAINER, DEAD_SCORER, said="The task 'score' is starved", found=TWO, **LACKING),
+    row("full", TRAINER, DEAD_SCORER, BLOCKED, culprit="process 9 on h (reward)", said=NO_ROOM, found=TWO, **FULL),
+    # what might be slow is a fault after a while
+    row("filter", LATE, ROLLOUT, **PASSED),
+    row("group", LATE, ROLLOUT, found=FOUR, **GROUPS),
+    row("unwritten", LATE, ROLLOUT, **LACKING),
+    row("full", LATE, BLOCKED, found=CONSUMED, **FULL),
+    row("stuck", client("trainer", served(), calls=[call("get_samples", 90.0)])),
+    # tasks for which nobody claims
+    row("name", TRAINER, found=OF_TASK, task="trian"),
+    row("name", TRAINER, found=OF_TASK, task="train-1"),
+    row("silent", replace(TRAINER, state="silent"), said="4 samples of it are left", found=OF_TASK),
+    row("unclaimed", TRAINER, ROLLOUT, said="Nobody has claimed for it, and all", found=COMPLETE, task="score"),
+    row("unclaimed", TRAINER, DRIVER, said="The task 'score' is starved", found=COMPLETE, **LACKING),
+    # who registered is no one who writes
+    row("unwritten", LATE, DRIVER, said="0 samples came since driver registered it 90 s ago.", found=EMPTY, now=100.0),
+    # who ended
+    row("short", replace(TRAINER, role="rollout"), ENDED),  # the trainer itself is not another one that puts
+    row("closed", client("trainer", served(), state="closed", heard_s=90.0)),
+    # all wait for the same
+    row("unwritten", LATE, replace(LOADING, state="silent"), found=partition(held=31)),
+    row("unwritten", LATE, replace(LATE, client_id="rank 1"), found=partition(held=31), **LACKING),
+    row("name", LATE, ROLLOUT, said="Nobody writes it, but 'log_probs' is written", found=NAMES, **ALMOST),
+    # claimed again and again: it has waited since the first of the claims that got nothing
+    row("gone", client("trainer", asks(waits_s=200.0)), writer(state="gone"), **LACKING),
+    row("gone", client("trainer", asks(waits_s=200.0, ended_s=1.0)), writer(state="gone"), **LACKING),
+    row("filter", client("trainer", asks(waits_s=400.0, ended_s=1.0)), ROLLOUT, **PASSED),
+    row("gone", TRAINER, generates(writer(state="gone", heard_s=20.0)), said="20 s ago, in generate.", **LACKING),
+    # who makes a group that is short
+    row("group", LATE, ROLLOUT, MAKER, said="It is made by process 9 on h", culprit="process 9", found=FOUR, **GROUPS),
+    row("group", LATE, ROLLOUT, GONE_MAKER, said="Its maker ended: process 9 on h (coll", found=FOUR, **GROUPS),
+    row("group", LATE, ROLLOUT, GONE_MAKER, said="process 7 on h (rollout) puts new samples.", found=FOUR, **GROUPS),
+    row("group", TRAINER, GONE_MAKER, said="It was made by process 9 on h (collector). Nobody", found=FOUR, **GROUPS),
+    row("group", LATE, GONE_MAKER, AGAIN, culprit="process 10 on h (collector)", found=FOUR, **GROUPS),
+    row("group", LATE, ROLLOUT, generates(MAKER, "q18"), culprit="process 7 on h (rollout)", found=FOUR, **GROUPS),
+    row("group", LATE, ROLLOUT, ELSEWHERE, culprit="process 7 on h (rollout)", found=FOUR, **GROUPS),
+    row("group", TRAINER, GONE, found=FOUR, **GROUPS),
+    # who holds samples and waits for more does not wait for these
+    row("short", TRAINER, ENDED, short=HELD_BY_ITSELF),
+]
+WAITS = [
+    row("works", TRAINER, writer(), said="It is alive, and last did so 2 s ago.", **LACKING),
+    row("works", TRAINER, client("r", puts("y", ended_s=None)), said="has not done so yet", **LACKING),
+    row("works", LATE, client("r", puts("y", ended_s=539.5)), said="540 s ago", **LACKING),
+    row("works", TRAINER, writer(), client("r2", puts("y"), state="silent"), said="is alive", **LACKING),
+    row("works", TRAINER, writer(state="closed"), client("r2", puts("y")), said="is alive", **LACKING),
+    row("", TRAINER, LOADING, said="process 8 on h (new) is alive", **LEASED),
+    row("", TRAINER, said="process 8 on h for another 9 s", **LEASED),
+    row("unwritten", TRAINER, said="No client that is known has written it.", **LACKING),
+    row("", TRAINER, ROLLOUT, said="4 samples do not pass its filter", **PASSED),
+    row("", TRAINER, ROLLOUT, said="'q17_g3' was never put. process 7", found=FOUR, **GROUPS),
+    # the last claim gets fewer than it asks for
+    row(
+        "", TRAINER, ENDED, writer(), said="2 samples lack 'y'", found=partition(held=2, num_samples=2), short=SOME_LACK
+    ),
+    row("", TRAINER, ROLLOUT, said="3 of 4, and no more samples come.", found=ENDED_SHORT, **GROUPS),
+    row("", TRAINER, ROLLOUT, said="4 samples came. process 7 on h (rollout) puts new samples."),
+    row("", TRAINER, said="No client that is known has put any"),
+    # two tasks that wait for each other
+    row("", TRAINER, SCORER, said="for samples of its task 'score' itself.", found=TWO, **LACKING, **MUTUAL),
+    # another thread of it was given samples, or another client
+    *(
+        row("", client("trainer", asks(waits_s=400.0, served_s=5.0)), ROLLOUT, found=FOUR, **facts)
+        for facts in (PASSED, GROUPS, LACKING)
+    ),
+    *(
+        row("", LATE, replace(client("trainer", served()), client_id="1"), ROLLOUT, found=FOUR, **facts)
+        for facts in (PASSED, GROUPS, LACKING)
+    ),
+    *(row("", LATE, ROLLOUT, found=FOUR, patience_s=90.0, **facts) for facts in (PASSED, GROUPS, LACKING)),
+    # a full store may be cleared when a step ends, and by who works on what it was given
+    row("full", client("trainer", asks(waits_s=90.0)), BLOCKED, found=CONSUMED, **FULL),
+    row("full", LATE, BLOCKED, client("o", served("eval", ended_s=80.0)), found=CONSUMED, **FULL),
+    # who closed a moment ago may be followed by another
+    *(
+        row("", TRAINER, just(ENDED), just(HOLDER), just(writer(state="closed")), **facts)
+        for facts in ({}, LACKING, PASSED, LEASED)
+    ),
+    row("", TRAINER, ENDED, client("rollout", pid=70)),
+    # a start may take any time: who has put nothing yet may still do so, and so may who is not listed
+    *(row("", LATE, LOADING, found=partition(held=0), **facts) for facts in ({}, LACKING)),
+    *(row("", LATE, LOADING, ROLLOUT, found=partition(held=31), **facts) for facts in ({}, LACKING)),
+    *(row("", replace(LATE, client_id=""), found=partition(held=31), **facts) for facts in ({}, LACKING)),
+    *(row("unwritten", *who, found=NAMES, **ALMOST) for who in ((TRAINER, ROLLOUT), (LATE, ROLLOUT, client("ref")))),
+    # in a phase
+    row("works", TRAINER, generates(writer()), said="It is alive in generate for 14 s", **LACKING),
+    row("works", TRAINER, generates(client("r", puts("y", ended_s=None))), said="is in generate for", **LACKING),
+    row("unwritten", LATE, generates(DRIVER), found=EMPTY),  # what it generates, it may put
+    # who makes a group may still put it though all others ended
+    row("", TRAINER, GONE, LOADING_MAKER, culprit="process 9 on h (collector)", found=FOUR, **GROUPS),
+]
+MOVES = [
+    row("", TRAINER, ready=4),
+    row("", WORKS, said="process 6 on h (trainer) works on it, and was last given samples 20 s ago."),
+    row("", client("trainer", served()), writer(state="gone"), **LACKING),
+    row("", client("trainer", asks(waits_s=400.0, ended_s=90.0)), writer(state="gone"), **LACKING),
+]
+IDLE = [
+    row("", ROLLOUT, found=OF_TASK),
+    row("", client("trainer", asks("train-2")), found=OF_TASK, task="train-1"),  # one of a numbered kind
+    row("", client("trainer", asks("train_a")), found=partition(tasks=("train_a", "train_b")), task="train_b"),
+    row("", TRAINER, found=partition(tasks=("train", "trian"), oldest_s=90.0), task="trian"),
+    row("", TRAINER, client("new"), found=OF_TASK, task="trian"),  # it may be the one
+    row("unclaimed", TRAINER, LOADING, found=COMPLETE, task="score"),
+    row("unclaimed", TRAINER, ROLLOUT, found=replace(COMPLETE, oldest_s=9.0), task="score"),
+    row("unclaimed", TRAINER, ROLLOUT, found=TWO, task="score"),  # more samples may come
+    row("", client("trainer", served(), state="closed"), found=partition(held=0, cleared=8)),
+    row("", client("trainer", served(), state="closed", heard_s=0.2)),
+    row("", client("trainer", served(), state="closed", heard_s=90.0), client("trainer", pid=70)),
+]
+DONE = [
+    row("", found=partition(held=0, cleared=8, num_samples=8)),
+    row("", TRAINER, ROLLOUT, said="but 4, which are never given", found=ENDED_SHORT, finished={("p", "train")}),
+]
+TABLE = {"starved": STARVED, "waits": WAITS, "moves": MOVES, "idle": IDLE, "done": DONE}
+
+
+@pytest.mark.parametrize(("state", "row"), [(state, row) for state, rows in TABLE.items() for row in rows])
+def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_not_called_starved(state, row):
+    expected, found, clients, facts = row
+    told = verdict(found, *clients, **facts)
+    assert told.state == state, told
+    for name, value in expected.items():
+        assert value in (getattr(told, name) or ""), told
+
+
+@pytest.mark.parametrize(
+    ("is_over", "row"),
+    [
+        (True, row("", TRAINER, ENDED)),
+        (True, row("", TRAINER, ENDED, found=partition(num_samples=512))),
+        (True, row("", TRAINER, writer(state="gone"), ROLLOUT, **LACKING)),
+        (True, row("", FILTERS, ENDED, **PASSED)),
+        (True, row("", TRAINER, GONE, found=FOUR, **GROUPS)),
+        (True, row("", LATE, found=EMPTY)),
+        (True, row("", LATE, ROLLOUT, **LACKING)),  # nobody has ever written 'y'
+        (True, row("", TRAINER, SCORER, ENDED, found=TWO, **LACKING, **SCORES)),
+        (True, row("", client("both", asks(waits_s=400.0), puts("x")))),
+        (False, row("", client("both", asks(), puts("x")))),
+        (False, row("", generates(client("both", asks(waits_s=400.0), puts("x"))))),
+        (False, row("", client("both", asks(waits_s=400.0), puts("x")), ROLLOUT)),
+        (False, row("", client("both", asks(waits_s=400.0), puts("x")), SLOW, found=OF_PROMPTS)),
+        (False, row("", SLOW, client("both", asks(waits_s=400.0), puts("x")), found=OF_PROMPTS)),
+        (True, row("", TRAINER, ENDED, found=FOUR, short=Shortfall(num_incomplete=3, incomplete_groups={"q1": 4}))),
+        (False, row("", TRAINER, just(ENDED))),
+        (False, row("", TRAINER, ENDED, writer(), found=partition(held=2), short=SOME_LACK)),
+        (False, row("", TRAINER, ENDED, client("old", pid=8), short=SOME_LEASED)),
+        (False, row("", LATE, ROLLOUT, **PASSED)),
+        (False, row("", LATE, ROLLOUT, found=FOUR, **GROUPS)),
+        (False, row("", LATE, LOADING, found=EMPTY)),
+        (False, row("", LATE, BLOCKED, found=CONSUMED, **FULL)),
+        (False, row("", TRAINER, client("old", pid=8, state="silent"), **LEASED)),  # the lease ends
+    ],
+)
+def test_it_is_over_if_those_that_are_waited_for_have_ended_and_not_if_they_are_slow(is_over, row):
+    _, found, clients, facts = row
+    assert verdict(found, *clients, **facts).is_over is is_over
+
+
+def test_a_task_has_waited_since_it_asked_first():
+    assert verdict(partition(), client("trainer", asks()), writer(state="gone"), **LACKING).waited_s == 30.5
+    assert verdict(OF_TASK, TRAINER, task="trian").backlog == 4
+
+
+@pytest.mark.parametrize("fate", ["gone", "closed", "silent"])
+def test_a_task_of_an_export_that_ended_is_not_starved(fate):
+    for task, state in (("export:copy", "idle"), ("export", "starved")):
+        ended = client("dataplane", asks(task), state=fate, heard_s=90.0)
+        told = verdict(partition(tasks=("export:copy", "export")), ended, task=task)
+        assert (told.state, told.cause) == (state, fate)
+
+
+def test_a_group_whose_maker_waits_for_room_is_the_fault_of_who_does_not_consume():
+    judged = client("judge", asks("judge"), pid=10, state="silent")
+    blocked = replace(LOADING_MAKER, calls=[call("put_samples", 9.0)])
+    told = verdict(partition(group=4, tasks=("train", "judge")), TRAINER, GONE, judged, blocked, **GROUPS, **FULL)
+    assert (told.state, told.culprit) == ("starved", "process 10 on h (judge)")
+
+
+@pytest.mark.parametrize(
+    ("held_bytes", "blocked", "is_full"),
+    [
+        (90, call("put_samples", 9.0), True),
+        (60, call("put_samples", 9.0), False),
+        (60, call("put_samples", 90.0), True),  # of a large sample
+        (40, call("put_samples", 90.0), False),
+        (90, call("put_samples", 0.1), False),  # under way when it announced itself 9 s ago
+    ],
+)
+def test_a_put_that_waits_for_room(held_bytes, blocked, is_full):
+    rollout = client("rollout", puts("x"), calls=[blocked], heard_s=9.0)
+    told = verdict(partition(), TRAINER, rollout, capacity_bytes=100, held_bytes=held_bytes)
+    assert (told.cause == "full") is is_full, told
+    assert verdicts.room_is_wanted([rollout]) is (blocked.running_s > 1)
+
+
+def test_the_question_of_a_task_is_what_it_waits_for_or_claimed_last():
+    old, new = asks(fields=("x",), waits_s=9.0, ended_s=8.0), asks(fields=("x", "y"), waits_s=1.0, ended_s=0.5)
+    drops = asks(fields=(), waits_s=0.5, ended_s=0.1)
+    assert question_of([client("t", old, drops, new)], "p", "train") == new
+    waiting = replace(old, ended_s=None)
+    assert question_of([client("t", waiting, drops, new)], "p", "train") == waiting
+    assert question_of([client("t", old)], "p", "score") is None
+    assert question_of([client("t", old)], "other", "train") is None
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["unwritten", "full"])
+def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypatch, is_full):
+    judged = []
+    real = verdicts._Judge._judged
+    monkeypatch.setattr(verdicts._Judge, "_judged", lambda self, *task: judged.append(task) or real(self, *task))
+    names = [f"task-{place}" for place in range(12)]
+    waiting = [client(name, asks(name, waits_s=400.0), puts("x"), pid=place) for place, name in enumerate(names)]
+    short = Shortfall() if is_full else LACKING["short"]
+    facts = Facts(
+        partitions={"p": partition(tasks=names)},
+        clients=[*waiting, BLOCKED if is_full else ROLLOUT],
+        answers={("p", name): Answer(num_ready=0, shortfall=short) for name in names},
+        **(FULL if is_full else {}),
+    )
+    assert [each.state for each in judge(facts, [("p", name) for name in names])] == ["starved"] * len(names)
+    assert len(judged) <= 2 * len(names)

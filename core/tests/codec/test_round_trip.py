@@ -1,4 +1,4 @@
-"""Every dtype, shape and container comes back bit for bit: in frames, in items, and over every kind of wire."""
+"""Every dtype, shape and container comes back bit for bit; a list becomes the type that its field is known to hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from dataplane_core.codec import ALL_DTYPES, decode_columns, decode_item, encode_columns, encode_item
 from dataplane_core.codec.cells import copy_item
+from dataplane_core.codec.inputs import list_as
 from dataplane_core.spec import FieldSpec, WireFormat
 
 WIRES = {
@@ -72,3 +73,29 @@ def test_every_shape_comes_back_in_frames_and_in_items(dtype, random_cell, asser
                 assert (type(found), found.dtype, found.shape) == (torch.Tensor, dtype, row.shape)
                 assert bits(found) == bits(row)
                 assert found.numel() == 0 or found.data_ptr() != row.data_ptr()
+
+
+# --- lists that fit a field -------------------------------------------------------------------------------------------
+
+#: A dtype, the dims of a cell, lists that fit a field of it, and lists that do not: an int would change, or a float
+#: become infinite. What the kit does not put.
+FORMS = [
+    (torch.float64, (), [[0.1, 2]], [[1 << 64], [2**53 + 1, 0.5]]),
+    (torch.float32, (), [[1, 2]], [[1e300], [[1]]]),
+    (torch.float16, (), [[float("inf"), 1]], []),
+    (torch.complex64, (), [[0.5, 1]], []),
+    (torch.bool, (), [[True]], [[1]]),
+    (torch.uint8, (0,), [[[1, 255]]], [[[256]], [[-1]], [1]]),
+    (torch.int64, (), [[1]], [[1, 0.5], [True, 1], ["a"]]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cell", "fitting", "others"), FORMS, ids=str)
+def test_numbers_fit_or_not(dtype, cell, fitting, others):
+    known = FieldSpec.of_cells(dtype, cell)
+    for items in fitting:
+        found = list_as(items, known)
+        assert found.dtype == dtype
+        assert found.equal(torch.tensor(items, dtype=dtype))
+    assert [list_as(items, known) for items in others] == [None] * len(others)
+    assert list_as([torch.ones(1)], FieldSpec.of_objects()) is None

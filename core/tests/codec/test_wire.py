@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dataplane_core.codec import as_columns, decode_columns, encode_columns, encode_item, num_rows
 from dataplane_core.errors import BackendError, FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import FieldSpec, Ragged, WireFormat
+from dataplane_testkit._columns import as_object_array
 
 JAGGED, NATIVE, PROMOTED = WireFormat(), WireFormat(objects="native"), WireFormat(promote_1d=True)
 FLOATS = FieldSpec.of_cells(torch.float32, (0,))
@@ -38,16 +39,6 @@ def quietly(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
-
-
-def object_array(items):
-    array = np.empty(len(items), dtype=object)
-    array[:] = items
-    return array
-
-
-def object_stack(items):
-    return NonTensorStack(*items)
 
 
 # --- what a backend is handed -----------------------------------------------------------------------------------------
@@ -145,13 +136,13 @@ TENSORS = {
 #: In which form tensordict hands in objects -> what comes back.
 LISTS = {
     **{
-        f"{form.__name__} of {items}": (form(items), items)
+        f"{form.__name__} of {items}": (form(*items), items)
         for items in (ITEMS, *([item] * 3 for item in ("x", [1, 2], [], {}, None, [["a"], ["b"]])))
-        for form in (object_stack, object_array)
+        for form in (NonTensorStack, as_object_array)
     },
     **{
         f"TensorDict of {type(column).__name__}": (TensorDict({"x": column}, batch_size=[3]), ITEMS)
-        for column in (object_stack(ITEMS), object_array(ITEMS), ITEMS)
+        for column in (NonTensorStack(*ITEMS), as_object_array(*ITEMS), ITEMS)
     },
     "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
 }

@@ -1,19 +1,24 @@
-"""The arena: one memory for all that have its descriptor, and nothing left when they are gone."""
+"""An arena of the host: extents, what they share, limits of the machine, and memory that is used again."""
 
 import gc
 import mmap
 import os
+import random
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from dataplane_core.host_memory import Arena
-from dataplane_core.host_memory.arena import Uses
+from dataplane_core.errors import ConfigError
+from dataplane_core.host_memory import Arena, MemoryLimit, check_capacity, copying, limits, memory_limit, recycled_bytes
+from dataplane_core.host_memory.arena import Extents, Uses
 
 ATTACH = """
 import sys
@@ -150,3 +155,283 @@ def test_bytes_are_used_in_a_block_or_as_long_as_an_object_lives():
     with pytest.raises(RuntimeError):
         uses.as_long_as(Holder(), [(0, 64)], has_ended)
     assert not used()
+
+
+# --- extents ----------------------------------------------------------------------------------------------------------
+
+SIZE = 64 * 64
+
+
+class Memory(RuleBasedStateMachine):
+    """Extents beside the bytes that they stand for: each holds its own number until it is freed."""
+
+    held = Bundle("held")
+
+    @initialize()
+    def begin(self):
+        self.extents = Extents(SIZE)
+        self.bytes = np.zeros(SIZE, np.uint8)
+        self.numbers = {}
+        self.last = 0
+
+    def keep(self, extent):
+        self.last = self.last % 250 + 1
+        self.numbers[extent] = self.last
+        self.bytes[extent.offset : extent.offset + extent.size_bytes] = self.last
+        return extent
+
+    @rule(target=held, size=st.integers(1, SIZE // 3))
+    def allocate(self, size):
+        extent = self.extents.allocate(size)
+        return multiple() if extent is None else self.keep(extent)
+
+    @rule(extent=consumes(held))
+    def free(self, extent):
+        del self.numbers[extent]
+        extent.pins = 0
+        self.extents.free(extent)
+
+    @rule(extent=held, pinned=st.booleans())
+    def pin(self, extent, pinned):
+        extent.pins = int(pinned)
+
+    @rule(extent=held, share=st.floats(0, 1))
+    def shrink(self, extent, share):
+        self.extents.shrink(extent, max(1, int(extent.size_bytes * share)))
+
+    @rule(target=held, size=st.integers(1, SIZE))
+    def make_room(self, size):
+        pinned = {extent: extent.offset for extent in self.numbers if extent.pins}
+        walls = sorted((offset, offset + extent.size_bytes) for extent, offset in pinned.items())
+        starts, ends = [0, *(end for _, end in walls)], [*(start for start, _ in walls), SIZE]
+        between = [
+            end - start - sum(e.size_bytes for e in self.numbers if not e.pins and start <= e.offset < end)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        made = self.extents.make_room(size, self.move)
+        assert made == (max(between) >= size), "room is made wherever enough bytes are free between two pins"
+        assert all(extent.offset == offset for extent, offset in pinned.items())
+        return self.keep(self.extents.allocate(size)) if made else multiple()
+
+    def move(self, source, target, size):
+        assert target < source
+        self.bytes[target : target + size] = self.bytes[source : source + size].copy()
+
+    @invariant()
+    def each_holds_its_own_bytes(self):
+        for extent, number in self.numbers.items():
+            assert (self.bytes[extent.offset : extent.offset + extent.size_bytes] == number).all()
+        assert self.extents.used_bytes == sum(extent.size_bytes for extent in self.numbers)
+
+
+TestMemory = Memory.TestCase
+TestMemory.settings = settings(stateful_step_count=40)
+
+
+def test_the_cheapest_neighbours_are_moved():
+    extents = Extents(64 * 20)
+    made = [extents.allocate(64 * n) for n in (2, 1, 8, 1, 1, 1)]  # 6 granules are free at the end
+    for index in (0, 3, 5):
+        extents.free(made[index])
+    moved = []
+    assert extents.make_room(64 * 8, lambda source, target, size: moved.append((source, target, size)))
+    assert moved == [(64 * 12, 64 * 11, 64)]  # the one beside the end, not the eight at the front
+
+
+def test_a_size_that_can_never_fit_moves_nothing():
+    extents = Extents(1024)
+    extents.free(extents.allocate(64))
+    assert not extents.make_room(1025, move=None)
+    assert extents.allocate(1025) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cycles_of_puts_and_clears_of_changing_lengths_leave_ninety_percent_usable(seed):
+    draw = random.Random(seed)
+    extents, live = Extents(1 << 24), []
+    for _ in range(10_000):
+        size = int(draw.lognormvariate(13, 1.5))
+        while live and (extents.used_bytes + size > 0.9 * extents.size_bytes or draw.random() < 0.3):
+            extents.free(live.pop(draw.randrange(len(live))))
+        if extents.used_bytes + size + 64 > extents.size_bytes:
+            continue
+        extent = extents.allocate(size)
+        if extent is None:
+            assert extents.make_room(size, lambda *_: None)
+            extent = extents.allocate(size)
+        live.append(extent)
+    assert extents.make_room(int(0.99 * (extents.size_bytes - extents.used_bytes)), lambda *_: None)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Writes files below a root, and returns what is found there. 1,000 MiB are available."""
+
+    def make(cgroup, files):
+        for name, text in {
+            "proc/meminfo": f"MemTotal: {2000 << 10} kB\nMemAvailable: {1000 << 10} kB\n",
+            **files,
+        }.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        if cgroup is not None:
+            (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "proc/self/cgroup").write_text(cgroup)
+        return memory_limit(tmp_path)
+
+    return make
+
+
+def limited(folder, limit, used, version=2):
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    return {f"sys/fs/cgroup/{folder}{name}": str(value) for name, value in zip(names, (limit, used), strict=True)}
+
+
+def test_a_machine_without_control_groups(machine):
+    assert machine(None, {}) == MemoryLimit(1000 * MIB, "this machine", 2000 * MIB)
+
+
+def test_a_container(machine):
+    assert machine("0::/\n", limited("", 500 * MIB, 200 * MIB)) == MemoryLimit(
+        300 * MIB, "the container's limit", 500 * MIB
+    )
+
+
+def test_a_group_without_a_limit(machine):
+    assert machine("0::/a\n", limited("a/", "max", 5)) == MemoryLimit(1000 * MIB, "this machine", 2000 * MIB)
+
+
+def test_a_limit_of_a_group_above(machine):
+    files = {**limited("", "max", 5), **limited("a/", 100 * MIB, 90 * MIB), **limited("a/b/", 800 * MIB, 0)}
+    assert machine("0::/a/b\n", files).available_bytes == 10 * MIB
+
+
+def test_version_1(machine):
+    files = limited("memory/a/", 400 * MIB, 100 * MIB, version=1)
+    assert machine("5:cpu:/x\n4:memory:/a\n", files).available_bytes == 300 * MIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_that_the_kernel_can_drop_are_available(machine, version):
+    folder = "memory/" if version == 1 else ""
+    stat = {1: "inactive_file 0\ntotal_inactive_file {0}\n", 2: "anon 5\ninactive_file {0}\n"}[version]
+    files = limited(folder, 500 * MIB, 500 * MIB, version)
+    files[f"sys/fs/cgroup/{folder}memory.stat"] = stat.format(450 * MIB)
+    assert machine("4:memory:/\n" if version == 1 else "0::/\n", files).available_bytes == 450 * MIB
+
+
+def test_a_group_that_uses_more_than_its_limit(machine):
+    assert machine("0::/\n", limited("", MIB, 2 * MIB)).available_bytes == 0
+
+
+def test_a_capacity_that_this_host_does_not_have_is_refused():
+    most_bytes = memory_limit().most_bytes
+    check_capacity(None)
+    check_capacity(most_bytes)
+    with pytest.raises(ConfigError, match=r"Expected at most the memory that this host, or its container, has in all"):
+        check_capacity(most_bytes + 1)
+
+
+# --- cores ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        (None, {}, 8),
+        ("0::/a/b\n", {"a/cpu.max": "max 100000", "a/b/cpu.max": "250000 100000"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "1600000 100000"}, 8),
+        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores(machine, tmp_path, monkeypatch, cgroup, files, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    machine(cgroup, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert limits.usable_cores(tmp_path) == expected
+
+
+def test_a_thread_that_is_pinned_to_a_core_has_one():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert limits.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# --- memory that is used again ----------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def unused():
+    copying._unused.clear()
+    yield copying._unused
+    copying._unused.clear()
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_it_is_used_again_once_the_last_tensor_on_it_is_gone():
+    array = recycled_bytes(3 * MIB)
+    first, tensor = address(array), torch.from_numpy(array)[MIB:].view(torch.float32)
+    del array
+    gc.collect()
+    other = recycled_bytes(3 * MIB)
+    assert address(other) != first
+    tensor[:] = 1.5
+    del tensor
+    gc.collect()
+    assert address(recycled_bytes(2 * MIB)) == first
+
+
+@pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, 2 * MIB, 2 * MIB + 1, 5 * MIB + 7])
+def test_any_size_can_be_written_whole(size):
+    for _ in range(2):
+        array = recycled_bytes(size)
+        array[:] = 3
+        assert array.shape == (size,)
+        assert int(array.sum(dtype=np.int64)) == 3 * size
+
+
+def test_a_block_is_not_given_to_a_much_smaller_array(unused):
+    recycled_bytes(8 * MIB)
+    recycled_bytes(3 * MIB)
+    assert sorted(block.size_bytes for block in unused) == [3 * MIB, 8 * MIB]
+
+
+def test_what_is_kept_is_bounded(unused):
+    arrays = [recycled_bytes(50 * MIB) for _ in range(4)]
+    del arrays
+    assert sum(block.size_bytes for block in unused) <= 128 * MIB
+    recycled_bytes(200 * MIB)
+    assert sum(block.size_bytes for block in unused) <= 128 * MIB
+
+
+def test_threads_never_get_the_same_memory():
+    wrong = []
+
+    def use(number):
+        for _ in range(300):
+            array = recycled_bytes(MIB + number)
+            array[::4096] = number
+            if (array[::4096] != number).any():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []

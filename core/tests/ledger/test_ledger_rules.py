@@ -1,4 +1,4 @@
-"""Rules of the ledger that neither the kit nor the comparison with Redis' scripts sees, one a test."""
+"""Rules of the ledger that neither the kit nor the comparison with Redis scripts sees, and what a saved state keeps."""
 
 import pickle
 
@@ -15,6 +15,8 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
+from dataplane_core.ledger.queues import KEPT_S
+from dataplane_core.ledger.state import pack_state
 from dataplane_core.spec import FieldSpec
 
 FLOAT = FieldSpec("tensor", "float32", 1)
@@ -144,3 +146,191 @@ def test_a_claim_that_comes_again_after_a_clear_opens_no_partition():
                 again.apply(command, 0.0)
     put(made, ["a"], opens=replace(opens, epoch="another"))
     assert made.partition("p").info.epoch == "another"
+
+
+# --- the batches of ranks ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_ledger():
+    return ledger()
+
+
+def put_rows(made, *names):
+    made.apply(commands.PutTags("p", names, [{}] * len(names)), 0.0)
+
+
+def clear_rows(made, *names):
+    made.apply(commands.ClearRequest("p", names, request_id=None), 0.0)
+
+
+def claim_batch(made, batch_index, count=1, **options):
+    options = {"all_or_nothing": False, "lease_s": None, "token": "token", "dp_rank": 0, **options}
+    command = commands.ClaimRequest("p", "t", [], count, batch_index=batch_index, batch_epoch="e", **options)
+    return list(made.apply(command, 0.0).sample_ids)
+
+
+def size_bytes(made):
+    return len(pack_state(made))
+
+
+def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before(open_ledger):
+    put_rows(open_ledger, "a", "b")
+    assert claim_batch(open_ledger, 0, 2) == ["a", "b"]
+    clear_rows(open_ledger, "b")
+    put_rows(open_ledger, "b")
+    for made in (open_ledger, saved_and_loaded(open_ledger)):
+        with pytest.raises(InvalidRequestError, match="samples of it were cleared"):
+            claim_batch(made, 0, 2)
+        assert claim_batch(made, 1) == claim_batch(made, 1) == ["b"]
+        assert claim_batch(made, 2) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": "balanced", "dp_size": 2}])
+def test_batches_whose_rows_are_cleared_cost_nothing(open_ledger, options):
+    put_rows(open_ledger, "stays", "stays too")
+    first = claim_batch(open_ledger, 0, 2, **options)
+    sizes = []
+    for number in range(1, 801):
+        put_rows(open_ledger, "a", "b")
+        assert claim_batch(open_ledger, number, 2, **options)
+        clear_rows(open_ledger, "a", "b")
+        if number % 200 == 0:
+            sizes.append(size_bytes(open_ledger))
+    assert max(sizes) < sizes[0] + 50  # numbers become longer
+    for made in (open_ledger, saved_and_loaded(open_ledger)):
+        assert claim_batch(made, 0, 2, **options) == first
+        for number in (1, 400, 800):
+            with pytest.raises(InvalidRequestError, match="samples of it were cleared"):
+                claim_batch(made, number, 2, **options)
+
+
+def test_what_one_claim_chose_for_all_ranks_stays_so():
+    ranks = {"dp_size": 3, "all_or_nothing": True, "lease_s": 5.0}
+    open_ledger = ledger(5)
+    put_rows(open_ledger, *"abcde")
+    for made in (open_ledger, saved_and_loaded(open_ledger)):
+        claims = [
+            commands.ClaimRequest("p", "t", [], 1, token=f"{index} {rank}", dp_rank=rank, batch_index=index, **ranks)
+            for index, rank in [(0, 2), (0, 0), (0, 1), (1, 2), (1, 1), (1, 0), (2, 0)]
+        ]
+        found = [(each.token, made.apply(each, 0.0)) for each in claims]
+        assert [(token, "".join(claim_batch.sample_ids), claim_batch.num_ranks) for token, claim_batch in found] == [
+            *[("0 2", "c", 3), ("0 0", "a", 3), ("0 1", "b", 3)],
+            *[("1 2", "", 2), ("1 1", "e", 2), ("1 0", "d", 2), ("2 0", "", 0)],
+        ]
+        made.apply(commands.NackRequest("p", "t", ["a"], ["0 2"]), 0.0)
+        for later in (made, saved_and_loaded(made)):
+            end = commands.ClaimRequest("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
+            assert not later.may_claim(end, 0.0)
+            told = later.apply(end, 0.0)
+            assert (list(told.sample_ids), told.exhausted, told.num_ranks) == ([], True, 0)
+            assert claim_batch(later, 3, **ranks) == ["a"]
+            assert claim_batch(later, 1, **ranks) == ["d"]
+
+
+def test_batches_of_any_index_are_refused_once_they_are_gone_and_no_others(open_ledger):
+    given = [7, 3, 5, 4, 100, 6, 0]
+    for number in given:
+        put_rows(open_ledger, "a")
+        assert claim_batch(open_ledger, number) == ["a"]
+        clear_rows(open_ledger, "a")
+    for number in range(101):
+        if number in given:
+            with pytest.raises(InvalidRequestError):
+                claim_batch(open_ledger, number)
+        else:
+            assert claim_batch(open_ledger, number) == []
+
+
+# --- how far small puts pass a large one that waits for room; Redis scripts judge the order of the queue --------------
+
+
+class Puts:
+    """Puts of one sample each to a ledger with room for 100 bytes. Time is a plain number."""
+
+    def __init__(self):
+        self.ledger = ledger(capacity_bytes=100)
+        self.now = 0.0
+
+    def put(self, name, size):
+        """Whether it went through. Else it waits."""
+        try:
+            put(self.ledger, [name], size=size, ticket=name, ttl_s=90.0, now=self.now)
+            return True
+        except CapacityExceededError:
+            self.ledger.apply(commands.WaitForRoom(name, size, wait_s=60.0), self.now)
+            return False
+
+    def clear(self, *names):
+        _, freed = self.ledger.apply(commands.ClearRequest("p", names), self.now)
+        self.ledger.apply(commands.Collected(freed), self.now)
+
+
+def test_small_puts_pass_while_no_room_becomes_free_and_then_no_more_than_the_store_holds():
+    puts = Puts()
+    assert puts.put("a", 50)
+    assert not puts.put("large", 80)
+    assert not puts.put("needed", 10)  # those who would clear "a" may wait for just this
+    puts.now = 0.9
+    assert not puts.put("needed", 10)
+    puts.now = 1.1
+    assert puts.put("needed", 10)
+    puts.clear("needed")  # room became free: the large one is next again
+    assert not puts.put("more", 10)
+    passed = 10
+    for turn in range(30):
+        puts.now += 1.5
+        puts.put("large", 80)
+        if puts.put(f"more{turn}", 10):
+            passed += 10
+            puts.clear(f"more{turn}")
+    assert passed == 100
+
+
+# --- requests that were carried out -----------------------------------------------------------------------------------
+
+
+def test_ids_are_forgotten_when_their_time_is_over():
+    made = ledger()
+    made.apply(commands.ClearRequest("p", ["a"], request_id="clear"), 0.0)
+    for number in range(100):
+        left_s = 5.0 if number % 5 else 5000.0
+        made.apply(commands.PutTags("p", ["a"], [{}], request_id=f"r{number}", left_s=left_s), 0.0)
+    now = 5.0 + KEPT_S - 1
+    for each in (made, saved_and_loaded(made)):
+        each.apply(commands.PutTags("p", ["a"], [{}], request_id="x", left_s=0.0), now)
+        assert {f"r{number}" for number in range(100)} < set(each._done._ends)
+        each.apply(commands.PutTags("p", ["a"], [{}], request_id="y", left_s=0.0), now + 2)
+        assert not each._done._replies
+        assert {name for name in each._done._ends if name[0] == "r"} == {f"r{number}" for number in range(0, 100, 5)}
+
+
+# --- a saved state ----------------------------------------------------------------------------------------------------
+
+LARGE = 1 << 62
+
+
+@pytest.fixture
+def two_samples():
+    """With two samples."""
+    two_samples = ledger()
+    put(two_samples, ["a", "b"], write_id=LARGE)
+    return two_samples
+
+
+def test_garbage_stays_until_it_is_collected(two_samples):
+    two_samples.apply(commands.ClearRequest("p", ["b"]), 0.0)
+    loaded = saved_and_loaded(two_samples)
+    assert loaded.garbage(0.0) == [(LARGE, 1)]
+    loaded.apply(commands.Collected([(LARGE, 1)]), 0.0)
+    assert saved_and_loaded(loaded).garbage(0.0) == []
+
+
+def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
+    two_samples = ledger()
+    write = commands.Write(["x"], [8], [0, 0])
+    two_samples.apply(replace(begin(["a", "b"], write_id=100, ttl_s=1.0), writes=[write]), 0.0)
+    two_samples.garbage(2.0)
+    for each in (two_samples, saved_and_loaded(two_samples)):
+        assert each.apply(commands.AbortPut(100), 3.0) == [(100, 0)]

@@ -1,16 +1,24 @@
-"""Which process owns a folder, whatever happens to its files."""
+"""Who owns what a process left: folders and processes."""
 
+import json
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from pathlib import Path
 
 import pytest
+from tiers import in_long
 
 from dataplane_core import ownership
 from dataplane_core.errors import AlreadyRunningError
-from dataplane_core.ownership import PrivateFolder, lock_folder
+from dataplane_core.ownership import OwnedProcess, PrivateFolder, last_words, lock_folder
+from dataplane_testkit._timing import eventually
 
 
 def soon():
@@ -81,3 +89,95 @@ def test_a_folder_is_made_where_the_parent_may_not_be_read(tmp_path, monkeypatch
     monkeypatch.setattr(ownership, "sync_path", refuse)  # root may read it
     for _ in range(2):
         os.close(lock_folder(tmp_path / "own", "notes", 0.0))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+#: Starts from a thread that ends at once, as a worker's may.
+_OWNER = """
+import json, sys, threading, time
+from pathlib import Path
+from dataplane_core.ownership import OwnedProcess
+made = []
+start = lambda: made.append(OwnedProcess(["sleep", "1000"], folder=Path(sys.argv[1])))
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print(json.dumps([made[0].pid, made[0]._watcher.pid]), flush=True)
+time.sleep(1000)
+"""
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """An owner in a process group of its own; its process id, its server's, its watcher's and the server's folder."""
+    owners = []
+
+    def start():
+        folder = tmp_path / f"folder{len(owners)}"
+        folder.mkdir()
+        words = [sys.executable, "-c", _OWNER, str(folder)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+        owners.append(process)
+        return process.pid, *json.loads(process.stdout.readline()), folder
+
+    yield start
+    for process in owners:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_it_outlives_the_thread_that_started_it_and_a_killed_owner_takes_it_along(owner):
+    pid, server, watcher, folder = owner()  # that thread has ended
+    eventually(lambda: Path(f"/proc/{server}/comm").read_text() == "sleep\n")
+    assert runs(pid)
+    os.killpg(pid, signal.SIGKILL)
+    eventually(lambda: not runs(server) and not runs(watcher) and not folder.exists())  # the watcher tidies up
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
+@pytest.mark.parametrize("times", [3, *in_long(20)])
+def test_an_owner_killed_together_with_its_watcher_takes_it_along(owner, times):
+    for _ in range(times):
+        pid, server, watcher, _ = owner()
+        for each in (pid, watcher):
+            os.kill(each, signal.SIGSTOP)  # so that neither acts on the other's end
+        for each in (watcher, pid):
+            os.kill(each, signal.SIGKILL)
+        eventually(lambda server=server, watcher=watcher: not runs(server) and not runs(watcher))
+
+
+def test_ending_it_leaves_no_process_and_no_thread(tmp_path):
+    before = set(threading.enumerate())
+    for end_s in (0.0, 5.0):
+        process = OwnedProcess(["sleep", "1000"], end_s=end_s)
+        eventually(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        assert not process.ended
+        process.end()
+        process.end()
+        assert process.ended
+        assert not runs(process.pid)
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_its_output_goes_to_the_log(tmp_path):
+    log = tmp_path / "log"
+    process = OwnedProcess(["sh", "-c", "echo one; echo two >&2; exit 3"], log=log)
+    eventually(lambda: process.ended)
+    process.end()
+    assert last_words(log) == "one / two"
+
+
+def test_what_cannot_be_started_is_an_error_at_once():
+    before = set(threading.enumerate())
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        OwnedProcess(["no-such-program"])
+    eventually(lambda: set(threading.enumerate()) <= before)

@@ -216,7 +216,7 @@ ClearsByPrefix.clear_samples: for other in [] if request.sample_ids else list(se
         if other.startswith(request.partition_id) and other != request.partition_id:
             right(replace(request, partition_id=other))
 FreesSharedRowsWithTheFirstSample.call_ledger: -> if isinstance(command, commands.CommitPut):
-        for write in self._service.ledger._writes.values(): write.num_sharers.clear()
+        for write in self._service.ledger._writes.values(): write.num_holders[:] = [1] * len(write.num_holders)
 ClearsMoreTheSecondTime.clear_samples: -> if request.sample_ids is not None and reply == 0:
         right(replace(request, sample_ids=listed[-1:], request_id=None))
 ForgetsTheSecondTask.clear_samples: -> if request.sample_ids and reply and "eval" in partition.tasks:

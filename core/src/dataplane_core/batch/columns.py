@@ -24,14 +24,14 @@ from dataplane_core.codec.inputs import as_column
 from dataplane_core.codec.rows import num_rows, object_column
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
+    as_ragged,
     carrier,
     dense_or_jagged,
     gather_rows,
     host_tensor,
     jagged_parts,
     offsets_of,
-    ragged_of_dense,
-    ragged_of_nested,
+    plain_rows,
     ragged_of_rows,
     to_nested,
 )
@@ -311,14 +311,10 @@ def cut_rows(
 
 def rows_of(column: torch.Tensor, what: str) -> Ragged:
     """The rows of a jagged, nested or dense column, joined end to end on the host."""
-    if column.is_nested:
-        rows = ragged_of_nested(column, what)
-        if isinstance(rows, Ragged):
-            return rows
-        column = rows
-    if column.dim() < 2:
+    rows = plain_rows(column, what)
+    if isinstance(rows, torch.Tensor) and rows.dim() < 2:
         raise InvalidRequestError(f"{what} is of shape {tuple(column.shape)}. Expected rows of rank 1 or more.")
-    return ragged_of_dense(host_tensor(column, what))
+    return as_ragged(rows)
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -460,7 +456,7 @@ def _plain(name: str, column: Any) -> Ragged | torch.Tensor | np.ndarray[Any, An
     if not isinstance(column, torch.Tensor):
         return objects_of(column, what)
     column = column.to(_WIDER.get(column.dtype, column.dtype))
-    return ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what)
+    return plain_rows(column, what)
 
 
 def _arrow(name: str, column: Ragged | torch.Tensor | np.ndarray[Any, Any]) -> Any:
@@ -475,7 +471,7 @@ def _arrow(name: str, column: Ragged | torch.Tensor | np.ndarray[Any, Any]) -> A
                 hint="Leave the field out, or turn its items into strings: json.dumps(item).",
             ) from error
     if isinstance(column, torch.Tensor) and column.dim() > 1:  # (N, L, ...)
-        column = ragged_of_dense(column)
+        column = as_ragged(column)
     values = column.values if isinstance(column, Ragged) else column
     if values.is_complex():
         raise InvalidTypeError(

@@ -122,7 +122,6 @@ def find_cut(
     """The columns of a write to cut to the tokens of their rows, and where these begin (None: all at 0).
 
     Args:
-        where: The call. Messages begin with it.
         columns: Columns of N rows. Only dense tensors are cut.
         lengths: The tokens of each row. None: not known, so nothing is cut that is not declared.
         declared: Names of the columns to cut. What is cut off them is not looked at. None: dense columns as wide as

@@ -329,7 +329,7 @@ def _read(
 
 def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
     """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
-    from dataplane_core.codec.lists import list_as, misfit_of
+    from dataplane_core.codec.inputs import list_as, misfit_of
     from dataplane_core.codec.rows import Columns
 
     tried: set[str] = set()

@@ -84,19 +84,12 @@ _SET: Final = "None, bool, int (64 bit), float, str, bytes, list, dict with str 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a frame.
-
-    Attributes:
-        kind: `KIND_TENSOR` or `KIND_OBJECT`.
-        dtype: The tensor's dtype; uint8 for an object.
-        shape: The cell's shape; for an object, the number of its encoded bytes.
-        size: Bytes of the header, which the payload follows.
-    """
+    """The header of a frame."""
 
     kind: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    size: int
+    dtype: torch.dtype  # uint8 for an object
+    shape: tuple[int, ...]  # for an object, the number of its encoded bytes
+    size: int  # bytes of the header, which the payload follows
 
 
 def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
@@ -105,12 +98,7 @@ def pack_header(kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def parse_header(frame: BytesLike) -> Header:
-    """Reads and checks one frame's header, and checks that the frame has the size that the header says.
-
-    Raises:
-        FrameError: The frame is truncated or too long; the magic, version, kind or dtype is wrong; a dim is negative or
-            too large.
-    """
+    """Reads and checks one frame's header, and that the frame has the size that it says. Raises `FrameError`."""
     length = len(frame)
     if length < HEADER_SIZE:
         raise FrameError(f"frame of {length} bytes is truncated: a header has at least {HEADER_SIZE}.")
@@ -455,12 +443,7 @@ def _name(kind: type) -> str:
 
 
 def check_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> None:
-    """Refuses items outside the closed set.
-
-    Args:
-        items: One item per row.
-        field: The field, for error messages.
-        allow_pickle: Accept every item.
+    """Refuses items outside the closed set, unless they may be pickled.
 
     Raises:
         InvalidTypeError: Names the field, the row, the place in the item, and the type.
@@ -548,12 +531,7 @@ def _escaped(item: Any) -> Any:
 
 
 def encode_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> list[bytes]:
-    """One byte string per item, never empty.
-
-    Args:
-        items: One item per row.
-        field: The field, for error messages.
-        allow_pickle: Pickle items outside the closed set instead of refusing them.
+    """One byte string per item, never empty. ``allow_pickle`` pickles items outside the closed set.
 
     Raises:
         InvalidTypeError: An item is outside the closed set, or cannot be pickled.

@@ -5,9 +5,9 @@ token ids, routed experts and masks are int64 in most trainers, and fit one or t
 was put (`FieldSpec`); only its cells in a store may be narrower, and how narrow differs from put to put. So each cell's
 dtype is stored beside it: in the header of its frame, or by a backend whose wire has `WireFormat.narrow`.
 
-**Shared rows.** The samples of a group often have the very same image or long prompt. Rows that are the same memory are
-found by their address, others by a hash of their bytes. Small cells are not looked at: to store them apart costs more
-than it saves.
+**Shared rows.** The samples of a group often have the very same image or long prompt. Rows that are the same
+memory are found by their address, others by a hash of their bytes. Small cells are not looked at: to store them apart
+costs more than it saves.
 
 Shape legend: ``N`` rows, ``U`` rows that differ.
 """
@@ -15,7 +15,6 @@ Shape legend: ``N`` rows, ``U`` rows that differ.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -73,7 +72,7 @@ def narrowed(values: torch.Tensor) -> torch.Tensor:
     dtype = _narrowest(values.dtype, low, high)
     if dtype is None:
         return values
-    found = empty_tensor(wide.shape, dtype).numpy()
+    narrow = empty_tensor(wide.shape, dtype).numpy()
     seen: list[tuple[int, int]] = []
     misfits: list[torch.dtype | None] = []
 
@@ -87,17 +86,17 @@ def narrowed(values: torch.Tensor) -> torch.Tensor:
         if least != dtype:
             misfits.append(least)
         elif not misfits:
-            found[start : start + step] = part
+            narrow[start : start + step] = part
 
     starts = range(0, wide.size, step)
     in_threads([partial(convert, start) for start in starts], min(max(1, len(starts) // 2), default_copy_threads()))
     if misfits:
-        dtype = _narrowest(values.dtype, min(each for each, _ in seen), max(each for _, each in seen))
+        dtype = _narrowest(values.dtype, min(low for low, _ in seen), max(high for _, high in seen))
         if dtype is None:
             return values
-        found = empty_tensor(wide.shape, dtype).numpy()
-        copy_arrays([(found, wide)])
-    return torch.from_numpy(found).view(values.shape)
+        narrow = empty_tensor(wide.shape, dtype).numpy()
+        copy_arrays([(narrow, wide)])
+    return torch.from_numpy(narrow).view(values.shape)
 
 
 def _bounds(part: np.ndarray[Any, Any]) -> tuple[int, int]:
@@ -124,15 +123,10 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Which rows of a column are equal.
+    """Which rows of a column are equal."""
 
-    Attributes:
-        firsts: The U rows that differ from all rows before them.
-        index: For each of the N rows, its place among these.
-    """
-
-    firsts: list[int]
-    index: list[int]
+    firsts: list[int]  # the U rows that differ from all rows before them
+    index: list[int]  # for each of the N rows, its place among these
 
     @classmethod
     def by_key(cls, keys: Sequence[Hashable]) -> Repeats | None:
@@ -151,29 +145,8 @@ class Repeats:
 
 
 def same_memory(rows: Sequence[Any]) -> Repeats | None:
-    """Rows that are the same object or, if they are tensors, the same memory. None: there are none."""
-    objects = Repeats.by_key(list(map(id, rows)))
-    others = rows if objects is None else [rows[row] for row in objects.firsts]
-    found = _of_one_address(others)
-    return objects if found is None else found.after(objects)
-
-
-def _of_one_address(rows: Sequence[Any]) -> Repeats | None:
-    """Different objects that are tensors of the same memory."""
-    if set(map(type, rows)) == {torch.Tensor}:
-        with suppress(RuntimeError):  # a sparse tensor has no address
-            found = Repeats.by_key([row.data_ptr() or -id(row) for row in rows])  # an empty one has the address 0
-            if found is None:
-                return None
-            firsts = [rows[row] for row in found.firsts]
-            if all(_is_plain_alias(firsts[at], row) for at, row in zip(found.index, rows, strict=True)):
-                return found
-    return Repeats.by_key([_memory_of(row) for row in rows])
-
-
-def _is_plain_alias(first: torch.Tensor, row: torch.Tensor) -> bool:
-    """Whether two rows that begin at the same address are the same, and neither conjugated nor negated lazily."""
-    return first.is_set_to(row) and first.dtype == row.dtype and not row.is_neg() and not row.is_conj()
+    """Rows that are one object or, if they are tensors, the same memory. None: there are none."""
+    return Repeats.by_key(list(map(_memory_of, rows)))
 
 
 def _memory_of(row: Any) -> Hashable:
@@ -204,14 +177,14 @@ def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:
     cells: list[Any] = [data[start:stop] for start, stop in zip(starts.tolist(), cuts[1:].tolist(), strict=True)]
     counts = np.bincount(alike.index)
     hashes = [fast_digest(cell) if counts[at] > 1 else 0 for at, cell in zip(alike.index, cells, strict=True)]
-    found = Repeats.by_key(list(zip(alike.index, hashes, strict=True)))
-    if found is None:
+    equal = Repeats.by_key(list(zip(alike.index, hashes, strict=True)))
+    if equal is None:
         return None
-    for row, at in enumerate(found.index):
-        first = found.firsts[at]
+    for row, at in enumerate(equal.index):
+        first = equal.firsts[at]
         if first != row and not np.array_equal(cells[row], cells[first]):
             return None  # two cells with one hash
-    return found
+    return equal
 
 
 def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
@@ -219,6 +192,6 @@ def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
     last = np.maximum(sizes - _SAMPLE_BYTES, 0)
     places = starts[:, None] + last[:, None] * np.arange(_SAMPLES) // (_SAMPLES - 1)
     at = (places[:, :, None] + np.arange(_SAMPLE_BYTES)).reshape(len(starts), -1)
-    found = data[np.minimum(at, len(data) - 1)]
-    found[sizes < _SAMPLE_BYTES] = 0
-    return found
+    sampled = data[np.minimum(at, len(data) - 1)]
+    sampled[sizes < _SAMPLE_BYTES] = 0
+    return sampled

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,17 +15,16 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core.codec.cells import copy_item
 from dataplane_core.codec.tensors import (
+    as_ragged,
     bounds_of,
     byte_array,
     carrier,
     dense_or_jagged,
     empty_tensor,
-    host_tensor,
     is_jagged,
     jagged_parts,
     offsets_of,
-    ragged_of_dense,
-    ragged_of_nested,
+    plain_rows,
     ragged_of_rows,
     take_dense,
     take_ragged,
@@ -93,7 +92,7 @@ def tensor_columns(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any
 
     Jagged columns of equal lengths share their offsets, so that torch can combine them.
     """
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     forms: dict[bytes, tuple[torch.Tensor, tuple[int, int]]] = {}
     for name in columns.keys():
         column: Any = columns.get(name)
@@ -107,8 +106,8 @@ def tensor_columns(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any
                 column = column.values.view(len(column), bounds[0], *column.values.shape[1:])
             else:
                 column = to_nested(Ragged(column.values, offsets), bounds)
-        found[name] = column
-    return found
+        tensors[name] = column
+    return tensors
 
 
 def num_rows(column: Any) -> int:
@@ -209,7 +208,7 @@ def _take(column: Any, positions: Sequence[int]) -> Any:
     if isinstance(column, list):
         return type(column)(column[position] for position in positions)
     if isinstance(column, torch.Tensor):
-        column = ragged_of_nested(column, "a column") if column.is_nested else host_tensor(column, "a column")
+        column = plain_rows(column, "a column")
     if isinstance(column, Ragged):
         return take_ragged(column, positions)
     if isinstance(column, torch.Tensor):
@@ -222,13 +221,10 @@ def _take(column: Any, positions: Sequence[int]) -> Any:
 
 
 def spread(column: Any, index: Sequence[int], *, share: bool) -> Any:
-    """The N rows of a column of U rows.
+    """The N rows of a column of U rows, by their places among these.
 
-    Args:
-        column: A column of a read, or `Ragged`.
-        index: The row of ``column`` that each row of the result is.
-        share: Return a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. If False, every
-            row has memory of its own.
+    With ``share``, a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. Else every row has
+    memory of its own.
     """
     if not share:
         return _take(column, index)
@@ -241,14 +237,8 @@ def spread(column: Any, index: Sequence[int], *, share: bool) -> Any:
 
 
 def repeat_rows(columns: Mapping[str, Any], positions: Sequence[int], *, share: bool) -> dict[str, Any]:
-    """The rows of a read at ``positions``, in that order.
-
-    Args:
-        columns: The columns of the read.
-        positions: Row numbers.
-        share: Whether the rows of object columns, and of those of which rows are shared, are one object where they
-            repeat.
-    """
+    """The rows of a read at ``positions``, in that order. With ``share``, rows of object columns, and of those of which
+    rows are shared, are one object where they repeat."""
     rows = {
         name: spread(column, positions, share=share and isinstance(column, NonTensorStack))
         for name, column in columns.items()
@@ -257,23 +247,16 @@ def repeat_rows(columns: Mapping[str, Any], positions: Sequence[int], *, share: 
 
 
 def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Rows of one field that were read apart, in the order of a read.
+    """Rows of one field that were read apart, in an order of places among the rows of all parts.
 
-    Args:
-        parts: Columns that `decode_columns` returned.
-        order: For each row of the result, its place among the rows of all parts.
-
-    Returns:
-        Tensors in new memory, in the wider of their dtypes; or one object per row, if a part has these.
+    Tensors in new memory, in the wider of their dtypes; or one object per row, if a part has these.
     """
     if not all(isinstance(part, torch.Tensor) for part in parts):
         items = [row for part in parts for row in (part.unbind() if isinstance(part, torch.Tensor) else part.tolist())]
         return object_column([items[row] for row in order])
     if all(part.dim() == 1 for part in parts):
         return take_dense(torch.cat(list(parts)), order)
-    rows: list[Any] = [
-        ragged_of_nested(part, "a column") if part.is_nested else ragged_of_dense(part) for part in parts
-    ]
+    rows = [as_ragged(plain_rows(part, "a column")) for part in parts]
     joined = torch.cat([part.values for part in rows])
     lengths = torch.cat([part.offsets.diff() for part in rows])
     return dense_or_jagged(take_ragged(Ragged(joined, offsets_of(lengths)), order))
@@ -381,7 +364,7 @@ def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype
 
 
 def _merge_ragged(pieces: Sequence[Piece], is_run: bool, dtype: torch.dtype | None, copies: list[Copy]) -> Ragged:
-    ragged = [(_as_ragged(column), rows, positions) for column, rows, positions in pieces]
+    ragged = [(as_ragged(cast("Ragged | torch.Tensor", column)), rows, positions) for column, rows, positions in pieces]
     first, rows, positions = ragged[0]
     if is_run:  # the usual case, without work for each row
         cuts = first.offsets.numpy()[rows[0] : rows[0] + len(rows) + 1]
@@ -404,13 +387,6 @@ def _merge_ragged(pieces: Sequence[Piece], is_run: bool, dtype: torch.dtype | No
             begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
             copies.append((target[ends[position] : ends[position + count]], source[begin:end]))
     return Ragged(merged, offsets)
-
-
-def _as_ragged(column: WireColumn) -> Ragged:
-    if isinstance(column, Ragged):
-        return column
-    assert isinstance(column, torch.Tensor)
-    return ragged_of_dense(column)
 
 
 def _arrays(source: torch.Tensor, target: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:

@@ -117,6 +117,11 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def plain_rows(column: torch.Tensor, what: str) -> Ragged | torch.Tensor:
+    """The rows of a tensor of any layout, by `ragged_of_nested` or `host_tensor`."""
+    return ragged_of_nested(column, what) if column.is_nested else host_tensor(column, what)
+
+
 def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
     """A jagged tensor's values, offsets, lengths (None: no gaps between rows), and the ragged dim of the values.
 
@@ -179,11 +184,7 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
 
 
 def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
-    """Rows joined end to end. Dense (N,) if they are scalars.
-
-    Args:
-        rows: One tensor per row; at least one.
-        what: The subject of error messages.
+    """Rows, of which there is one at least, joined end to end. Dense (N,) if they are scalars.
 
     Raises:
         SchemaMismatchError: Rows differ in dtype, rank, or a dim other than their first.
@@ -230,33 +231,22 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def ragged_of_dense(dense: torch.Tensor) -> Ragged:
-    """The rows of a tensor (N, L, *trailing) end to end. Aliases it if it is contiguous."""
-    return Ragged(dense.flatten(0, 1), torch.arange(len(dense) + 1, device="cpu") * dense.shape[1])
+def as_ragged(rows: Ragged | torch.Tensor) -> Ragged:
+    """Rows end to end, of a dense tensor (N, L, *trailing) too. Aliases it if it is contiguous."""
+    if isinstance(rows, Ragged):
+        return rows
+    return Ragged(rows.flatten(0, 1), torch.arange(len(rows) + 1, device="cpu") * rows.shape[1])
 
 
-def byte_slices(starts: torch.Tensor, lengths: torch.Tensor, step: int) -> list[slice]:
-    """The slices of a buffer that hold rows, whose elements have ``step`` bytes."""
-    return list(map(slice, (starts * step).tolist(), ((starts + lengths) * step).tolist()))
+def gather_rows(values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor) -> Ragged:
+    """Copies rows from ``values`` (T, *trailing), which are contiguous, and joins them end to end in new memory.
 
-
-def gather_rows(
-    values: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, slices: Sequence[slice] | None = None
-) -> Ragged:
-    """Copies rows from ``values`` and joins them end to end in new memory.
-
-    Args:
-        values: (T, *trailing), contiguous, on the host.
-        starts: (N,) int64, where each row starts in ``values``.
-        offsets: (N + 1,) int64, where each row starts and ends in the result.
-        slices: `byte_slices` of the rows, if known already.
+    ``starts`` (N,) int64: where each row starts in ``values``. ``offsets`` (N + 1,): where they lie in the result.
     """
-    shape = (int(offsets[-1]), *values.shape[1:])
     step = values.dtype.itemsize * math.prod(values.shape[1:])
-    if slices is None:
-        slices = byte_slices(starts, offsets.diff(), step)
-    source = byte_view(values)
-    return Ragged(join_bytes([source[row] for row in slices], values.dtype, shape), offsets)
+    cuts = map(slice, (starts * step).tolist(), ((starts + offsets.diff()) * step).tolist())
+    parts = list(map(byte_view(values).__getitem__, cuts))
+    return Ragged(join_bytes(parts, values.dtype, (int(offsets[-1]), *values.shape[1:])), offsets)
 
 
 def take_ragged(rows: Ragged, positions: Sequence[int]) -> Ragged:
@@ -297,11 +287,7 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     """One jagged nested tensor with cached min and max length. Aliases ``ragged``.
 
     Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes four
-    times as long, because it makes a view that autograd tracks.
-
-    Args:
-        ragged: The rows.
-        bounds: `bounds_of` their lengths, if known already.
+    times as long, because it makes a view that autograd tracks. ``bounds``: those of the lengths, if known already.
     """
     shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
     kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}

@@ -55,6 +55,7 @@ from dataplane_core.codec.rows import (
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     BytesLike,
+    as_ragged,
     byte_array,
     byte_view,
     check_ragged,
@@ -62,8 +63,7 @@ from dataplane_core.codec.tensors import (
     from_bytes,
     host_tensor,
     offsets_of,
-    ragged_of_dense,
-    ragged_of_nested,
+    plain_rows,
     ragged_of_rows,
     take_dense,
     take_ragged,
@@ -74,11 +74,8 @@ from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn, WireF
 
 _OBJECTS: Final = FieldSpec.of_objects()
 _ENCODED: Final = FieldSpec("tensor", "uint8", 1)
-#: Narrow cells are hashed in parts of so many elements, which stay in the processor's cache in between.
-_PART: Final = 1 << 16
 _Rows: TypeAlias = Ragged | torch.Tensor
 _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
-_Cuts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _values(rows: _Rows) -> torch.Tensor:
@@ -172,13 +169,12 @@ def _ingest(
             rows = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
         except DataPlaneError:
             rows = leaf.joined(what)  # raises the error with the numbers of all rows
-    elif leaf.is_nested:
-        rows = ragged_of_nested(leaf, what)
     else:
-        expanded = num_samples > 1 and leaf.layout == torch.strided and leaf.stride(0) == 0
+        is_plain = leaf.layout == torch.strided and not leaf.is_nested
+        expanded = is_plain and num_samples > 1 and leaf.stride(0) == 0
         if wire.shared_rows and expanded and leaf[0].nbytes >= LARGE_CELL_BYTES:
             same, leaf = Repeats([0], [0] * num_samples), leaf[:1]
-        rows = host_tensor(leaf, what)
+        rows = plain_rows(leaf, what)
     equal = equal_rows(rows) if wire.shared_rows else None
     if equal is None:
         return rows, same
@@ -204,13 +200,13 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
         items: list[Any] = data.tolist()
     else:
         if isinstance(data, TensorDictBase) or is_tensorclass(data):
-            found = f"a nested {type(data).__name__}"
+            kind = f"a nested {type(data).__name__}"
         elif isinstance(data, np.ndarray):
-            found = f"an ndarray of dtype {data.dtype} and shape {data.shape}"
+            kind = f"an ndarray of dtype {data.dtype} and shape {data.shape}"
         else:
-            found = f"a {type(data).__name__}{' for all rows' if data is not leaf else ''}"
+            kind = f"a {type(data).__name__}{' for all rows' if data is not leaf else ''}"
         raise InvalidTypeError(
-            f"{what} is a non-tensor leaf: {found}. Expected a tensor, or a list, a NonTensorStack or a 1-D "
+            f"{what} is a non-tensor leaf: {kind}. Expected a tensor, or a list, a NonTensorStack or a 1-D "
             f"np.ndarray(dtype=object) of {num_samples} items.",
             hint="Write a list of one item per sample, torch.as_tensor(x) for numbers.",
         )
@@ -218,10 +214,10 @@ def _object_items(name: str, leaf: Any, num_samples: int) -> list[Any]:
     return items
 
 
-def _check_rows(name: str, found: int, num_samples: int) -> None:
-    if found != num_samples:
+def _check_rows(name: str, count: int, num_samples: int) -> None:
+    if count != num_samples:
         raise InvalidRequestError(
-            f"put_samples refused: field '{name}' has {found} rows. Expected {num_samples}, one row per sample id."
+            f"put_samples refused: field '{name}' has {count} rows. Expected {num_samples}, one row per sample id."
         )
 
 
@@ -308,8 +304,7 @@ def decode_columns(
             index, count = column.index, len(column.rows)
             _check_count(name, len(index), num_samples)
             if min(index) < 0 or max(index) >= count:
-                found = f"an index that does not lie within its {count} rows"
-                raise _mismatch(name, found, "a row for each sample")
+                raise _mismatch(name, f"an index that does not lie within its {count} rows", "a row for each sample")
             column = column.rows
         try:
             if spec.lists == "empty":
@@ -328,13 +323,13 @@ def decode_columns(
     return tensor_columns(decoded)
 
 
-def _mismatch(name: str, found: str, expected: str) -> BackendError:
-    return BackendError(f"get_samples: the backend's reply for field '{name}' has {found}. Expected {expected}.")
+def _mismatch(name: str, held: str, expected: str) -> BackendError:
+    return BackendError(f"get_samples: the backend's reply for field '{name}' has {held}. Expected {expected}.")
 
 
-def _check_count(name: str, found: int, num_samples: int) -> None:
-    if found != num_samples:
-        raise _mismatch(name, f"{found} rows", f"{num_samples}, one per sample id")
+def _check_count(name: str, count: int, num_samples: int) -> None:
+    if count != num_samples:
+        raise _mismatch(name, f"{count} rows", f"{num_samples}, one per sample id")
 
 
 def _list_of(name: str, column: Any, num_samples: int, kinds: tuple[type, ...], what: str) -> list[Any]:
@@ -373,7 +368,7 @@ def _decode_objects(name: str, column: Any, num_samples: int, wire: WireFormat, 
         rows = _rows_of(name, column, num_samples)
         if _spec_of(rows) != _ENCODED:
             raise _mismatch(name, _spec_of(rows).describe(), f"{_ENCODED.describe()} on the wire")
-    encoded = rows if isinstance(rows, Ragged) else ragged_of_dense(rows)
+    encoded = as_ragged(rows)
     data = byte_view(encoded.values)
     items = [data[start:stop] for start, stop in pairwise(encoded.offsets.tolist())]
     return object_column(decode_items(items, allow_pickle=allow_pickle))
@@ -394,10 +389,10 @@ def _decode_tensor(name: str, column: Any, spec: FieldSpec, num_samples: int, wi
         rows = _rows_of(name, column, num_samples)
         if wire.promote_1d and spec.rank == 0 and isinstance(rows, torch.Tensor) and rows.shape == (num_samples, 1):
             rows = rows.view(num_samples)
-    found, values = _spec_of(rows), _values(rows)
+    held, values = _spec_of(rows), _values(rows)
     is_same = values.dtype == dtype or ((wire.bytes or wire.narrow) and is_narrow(values.dtype, dtype))
-    if not is_same or (found.rank, found.trailing) != (spec.rank, spec.trailing):
-        raise _mismatch(name, found.describe(), spec.describe())
+    if not is_same or (held.rank, held.trailing) != (spec.rank, spec.trailing):
+        raise _mismatch(name, held.describe(), spec.describe())
     return rows if values.dtype == dtype else _mapped(rows, partial(widened, dtype=dtype))
 
 
@@ -431,10 +426,12 @@ def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFor
     cuts = column.offsets.numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
     cuts = cuts * (values.numel() // max(len(values), 1))  # of elements
     if spec.kind == "tensor" and is_narrow(values.dtype, spec.torch_dtype):
-        dtype = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
-        cells = _wide_cells(values.reshape(-1).numpy(), cuts, dtype)
+        cells = _wide_cells(
+            values.reshape(-1).numpy(), cuts, torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
+        )
     else:
-        cells = _cut(byte_view(values.contiguous()), cuts * values.itemsize)
+        data, places = byte_view(values.contiguous()), cuts * values.itemsize
+        cells = (data[start:stop] for start, stop in pairwise(places.tolist()))
     return np.fromiter(map(fast_digest, cells), np.uint64, len(column))
 
 
@@ -451,27 +448,18 @@ def scalar_of_digest(digest: int, spec: FieldSpec) -> torch.Tensor | None:
     return torch.frombuffer(bytearray(digest.to_bytes(8, "little")), dtype=spec.torch_dtype, count=1)[0]
 
 
+def _wide_cells(values: np.ndarray[Any, Any], cuts: Any, dtype: np.dtype[Any]) -> Iterator[BytesLike]:
+    """The bytes of cells in the dtype of their field: one after the other in the same memory, which stays in the
+    processor's cache."""
+    wide = np.empty(int(np.diff(cuts).max()), dtype)
+    data = wide.view(np.uint8).data
+    for start, stop in pairwise(cuts.tolist()):
+        wide[: stop - start] = values[start:stop]
+        yield data[: (stop - start) * wide.itemsize]
+
+
 def _is_own_digest(spec: FieldSpec) -> bool:
     return spec.kind != "object" and spec.rank == 0 and spec.torch_dtype.itemsize <= 8
-
-
-def _wide_cells(values: np.ndarray[Any, Any], cuts: _Cuts, dtype: np.dtype[Any]) -> Iterator[BytesLike]:
-    """The bytes in ``dtype`` of cells that lie end to end in a narrower one: how narrow differs from put to put. Those
-    of a cell hold until the next one is taken."""
-    part = np.empty(max(_PART, int(np.diff(cuts).max())), dtype)
-    data, first = part.view(np.uint8).data, 0
-    while first + 1 < len(cuts):
-        start = int(cuts[first])
-        last = int(cuts.searchsorted(start + len(part), "right")) - 1
-        end = int(cuts[last])
-        part[: end - start] = values[start:end]
-        yield from _cut(data, (cuts[first : last + 1] - start) * dtype.itemsize)
-        first = last
-
-
-def _cut(data: memoryview, cuts: _Cuts) -> Iterator[BytesLike]:
-    places = cuts.tolist()
-    return map(data.__getitem__, map(slice, places[:-1], places[1:]))
 
 
 def _item_bytes(item: Any) -> bytes:

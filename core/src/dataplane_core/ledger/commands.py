@@ -49,36 +49,24 @@ _Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 
 class Write(Frozen, frozen=True):
-    """One write of a put: fields whose payload is stored together.
+    """One write of a put: fields whose payload is stored together."""
 
-    Attributes:
-        fields: The fields, in the order of their slots.
-        row_bytes: Payload bytes of each row of the write.
-        positions: The row of the write that each sample has; every row is that of some sample. None: sample i has row
-            i.
-    """
-
-    fields: Annotated[Sequence[str], Meta(min_length=1)]
+    fields: Annotated[Sequence[str], Meta(min_length=1)]  # in the order of their slots
     row_bytes: Sequence[_Bytes]
-    positions: Sequence[Index] | None = None
+    positions: Sequence[Index] | None = None  # the row that each sample has; each is that of some sample. None: row i
 
 
 class BeginPut(Frozen, Command[int], frozen=True):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
-    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed.
+    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed. Other attributes are as in
+    `PutRequest`.
 
     Attributes:
-        partition_id: The partition.
-        sample_ids: Unique ids.
-        specs: Field -> spec of the cells.
         writes: Its writes: each field is in one of them.
-        tags: One dict per row, or None.
         write_id: The id of the put's first write, drawn at random. None: the ledger takes its next number.
         ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
         ttl_s: Seconds after which the put, if not committed, counts as abandoned.
-        request_id: The id of the request, the same when it is repeated. None: it is not repeated.
-        strings, strict, opens: As in `PutRequest`.
     """
 
     op = "begin_put"
@@ -129,12 +117,7 @@ class WaitForRoom(Frozen, Command[None], frozen=True):
     """Adds a put that was refused for lack of room to the queue, or says that it still waits.
 
     Later puts then leave it its room (see `RoomQueue`). A put leaves the queue if it does not repeat this for some
-    seconds, or after ``wait_s``.
-
-    Attributes:
-        ticket: Random bits, the same for all commands of one put.
-        size_bytes: Size of its payload.
-        wait_s: Seconds until it gives up. 0: it gave up and leaves the queue.
+    seconds, or after ``wait_s``; at once if that is 0. Its ``ticket`` is the same in all commands of the put.
     """
 
     op = "wait_for_room"
@@ -185,21 +168,13 @@ class PutTags(Frozen, Command[None], frozen=True):
 
 
 class Part(Frozen, frozen=True):
-    """The rows of a read whose payload is in one write.
-
-    Attributes:
-        write_id: The write.
-        fields: The fields to take from it.
-        slots: The index of each of ``fields`` among all fields of the write.
-        rows: Positions in the request.
-        positions: Positions in the write, aligned with ``rows``.
-    """
+    """The rows of a read whose payload is in one write."""
 
     write_id: int
-    fields: tuple[str, ...]
-    slots: tuple[int, ...]
-    rows: list[int]
-    positions: list[int]
+    fields: tuple[str, ...]  # to take from it
+    slots: tuple[int, ...]  # the index of each among all fields of the write
+    rows: list[int]  # positions in the request
+    positions: list[int]  # and in the write
 
 
 class Located(Frozen, frozen=True):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
@@ -66,40 +66,24 @@ def slots_of(fields: tuple[str, ...]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class LiveWrite:
-    """A write of a committed put, kept while a sample still refers to its payload.
+    """A write of a committed put, kept while a sample still refers to its payload."""
 
-    Attributes:
-        slots: Field -> its index among the fields of the write. Shared, never changed.
-        row_bytes: Payload bytes per row.
-        lists: Of the fields that its put left open, what their cells are (`FieldSpec.lists`).
-        num_live: How many rows are referred to.
-        num_sharers: Row -> how many samples refer to it, if more than one.
-    """
-
-    slots: dict[str, int]
+    slots: dict[str, int]  # field -> its index among those of the write; shared, never changed
     row_bytes: list[int]
-    lists: Mapping[str, Any] = field(default_factory=dict)
-    num_live: int = 0
-    num_sharers: dict[int, int] = field(default_factory=dict)
+    lists: Mapping[str, Any] = field(default_factory=dict)  # of fields that its put left open: `FieldSpec.lists`
+    num_holders: list[int] = field(default_factory=list)  # how many samples refer to each row
+    num_live: int = 0  # how many rows are referred to
 
 
 @dataclass(slots=True)
 class Pending:
-    """A put that is begun and not yet committed.
-
-    Attributes:
-        put: The put.
-        epoch: The registration.
-        version: That of the partition when the put began.
-        seqs: Of its rows that were there then: id -> the number of the row.
-        expires_at: When it counts as abandoned.
-    """
+    """A put that is begun and not yet committed."""
 
     put: commands.BeginPut
-    epoch: str
-    version: int
-    seqs: dict[str, int]
-    expires_at: float
+    epoch: str  # that of the registration when it began
+    version: int  # and of the partition
+    seqs: dict[str, int]  # of its rows that were there then: id -> `Row.seq`
+    expires_at: float  # when it counts as abandoned
 
 
 class Ledger:
@@ -132,10 +116,10 @@ class Ledger:
 
         A command that is cut off, as by a signal handler that raises, leaves half of what it does: see `LedgerThread`.
         """
-        run = _HANDLERS.get(type(command))
+        run = getattr(self, f"_{getattr(command, 'op', '')}", None)
         if run is None:
             raise TypeError(f"the ledger knows no command {type(command).__name__!r}")
-        reply: Reply = run(self, command, now)
+        reply: Reply = run(command, now)
         return reply
 
     # --- what its host asks -------------------------------------------------------------------------------------------
@@ -174,18 +158,17 @@ class Ledger:
     def recount(self) -> None:
         """Counts what follows from the rows and from the puts that are begun, of a ledger that was restored."""
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
-        sharers: dict[int, Counter[int]] = {}
+        holders: dict[int, Counter[int]] = {}
         for partition in self._partitions.values():
             for write_id, positions in positions_by_write(partition.rows.values()):
-                counts = sharers.setdefault(write_id, Counter())
+                counts = holders.setdefault(write_id, Counter())
                 row_bytes = self._writes[write_id].row_bytes
                 partition.held_bytes += sum([row_bytes[pos] for pos in set(positions) if pos not in counts])
                 counts.update(positions)
             self.held_bytes += partition.held_bytes
         for write_id, write in self._writes.items():
-            counts = sharers[write_id]
-            write.num_live = len(counts)
-            write.num_sharers = {pos: count for pos, count in counts.items() if count > 1}
+            write.num_holders = [holders[write_id][pos] for pos in range(len(write.row_bytes))]
+            write.num_live = len(holders[write_id])
 
     def check_put(self, put: commands.BeginPut, now: float) -> int | None:
         """Raises what a put would raise now, and ends abandoned ones. Returns its write id if it is begun already."""
@@ -371,11 +354,13 @@ class Ledger:
         partition.held_bytes += put.size_bytes
         writes = put.by_id(write_id)
         for id_of_write, write in writes.items():
-            sharers = Counter(write.positions)
-            num_sharers = {pos: count for pos, count in sharers.items() if count > 1} if sharers else {}
-            slots = slots_of(tuple(write.fields))
             num_rows = len(write.row_bytes)
-            self._writes[id_of_write] = LiveWrite(slots, list(write.row_bytes), lists, num_rows, num_sharers)
+            num_holders = [1] * num_rows
+            if write.positions is not None:
+                counts = Counter(write.positions)
+                num_holders = [counts[pos] for pos in range(num_rows)]
+            slots = slots_of(tuple(write.fields))
+            self._writes[id_of_write] = LiveWrite(slots, list(write.row_bytes), lists, num_holders, num_rows)
         freed = partition.write_rows(writes, put, self._next_seq, now)
         self._next_seq += len(put.sample_ids)
         return self._free(partition, freed, now) if freed else []
@@ -523,6 +508,8 @@ class Ledger:
             self._done.add(command.request_id, command.left_s, now)
         return len(command.sample_ids)
 
+    _ack = _nack = _renew = _settle
+
     def _consumed(self, command: commands.ConsumptionRequest, now: float) -> bool:
         partition = self._partitions.get(command.partition_id)
         return partition is not None and partition.consumed(command.task_names)
@@ -562,10 +549,8 @@ class Ledger:
         for ref in refs:
             write_id, pos = ref
             write = self._writes[write_id]
-            if pos in write.num_sharers:
-                write.num_sharers[pos] -= 1
-                if write.num_sharers[pos] == 1:
-                    del write.num_sharers[pos]
+            write.num_holders[pos] -= 1
+            if write.num_holders[pos]:
                 continue
             self.held_bytes -= write.row_bytes[pos]
             partition.held_bytes -= write.row_bytes[pos]
@@ -595,29 +580,3 @@ class Ledger:
 def _opening(command: commands.RegisterRequest) -> str:
     """The id under which it is kept that a registration was carried out."""
     return f"register {command.partition_id} {command.epoch}"
-
-
-#: Command -> the method that carries it out.
-_HANDLERS: Final[Mapping[type, Callable[..., Any]]] = {
-    commands.RegisterRequest: Ledger._register,
-    commands.DescribeRequest: Ledger._describe,
-    commands.BeginPut: Ledger._begin_put,
-    commands.CommitPut: Ledger._commit_put,
-    commands.AbortPut: Ledger._abort_put,
-    commands.PutTags: Ledger._put_tags,
-    commands.WaitForRoom: Ledger._wait_for_room,
-    commands.Locate: Ledger._locate,
-    commands.ListRequest: Ledger._list_samples,
-    commands.ListPartitionsRequest: Ledger._list_partitions,
-    commands.InspectRequest: Ledger._inspect,
-    commands.FieldsRequest: Ledger._list_fields,
-    commands.ExportRequest: Ledger._export,
-    commands.SetCursorRequest: Ledger._set_cursor,
-    commands.ClaimRequest: Ledger._claim,
-    commands.AckRequest: Ledger._settle,
-    commands.NackRequest: Ledger._settle,
-    commands.RenewRequest: Ledger._settle,
-    commands.ConsumptionRequest: Ledger._consumed,
-    commands.ClearRequest: Ledger._clear,
-    commands.Collected: Ledger._collected,
-}

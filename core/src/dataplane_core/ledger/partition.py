@@ -93,43 +93,24 @@ class _Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Partition:
-    """One registration: its rows, their schema and tags, and what each task was given.
-
-    Attributes:
-        partition_id: Its name.
-        info: The registration.
-        rows: Sample id -> row, in order of first write.
-        specs: Field -> what it keeps, fixed by its first write.
-        seen: The ids ever written, including cleared ones. Empty while ``num_samples`` is None.
-        broken_groups: Names of the groups that lost a member. They are never removed from this set.
-        version: Grows with every change of ``rows`` and of what was registered.
-        num_cleared: How many rows were cleared.
-        batches: Task and rank -> the batches that the rank was given.
-        group_size: How many rows a claimable has.
-        declared: Field -> what was declared of it.
-        tasks: Task name -> what it was given.
-        groups: Group name -> group, if it has any members.
-        leases: The times at which leases may end.
-        held_bytes: Payload bytes of the rows.
-        num_rows: Field -> how many rows have it.
-    """
+    """One registration: its rows, their schema and tags, and what each task was given."""
 
     partition_id: str
     info: PartitionInfo
-    rows: dict[str, Row] = field(default_factory=dict)
-    specs: dict[str, FieldSpec] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-    broken_groups: set[str] = field(default_factory=set)
-    version: int = 0
+    rows: dict[str, Row] = field(default_factory=dict)  # by sample id, in order of first write
+    specs: dict[str, FieldSpec] = field(default_factory=dict)  # what each field keeps, fixed by its first write
+    seen: set[str] = field(default_factory=set)  # ids ever written, cleared ones too; none while num_samples is None
+    broken_groups: set[str] = field(default_factory=set)  # those that lost a member, for good
+    version: int = 0  # grows with every change of rows and of what was registered
     num_cleared: int = 0
-    batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)
-    group_size: int = field(init=False)
+    batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)  # by task and rank
+    group_size: int = field(init=False)  # how many rows a claimable has
     declared: dict[str, FieldSpec] = field(init=False)
     tasks: dict[str, Task] = field(init=False)
-    groups: dict[str, Group] = field(default_factory=dict, init=False)
+    groups: dict[str, Group] = field(default_factory=dict, init=False)  # those that have members
     leases: Leases = field(default_factory=Leases, init=False)
     held_bytes: int = field(default=0, init=False)
-    num_rows: Counter[str] = field(default_factory=Counter, init=False)
+    num_rows: Counter[str] = field(default_factory=Counter, init=False)  # field -> how many rows have it
 
     def __post_init__(self) -> None:
         """Counts what follows from the rows and their holds, of a partition that is restored."""
@@ -145,11 +126,7 @@ class Partition:
                 self._count_hold(row, task_name, hold)
 
     def extend(self, command: commands.RegisterRequest) -> None:
-        """Adds what a further registration names to this one.
-
-        Raises:
-            InvalidRequestError: It has another group size, or declares of a field what does not fit.
-        """
+        """Adds what a further registration names to this one. Refuses another group size, and what does not fit."""
         info = self.info
         added = {name: FieldSpec.from_text(text) for name, text in command.declared.items()}
         for name, spec in added.items():
@@ -208,12 +185,8 @@ class Partition:
         return self.specs.get(name) or (None if declared is None else declared.for_first(written))
 
     def _check_fields(self, put: commands.BeginPut) -> None:
-        """Refuses cells that do not fit their fields, and strings that are not in the enum of theirs.
-
-        Raises:
-            SchemaMismatchError: A field keeps something else.
-            InvalidRequestError: The put is strict and has fields that were not registered, or a string is not allowed.
-        """
+        """Refuses cells that do not fit their fields, fields that are not registered if the put is strict, and strings
+        that are not in the enum of theirs."""
         where = f"put_samples('{self.partition_id}', {len(put.sample_ids)} samples)"
         wrong = []
         for name, spec in put.specs.items():
@@ -300,17 +273,8 @@ class Partition:
     def write_rows(
         self, writes: Mapping[int, commands.Write], put: commands.BeginPut, seq: int, now: float
     ) -> list[Ref]:
-        """Makes the cells of all rows of a put produced, with their tags. Creates rows that do not exist.
-
-        Args:
-            writes: Its writes by their ids.
-            put: Its rows and tags. Tags are merged key by key into those of a row, and kept if it has none.
-            seq: The number that its first row gets, if it is created; the others get those that follow.
-            now: The time.
-
-        Returns:
-            Refs that no cell uses any longer.
-        """
+        """Makes the cells of all rows of a put produced, with their tags. Creates rows that do not exist, which are
+        numbered from ``seq`` on. Tags are merged into those of a row. Returns refs that no cell uses any longer."""
         freed: list[Ref] = []
         changes: dict[Cells | None, _Change] = {}  # worked out once for all rows that are alike; None: new ones
         columns = list(map(attrgetter("positions"), writes.values()))
@@ -545,11 +509,7 @@ class Partition:
     # --- the batches of ranks -----------------------------------------------------------------------------------------
 
     def _batch(self, command: commands.ClaimRequest) -> Claim | None:
-        """The batch that was given to a rank, if it was.
-
-        Raises:
-            InvalidRequestError: Samples of it were cleared.
-        """
+        """The batch that was given to a rank, if it was. Refuses one of which samples were cleared."""
         if command.dp_rank is None:
             return None
         index = self._batch_index(command)

@@ -172,23 +172,14 @@ _ASKS_AT_LEAST_S: Final = 2 * LONGEST_PAUSE_S
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A claim that waits.
-
-    Attributes:
-        claim: The claim.
-        question: What it asks; equal for claims that ask the same.
-        wake: Tells its client to ask again. False if the client is gone.
-        lease_ends_at: Its client knows that a lease may end then, and asks again. Infinite: it knows of none.
-        asked_at: When it asked last.
-        woken_at: When it was woken, if it was since then.
-    """
+    """A claim that waits."""
 
     claim: commands.ClaimRequest
-    question: tuple[Any, ...]
-    wake: Callable[[], bool]
-    lease_ends_at: float
+    question: tuple[Any, ...]  # equal for claims that ask the same
+    wake: Callable[[], bool]  # tells its client to ask again. False: the client is gone
+    lease_ends_at: float  # its client knows that a lease may end then, and asks again. Infinite: it knows of none
     asked_at: float
-    woken_at: float | None = None
+    woken_at: float | None = None  # if it was woken since it asked
 
 
 class WaitingClaims:
@@ -236,13 +227,8 @@ class WaitingClaims:
         return partition_id
 
     def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimRequest], float], now: float) -> None:
-        """Wakes the claims of a partition that can be answered now.
-
-        Args:
-            partition_id: The partition, which changed.
-            num_ready: How many samples are ready for a claim. Infinite if it can be answered however many are ready.
-            now: The time in seconds.
-        """
+        """Wakes the claims of a partition that can be answered now. ``num_ready`` tells how many samples are ready for
+        a claim; infinite if it can be answered however many are ready."""
         for line in self._some_lines(partition_id):
             claim = next(iter(line.values())).claim
             left, needed = num_ready(claim), claim.batch_size * ranks_of(claim)
@@ -276,9 +262,7 @@ class WaitingClaims:
     def _some_lines(self, partition_id: str) -> list[dict[str, _Waiter]]:
         """A few of the questions of a partition: others at the next call, if there are more."""
         lines = self._lines.get(partition_id, {})
-        some = list(islice(lines.items(), _MOST_QUESTIONS))
-        if len(lines) > len(some):
-            for question, line in some:
-                del lines[question]
-                lines[question] = line
-        return [line for _, line in some]
+        questions = list(islice(lines, _MOST_QUESTIONS))
+        for question in questions if len(lines) > len(questions) else ():
+            lines[question] = lines.pop(question)
+        return [lines[question] for question in questions]

@@ -50,17 +50,11 @@ def group_of(sample_id: str) -> str:
 
 
 class Join(NamedTuple):
-    """How the cells of a row follow from those before a put and those of the put. The same for all rows of a put.
+    """How the cells of a row follow from those before a put and those of the put. The same for all rows of a put."""
 
-    Attributes:
-        fields: The fields of the row -> the write among those that it has then.
-        sources: Each write that it has then, by its number among those that it had, followed by those of the put.
-        dropped: The writes of which it has no cell any longer, by their number among those that it had.
-    """
-
-    fields: dict[str, int]
-    sources: tuple[int, ...]
-    dropped: tuple[int, ...]
+    fields: dict[str, int]  # of the row -> the write among those that it has then
+    sources: tuple[int, ...]  # these writes, by their number among those that it had, followed by those of the put
+    dropped: tuple[int, ...]  # those of which it has no cell any longer, by their number among those that it had
 
 
 @lru_cache(maxsize=4096)  # so that the rows of many puts share what they have in common
@@ -80,14 +74,9 @@ def join(before: tuple[tuple[str, int], ...], num_before: int, writes: tuple[tup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The produced cells that rows have in common: those of the same writes.
+    """The produced cells that rows have in common: those of the same writes."""
 
-    Attributes:
-        fields: Field -> the number of its write, in the order of production. Shared with other cells.
-        write_ids: The writes.
-    """
-
-    fields: dict[str, int]
+    fields: dict[str, int]  # field -> the number of its write, in the order of production; shared with other cells
     write_ids: tuple[int, ...]
 
     def joined(self, writes: Sequence[tuple[int, tuple[str, ...]]]) -> tuple[Cells, Join]:
@@ -133,27 +122,16 @@ NO_HOLDS: Final[dict[str, Hold]] = {}
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sample.
-
-    Attributes:
-        sample_id: Its id.
-        seq: Its number, in order of first write.
-        group: The name of its group, or None.
-        written_at: When it was first written, on the ledger's clock.
-        cells: Its produced cells.
-        positions: Where they are in the writes.
-        tags: Its tags.
-        holds: Task -> its hold on the row.
-    """
+    """A sample."""
 
     sample_id: str
-    seq: int
+    seq: int  # its number, in order of first write
     group: str | None
-    written_at: float
+    written_at: float  # for the first time, on the ledger's clock
     cells: Cells
-    positions: Positions
+    positions: Positions  # where its cells are in the writes
     tags: Mapping[str, TagValue]
-    holds: Mapping[str, Hold]
+    holds: Mapping[str, Hold]  # by task
 
     @property
     def refs(self) -> list[Ref]:
@@ -182,17 +160,11 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The present rows of a group.
+    """The present rows of a group."""
 
-    Attributes:
-        seq: The number of its first row.
-        members: Id -> row.
-        num_held: Task -> the number of members that it holds.
-    """
-
-    seq: int
-    members: dict[str, Row] = field(default_factory=dict)
-    num_held: dict[str, int] = field(default_factory=dict)
+    seq: int  # that of its first row
+    members: dict[str, Row] = field(default_factory=dict)  # by id
+    num_held: dict[str, int] = field(default_factory=dict)  # task -> how many members it holds
 
     @property
     def rows(self) -> Collection[Row]:
@@ -277,21 +249,13 @@ _LOOKED_AT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples that were given to a rank, and are given to every claim that asks for the same batch.
+    """Samples that were given to a rank, and are given to every claim that asks for the same batch."""
 
-    Attributes:
-        sample_ids: The samples. Empty if none was left for this rank.
-        token: The lease token, or None without a lease.
-        exhausted: Whether the partition could give the task no more.
-        last_seq: The greatest number of its rows. A row with a greater one was written anew after a clear.
-        num_ranks: How many ranks have samples in it, if one claim chose for all ranks.
-    """
-
-    sample_ids: list[str]
-    token: str | None
-    exhausted: bool
-    last_seq: int
-    num_ranks: int | None = None
+    sample_ids: list[str]  # empty if none was left for this rank
+    token: str | None  # of the lease, if there is one
+    exhausted: bool  # whether the partition could give the task no more
+    last_seq: int  # the greatest of its rows. A row with a greater one was written anew after a clear
+    num_ranks: int | None = None  # how many ranks have samples in it, if one claim chose for all ranks
 
     def present(self, rows: Mapping[str, Row]) -> Iterator[Row]:
         """Its rows that were not cleared, among those of the partition."""
@@ -324,17 +288,11 @@ class Numbers:
 
 @dataclass(slots=True)
 class RankBatches:
-    """The batches that one rank was given.
-
-    Attributes:
-        kept: Index -> batch.
-        gone: The indexes of batches that were forgotten, since their rows are all cleared.
-        ended: The indexes of batches of which one claim found for all ranks that there are none.
-    """
+    """The batches that one rank was given, by their indexes."""
 
     kept: dict[int, Batch] = field(default_factory=dict)
-    gone: Numbers = field(default_factory=Numbers)
-    ended: Numbers = field(default_factory=Numbers)
+    gone: Numbers = field(default_factory=Numbers)  # forgotten, since their rows are all cleared
+    ended: Numbers = field(default_factory=Numbers)  # of which one claim found for all ranks that there are none
 
     def give(self, index: int, batch: Batch, rows: Mapping[str, Row]) -> None:
         """Keeps a new batch, and looks at a few of the others in turn: forgets those whose rows are all cleared."""
@@ -407,24 +365,16 @@ class _Matching:
 
 @dataclass(slots=True)
 class ReadyView:
-    """The ready claimables of one task for one set of required fields.
-
-    Attributes:
-        required: The fields.
-        ready: The claimables.
-        ready_members: ``seq`` of a group -> the number of its members that have the fields. Groups that lost a member
-            have no entry.
-        changes: ``seq`` of the claimables that were last added, dropped or tagged. Empty if there are no filters.
-        first_change: The number of changes before these.
-        filters: Filter -> its part of the view, the least recently used first.
-    """
+    """The ready claimables of one task for one set of required fields."""
 
     required: frozenset[str]
     ready: ReadySet = field(default_factory=ReadySet)
+    # seq of a group -> how many of its members have the fields. Groups that lost a member have no entry
     ready_members: dict[int, int] = field(default_factory=dict)
+    # seq of the claimables that were last added, dropped or tagged, if there are filters; the number of changes before
     changes: list[int] = field(default_factory=list)
     first_change: int = 0
-    filters: dict[str, _Matching] = field(default_factory=dict)
+    filters: dict[str, _Matching] = field(default_factory=dict)  # the least recently used first
 
     def add(self, claimable: Claimable) -> None:
         """Adds a claimable that became ready."""
@@ -539,15 +489,9 @@ def find_shortfall(
     is_whole: Callable[[Claimable], bool],
     now: float,
 ) -> Shortfall:
-    """Counts and names the samples that the task cannot be given now. Looks at every row.
+    """Counts and names the samples that the task cannot be given now. Looks at every row, in order of first write.
 
-    Args:
-        claimables: All claimables of the partition, in order of first write.
-        task_name: The task that claims.
-        required: The fields that the claim requires.
-        tag_filter: The filter of the claim.
-        is_whole: Whether a claimable has all its members and never lost one.
-        now: The time in seconds.
+    ``is_whole`` tells whether a claimable has all its members and never lost one.
     """
     leased: list[tuple[float, int, Row]] = []
     passed: list[tuple[int, Claimable]] = []

@@ -7,7 +7,7 @@ Each packer takes lengths in tokens and a capacity, and returns bins of position
 - `first_fit_decreasing`: the longest first, each into the first bin where it fits. At most 11/9 OPT + 6/9.
 - `modified_first_fit_decreasing`: long sequences get their partners before the rest is spread. At most 71/60 OPT + 1.
 
-OPT is the smallest possible number of bins. All take O(n log n) for n sequences, whatever the capacity.
+OPT is the smallest possible number of bins.
 
 References:
     D. S. Johnson, M. R. Garey: A 71/60 theorem for bin packing. Journal of Complexity 1 (1985), 65-106.
@@ -105,60 +105,39 @@ def modified_first_fit_decreasing(
     Arguments, result and errors are those of `concatenative`.
     """
     sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
-    order = _longest_first(sizes)
-    falling = [sizes[position] for position in order]  # from here on, a sequence is its place in this list
-    negated = [-size for size in falling]
-    # where each class ends
-    large, medium, small = (bisect_left(negated, -(capacity // part)) for part in (2, 3, 6))
-    bins = [[sequence] for sequence in range(large)]
-    room = [capacity - size for size in falling[:large]]
-    # The next that is not placed, itself if it is not. Ends with a sequence that never is
-    unplaced = list(range(len(falling) + 1))
+    left = _longest_first(sizes)  # those that are not placed
+    negated = [-sizes[position] for position in left]
+    large, medium, small = (bisect_left(negated, -(capacity // part)) for part in (2, 3, 6))  # where each class ends
+    bins = [[position] for position in left[:large]]
+    room = [capacity + size for size in negated[:large]]
+    del left[:large], negated[:large]
+    medium, small = medium - large, small - large
 
-    def place(sequence: int, number: int) -> None:
-        bins[number].append(sequence)
-        room[number] -= falling[sequence]
-        unplaced[sequence] = sequence + 1
+    def place(number: int, start: int, stop: int) -> bool:
+        """Places the largest of ``left[start:stop]`` that fits in a bin, if one does."""
+        at = bisect_left(negated, -room[number], start, stop)
+        if at == stop:
+            return False
+        bins[number].append(left.pop(at))
+        room[number] += negated.pop(at)
+        return True
 
-    # Phase 2. Room rises from bin to bin, so those that fit form a stack with the largest on top
-    fitting: list[int] = []
-    smallest = medium - 1
-    for number in range(large):
-        while smallest >= large and falling[smallest] <= room[number]:
-            fitting.append(smallest)
-            smallest -= 1
-        if fitting:
-            place(fitting.pop(), number)
-    # Phase 3. Room falls from bin to bin and the smallest rises, so the largest that fits beside it only falls
-    largest, smallest = medium, small - 1
-    for number in reversed(range(large)):
-        if len(bins[number]) > 1:
-            continue
-        while largest < smallest and falling[largest] + falling[smallest] > room[number]:
-            largest += 1
-        if largest >= smallest:
-            break
-        place(smallest, number)
-        place(largest, number)
-        largest += 1
-        smallest -= 1
-    # Phase 4
-    for number in range(large):
-        sequence = 0
-        while True:
-            sequence = bisect_left(negated, -room[number], sequence)
-            while unplaced[sequence] != sequence:  # halves the path, so that the next search is short
-                unplaced[sequence] = sequence = unplaced[unplaced[sequence]]
-            if sequence == len(falling):
-                break
-            place(sequence, number)
-    # Phase 5
-    rest = [sequence for sequence in range(large, len(falling)) if unplaced[sequence] == sequence]
-    more = _first_fit(rest, falling, capacity)
-    if len(more) > -(-sum(falling[sequence] for sequence in rest) // capacity):  # else nothing takes fewer bins
-        more = min(more, _most_room(rest, falling, capacity), key=len)
-    placed = [[order[sequence] for sequence in members] for members in bins + more]
-    return _enough(placed, min_bin_count, bin_count_multiple)
+    for number in range(large):  # phase 2
+        if place(number, 0, medium):
+            medium, small = medium - 1, small - 1
+    for number in reversed(range(large)):  # phase 3
+        two_fit = small - medium > 1 and room[number] + negated[small - 1] + negated[small - 2] >= 0
+        if two_fit and len(bins[number]) == 1:
+            place(number, small - 1, small)
+            place(number, medium, small - 1)
+            small -= 2
+    for number in range(large):  # phase 4
+        while place(number, 0, len(left)):
+            pass
+    more = _first_fit(left, sizes, capacity)  # phase 5
+    if len(more) > -(-sum(sizes[position] for position in left) // capacity):  # else nothing takes fewer bins
+        more = min(more, _most_room(left, sizes, capacity), key=len)
+    return _enough(bins + more, min_bin_count, bin_count_multiple)
 
 
 #: The packers by name.

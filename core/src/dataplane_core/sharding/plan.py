@@ -121,19 +121,9 @@ def plan_shards(
     - Packing: packs each chunk into bins, whose number is a multiple of ``shards``, and deals them out in turn: bin i
       goes to shard ``i % shards``. The rounded lengths of a bin are within the limit.
 
-    Args:
-        num_rows: Rows of the batch.
-        shards: Number of shards.
-        batch_size: Need be no multiple of ``shards`` with packing.
-        dynamic_batching_args: `DynamicBatchingArgs`.
-        sequence_packing_args: `SequencePackingArgs`.
-        lengths: Gives the tokens per row for the arguments of either kind, once their keys are checked.
-        width: Gives the width of the padded batch for dynamic batching; None or 0: the largest length.
-        uneven: Without arguments and ``batch_size``: the last shards may get fewer rows, or none.
-
-    Raises:
-        InvalidRequestError: Both kinds of arguments are given, their keys or values are wrong, sizes are not multiples,
-            a row is over the limit or longer than the width, or a chunk has fewer rows than it needs bins.
+    ``lengths`` gives the tokens per row for the arguments of either kind, once their keys are checked. ``width`` gives
+    the width of the padded batch for dynamic batching; None or 0: the largest length. ``uneven``, without arguments and
+    ``batch_size``: the last shards may get fewer rows, or none.
     """
     if shards < 1:
         raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
@@ -141,20 +131,34 @@ def plan_shards(
         raise InvalidRequestError(
             "sharding refused: got dynamic_batching_args and sequence_packing_args. Expected one of them, or none."
         )
+    args: Mapping[str, Any]
+    form: Any
     if dynamic_batching_args is not None:
-        return _plan_dynamic_batches(num_rows, shards, batch_size, dynamic_batching_args, lengths, width)
-    if sequence_packing_args is not None:
-        return _plan_packed_batches(num_rows, shards, batch_size, sequence_packing_args, lengths)
-    if uneven:
+        args, form, rounding = dynamic_batching_args, DynamicBatchingArgs, "sequence_length_round"
+    elif sequence_packing_args is not None:
+        args, form, rounding = sequence_packing_args, SequencePackingArgs, "sequence_length_pad_multiple"
+    elif uneven:
         part = -(-num_rows // shards)
         rows = list(range(num_rows))
         return [Shard(rows[number * part : (number + 1) * part]) for number in range(shards)]
-    planned = [Shard() for _ in range(shards)]
-    for start, end in _chunks(num_rows, shards, batch_size, equal=True):
-        part = (end - start) // shards
-        for number, shard in enumerate(planned):
-            shard.rows += range(start + number * part, start + (number + 1) * part)
-    return planned
+    else:
+        planned = [Shard() for _ in range(shards)]
+        for start, end in _chunks(num_rows, shards, batch_size, equal=True):
+            part = (end - start) // shards
+            for number, shard in enumerate(planned):
+                shard.rows += range(start + number * part, start + (number + 1) * part)
+        return planned
+    is_dynamic = form is DynamicBatchingArgs
+    what = "dynamic_batching_args" if is_dynamic else "sequence_packing_args"
+    _check_keys(what, args, form)
+    limit = _at_least(1, what, args, "max_tokens_per_microbatch")
+    multiple = _at_least(1, what, args, rounding)
+    sizes = as_sizes("sharding", "row", lengths(args))
+    widest = width(args) if is_dynamic else None
+    chunks = _chunks(num_rows, shards, batch_size, equal=is_dynamic)
+    if is_dynamic:
+        return _dynamic_batches(shards, chunks, sizes, limit, multiple, widest or int(sizes.max()))
+    return _packed_batches(shards, chunks, sizes, limit, multiple, args)
 
 
 def order_of(shards: Sequence[Shard]) -> list[int]:
@@ -162,22 +166,9 @@ def order_of(shards: Sequence[Shard]) -> list[int]:
     return list(chain.from_iterable(shard.rows for shard in shards))
 
 
-def _plan_dynamic_batches(
-    num_rows: int,
-    shards: int,
-    batch_size: int | None,
-    args: Mapping[str, Any],
-    lengths: Callable[[Mapping[str, Any]], Lengths],
-    width: Callable[[Mapping[str, Any]], int | None],
+def _dynamic_batches(
+    shards: int, chunks: Sequence[tuple[int, int]], sizes: NDArray[np.int64], limit: int, multiple: int, widest: int
 ) -> list[Shard]:
-    what = "dynamic_batching_args"
-    _check_keys(what, args, DynamicBatchingArgs)
-    limit = _at_least(1, what, args, "max_tokens_per_microbatch")
-    multiple = _at_least(1, what, args, "sequence_length_round")
-    sizes = as_sizes("sharding", "row", lengths(args))
-    widest = width(args)
-    chunks = _chunks(num_rows, shards, batch_size, equal=True)
-    widest = widest or int(sizes.max())
     if int(sizes.max()) > widest:
         raise InvalidRequestError(
             f"dynamic batching refused: row {int(sizes.argmax())} has {int(sizes.max())} tokens, and the batch is "
@@ -205,25 +196,21 @@ def _plan_dynamic_batches(
     return planned
 
 
-def _plan_packed_batches(
-    num_rows: int,
+def _packed_batches(
     shards: int,
-    batch_size: int | None,
+    chunks: Sequence[tuple[int, int]],
+    sizes: NDArray[np.int64],
+    limit: int,
+    multiple: int,
     args: Mapping[str, Any],
-    lengths: Callable[[Mapping[str, Any]], Lengths],
 ) -> list[Shard]:
     what = "sequence_packing_args"
-    _check_keys(what, args, SequencePackingArgs)
-    limit = _at_least(1, what, args, "max_tokens_per_microbatch")
-    multiple = _at_least(1, what, args, "sequence_length_pad_multiple")
     seed = _at_least(0, what, {"seed": 0, **args}, "seed")
     bin_order = args.get("microbatch_order") or _ORDERS[0]
     algorithm = str(args["algorithm"]).lower()
     for key, value, offered in (("algorithm", algorithm, PACKERS), ("microbatch_order", bin_order, _ORDERS)):
         if value not in offered:
             raise InvalidRequestError(f"{what} refused: {key} is {value!r}. Expected one of {', '.join(offered)}.")
-    sizes = as_sizes("sharding", "row", lengths(args))
-    chunks = _chunks(num_rows, shards, batch_size, equal=False)
     rounded: NDArray[np.int64] = padded_length(sizes, multiple)
     longest = int(rounded.argmax())
     if int(rounded[longest]) > limit:

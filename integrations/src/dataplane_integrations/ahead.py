@@ -13,18 +13,15 @@ from dataplane_core.errors import InvalidRequestError
 _T = TypeVar("_T")
 
 
-def read_ahead(
-    reads: Iterable[Callable[[], _T]], depth: int, discard: Callable[[_T], None] = lambda result: None
-) -> Generator[Callable[[], _T], None, None]:
+def read_ahead(reads: Iterable[Callable[[], _T]], depth: int) -> Generator[Callable[[], _T], None, None]:
     """Does reads in order, in one thread, up to ``depth`` of them before their turn.
 
-    Closing the generator, which a ``for`` loop that ends early also does, cancels the reads that have not begun, waits
-    for the one that runs, and discards what was read and not yielded. Then the thread has ended.
+    Closing the generator, which a ``for`` loop that ends early also does, cancels the reads that have not begun, and
+    waits for the one that runs. Then the thread has ended.
 
     Args:
         reads: The reads; may be endless. They are taken one by one, each only when it may begin.
         depth: How many may run ahead. 0: none; there is no thread, and each runs where its result is asked for.
-        discard: Is called with each result that nobody got.
 
     Yields:
         Per read a function that waits for it, and returns its result or raises its error. Call it before the next is
@@ -35,24 +32,15 @@ def read_ahead(
         return
     waiting = iter(reads)
     begun: deque[Future[_T]] = deque()
-
-    def take() -> _T:
-        result = begun[0].result()  # if this wait is interrupted, the result is one that nobody got
-        begun.popleft()
-        return result
-
-    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-    try:
-        while True:
-            begun.extend(thread.submit(read) for read in itertools.islice(waiting, depth + 1 - len(begun)))
-            if not begun:
-                return
-            yield take
-    finally:
-        thread.shutdown(cancel_futures=True)
-        for read in begun:
-            if not read.cancelled() and read.exception() is None:
-                discard(read.result())
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        try:
+            while True:
+                begun.extend(thread.submit(read) for read in itertools.islice(waiting, depth + 1 - len(begun)))
+                if not begun:
+                    return
+                yield begun.popleft().result
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def check_depth(where: str, depth: int) -> int:

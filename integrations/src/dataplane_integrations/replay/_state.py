@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import re
 import sys
 import time
@@ -143,6 +144,7 @@ class RunState(PromptSource):
         self._selected: dict[str, _Group] = {}
         self._left_out: set[str] = set()  # groups that have left a selection which goes on
         self._gone: dict[str, tuple[_Group, bool]] = {}  # not cleared yet, and whether to generate them again
+        self._looked_at = -math.inf
         self._num_late = 0  # groups dropped since the last version because they came too late
         client = self._require_dp_client()
         client.register_partition(self.prompts_id, [], None, [ROLLOUT_TASK], if_exists="keep" if resume else "replace")
@@ -207,6 +209,7 @@ class RunState(PromptSource):
             self._clear()
         self._admit()
         self._write_run()
+        self._looked_at = time.monotonic()
         return evicted
 
     def _sort(self, rows: dict[str, dict[str, Any]]) -> dict[str, _Group]:
@@ -442,7 +445,8 @@ class RunState(PromptSource):
 
     def _newest_run(self) -> dict[str, Any]:
         with self._lock:
-            self._look()
+            if time.monotonic() - self._looked_at > _LONGEST_PAUSE_S:  # of this process it knows all
+                self._look()
             return dict(self._written)
 
     def _settled(self) -> list[str]:

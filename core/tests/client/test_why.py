@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import pickle
 import re
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -109,6 +111,19 @@ def test_an_error_has_the_verdict_if_the_claim_had_waited(monkeypatch, opened):
         assert caught.value.verdict is None
         moves = eventually(lambda: [each for each in client.why("p", "train") if each.state == "moves"], STARTS_S)
         assert (moves[0].backlog, moves[0].num_ready) == (2, 0), "nothing waits any longer"
+
+
+def test_a_client_that_is_late_is_looked_for_among_the_processes_of_its_host():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    late = {"host": socket.gethostname(), "role": "", "open_s": 0.0, "state": "silent", "heard_s": 1e6, "period_s": 1.0}
+    own, ended, none = (
+        explaining._state_of(ClientInfo(client_id="c", pid=pid, **late)) for pid in (os.getpid(), child, 1 << 30)
+    )
+    os.waitpid(child, 0)
+    assert (own, ended, none) == ("silent", "gone", "gone")
 
 
 def test_a_claim_that_ends_says_what_holds_the_other_samples_back():

@@ -168,6 +168,15 @@ def test_ending_it_leaves_no_process_and_no_thread(tmp_path):
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
+def test_a_fork_does_not_hold_what_tells_that_its_owner_is_gone():
+    owned = OwnedProcess(["sleep", "1000"])
+    child = os.fork()
+    if not child:
+        os._exit(0 if owned._watcher.stdin.closed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    owned.end()
+
+
 def test_its_output_goes_to_the_log(tmp_path):
     log = tmp_path / "log"
     process = OwnedProcess(["sh", "-c", "echo one; echo two >&2; exit 3"], log=log)

@@ -16,11 +16,11 @@ import tqdm
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs, write_columns
+from dataplane_core.batch.columns import object_array
 from dataplane_core.codec import as_columns, compact, tensor_columns, wire
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Ragged
-from dataplane_testkit._columns import as_object_array
 
 IDS = ["a_g0", "a_g1", "b_g0"]
 META = KVBatchMeta("train", "policy", IDS, sequence_lengths=[2, 1, 3])
@@ -175,7 +175,9 @@ def test_a_dataset_its_slices_and_its_formats_give_one_value(kind):
         assert values(as_columns("put", fields, 3)["x"]) == expected, form
 
 
-@pytest.mark.parametrize("empty", [[], {"x": []}, pa.table({"x": pa.array([], pa.int64())})], ids=repr)
+@pytest.mark.parametrize(
+    "empty", [[], {}, {"x": []}, {"x": torch.zeros(0, 3)}, pa.table({"x": pa.array([], pa.int64())})], ids=repr
+)
 def test_no_rows_for_no_ids_write_nothing(client, empty):
     assert client.put_samples([], "train", empty).sample_ids == []
     assert kv_first_write(empty, sample_ids=[], dp_client=client, partition_id="train").sample_ids == []
@@ -236,7 +238,7 @@ def test_numbers_become_a_tensor_which_is_jagged_if_rows_differ_in_length(client
 OBJECTS = [
     *(["text", "", "more"], [None, None, "text"], [[], [], []], [["a"], [], ["b", 1]], [{"n": 1}, {"n": [1, 2]}, None]),
     *([b"1", 1, None], [{"a": 1}, [{"b": [1]}], [[1], "a"]]),
-    *(NonTensorStack([1, 2], [3], [4, 5, 6]), as_object_array([1, 2], [3], [4, 5, 6])),
+    *(NonTensorStack([1, 2], [3], [4, 5, 6]), object_array([[1, 2], [3], [4, 5, 6]])),
     *(
         pa.array(TEXTS),
         pa.array(TEXTS).dictionary_encode(),
@@ -260,7 +262,7 @@ def test_other_columns_are_objects(client, given):
 def test_tensors_of_ray_are_taken(client):
     from ray.data._internal.tensor_extensions import arrow as ray_arrow
 
-    for name, rows in (("x", INT32.reshape(3, 2, 2)), ("y", as_object_array(*RAGGED))):
+    for name, rows in (("x", INT32.reshape(3, 2, 2)), ("y", object_array(RAGGED))):
         column = written(client, {name: ray_arrow.ArrowTensorArray.from_numpy(rows)})[name]
         assert values(column) == [row.tolist() for row in rows]
 

@@ -12,12 +12,7 @@ import torch
 from gates import Gate
 
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, connect_async
-from dataplane_core.errors import (
-    ClientClosedError,
-    OperationTimeoutError,
-    RoomTimeoutError,
-    UnknownPartitionError,
-)
+from dataplane_core.errors import ClientClosedError, OperationTimeoutError, RoomTimeoutError, UnknownPartitionError
 
 pytestmark = pytest.mark.anyio
 

@@ -49,11 +49,6 @@ def test_an_empty_meta_may_have_no_partition(client, partition_id):
     client.renew(meta, 60.0)
 
 
-@pytest.mark.parametrize("fields", [None, {}, [], {"x": []}, {"x": torch.zeros(0, 3)}, pa.table({"x": pa.array([])})])
-def test_no_rows_without_ids_are_an_empty_put(client, fields):
-    assert client.put_samples([], "p", fields, []).sample_ids == []
-
-
 def test_a_claim_of_a_field_that_was_put_by_another_name_says_so(client, caplog):
     for sample_id in ("a", "b"):
         client.put_samples([sample_id], "p", {"x": [1], "rewrad": [0.5], "text": ["object"]})

@@ -76,19 +76,6 @@ def test_what_is_read_is_new_and_writable_memory_and_frames_hold_theirs():
     assert [unframe_column([frame]).unique().tolist() for frame in frames] == [[0], [1]]
 
 
-def test_memory_of_large_rows_is_used_again_once_nobody_holds_it():
-    held, places = [], set()
-    for value in range(20):
-        frames = [bytes([value]) * (1 << 20), b"end"]
-        data, offsets = join_rows([[[frame] for frame in frames]])
-        assert (bytes(data), offsets.tolist()) == (join_row(frames), [0, len(data)])
-        places.add(np.frombuffer(data, dtype=np.uint8).ctypes.data)
-        held = [*held, (data[1:], join_row(frames)[1:])][-2:]
-        assert all(bytes(row) == expected for row, expected in held)
-        del data
-    assert len(places) < 10
-
-
 # --- rows of frames ---------------------------------------------------------------------------------------------------
 
 

@@ -11,10 +11,11 @@ from framing import FRAMES, frame_column
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.testing._internal.two_tensor import TwoTensor
 
+from dataplane_core.batch.columns import object_array
 from dataplane_core.codec import as_columns, decode_columns, encode_columns, encode_item, num_rows
+from dataplane_core.codec.rows import object_column
 from dataplane_core.errors import BackendError, FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import FieldSpec, Ragged, WireFormat
-from dataplane_testkit._columns import as_object_array
 
 JAGGED, NATIVE, PROMOTED = WireFormat(), WireFormat(objects="native"), WireFormat(promote_1d=True)
 FLOATS = FieldSpec.of_cells(torch.float32, (0,))
@@ -136,13 +137,13 @@ TENSORS = {
 #: In which form tensordict hands in objects -> what comes back.
 LISTS = {
     **{
-        f"{form.__name__} of {items}": (form(*items), items)
+        f"{form.__name__} of {items}": (form(items), items)
         for items in (ITEMS, *([item] * 3 for item in ("x", [1, 2], [], {}, None, [["a"], ["b"]])))
-        for form in (NonTensorStack, as_object_array)
+        for form in (object_column, object_array)
     },
     **{
         f"TensorDict of {type(column).__name__}": (TensorDict({"x": column}, batch_size=[3]), ITEMS)
-        for column in (NonTensorStack(*ITEMS), as_object_array(*ITEMS), ITEMS)
+        for column in (NonTensorStack(*ITEMS), object_array(ITEMS), ITEMS)
     },
     "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
 }

@@ -47,11 +47,7 @@ from dataplane_core.ledger.partition import Partition
 from dataplane_core.ledger.queues import DoneRequests, RoomQueue
 from dataplane_core.ledger.rows import Cells, Ref, positions_by_write, positions_in
 from dataplane_core.spec import Claim, PartitionDescription, PartitionInfo, SampleList, matches
-from dataplane_core.spec.replies import (
-    FieldList,
-    PartitionState,
-    Replaced,
-)
+from dataplane_core.spec.replies import FieldList, PartitionState, Replaced
 from dataplane_core.spec.requests import Command
 
 #: Write ids that are drawn elsewhere number the writes in so many bits.

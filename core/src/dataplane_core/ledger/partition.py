@@ -48,14 +48,7 @@ from dataplane_core.ledger.rows import (
     ranks_of,
     shares,
 )
-from dataplane_core.spec import (
-    Claim,
-    FieldSpec,
-    PartitionDescription,
-    PartitionInfo,
-    Question,
-    TaskDescription,
-)
+from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, Question, TaskDescription
 from dataplane_core.spec.replies import Answer, Replaced
 from dataplane_core.spec.requests import MOST_WORDS
 

@@ -18,23 +18,13 @@ from typing import Any, Final, TypeAlias, cast
 
 from msgspec.structs import replace
 
-from dataplane_core.errors import (
-    ClientClosedError,
-    DataPlaneError,
-    Shortfall,
-    UnsupportedOperationError,
-)
+from dataplane_core.errors import ClientClosedError, DataPlaneError, Shortfall, UnsupportedOperationError
 from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.queues import LONGEST_PAUSE_S, WaitingClaims
 from dataplane_core.ledger.rows import Ref
-from dataplane_core.spec import (
-    Claim,
-    ClientInfo,
-    PartitionDescription,
-    Question,
-)
+from dataplane_core.spec import Claim, ClientInfo, PartitionDescription, Question
 from dataplane_core.spec.requests import Command
 
 #: How many puts at the head of the queue are woken.

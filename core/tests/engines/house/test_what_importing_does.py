@@ -1,11 +1,15 @@
-"""Importing our packages changes nothing of the process, and imports neither engines nor torch's compiler."""
+"""What importing does, on which platforms, and which helpers need a trainer."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import dataplane_core
+from dataplane_core import connect, kv_first_write, read_columns, write_columns
 
 _CODE = """
 import json, sys
@@ -69,3 +73,79 @@ print(json.dumps([
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [True, [], 1, True, True, []]
+
+
+# --- platforms --------------------------------------------------------------------------------------------------------
+
+#: Modules that Windows lacks.
+MODULES = ["fcntl", "grp", "pty", "pwd", "resource", "termios", "tty"]
+#: Attributes of modules that Windows or macOS lacks.
+ATTRIBUTES = {
+    "os": [
+        *("fork", "getuid", "geteuid", "killpg", "memfd_create", "pidfd_open", "register_at_fork", "sched_getaffinity")
+    ],
+    "signal": ["SIGKILL", "SIGHUP", "SIGSTOP", "SIGCONT", "pidfd_send_signal"],
+    "socket": ["AF_UNIX", "SO_PEERCRED", "send_fds", "recv_fds"],
+    "mmap": ["MADV_HUGEPAGE", "MAP_ANONYMOUS", "MAP_PRIVATE", "MAP_SHARED", "PROT_READ"],
+}
+
+
+WITHOUT = """
+import os, signal, sys
+import tensordict, torch  # these have guards of their own
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in {modules!r}:
+            raise ModuleNotFoundError(name)
+
+
+for name in {modules!r}:
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Refuse())
+for module, names in {attributes!r}.items():
+    module = __import__(module)
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+
+import dataplane_core.batch, dataplane_core.cli, dataplane_core.dataloader, dataplane_core.middleware
+from dataplane_core import connect
+
+with connect({{"backend": "noop", "middleware": ["metrics", "wire_guard"]}}) as client:
+    client.register_partition("p", ["x"], None, ["t"])
+    client.put_samples(["a"], "p", {{"x": torch.ones(1, 1 << 20)}})
+    assert client.get_data(client.claim_meta("p", "t", ["x"], 1))["x"].sum() == 1 << 20
+    client.save("saved")
+"""
+
+
+def test_noop_runs_without_them(tmp_path):
+    program = WITHOUT.format(modules=MODULES, attributes=ATTRIBUTES)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --- helpers of trainers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "under a default device"])
+def test_a_trainers_helpers_do_the_same(compiled):
+    ids, tokens = ["a", "b"], torch.tensor([[1, 2, 0], [1, 2, 3]])
+    batch = {"input_ids": tokens, "input_lengths": torch.tensor([2, 3]), "logprobs": [[0.5], [1, 2.0]]}
+    with connect({"backend": "noop"}) as client:
+        client.register_partition("p", [], None, [])
+
+        def step():
+            meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="p")
+            meta = write_columns(client, meta, {"prev_logprobs": tokens * 0.5})
+            return read_columns(client, meta)
+
+        if compiled:
+            found = torch.compile(step, backend="eager")()
+        else:
+            with torch.device("meta"):
+                found = step()
+    assert found["input_ids"].equal(tokens)
+    assert found["prev_logprobs"].equal(tokens * 0.5)

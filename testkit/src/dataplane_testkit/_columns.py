@@ -106,8 +106,8 @@ def check_column(column: Any, expected: Sequence[torch.Tensor] | torch.Tensor) -
         assert column.is_nested, "rows of different shapes were not read as one nested tensor"
         assert column.values().is_contiguous(), "the values of a jagged column are not contiguous"
         lengths = [len(row) for row in expected]
-        found = getattr(column, "_maybe_min_seqlen", None), getattr(column, "_maybe_max_seqlen", None)
-        assert found == (min(lengths), max(lengths)), f"min and max length are {found}, expected those of {lengths}"
+        ends = getattr(column, "_maybe_min_seqlen", None), getattr(column, "_maybe_max_seqlen", None)
+        assert ends == (min(lengths), max(lengths)), f"min and max length are {ends}, expected those of {lengths}"
     assert column.device.type == "cpu"
     assert not column.requires_grad, "a column that was read requires grad"
 
@@ -116,15 +116,15 @@ def items_of(column: Any) -> list[Any]:
     if isinstance(column, list):  # what older versions of tensordict give for td[name]
         return list(column)
     assert hasattr(column, "tolist"), f"expected a NonTensorStack, got a {type(column).__name__}"
-    found: list[Any] = column.tolist()
-    return found
+    items: list[Any] = column.tolist()
+    return items
 
 
 def shared(left: Any, right: Any) -> bool:
     """Whether two tensors of any layout share memory."""
     pointers = [
-        (each.values() if each.is_nested and each.layout == torch.jagged else each).untyped_storage().data_ptr()
-        for each in (left, right)
+        (tensor.values() if tensor.is_nested and tensor.layout == torch.jagged else tensor).untyped_storage().data_ptr()
+        for tensor in (left, right)
     ]
     return bool(pointers[0] == pointers[1] != 0)
 

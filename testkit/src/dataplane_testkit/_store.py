@@ -135,7 +135,7 @@ class Store:
 
     def workers(self, count: int) -> list[Worker]:
         """Clients in separate processes, attached to the store. They are kept for later tests."""
-        for worker in [each for each in self._workers if not each.alive]:
+        for worker in [dead for dead in self._workers if not dead.alive]:
             worker.close()
             self._workers.remove(worker)
         started = [self.new_worker() for _ in range(count - len(self._workers))]

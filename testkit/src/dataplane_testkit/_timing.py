@@ -65,9 +65,9 @@ def eventually(condition: Callable[[], _R], within_s: float = PROMPT_S, what: st
     """
     give_up = time.monotonic() + within_s
     while True:
-        found = condition()
-        if found:
-            return found
+        result = condition()
+        if result:
+            return result
         assert time.monotonic() < give_up, f"{what} did not come true within {within_s:g} s."
         time.sleep(0.005)
 
@@ -85,4 +85,4 @@ def in_threads(*calls: Callable[[], Any], within_s: float = 180.0) -> list[Any]:
 
     running = [Background(started(call)) for call in calls]
     give_up = time.monotonic() + within_s
-    return [each.result(max(0.1, give_up - time.monotonic()), f"thread {index}") for index, each in enumerate(running)]
+    return [call.result(max(0.1, give_up - time.monotonic()), f"thread {index}") for index, call in enumerate(running)]

@@ -27,8 +27,8 @@ IDS: Final = [f"q{group}_g{member}" for group in range(5) for member in range(3)
 PARTITIONS: Final = ("p", "pq")
 TASKS: Final = ("train", "eval")
 TAGS: Final[list[dict[str, Any]]] = [
-    *({"v": each} for each in (0, 1, 2, 3, -1, 1.5, True, False, None, "a", float("nan"), float("inf"), 2**60)),
-    *({"v": each} for each in (-(2**63), 2**63 - 1, 1e-320, -0.0, float("-inf"), "", "\u00fc\n\0\u5b57")),
+    *({"v": value} for value in (0, 1, 2, 3, -1, 1.5, True, False, None, "a", float("nan"), float("inf"), 2**60)),
+    *({"v": value} for value in (-(2**63), 2**63 - 1, 1e-320, -0.0, float("-inf"), "", "\u00fc\n\0\u5b57")),
     *({"v": 2, "rare": "r"}, {"rare": True}, {"late": True}, {"input_lengths": 7}, {"input_lengths": 2, "v": 1}, {}),
 ]
 FILTERS: Final[list[dict[str, tuple[str, Any]]]] = [
@@ -117,10 +117,9 @@ class Put:
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
-        known = told(ledger, commands.InspectRequest(self.partition_id), now)
-        specs = {
-            name: self._spec(kind, known.specs.get(name) if known else None) for name, kind in self.columns.items()
-        }
+        described = told(ledger, commands.InspectRequest(self.partition_id), now)
+        held = described.specs if described else {}
+        specs = {name: self._spec(kind, held.get(name)) for name, kind in self.columns.items()}
         about = (self.partition_id, self.sample_ids)
         if not specs:
             tags = self.tags or [{}] * len(self.sample_ids)
@@ -151,10 +150,10 @@ class Put:
         return [kind.row(self.number if kind.shared else 16 * self.number + place) for place in places]
 
     @staticmethod
-    def _spec(kind: str, known: FieldSpec | None) -> FieldSpec:
+    def _spec(kind: str, fixed: FieldSpec | None) -> FieldSpec:
         """A list of ints becomes what its field holds."""
         spec = KINDS[kind].spec
-        return known if known is not None and spec.lists == "ints" and known.dtype.startswith("float") else spec
+        return fixed if fixed and spec.lists == "ints" and fixed.dtype.startswith("float") else spec
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
 
 
 @dataclass
-class _Given:
+class _Lease:
     """A claim, and what it gave."""
 
     claim: commands.ClaimRequest
@@ -217,7 +216,7 @@ class History:
     shares: bool = True
     count: int = 0
     _next: list[Callable[[], Step | None]] = field(default_factory=list)
-    _claims: list[_Given] = field(default_factory=list)
+    _claims: list[_Lease] = field(default_factory=list)
     _puts: list[Put] = field(default_factory=list)
     _kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # of cells that were put
     _requests: list[Step] = field(default_factory=list)  # that may come again
@@ -227,11 +226,11 @@ class History:
         self._next = [partial(self._register, name, keep=False) for name in PARTITIONS]
         able = [weights for needs, weights in _DRAWN.items() if needs <= self.able]
         never = _ONLY_VIRTUAL if self.real else _ONLY_REAL
-        self._weights = {name: each for weights in able for name, each in weights.items() if name not in never}
+        self._weights = {name: weight for weights in able for name, weight in weights.items() if name not in never}
         if self.bounded:
-            self._weights = {name: each for name, each in self._weights.items() if name in _OF_ROOM}
+            self._weights = {name: weight for name, weight in self._weights.items() if name in _OF_ROOM}
         # a NaN that was saved and loaded is another one
-        self._tags = TAGS if self.real else [each for each in TAGS if "nan" not in repr(each)]
+        self._tags = TAGS if self.real else [tags for tags in TAGS if "nan" not in repr(tags)]
 
     def step(self, ledger: Ledger, now: float) -> Step:
         """The next step."""
@@ -287,7 +286,7 @@ class History:
     def _claimed(self, claim: commands.ClaimRequest, reply: Any) -> None:
         dice, ids = self.dice, list(reply.sample_ids)
         if ids and reply.lease_tokens:
-            self._claims = [*self._claims[-8:], _Given(claim, ids, list(reply.lease_tokens))]
+            self._claims = [*self._claims[-8:], _Lease(claim, ids, list(reply.lease_tokens))]
             if dice.random() < 0.4:
                 self._next += [lambda: self._settle(ago=0)] * dice.randint(1, 2)
             if claim.lease_s == SHORT_S and dice.random() < 0.7:
@@ -336,14 +335,14 @@ class History:
 
     def _after_registration(self, step: commands.RegisterRequest) -> Iterable[Callable[[], Step | None]]:
         """Old tokens meet new leases of the same samples."""
-        given = self.dice.choice(self._claims)
-        claim = structs.replace(given.claim, partition_id=step.partition_id, lease_s=LONG_S, tag_filter=None)
+        lease = self.dice.choice(self._claims)
+        claim = structs.replace(lease.claim, partition_id=step.partition_id, lease_s=LONG_S, tag_filter=None)
         claim = structs.replace(
             claim, all_or_nothing=False, dp_rank=None, dp_size=None, sampler="first_write", batch_index=0
         )
-        yield lambda: self._put(step.partition_id, given.sample_ids, claim.required_fields)
+        yield lambda: self._put(step.partition_id, lease.sample_ids, claim.required_fields)
         yield lambda: self._fresh(claim)
-        yield lambda: self._settle_these(given, range(len(given.sample_ids)))
+        yield lambda: self._settle_these(lease, range(len(lease.sample_ids)))
 
     def _number(self) -> int:
         self.count += 1
@@ -353,17 +352,17 @@ class History:
         return self.dice.choice(["p", "p", "p", "pq"]) if self.dice.random() < 0.98 else "nowhere"
 
     def _group_size(self, where: str) -> int | None:
-        known = told(self._ledger, commands.DescribeRequest(where), self._now)
-        return None if known is None else known.grpo_group_size
+        info = told(self._ledger, commands.DescribeRequest(where), self._now)
+        return None if info is None else info.grpo_group_size
 
     def _some_ids(self, where: str = "") -> list[str]:
         dice = self.dice
         if self.bounded:
             return dice.sample(IDS[:6], dice.choice([1, 1, 2, 3]))
-        fit = [each for each in IDS if self._group_size(where) != 2 or each[-1] != "2" or dice.random() < 0.1]
+        fit = [name for name in IDS if self._group_size(where) != 2 or name[-1] != "2" or dice.random() < 0.1]
         if dice.random() < 0.5:  # whole groups
             first = dice.randrange(5)
-            near = [each for each in fit if int(each[1]) in (first, (first + 1) % 5)]
+            near = [name for name in fit if int(name[1]) in (first, (first + 1) % 5)]
             return near[: dice.choice([2, 3, 6])]
         return dice.sample(fit, dice.randint(1, 6))
 
@@ -375,7 +374,7 @@ class History:
 
     def _required(self, where: str) -> list[str]:
         """Fields that a claim can often get."""
-        puts = [each for each in self._puts if each.partition_id == where and each.columns]
+        puts = [put for put in self._puts if put.partition_id == where and put.columns]
         if not puts or self.dice.random() < 0.3:
             return self._fields() if self.dice.random() < 0.8 else []
         return list(self.dice.choice(puts).columns)
@@ -394,9 +393,9 @@ class History:
         dice = self.dice
         keeps = dice.random() < 0.6 if keep is None else keep
         where, group = name or dice.choice(PARTITIONS), dice.choice([None, None, None, 2, 3])
-        known = told(self._ledger, commands.DescribeRequest(where), self._now)
-        if keeps and known is not None and dice.random() < 0.8:
-            group = known.grpo_group_size
+        info = told(self._ledger, commands.DescribeRequest(where), self._now)
+        if keeps and info is not None and dice.random() < 0.8:
+            group = info.grpo_group_size
         if Capability.GROUPS not in self.able:
             group = None
         tasks = dice.choice([TASKS, TASKS, TASKS, TASKS[:1]])
@@ -409,11 +408,11 @@ class History:
     def _finish(self, name: str = "") -> Step | None:
         """As `finish_partition`: the group size is that of the partition."""
         where = name or self.dice.choice(PARTITIONS)
-        known = told(self._ledger, commands.DescribeRequest(where), self._now)
-        if known is None:
+        info = told(self._ledger, commands.DescribeRequest(where), self._now)
+        if info is None:
             return None
         return commands.RegisterRequest(
-            where, [], 0, [], known.grpo_group_size, {}, f"e{self._number()}", if_exists="keep"
+            where, [], 0, [], info.grpo_group_size, {}, f"e{self._number()}", if_exists="keep"
         )
 
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Put:
@@ -456,7 +455,7 @@ class History:
         where = name or self._part()
         fields = list(fields) or self._fields()
         if not ids and self.dice.random() < 0.75:  # cells that are there
-            ids = [each for each in IDS if told(self._ledger, commands.Locate(where, [each], fields), self._now)]
+            ids = [name for name in IDS if told(self._ledger, commands.Locate(where, [name], fields), self._now)]
         some = self.dice.choices(list(ids) or IDS, k=self.dice.randint(1, 6))
         return commands.Locate(where, some, fields)
 
@@ -515,17 +514,17 @@ class History:
         ago = self.dice.choice([0, 0, 0, 1, 2, 5]) if ago is None else ago
         if ago >= len(self._claims):
             return None
-        given = self._claims[-1 - ago]
-        places: Sequence[int] = range(len(given.sample_ids))
+        lease = self._claims[-1 - ago]
+        places: Sequence[int] = range(len(lease.sample_ids))
         if self.dice.random() < 0.4:
             places = self.dice.sample(places, self.dice.randint(1, len(places)))
-        return self._settle_these(given, places)
+        return self._settle_these(lease, places)
 
-    def _settle_these(self, given: _Given, places: Iterable[int]) -> Step:
-        dice, claim = self.dice, given.claim
-        some = [(given.sample_ids[place], given.tokens[place]) for place in places]
+    def _settle_these(self, lease: _Lease, places: Iterable[int]) -> Step:
+        dice, claim = self.dice, lease.claim
+        some = [(lease.sample_ids[place], lease.tokens[place]) for place in places]
         request_id = f"s{self._number()}"
-        about = (claim.partition_id, claim.task_name, [each for each, _ in some], [token for _, token in some])
+        about = (claim.partition_id, claim.task_name, [name for name, _ in some], [token for _, token in some])
         kind: Any = dice.choice(
             [commands.AckRequest, commands.NackRequest, commands.NackRequest, commands.RenewRequest]
         )

@@ -137,10 +137,10 @@ class Report:
             f"- declares: {', '.join(about['declared']) or 'nothing'}",
             "",
             f"| {'capability':<16} | verdict      | {' | '.join(OUTCOMES)} |",
-            f"|{'-' * 18}|{'-' * 14}|{''.join('-' * (len(each) + 1) + ':|' for each in OUTCOMES)}",
+            f"|{'-' * 18}|{'-' * 14}|{''.join('-' * (len(outcome) + 1) + ':|' for outcome in OUTCOMES)}",
         ]
         for row in self.rows():
-            counts = " | ".join(f"{row[each]:>{len(each)}}" for each in OUTCOMES)
+            counts = " | ".join(f"{row[outcome]:>{len(outcome)}}" for outcome in OUTCOMES)
             lines.append(f"| {row['name']:<16} | {row['verdict']:<12} | {counts} |")
         for title, entries in self._lists().items():
             lines += ["", f"{title}:", "", *(escape(entry) for entry in entries)] if entries else []
@@ -187,7 +187,7 @@ def _header(case: Any) -> dict[str, Any]:
     """The part of a record that is the same for all tests of a class."""
     cls: type[Backend] = case.under_test()
     copies = {operation: case.copies_allowed(operation) for operation in MOST_COPIES}
-    more = {f"{most:g} copies in {each}": why for each, (most, why) in copies.items() if most > MOST_COPIES[each]}
+    more = {f"{most:g} copies in {name}": why for name, (most, why) in copies.items() if most > MOST_COPIES[name]}
     return {
         "backend": shown_name(case),
         "distribution": _distribution(cls.__module__.partition(".")[0]),
@@ -207,9 +207,10 @@ _packages = cache(packages_distributions)
 @cache
 def _distribution(package: str) -> str:
     # an editable install lists its entry points, but no files
-    found = [each.distribution for each in find_plugins() if each.target.partition(".")[0].partition(":")[0] == package]
-    found += _packages().get(package, [])
-    return f"{found[0]} {_version(found[0])}" if found else ""
+    targets = [(plugin.distribution, re.split("[.:]", plugin.target)[0]) for plugin in find_plugins()]
+    distributions = [name for name, module in targets if module == package]
+    distributions += _packages().get(package, [])
+    return f"{distributions[0]} {_version(distributions[0])}" if distributions else ""
 
 
 def _version(distribution: str) -> str:

@@ -48,7 +48,7 @@ def _rules(page: str) -> Iterator[tuple[str, Rule]]:
                 said = [" ".join(quote.replace("\n> ", " ").split()) for quote in quoted]
                 named = re.match(r"\*(.+?)\*: ", said[0])
                 source = named[1] if named else "Contract"
-                quotes = tuple(each.removeprefix(f"*{source}*: ") for each in said)
+                quotes = tuple(quote.removeprefix(f"*{source}*: ") for quote in said)
                 continue
             for item in block.strip().removeprefix("- ").split("\n- "):
                 line = re.fullmatch(r"`(\w+)`(?: \((.+?)\))?: (.+)", " ".join(item.split()))

@@ -91,10 +91,10 @@ def check(history: History) -> list[Finding]:
     """What breaks a rule of the contract, those first whose last call began first; of each rule a few."""
     counts: Counter[str] = Counter()
     kept: dict[tuple[object, ...], Finding] = {}
-    for each in sorted(_all(history), key=lambda each: each.calls[-1].begin_s):
-        if counts[each.rule] < _MOST and each.key not in kept:
-            counts[each.rule] += 1
-            kept[each.key] = each
+    for one in sorted(_all(history), key=lambda one: one.calls[-1].begin_s):
+        if counts[one.rule] < _MOST and one.key not in kept:
+            counts[one.rule] += 1
+            kept[one.key] = one
     return list(kept.values())
 
 
@@ -126,7 +126,7 @@ def judged(history: History, promises: Mapping[str, str] | None) -> tuple[list[J
         The findings of both kinds, each with the history in which `check` finds it.
     """
     if promises is None:
-        return [(each, history) for each in check(history)], []
+        return [(one, history) for one in check(history)], []
     lasts = "durable" in promises
     held = replace(
         history,
@@ -135,10 +135,10 @@ def judged(history: History, promises: Mapping[str, str] | None) -> tuple[list[J
         whole_puts="half" in promises,
         fenced="fenced" in promises,
     )
-    broken = [each for each in check(held) if each.rule in promises or each.rule == "puts"]  # without puts, no proof
-    rules = {each.rule for each in broken}
-    seen = [each for each in check(history) if each.rule not in rules]
-    return [(each, held) for each in broken], [(each, history) for each in seen]
+    broken = [one for one in check(held) if one.rule in promises or one.rule == "puts"]  # without puts, no proof
+    rules = {one.rule for one in broken}
+    seen = [one for one in check(history) if one.rule not in rules]
+    return [(one, held) for one in broken], [(one, history) for one in seen]
 
 
 def shrunk(history: History, found: Finding) -> History:
@@ -226,7 +226,7 @@ def _reads(index: Index) -> Findings:
             rows = [index.rows[call.partition][sample] for sample in call.samples]
             puts = [row.cells(call.begin_s, call.end_s, call.fields) for row in rows]
             if all(puts):
-                calls = [put.call for each in puts for put in each]
+                calls = [put.call for part in puts for put in part]
                 rule = "committed" if all(put.done_s < call.begin_s for put in calls) else "half"
                 why = "" if rule == "committed" else " Other cells of the same put had been seen before."
                 text = f"{call} does not find samples that were there: {call.error}{why}"
@@ -247,7 +247,7 @@ def _listings(index: Index) -> Findings:
 def _ends(index: Index) -> Findings:
     for call in index.calls:
         name = call.error_name
-        if name == "LostSamplesError" and not any(each.loses_data for each in index.history.events):
+        if name == "LostSamplesError" and not any(event.loses_data for event in index.history.events):
             yield finding("lost", f"{call}: the store has lost payload. {call.error}", call)
         if name.startswith("!"):
             yield finding("error", f"{call} raised {call.error[1:]}", call)
@@ -272,7 +272,7 @@ def _may_end_so(call: Call) -> bool:
 def _disturbed(history: History, call: Call) -> bool:
     """Whether something was done to the store during a call or shortly before."""
     since_s = call.begin_s - history.allowance_s
-    return any(not each.process and each.begin_s < call.end_s and each.end_s > since_s for each in history.events)
+    return any(not event.process and event.begin_s < call.end_s and event.end_s > since_s for event in history.events)
 
 
 def _deadlines(index: Index) -> Findings:
@@ -280,7 +280,7 @@ def _deadlines(index: Index) -> Findings:
         ended, end_s = not math.isinf(call.end_s), min(call.end_s, index.history.end_s)
         if math.isinf(end_s) or not (ended or math.isinf(index.killed_s(call.process))):
             continue
-        latest_s = max([call.begin_s + call.timeout_s, *(each.end_s for each in index.stops(call, end_s))])
+        latest_s = max([call.begin_s + call.timeout_s, *(stop.end_s for stop in index.stops(call, end_s))])
         if end_s > latest_s + index.history.allowance_s:
             how = f"{'took' if ended else 'did not end in'} {end_s - call.begin_s:.1f} s"
             yield finding("deadline", f"{call} {how}. Its deadline was {call.timeout_s:g} s.", call)
@@ -314,24 +314,24 @@ def _capacity(index: Index) -> Findings:
 def _held_until(row: Row, call: Call) -> float:
     """Until when the cells of a put are held for certain."""
     others = [put for put in row.puts if put.call is not call and not put.sure_s.keys().isdisjoint(call.fields)]
-    ends = [each for each in [*(put.call for put in others), *row.wipes] if each.done_s > call.begin_s]
-    return min((each.begin_s for each in ends), default=math.inf)
+    ends = [end for end in [*(put.call for put in others), *row.wipes] if end.done_s > call.begin_s]
+    return min((end.begin_s for end in ends), default=math.inf)
 
 
 def _tokens(task: Task) -> Findings:
-    known: dict[str, Call] = {}
+    claims: dict[str, Call] = {}
     for claim in task.claims:
         for token in {*claim.tokens} - {""}:
-            if token in known:
-                text = f"{known[token]} and {claim} were given the same lease token."
-                yield finding("token", text, known[token], claim)
-            known[token] = claim
+            if token in claims:
+                text = f"{claims[token]} and {claim} were given the same lease token."
+                yield finding("token", text, claims[token], claim)
+            claims[token] = claim
 
 
 def _given_twice(task: Task) -> Findings:
     for holds in task.holds.values():
-        found = (_twice(one, two) for one, two in combinations(holds, 2) if not one.row.unsafe)
-        yield from [each for each in found if each is not None][:1]
+        pairs = (_twice(one, two) for one, two in combinations(holds, 2) if not one.row.unsafe)
+        yield from [pair for pair in pairs if pair is not None][:1]
 
 
 def _twice(one: Hold, two: Hold) -> Finding | None:
@@ -361,16 +361,16 @@ def _refused(task: Task) -> Findings:
     """Acks, nacks and renewals that were refused though every token was valid."""
     for call in task.settles:
         if call.outcome == REFUSED and call.error_name == "LeaseExpiredError":
-            given = zip(call.samples, call.tokens, strict=True)
-            mine = [hold for sample, token in given for hold in task.holds[sample] if hold.token == token]
+            leases = zip(call.samples, call.tokens, strict=True)
+            mine = [hold for sample, token in leases for hold in task.holds[sample] if hold.token == token]
             if len(mine) == len(call.samples) and all(_valid(hold, call) for hold in mine):
-                proof = [each for hold in mine for each in (hold.claim, *hold.renewals)]
+                proof = [call for hold in mine for call in (hold.claim, *hold.renewals)]
                 text = f"{call} was refused, though its leases lasted: {call.error}"
                 yield finding("lease", text, *proof, call, about=call.samples)
 
 
 def _valid(hold: Hold, call: Call) -> bool:
-    settled = any(each.begin_s < call.end_s for each in [*hold.acks, *hold.nacks])
+    settled = any(settle.begin_s < call.end_s for settle in [*hold.acks, *hold.nacks])
     wiped = hold.row.wiped(hold.claim.begin_s, call.end_s)
     return not settled and not wiped and not hold.row.unsafe and call.end_s < hold.leased_until_s
 
@@ -383,7 +383,7 @@ def _order(task: Task) -> Findings:
         for row in [row for row in rows if not row.unsafe]:
             if row.first_write_by(claim.end_s) < latest_s:
                 text = f"{claim} gives {row.sample} after {latest[0].sample}, which was written later."
-                puts = [put.call for each in (row, *latest) for put in each.puts]
+                puts = [put.call for of in (row, *latest) for put in of.puts]
                 yield finding("order", text, *puts, claim, about=(row.sample, latest[0].sample))
                 break
             after_s = row.first_write_after(claim.begin_s)
@@ -417,9 +417,9 @@ def _passed_over(index: Index, task: Task) -> Findings:
             about = [row.sample for row, _ in over[: claim.limit]]
             yield finding("waiting", text, *calls, claim, about=about)
         elif over and claim.outcome == OK and claim.samples:
-            row, puts_of = min(over, key=lambda each: each[0].first_write_by(end_s))
-            given = [task.rows[sample] for sample in claim.samples]
-            last = max(given, key=lambda each: each.first_write_after(begin_s))
+            row, puts_of = min(over, key=lambda pair: pair[0].first_write_by(end_s))
+            rows = [task.rows[sample] for sample in claim.samples]
+            last = max(rows, key=lambda row: row.first_write_after(begin_s))
             if row.first_write_by(end_s) < last.first_write_after(begin_s):
                 text = f"{claim} gave {last.sample}, and not {row.sample}, which was written before and was ready."
                 calls = [*puts_of, *(put.call for put in last.puts)]
@@ -439,8 +439,8 @@ def _consumed(task: Task) -> Findings:
     for end in task.ends:
         for row in task.rows.values() if all(claim.begin_s >= end.end_s for claim in lost) else ():
             put = row.there(end.begin_s, end.end_s)
-            given = any(hold.for_good(end.end_s) for hold in task.holds[row.sample])
-            if put is not None and not given and not row.unsafe:
+            is_given = any(hold.for_good(end.end_s) for hold in task.holds[row.sample])
+            if put is not None and not is_given and not row.unsafe:
                 text = f"{end} says that task {end.task} is done, which was not given {row.sample} for good."
                 yield finding("consumed", text, put.call, end, about=row.sample)
                 break
@@ -510,13 +510,13 @@ class Row:
 
     def cells(self, begin_s: float, end_s: float, fields: Collection[str]) -> list[Put]:
         """The puts by which all fields were there for certain from one moment to another. Empty: not for certain."""
-        found: list[Put] = []
+        puts: list[Put] = []
         for name in fields:
             put = None if self.unsafe else self.there(begin_s, end_s, (name,))
             if put is None:
                 return []
-            found.append(put)
-        return found
+            puts.append(put)
+        return puts
 
     def first_write_by(self, at_s: float) -> float:
         """The moment by which the sample, held at ``at_s``, had been written first. Infinite: not certain."""
@@ -536,8 +536,8 @@ class Row:
         for put in self.versions.values():
             first_s = min(put.seen_s.values(), default=math.inf)
             data_s = [by_s for name, by_s in put.seen_s.items() if not name.startswith("#")]
-            others = [each for each in self.puts if each is not put and each.call.begin_s < first_s]
-            first_write = all(each.sure_s.keys().isdisjoint(put.sure_s) for each in others)
+            others = [other for other in self.puts if other is not put and other.call.begin_s < first_s]
+            first_write = all(other.sure_s.keys().isdisjoint(put.sure_s) for other in others)
             for name in put.sure_s:
                 moments = [put.call.done_s, put.seen_s.get(name, math.inf)]
                 if history.whole_puts and first_write:
@@ -625,7 +625,7 @@ class Index:
         #: Partition -> sample -> what is known of it.
         self.rows: dict[str, dict[str, Row]] = defaultdict(dict)
         #: Partition -> what dropped all of it, or may have dropped it.
-        losses: list[Call | Event] = [each for each in history.events if each.loses_data]
+        losses: list[Call | Event] = [event for event in history.events if event.loses_data]
         self.wipes: dict[str, list[Call | Event]] = defaultdict(losses.copy)
         of_tasks: dict[tuple[str, str], list[Call]] = defaultdict(list)
         for call in self.calls:
@@ -668,9 +668,9 @@ class Index:
 
     def stops(self, call: Call, end_s: float) -> list[Event]:
         """The stops of the process of a call between its begin and a moment."""
-        mine = [each for each in self.history.events if each.kind == "stop" and each.process == call.process]
-        return [each for each in mine if each.begin_s < end_s and each.end_s > call.begin_s]
+        mine = [event for event in self.history.events if event.kind == "stop" and event.process == call.process]
+        return [event for event in mine if event.begin_s < end_s and event.end_s > call.begin_s]
 
     def killed_s(self, process: str) -> float:
-        kills = [each.end_s for each in self.history.events if each.kind == "kill" and each.process == process]
+        kills = [event.end_s for event in self.history.events if event.kind == "kill" and event.process == process]
         return min(kills, default=math.inf)

@@ -229,9 +229,9 @@ class Recorder:
 
 def read_calls(path: Path, process: str) -> list[Call]:
     """The calls that a process wrote down."""
-    found: dict[int, dict[str, Any]] = {}
+    calls: dict[int, dict[str, Any]] = {}
     for text in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line's end was cut by a kill
         line: dict[str, Any] = json.loads(text)
-        line = {name: tuple(each) if isinstance(each, list) else each for name, each in line.items()}
-        found.setdefault(line["number"], {}).update(line)
-    return [Call(process=process, **values) for values in found.values()]
+        line = {name: tuple(value) if isinstance(value, list) else value for name, value in line.items()}
+        calls.setdefault(line["number"], {}).update(line)
+    return [Call(process=process, **values) for values in calls.values()]

@@ -96,8 +96,8 @@ class Verdict:
 
     def found(self) -> list[str]:
         """What was found, as lines of text."""
-        faults = [f"FAULT {each.rule}: {each.text}" for each in self.findings]
-        return [*faults, *(f"seen, not promised: {each.rule}: {each.text}" for each in self.seen)]
+        faults = [f"FAULT {finding.rule}: {finding.text}" for finding in self.findings]
+        return [*faults, *(f"seen, not promised: {finding.rule}: {finding.text}" for finding in self.seen)]
 
     @property
     def passed(self) -> bool:
@@ -106,11 +106,11 @@ class Verdict:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Operation -> outcome, or the class of the error -> how many calls."""
-        found: dict[str, Counter[str]] = {}
+        counts: dict[str, Counter[str]] = {}
         for call in self.history.calls:
             how = call.error_name if call.outcome == REFUSED else call.outcome
-            found.setdefault(call.operation, Counter())[how] += 1
-        return {operation: dict(found[operation].most_common()) for operation in sorted(found)}
+            counts.setdefault(call.operation, Counter())[how] += 1
+        return {operation: dict(counts[operation].most_common()) for operation in sorted(counts)}
 
     def table(self) -> list[str]:
         """The counts as lines of text."""
@@ -238,12 +238,12 @@ class Run(ExitStack):
         super().__init__()
         self._settings, self._progress, self._promised = settings, progress, promised
         self._client, self._op_timeout_s, self._new_worker = client, op_timeout_s, new_worker
-        known: dict[str, Disturbance | None] = {"kill": None, "stop": None, **disturbances}
+        possible: dict[str, Disturbance | None] = {"kill": None, "stop": None, **disturbances}
         faults, chosen = settings.faults, steps if settings.steps is None else settings.steps
-        for what, asked, has in (("faults", faults or (), sorted(known)), ("steps", chosen, sorted(steps))):
+        for what, asked, has in (("faults", faults or (), sorted(possible)), ("steps", chosen, sorted(steps))):
             if unknown := sorted(set(asked) - set(has)):
                 raise ConfigError(f"{what}: '{unknown[0]}' cannot be done to this store. Expected some of {has}.")
-        self._faults = {name: each for name, each in known.items() if faults is None or name in faults}
+        self._faults = {name: disturbance for name, disturbance in possible.items() if faults is None or name in faults}
         self._able = steps
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="dataplane-chaos-")))
         self._plan = Plan(
@@ -267,14 +267,14 @@ class Run(ExitStack):
         facts, path = self._facts(history), None
         if broken or seen:
             self._progress("shortening the history")
-            short = [[(each, shrunk(held, each)) for each, held in part] for part in (broken, seen)]
+            short = [[(finding, shrunk(held, finding)) for finding, held in part] for part in (broken, seen)]
             folder.mkdir(parents=True, exist_ok=True)
             for process in self._processes:
                 shutil.copy(self._plan.file_of(process), folder)
             (folder / "history.json").write_text(json.dumps(asdict(history)), encoding="utf-8")
             path = folder / "finding.md"
             path.write_text(page(name, command, short[0], facts, short[1], promises), encoding="utf-8")
-        findings, others = (tuple(each for each, _ in part) for part in (broken, seen))
+        findings, others = (tuple(finding for finding, _ in part) for part in (broken, seen))
         return Verdict(findings=findings, seen=others, history=history, facts=facts, page=path)
 
     def history(self) -> History:
@@ -304,7 +304,7 @@ class Run(ExitStack):
         for partition in PARTITIONS:
             self._read_all(audit, partition)
         calls, end_s = self._calls(), self._now()
-        calls += [each for call in calls if call.operation == "save" for each in self._saved(call)]
+        calls += [loaded for call in calls if call.operation == "save" for loaded in self._saved(call)]
         for partition in PARTITIONS:
             self._client.clear_samples(None, partition)
         times: dict[str, Any] = {"end_s": end_s, "audited_s": audited_s, "allowance_s": settings.allowance_s}
@@ -486,7 +486,7 @@ class Run(ExitStack):
         tasks = TASKS if "claim" in self._able else ()
         left = {(partition, task) for partition in PARTITIONS for task in tasks}
         last, tells = time.monotonic(), "consumed" in self._able
-        given: Counter[tuple[str, str]] = Counter()
+        claims: Counter[tuple[str, str]] = Counter()
         while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
             for partition, task in sorted(left):
                 self._progress(f"auditing task {task} of {partition}")
@@ -494,8 +494,8 @@ class Run(ExitStack):
                 if meta is None:
                     over = True  # why is in the history
                 elif meta.size:
-                    last, given[partition, task] = time.monotonic(), given[partition, task] + 1
-                    over = given[partition, task] > _MOST_AUDIT_CLAIMS  # a store that gives the same again and again
+                    last, claims[partition, task] = time.monotonic(), claims[partition, task] + 1
+                    over = claims[partition, task] > _MOST_AUDIT_CLAIMS  # a store that gives the same again and again
                     if leased and tells:
                         audit.consumed(partition, task)  # not yet: these are not acked
                     if leased:
@@ -523,13 +523,13 @@ class Run(ExitStack):
         if save.outcome == REFUSED:
             return []
         try:
-            for each in PARTITIONS:  # which makes room
-                client.clear_samples(None, each)
+            for name in PARTITIONS:  # which makes room
+                client.clear_samples(None, name)
             client.load(self._folder / f"save-{save.process}-{save.version}-{partition}")
             meta = client.list_samples(partition)
             shown = shown_by(meta)
             for name, fields in zip(meta.sample_ids, client.list_fields(meta.sample_ids, partition), strict=True):
-                mine = [each for each in fields if each in (*BASE, LATER)]
+                mine = [name for name in fields if name in (*BASE, LATER)]
                 shown["seen"][name] |= seen_of(client.get_samples([name], partition, mine), [name], mine)[name]
             return [replace(loaded, outcome=OK, error="", samples=tuple(meta.sample_ids), seen=shown["seen"])]
         except DataPlaneError as error:
@@ -549,41 +549,41 @@ def page(
     count = "1 fault" if len(broken) == 1 else f"{len(broken)} faults"
     lines = [f"# {count} of {name} under chaos", "", facts, "", "The same schedule again (times will differ):", ""]
     lines += [f"    {command}", ""]
-    for number, (found, history) in enumerate([*broken, *seen], start=1):
-        said = None if promises is None else promises.get(found.rule)
-        title = found.rule if number <= len(broken) else f"Seen, not promised: {found.rule}"
-        lines += [f"## {number}. {title}", "", found.text, "", f'The contract: "{RULES[found.rule]}"', ""]
+    for number, (finding, history) in enumerate([*broken, *seen], start=1):
+        said = None if promises is None else promises.get(finding.rule)
+        title = finding.rule if number <= len(broken) else f"Seen, not promised: {finding.rule}"
+        lines += [f"## {number}. {title}", "", finding.text, "", f'The contract: "{RULES[finding.rule]}"', ""]
         if promises is not None:
             lines += ["The store does not promise this." if said is None else f"The store: {said}", ""]
         if said is not None and number > len(broken):
-            lacks = ", ".join(f"`{each}`" for each in GRANTED if each not in (promises or {}))
+            lacks = ", ".join(f"`{name}`" for name in GRANTED if name not in (promises or {}))
             lines += [f"This takes for granted some of what the store does not promise: {lacks}.", ""]
-        lines += [*(f"    {line}" for line in table(found, history)), ""]
+        lines += [*(f"    {line}" for line in table(finding, history)), ""]
     return "\n".join(map(printable, [*lines, _LEGEND])) + "\n"
 
 
-def table(found: Finding, history: History) -> list[str]:
+def table(finding: Finding, history: History) -> list[str]:
     """The calls of a history and what was done meanwhile, one per line. Those that prove the finding have a star."""
-    proof = {call.name for call in found.calls}
+    proof = {call.name for call in finding.calls}
     calls = list(history.calls)
     if len(calls) > _MOST_CALLS:
         calls = [call for call in calls if call.name in proof][-_MOST_CALLS:]
     since_s = min((call.begin_s for call in calls), default=0.0) - 1
     until_s = max((min(call.end_s, call.begin_s + 60) for call in calls), default=0.0) + 1
     shown: list[Call | Event] = [*calls, *(event for event in history.events if since_s <= event.begin_s <= until_s)]
-    return [_line(each, proof) for each in sorted(shown, key=lambda each: each.begin_s)]
+    return [_line(entry, proof) for entry in sorted(shown, key=lambda entry: entry.begin_s)]
 
 
-def _line(each: Call | Event, proof: set[str]) -> str:
-    end = "never" if math.isinf(each.end_s) else f"{each.end_s:.3f}"
-    if isinstance(each, Call):
-        star = "*" if each.name in proof else " "
-        text = f"{each.name:<9} {_asked(each)} -> {_reply(each)}"
+def _line(entry: Call | Event, proof: set[str]) -> str:
+    end = "never" if math.isinf(entry.end_s) else f"{entry.end_s:.3f}"
+    if isinstance(entry, Call):
+        star = "*" if entry.name in proof else " "
+        text = f"{entry.name:<9} {_asked(entry)} -> {_reply(entry)}"
         text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
     else:
-        what = {"kill": "kill -9", "stop": "stopped with SIGSTOP, then continued"}.get(each.kind, each.kind)
-        star, text = " ", f"{each.process or 'the store':<9} {what}"
-    return f"{each.begin_s:8.3f} {end:>8} {star} {text}"
+        what = {"kill": "kill -9", "stop": "stopped with SIGSTOP, then continued"}.get(entry.kind, entry.kind)
+        star, text = " ", f"{entry.process or 'the store':<9} {what}"
+    return f"{entry.begin_s:8.3f} {end:>8} {star} {text}"
 
 
 def _asked(call: Call) -> str:

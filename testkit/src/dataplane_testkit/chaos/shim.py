@@ -115,15 +115,15 @@ def load_shim(name: str) -> type[Shim]:
     """
     place, _, cls = name.rpartition(":")
     try:
-        found = getattr(_module(place), cls, None)
+        shim = getattr(_module(place), cls, None)
     except (ImportError, OSError) as error:
         raise ConfigError(f"shim '{name}' cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Shim)):
+    if not (isinstance(shim, type) and issubclass(shim, Shim)):
         raise ConfigError(f"'{name}' is no shim. Expected FILE.py:Class, where Class is a subclass of Shim.")
-    if unknown := sorted(found.promises.keys() - RULES.keys() - set(GUARANTEES)):
-        known = ", ".join([*RULES, *GUARANTEES])
-        raise ConfigError(f"shim '{name}' promises '{unknown[0]}', which is no rule. Expected some of: {known}.")
-    return found
+    if unknown := sorted(shim.promises.keys() - RULES.keys() - set(GUARANTEES)):
+        rules = ", ".join([*RULES, *GUARANTEES])
+        raise ConfigError(f"shim '{name}' promises '{unknown[0]}', which is no rule. Expected some of: {rules}.")
+    return shim
 
 
 def _module(place: str) -> ModuleType:
@@ -191,9 +191,9 @@ class ShimClient:
         return {field: [_unpacked(field, rows[name][field]) for name in names] for field in fields}
 
     def claim_meta(self, partition: str, task: str, fields: Sequence[str], limit: int, **how: Any) -> KVBatchMeta:
-        given = self._ask("claim", self._mark + partition, task, list(fields), limit, how["lease_s"])
-        tokens = list(given.values()) if isinstance(given, Mapping) else None
-        return KVBatchMeta(partition, task, list(given), lease_tokens=tokens)
+        samples = self._ask("claim", self._mark + partition, task, list(fields), limit, how["lease_s"])
+        tokens = list(samples.values()) if isinstance(samples, Mapping) else None
+        return KVBatchMeta(partition, task, list(samples), lease_tokens=tokens)
 
     def ack(self, meta: KVBatchMeta) -> None:
         tokens = dict(zip(meta.sample_ids, meta.lease_tokens or [], strict=True))
@@ -205,8 +205,8 @@ class ShimClient:
     def clear_samples(self, names: Sequence[str] | None, partition: str) -> None:
         """Drops samples. None: all; and if the store does not answer, none."""
         with suppress(*([DataPlaneError] if names is None else [])):
-            given = self.list_samples(partition).sample_ids if names is None else names
-            self._ask("clear", self._mark + partition, given)
+            samples = self.list_samples(partition).sample_ids if names is None else names
+            self._ask("clear", self._mark + partition, samples)
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         call = Background(partial(getattr(self.shim, operation), *arguments))

@@ -216,10 +216,10 @@ class Hands:
     def take(self, kind: str, rng: random.Random) -> None:
         partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice(("train", *TASKS))
         lengths = rng.choices((1, 3, 200, 1000), k=rng.choice((1, 1, 2, 3, 4, 6)))
-        count, chance, known = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
+        count, chance, samples = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
         if rng.random() < _HOT_SHARE:
-            known = list(_HOT)
-        some = rng.sample(known, min(count, len(known)))
+            samples = list(_HOT)
+        some = rng.sample(samples, min(count, len(samples)))
         match kind:
             case "put":
                 names = [f"{self._process}-{self._numbers + index}" for index in range(count)]
@@ -293,10 +293,10 @@ class Hands:
             return False
         get = partial(self._client.get_samples, names, partition, list(fields))
         about = {"samples": list(names), "fields": list(fields)}
-        found = self._call("get", partition, get, lambda rows: {"seen": seen_of(rows, names, fields)}, **about)
-        if found is None and fields == BASE:  # some are gone
-            self._known[partition] = deque((each for each in self._known[partition] if each not in names), _KNOWN)
-        return found is not None
+        rows = self._call("get", partition, get, lambda rows: {"seen": seen_of(rows, names, fields)}, **about)
+        if rows is None and fields == BASE:  # some are gone
+            self._known[partition] = deque((name for name in self._known[partition] if name not in names), _KNOWN)
+        return rows is not None
 
     def listed(self, partition: str) -> list[str]:
         """Lists a partition. Returns the samples; none if the call failed."""

@@ -95,7 +95,7 @@ class ClaimSuite(Suite, chapter="claims"):
         partition = store.filled(["a"], "x", "y", num_samples=1, tags=[{"version": -1}])
         filters = [{"version": ("!=", number)} for number in range(24)]
         with no_polls(store.client):
-            claims = [store.waiting_claim(partition, 1, "y", tag_filter=each) for each in filters]
+            claims = [store.waiting_claim(partition, 1, "y", tag_filter=tag_filter) for tag_filter in filters]
             store.client.clear_samples(["a"], partition)
             for claim in claims:
                 _gives(claim)
@@ -109,10 +109,10 @@ class ClaimSuite(Suite, chapter="claims"):
             claims = [store.waiting_claim(partition, 1) for _ in range(8)]
             for number, sample_id in enumerate(ids(8), start=1):
                 store.put(partition, [sample_id], x=torch.zeros(1))
-                has_ended = partial(lambda left: sum(each.running for each in claims) == left, 8 - number)
+                has_ended = partial(lambda left: sum(claim.running for claim in claims) == left, 8 - number)
                 eventually(has_ended, what="the end of one claim")
             assert len(asked) == 8 + 8, f"8 claims that 8 puts could answer one by one asked {len(asked)} times"
-        assert sorted(each.result().sample_ids[0] for each in claims) == ids(8)
+        assert sorted(claim.result().sample_ids[0] for claim in claims) == ids(8)
 
     def test_a_claim_of_a_killed_process_does_not_stop_the_next(self, store: Store, tmp_path: Path) -> None:
         partition = store.register("x")
@@ -202,11 +202,11 @@ class CapacitySuite(Suite, chapter="capacity"):
             large.result(what="a large put among small ones")
         finally:
             give_up = time.monotonic() + PROMPT_S
-            while any(each.running for each in [large, *small.values()]) and time.monotonic() < give_up:
+            while any(put.running for put in [large, *small.values()]) and time.monotonic() < give_up:
                 client.clear_samples([*small, *ids(_ROWS), *ids(6, "large")], partition)
                 time.sleep(0.01)
-        for each in small.values():
-            each.result(what="a small put")
+        for put in small.values():
+            put.result(what="a small put")
 
 
 def _client(**about: Any) -> ClientInfo:
@@ -236,13 +236,13 @@ class ListingSuite(Suite, chapter="listing"):
         num_clients = _announce(store, replace(mine, calls=[], num_calls=0), other, mine)
         assert num_clients >= 2, "announce does not say how many clients there are"
         for hooks in (store.hooks, Hooks(store.same_store_client())):
-            listed = {each.client_id: each for each in hooks.ask("list_clients", ended=False)}
+            listed = {client.client_id: client for client in hooks.ask("list_clients", ended=False)}
             assert other.client_id in listed
-            found = listed[mine.client_id]
-            assert 0.0 <= found.heard_s < _LONG_S
-            assert list(found.calls) == calls
-            assert [replace(each, groups=tuple(each.groups)) for each in found.phases] == phases
-            assert replace(found, heard_s=0.0, calls=calls, work=(), phases=phases) == mine
+            client = listed[mine.client_id]
+            assert 0.0 <= client.heard_s < _LONG_S
+            assert list(client.calls) == calls
+            assert [replace(phase, groups=tuple(phase.groups)) for phase in client.phases] == phases
+            assert replace(client, heard_s=0.0, calls=calls, work=(), phases=phases) == mine
         _announce(store, mine, other, ttl_s=0.0)
 
     def test_clients_that_ended_are_listed_if_asked_for(self, store: Store) -> None:
@@ -252,19 +252,19 @@ class ListingSuite(Suite, chapter="listing"):
         _announce(store, closed, closed, back, _client(), ttl_s=0.0)
         _announce(store, silent, ttl_s=0.3)
         _announce(store, back)
-        made = {each.client_id for each in (closed, silent, back, other)}
+        made = {client.client_id for client in (closed, silent, back, other)}
 
         def listed(ended: bool) -> Any:
             return store.hooks.ask("list_clients", ended=ended)
 
         def states(ended: bool) -> dict[str, str]:
-            return {each.client_id: each.state for each in listed(ended) if each.client_id in made}
+            return {client.client_id: client.state for client in listed(ended) if client.client_id in made}
 
         is_open = {back.client_id: "open", other.client_id: "open"}
         eventually(lambda: states(False) == is_open, what="that a silent client is not listed, and others are")
         assert states(True) == {closed.client_id: "closed", silent.client_id: "silent", **is_open}
-        (found,) = (each for each in listed(True) if each.client_id == silent.client_id)
-        assert [replace(each, fields=tuple(each.fields)) for each in found.work] == [claim]
+        (client,) = (client for client in listed(True) if client.client_id == silent.client_id)
+        assert [replace(work, fields=tuple(work.fields)) for work in client.work] == [claim]
         _announce(store, back, other, ttl_s=0.0)
 
     def test_units_are_listed_with_the_rows_that_they_hold(self, store: Store) -> None:
@@ -272,9 +272,9 @@ class ListingSuite(Suite, chapter="listing"):
 
         def held(client: Any) -> tuple[int, int]:
             units = client.list_units()
-            assert {each.state for each in units} == {"serving"}
-            assert len({each.name for each in units}) == len(units)
-            return sum(each.num_rows for each in units), sum(each.size_bytes for each in units)
+            assert {unit.state for unit in units} == {"serving"}
+            assert len({unit.name for unit in units}) == len(units)
+            return sum(unit.num_rows for unit in units), sum(unit.size_bytes for unit in units)
 
         before = held(store.client)
         store.put(partition, ids(64), x=torch.zeros(64, 100, dtype=torch.float64))
@@ -366,7 +366,7 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
             for worker in workers:
                 worker.wait_ready()
             owners = [worker for worker in workers if worker.run(getattr, "bootstrapped")]
-            for worker in sorted(workers, key=lambda each: each not in owners):
+            for worker in sorted(workers, key=lambda one: one not in owners):
                 ended.callback(worker.close)  # the owner is closed last
             assert len(owners) == 1, f"{len(owners)} of {_AT_ONCE} processes bootstrapped"
             workers[0].run(methodcaller("register_partition", "p", ["x"], None, ["train"]))

@@ -76,9 +76,9 @@ def _history_of(store: Store, who: str) -> tuple[History, list[Finding], str]:
 def _holds(store: Store, who: str, *rules: str) -> None:
     """Asserts that a history breaks none of these rules of the checker. The first says most."""
     history, findings, state = _history_of(store, who)
-    broken = sorted((each for each in findings if each.rule in rules), key=lambda each: rules.index(each.rule))
+    broken = [finding for rule in rules for finding in findings if finding.rule == rule]
     if broken:
-        names = ", ".join(dict.fromkeys(each.rule for each in broken))
+        names = ", ".join(dict.fromkeys(finding.rule for finding in broken))
         proof = "\n".join(table(broken[0], shrunk(history, broken[0])))
         pytest.fail(f"{names}: {broken[0].text}\n\n{proof}\n\n{state}", pytrace=False)
 
@@ -101,14 +101,14 @@ class RaceSuite(Suite, chapter="races"):
         consume = partial(claim_all, store.client, partition, 6, _CLAIM_S)
         parts = in_threads(*[partial(produce, m) for m in range(3)], *[consume] * 4, within_s=_CLAIM_S + 120)
         parts += [worker.result(_CLAIM_S + 30) for worker in workers]
-        claims = [each for part in parts for each in part]
-        given = [name for each in claims for name in each]
+        claims = [claim for part in parts for claim in part]
+        given = [name for claim in claims for name in claim]
         assert len(given) == len(set(given)), "a sample was given to two claimers"
         assert len(given) == 3 * _GROUPS, "samples were lost"
         assert store.client.check_consumption_status(partition, ["train"])
-        for each in claims if group_size else []:
-            whole = {name.partition("_")[0] for name in each}
-            assert len(each) == 3 * len(whole), f"a claim holds a part of a group: {each}"
+        for claim in claims if group_size else []:
+            whole = {name.partition("_")[0] for name in claim}
+            assert len(claim) == 3 * len(whole), f"a claim holds a part of a group: {claim}"
 
     @pytest.mark.timeout(_LIMIT_S)
     def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
@@ -139,7 +139,7 @@ class RaceSuite(Suite, chapter="races"):
                 columns = [as_objects(str(number)) for number in range(4)]
             elif what == "group":
                 columns = columns[:1] * 4
-            accepted = in_threads(*[partial(put, partition, *each) for each in zip(names, columns, strict=True)])
+            accepted = in_threads(*[partial(put, partition, *row) for row in zip(names, columns, strict=True)])
             assert sum(accepted) == expected, f"{sum(accepted)} of 4 puts that exclude each other were accepted"
             assert accepted[0] or what not in ("declared", "enum"), "a put that fits was refused"
             assert [store.has(partition, name) for name in names] == accepted
@@ -174,8 +174,8 @@ class RaceSuite(Suite, chapter="races"):
 
             replies = in_threads(put_and_change, put, put)
             assert replies == [3, 3, 3]
-            found = store.get(partition, ids(3))["x"]
-            assert found.unique().tolist() == [2], f"round {number}: a put was carried out twice"
+            cells = store.get(partition, ids(3))["x"]
+            assert cells.unique().tolist() == [2], f"round {number}: a put was carried out twice"
 
     @pytest.mark.timeout(_LIMIT_S)
     def test_first_writes_are_seen_whole_with_their_tags(self, store: Store) -> None:
@@ -252,8 +252,8 @@ class ProcessSuite(Suite, chapter="processes"):
         assert worker.run(_workers.read_items, partition, ids(3), "x") == [0, 0.5, 1]
         theirs = batch(2, x=torch.tensor([7.0, 8.0]), o=as_objects({"a": 1}, None))
         worker.run(methodcaller("put_samples", ["w0", "w1"], partition, theirs))
-        found = store.get(partition, ["w1", "w0"], "x", "o")
-        assert (found["x"].tolist(), items_of(found["o"])) == ([8, 7], [None, {"a": 1}])
+        columns = store.get(partition, ["w1", "w0"], "x", "o")
+        assert (columns["x"].tolist(), items_of(columns["o"])) == ([8, 7], [None, {"a": 1}])
         store.client.clear_samples(["s1", "w0"], partition)
         for gone in ("s1", "w0"):
             with store.refusal(KeyError, f"'{gone}'"):
@@ -341,7 +341,7 @@ def _unpickling_is_reported() -> Iterator[list[str]]:
     class Unpickler(pickle.Unpickler):
         __init__ = reporting(pickle.Unpickler.__init__)
 
-    instead: dict[int, Any] = {id(each): staticmethod(reporting(each)) for each in (pickle.load, pickle.loads)}
+    instead: dict[int, Any] = {id(load): staticmethod(reporting(load)) for load in (pickle.load, pickle.loads)}
     instead[id(pickle.Unpickler)] = Unpickler
     with ExitStack() as patched:
         for owner in [*sys.modules.values(), ForkingPickler]:

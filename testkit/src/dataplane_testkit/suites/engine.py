@@ -217,15 +217,15 @@ class EngineSuite(Suite, chapter="engine"):
 
     def test_a_number_in_the_log_is_taken_once_and_in_turn(self, store: Store) -> None:
         with _logs(store) as logs:
-            assert [log_of(each, first) for each in logs for first in (None, 0)] == [[]] * 4
+            assert [log_of(log, first) for log in logs for first in (None, 0)] == [[]] * 4
             for number, taking in enumerate((*logs, *logs), 1):
-                for each in logs:
-                    _refuses(each, number + 1, number + 2, after=f"record {number - 1}, which leaves a gap")
+                for log in logs:
+                    _refuses(log, number + 1, number + 2, after=f"record {number - 1}, which leaves a gap")
                 _append(taking, number, [b"record"])
-                for each in logs:
+                for log in logs:
                     # also the same bytes: they may be another client's record
-                    _refuses(each, *range(1, number + 1), after="it was taken", record=b"record")
-                    assert log_of(each, number) == log_of(each, None) == [(number, b"record")]
+                    _refuses(log, *range(1, number + 1), after="it was taken", record=b"record")
+                    assert log_of(log, number) == log_of(log, None) == [(number, b"record")]
 
     def test_the_log_reads_in_order_from_any_number(self, store: Store) -> None:
         with _logs(store) as (engine, another):
@@ -234,8 +234,8 @@ class EngineSuite(Suite, chapter="engine"):
             _append(engine, 1, records)
             numbered = [*enumerate(records, 1)]
             for first in (0, 1, 2, 9, 10, 99, 100, _RECORDS, _RECORDS + 1, _RECORDS + 5):
-                for each in (engine, another):
-                    read, expected = log_of(each, first), [pair for pair in numbered if pair[0] >= first]
+                for log in (engine, another):
+                    read, expected = log_of(log, first), [pair for pair in numbered if pair[0] >= first]
                     assert read == expected, (
                         f"read_log({first}) returned {len(read)} records, {preview([n for n, _ in read])}. Expected "
                         f"{len(expected)}, {preview([n for n, _ in expected])}"
@@ -250,15 +250,15 @@ class EngineSuite(Suite, chapter="engine"):
             for before in (_TRIMMED, _TRIMMED, _TRIMMED - 3, 0):  # to the same or a lower number: nothing changes
                 for trimming in logs:
                     trimming.trim(before, soon())
-                    for each in logs:
+                    for log in logs:
                         for first in (0, 1, _TRIMMED - 1, _TRIMMED, _TRIMMED + 5):
-                            read, expected = log_of(each, first), kept[max(first - _TRIMMED, 0) :]
+                            read, expected = log_of(log, first), kept[max(first - _TRIMMED, 0) :]
                             assert read == expected, (
                                 f"read_log({first}) returned {len(read)} records, {read[:1]} first, of a log that "
                                 f"begins with record {_TRIMMED}, after trim({before}). Expected {len(expected)}, "
                                 f"{expected[0]} first"
                             )
-                        _refuses(each, 1, 2, _TRIMMED - 1, _TRIMMED, after=f"trim({before})")
+                        _refuses(log, 1, 2, _TRIMMED - 1, _TRIMMED, after=f"trim({before})")
             last = len(records)
             logs[0].trim(last, soon())
             _refuses(logs[1], 1, last, last + 2, after="all but the newest record were trimmed")

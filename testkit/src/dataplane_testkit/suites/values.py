@@ -49,7 +49,7 @@ _ROWS: Final = 400
 _STEP: Final = 100
 #: Capability -> the others of which it needs one.
 _NEEDS: Final[dict[Capability, set[Capability]]] = {
-    **{each: {Capability.CLAIMS} for each in (Capability.GROUPS, Capability.LEASES, Capability.CURSORS)},
+    **{capability: {Capability.CLAIMS} for capability in (Capability.GROUPS, Capability.LEASES, Capability.CURSORS)},
     Capability.SAMPLERS: {Capability.CLAIMS},
     Capability.TAG_FILTERS: {Capability.CLAIMS, Capability.LISTING},
     Capability.ATOMIC_OVERWRITE: {Capability.OVERWRITE},
@@ -80,9 +80,9 @@ def _check(store: Store, partition: str, values: list[int]) -> None:
     """Asserts that these rows are there. Fails long before the client's own deadline."""
     names = [f"s{value}" for value in values]
     Hooks(store.client, PROMPT_S).ask("get_samples", partition, sample_ids=names, fields=["x", "y"])
-    found = store.get(partition, names, "x", "y")
-    assert found["x"].tolist() == values
-    check_column(found["y"], _rows(values))
+    columns = store.get(partition, names, "x", "y")
+    assert columns["x"].tolist() == values
+    check_column(columns["y"], _rows(values))
 
 
 class SmokeSuite(Suite, chapter="smoke"):
@@ -91,14 +91,14 @@ class SmokeSuite(Suite, chapter="smoke"):
         declared = cls.capabilities
         assert isinstance(cls.wire, WireFormat)
         assert isinstance(declared, frozenset)
-        assert all(isinstance(each, Capability) for each in declared)
+        assert all(isinstance(capability, Capability) for capability in declared)
         assert isinstance(cls.scope, Scope)
         assert issubclass(cls.Config, BaseModel)
         with pytest.raises(ConfigError, match="no_such_option_of_the_kit"):
             store.connect({**store.options, "no_such_option_of_the_kit": 1})
         assert (store.client.capabilities, store.client.scope) == (declared, cls.scope)
         assert store.client.backend_name == store.name
-        wrong = set(map(str, cls.why_not_declared)) - {str(each) for each in {*Capability} - declared} - {"scope"}
+        wrong = cls.why_not_declared.keys() - ({*Capability} - declared) - {"scope"}
         assert not wrong, f"why_not_declared has the keys {sorted(wrong)}, which are declared or are not capabilities"
         assert all(why.strip() for why in cls.why_not_declared.values())
         for capability in declared & _NEEDS.keys():
@@ -134,11 +134,11 @@ class SmokeSuite(Suite, chapter="smoke"):
         else:
             with _other_defaults() if state == "defaults" else torch.no_grad():
                 inside = put_and_get()
-        for found in (inside, store.get(partition, ids(3), *columns)):
-            assert found["x"].tolist() == [0, 1, 2]
-            check_column(found["y"], _rows([7, 8, 9]))
-            check_column(found.get("f"), [torch.tensor(row, dtype=torch.float32) for row in floats])
-            assert items_of(found.get("o")) == [1, "a", {}]
+        for read in (inside, store.get(partition, ids(3), *columns)):
+            assert read["x"].tolist() == [0, 1, 2]
+            check_column(read["y"], _rows([7, 8, 9]))
+            check_column(read.get("f"), [torch.tensor(row, dtype=torch.float32) for row in floats])
+            assert items_of(read.get("o")) == [1, "a", {}]
 
 
 _R = TypeVar("_R")
@@ -163,9 +163,9 @@ class RowSuite(Suite, chapter="rows"):
         partition = store.register("x", partition_id=f"{store.new_id()} / ü:@|\n", tasks=["t a/b:ü"])
         columns = {f"f{name}": torch.arange(len(_ODD_NAMES)) * 100 + place for place, name in enumerate(_ODD_NAMES)}
         store.put(partition, _ODD_NAMES, columns=columns)
-        found = store.get(partition, _ODD_NAMES[::-1], *columns)
+        read = store.get(partition, _ODD_NAMES[::-1], *columns)
         for place, name in enumerate(columns):
-            assert found[name].tolist() == [100 * row + place for row in reversed(range(len(_ODD_NAMES)))], name
+            assert read[name].tolist() == [100 * row + place for row in reversed(range(len(_ODD_NAMES)))], name
         if store.declares(Capability.CLAIMS):
             assert store.claim(partition, 99, *columns, task="t a/b:ü").sample_ids == _ODD_NAMES
 
@@ -194,11 +194,11 @@ class RowSuite(Suite, chapter="rows"):
             columns = {"x": jagged([rows[number] for number in numbers]), "y": torch.tensor(numbers)}
             store.put(partition, names, columns=columns, o=as_objects(*numbers))
         for order in ([7, 0, 11, 3, 4, 5, 1], [2, 0, 2, 10, 2, 1, 0]):
-            found = store.get(partition, [f"s{index}" for index in order], "x", "y", "o")
-            assert found.batch_size == (7,)
-            assert found["y"].tolist() == order
-            assert items_of(found["o"]) == order
-            check_column(found["x"], [rows[index] for index in order])
+            read = store.get(partition, [f"s{index}" for index in order], "x", "y", "o")
+            assert read.batch_size == (7,)
+            assert read["y"].tolist() == order
+            assert items_of(read["o"]) == order
+            check_column(read["x"], [rows[index] for index in order])
 
     def test_lost_payload_is_named(self, store: Store) -> None:
         partition = store.filled(3, "x", "y")
@@ -227,10 +227,10 @@ class RowSuite(Suite, chapter="rows"):
         assert first["x"].unbind()[2].tolist() == [1, 2], "repeated rows share memory"
         assert first["y"][2].tolist() == [0, 1], "repeated rows share memory"
         assert items_of(first["o"])[2] == [1], "repeated rows share one item"
-        for found in (second, store.get(partition, ["s0", "s1", "s0"], "x", "y", "o")):
-            check_column(found["x"], [*rows, rows[0]])
-            assert found["y"].tolist() == [[0, 1], [2, 3], [0, 1]]
-            assert items_of(found["o"]) == [[1], [2], [1]]
+        for read in (second, store.get(partition, ["s0", "s1", "s0"], "x", "y", "o")):
+            check_column(read["x"], [*rows, rows[0]])
+            assert read["y"].tolist() == [[0, 1], [2, 3], [0, 1]]
+            assert items_of(read["o"]) == [[1], [2], [1]]
 
     @pytest.mark.parametrize("operation", ["put_samples", "get_samples"])
     def test_the_payload_is_copied_no_more_than_it_may_be(self, store: Store, operation: str) -> None:
@@ -243,8 +243,8 @@ class RowSuite(Suite, chapter="rows"):
             ids(_NUM_ROWS),
         ):  # the first calls allocate more
             _, put = allocated(partial(store.client.put_samples, names, partition, fields))
-            found, get = allocated(partial(store.get, partition, names[::-1], "x", "y"))
-        assert rows_of(found["y"], _NUM_ROWS)[0].equal(rows[-1])
+            read, get = allocated(partial(store.get, partition, names[::-1], "x", "y"))
+        assert rows_of(read["y"], _NUM_ROWS)[0].equal(rows[-1])
         copies = {"put_samples": put, "get_samples": get}[operation] / payload_bytes
         most, _ = store.case.copies_allowed(operation)
         print(f"{operation}: {copies:.2f} copies of the payload, {most:g} allowed")
@@ -261,7 +261,7 @@ class RowSuite(Suite, chapter="rows"):
 
         def content() -> list[Any]:
             meta = client.list_samples(partition)
-            about = [(each.info.registration(), each.num_rows) for each in map(client.describe, (partition, empty))]
+            about = [(of.info.registration(), of.num_rows) for of in map(client.describe, (partition, empty))]
             late = items_of(store.get(partition, ["s3", "s1"], "late")["late"])
             return [meta.sample_ids, meta.tags, about, store.get(partition, ids(5)[1:])["x"].tolist(), late]
 
@@ -328,8 +328,8 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = dict(_sized((args, kwargs)))
-        self.size_bytes += sum(size for address, size in dict(_sized(result)).items() if address not in known)
+        before = dict(_sized((args, kwargs)))
+        self.size_bytes += sum(size for address, size in dict(_sized(result)).items() if address not in before)
         return result
 
 
@@ -375,15 +375,15 @@ class ColumnSuite(Suite, chapter="columns"):
                 names = ids(len(rows[layout]))
                 for place, (column, some) in enumerate(puts):
                     store.put(partition, names[place * len(some) :][: len(some)], columns={layout: column})
-        for count in {len(each) // 2 for each in rows.values()}:
-            layouts, names = [each for each in rows if len(rows[each]) == 2 * count], ids(2 * count)
+        for count in {len(column) // 2 for column in rows.values()}:
+            layouts, names = [layout for layout in rows if len(rows[layout]) == 2 * count], ids(2 * count)
             # one put, both puts, and rows of both that may be of one length where others are not
             equal = [1 % count, 3 % count, count + 1 % count]
             for order in (range(count), range(2 * count), range(2 * count)[::-3], equal, [0, 0]):
-                found = store.get(partition, [names[row] for row in order], *layouts)
+                read = store.get(partition, [names[row] for row in order], *layouts)
                 for layout in layouts:
                     with naming(layout):
-                        check_column(found[layout], [rows[layout][row] for row in order])
+                        check_column(read[layout], [rows[layout][row] for row in order])
 
     def test_objects_come_back_equal(self, store: Store) -> None:
         partition = store.register("o")

@@ -288,6 +288,15 @@ def test_small_puts_pass_while_no_room_becomes_free_and_then_no_more_than_the_st
     assert passed == 100
 
 
+def test_a_put_that_got_its_room_keeps_nobody_waiting():
+    puts = Puts()
+    assert puts.put("a", 90)
+    assert not puts.put("b", 60)
+    puts.clear("a")
+    assert puts.put("b", 60)
+    assert puts.put("c", 40)
+
+
 # --- requests that were carried out -----------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane_core.backends import ExtentClient, ExtentPlan, ExtentRead, RefsGoneError, extent_client, read_stored
+from dataplane_core.backends import ExtentClient, RefsGoneError, extent_client, read_stored
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -43,7 +43,8 @@ from dataplane_core.hosting import (
     new_token,
 )
 from dataplane_core.hosting.extent_host import Fetch, Fill, Find, Written
-from dataplane_core.hosting.extents import Wanted
+from dataplane_core.hosting.extents import Layout, Wanted
+from dataplane_core.ledger import commands
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import FieldSpec, Ragged
 from dataplane_testkit._timing import eventually
@@ -128,7 +129,17 @@ def columns_of(lengths, seed=0):
 
 
 def plan(columns):
-    return ExtentPlan(list(columns.values()), len(columns["scalar"]))
+    return list(columns.values())
+
+
+def block(size, value=1):
+    """The columns of a write of one row."""
+    return [torch.full((1, size), value, dtype=torch.uint8)]
+
+
+def part(write_id, slots, positions, rows):
+    """Rows of a write for a read, as a ledger locates them."""
+    return commands.Part(write_id, tuple(slots), tuple(slots.values()), list(rows), list(positions))
 
 
 def get(unit, reads, num_rows, specs=SPECS):
@@ -164,8 +175,8 @@ def test_rows_come_back_bit_for_bit(unit, path, lengths):
     count = len(lengths)
     random = np.random.default_rng(0).permutation(count).tolist()
     for wanted in (list(range(count)), random, random[: count // 2 + 1], [*random, *random[:2]]):
-        assert_rows(get(client, [ExtentRead(7, SLOTS, wanted, range(len(wanted)))], len(wanted)), columns, wanted)
-    one = get(client, [ExtentRead(7, {"ragged": 2}, [count - 1], [0])], 1, {"ragged": SPECS["ragged"]})
+        assert_rows(get(client, [part(7, SLOTS, wanted, range(len(wanted)))], len(wanted)), columns, wanted)
+    one = get(client, [part(7, {"ragged": 2}, [count - 1], [0])], 1, {"ragged": SPECS["ragged"]})
     assert torch.equal(rows(one, "ragged")[0], rows(columns, "ragged")[-1])
 
 
@@ -174,7 +185,7 @@ def test_rows_of_two_hosts_come_back_in_order(path):
     for unit, mine, order in zip(units, columns, ([4, 0, 2], [1, 3]), strict=True):
         client = unit.client(path)
         client.put({3: plan(mine)}, soon())
-        reads += client.get([ExtentRead(3, SLOTS, range(len(order)), order)], SPECS, soon())
+        reads += client.get([part(3, SLOTS, range(len(order)), order)], SPECS, soon())
     found = read_stored(SPECS, reads, 5)
     for name in SPECS:
         expected = [*rows(columns[0], name), *rows(columns[1], name)]
@@ -187,7 +198,7 @@ def test_several_writes_of_a_put_and_of_a_read(unit, path):
     client = unit.client(path)
     some, others = columns_of([1, 2], seed=1), columns_of([50_000, 4, 5], seed=2)
     client.put({10: plan(some), 12: plan(others)}, soon())
-    reads = [ExtentRead(12, SLOTS, [2, 0], [0, 2]), ExtentRead(10, SLOTS, [1], [1])]
+    reads = [part(12, SLOTS, [2, 0], [0, 2]), part(10, SLOTS, [1], [1])]
     found = get(unit.client("wire" if path == "memory" else "memory"), reads, 3)  # each reads what the other wrote
     assert torch.equal(found["dense"], torch.stack([others["dense"][2], some["dense"][1], others["dense"][0]]))
     assert [len(row) for row in rows(found, "ragged")] == [5, 2, 50_000]
@@ -199,27 +210,27 @@ def test_what_is_gone_is_named_and_frees_its_memory(unit, path):
     held = unit.memory().held_bytes
     client.drop([(1, 2), (1, 5), (99, 0)], soon())
     with pytest.raises(RefsGoneError) as error:
-        get(client, [ExtentRead(1, SLOTS, list(range(8)), range(8))], 8)
+        get(client, [part(1, SLOTS, list(range(8)), range(8))], 8)
     assert sorted(error.value.refs) == [(1, 2), (1, 5)]
     with pytest.raises(RefsGoneError) as error:
-        get(client, [ExtentRead(99, SLOTS, [3], [0])], 1)
+        get(client, [part(99, SLOTS, [3], [0])], 1)
     assert error.value.refs == ((99, 3),)
     assert unit.memory().held_bytes < held
     kept = [0, 1, 3, 4, 6, 7]
-    assert_rows(get(client, [ExtentRead(1, SLOTS, kept, range(6))], 6), columns, kept)
+    assert_rows(get(client, [part(1, SLOTS, kept, range(6))], 6), columns, kept)
     client.drop([(1, row) for row in kept], soon())
     eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
 
 
 def test_a_full_host_says_so_and_leaves_nothing(unit, path):
     client = unit.client(path)
-    half = ExtentPlan([torch.zeros(1, ARENA_BYTES * 5 // 8, dtype=torch.uint8)], 1)
+    half = block(ARENA_BYTES * 5 // 8, 0)
     client.put({1: half}, soon())
     with pytest.raises(CapacityExceededError) as error:
         client.put({2: half}, soon())
     assert error.value.retryable
     with pytest.raises(CapacityExceededError) as error:
-        client.put({3: ExtentPlan([torch.zeros(1, 2 * ARENA_BYTES, dtype=torch.uint8)], 1)}, soon())
+        client.put({3: block(2 * ARENA_BYTES, 0)}, soon())
     assert not error.value.retryable
     client.drop([(1, 0)], soon())
     client.put({4: half}, soon())
@@ -228,13 +239,13 @@ def test_a_full_host_says_so_and_leaves_nothing(unit, path):
 def test_a_view_keeps_its_bytes_after_a_drop_and_after_the_client_is_closed(unit):
     client, columns = unit.client("memory", views=True), columns_of([40_000] * 3)
     client.put({1: plan(columns)}, soon())
-    found = get(client, [ExtentRead(1, SLOTS, [0, 1, 2], [0, 1, 2])], 3)
+    found = get(client, [part(1, SLOTS, [0, 1, 2], [0, 1, 2])], 3)
     client.drop([(1, row) for row in range(3)], soon())
     pinned = unit.memory().pinned_bytes
     assert pinned > 240_000
     client.session.close()
     with contextlib.suppress(CapacityExceededError):
-        unit.client("wire").put({2: ExtentPlan([torch.ones(1, ARENA_BYTES - (1 << 20), dtype=torch.uint8)], 1)}, soon())
+        unit.client("wire").put({2: block(ARENA_BYTES - (1 << 20))}, soon())
     assert_rows(found, columns, range(3))
     assert unit.memory().pinned_bytes >= pinned
     del found
@@ -245,10 +256,12 @@ def test_a_view_keeps_its_bytes_after_a_drop_and_after_the_client_is_closed(unit
 def begun(unit, path, write_id=1, size=1 << 20):
     """A put of which nothing is written yet."""
     session = unit.session(path)
-    made = ExtentPlan([torch.ones(1, size, dtype=torch.uint8)], 1)
-    session.call("put", soon(), Allocate(write_id, [Wanted(write_id, made.layout, 1)]))
+    layout = Layout([])
+    layout.add_dense(1, size, size)
+    wanted = Wanted(write_id, layout, 1)
+    session.call("put", soon(), Allocate(write_id, [wanted]))
     assert unit.memory().held_bytes >= size
-    return session, made
+    return session, wanted
 
 
 def test_a_put_ends_with_its_session_unless_it_is_written_whole(unit, path):
@@ -259,13 +272,13 @@ def test_a_put_ends_with_its_session_unless_it_is_written_whole(unit, path):
     session, _ = begun(unit, path)
     session.close()
     eventually(lambda: unit.memory()[1:3] == (held, 0), WAIT_S)
-    assert_rows(get(unit.client(path), [ExtentRead(7, SLOTS, [0], [0])], 1), columns, [0])
+    assert_rows(get(unit.client(path), [part(7, SLOTS, [0], [0])], 1), columns, [0])
 
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped_or_its_connection_breaks(unit, breaks):
     """The memory may be another's then, and no late byte gets there."""
-    session, made = begun(unit, "wire")
+    session, _ = begun(unit, "wire")
     channel = session._take("fill", soon())
     channel.sendall(session._messages.encode_request(Fill(1)) + b"\7" * 1000)
     arena = unit.client("memory").arena
@@ -275,24 +288,24 @@ def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped_or_
         channel.close()
         eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
         with pytest.raises(BackendUnavailableError):
-            session.call("put", soon(), Fill(1), sources=[data for _, data in made.chunks()])
+            session.call("put", soon(), Fill(1), sources=[np.ones(1 << 20, dtype=np.uint8)])
         return
     other.drop([(1, 0)], soon())
     assert unit.memory()[1:3] == (0, 0)
-    other.put({2: ExtentPlan([torch.zeros(1, 1 << 20, dtype=torch.uint8)], 1)}, soon())
+    other.put({2: block(1 << 20, 0)}, soon())
     with contextlib.suppress(OSError):
         channel.sendall(b"\7" * 10_000)
     with contextlib.suppress(ConnectionResetError):
         assert channel.recv(1) == b""
     channel.close()
-    found = get(other, [ExtentRead(2, {"x": 0}, [0], [0])], 1, {"x": FieldSpec("tensor", "uint8", 1)})
+    found = get(other, [part(2, {"x": 0}, [0], [0])], 1, {"x": FieldSpec("tensor", "uint8", 1)})
     assert not found["x"].any()
 
 
 def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_up(unit, monkeypatch):
     """A process that stood still for long goes on where it was."""
     client, others = unit.client("memory"), unit.client("memory")
-    made = ExtentPlan([torch.ones(1, ARENA_BYTES * 5 // 8, dtype=torch.uint8)], 1)
+    made = block(ARENA_BYTES * 5 // 8)
 
     def late(copies, threads, copied):
         others.drop([(1, 0)], soon())  # by another client, or another thread of this one
@@ -316,14 +329,13 @@ def test_a_put_that_comes_after_its_drop_is_refused(unit, path, monkeypatch):
     client.drop([(6, 0)], soon())
     for size in (10, 1 << 20):
         with pytest.raises(BackendError, match="dropped before it came"):
-            client.put({5: ExtentPlan([torch.ones(1, size, dtype=torch.uint8)], 1)}, soon())
+            client.put({5: block(size)}, soon())
     assert unit.memory()[1:3] == (0, 0)
 
 
 def test_requests_in_the_wrong_order_are_refused(unit):
-    session, made = begun(unit, "memory")
-    wanted = [Wanted(1, made.layout, 1)]
-    for request in (Allocate(1, wanted), PutWhole(1, wanted, [b"\0" * made.layout.size_bytes])):
+    session, write = begun(unit, "memory")
+    for request in (Allocate(1, [write]), PutWhole(1, [write], [b"\0" * write.layout.size_bytes])):
         with pytest.raises(InvalidRequestError):
             session.call("bad", soon(), request)
     with pytest.raises(StalePartitionError):
@@ -348,7 +360,7 @@ def test_many_clients_at_once(unit, path):
             write_id = seed * 100 + turn
             columns = columns_of(np.random.default_rng(write_id).integers(0, 5000, 20).tolist(), write_id)
             client.put({write_id: plan(columns)}, soon())
-            assert_rows(get(client, [ExtentRead(write_id, SLOTS, range(20), range(20))], 20), columns, range(20))
+            assert_rows(get(client, [part(write_id, SLOTS, range(20), range(20))], 20), columns, range(20))
             client.drop([(write_id, row) for row in range(20)], soon())
 
     with ThreadPoolExecutor(8) as pool:
@@ -367,23 +379,23 @@ def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(t
     for write_id in (1, 2, 3):
         client.put({write_id: plan(columns)}, soon())
     client.drop([(2, 0), (3, 0), (3, 1), (3, 2)], soon())
-    client.session.call("begin", soon(), Allocate(4, [Wanted(4, plan(columns).layout, 3)]))
+    client.session.call("begin", soon(), Allocate(4, [Wanted(4, Layout([]), 3)]))
     life.end()
     with pytest.raises(BackendUnavailableError):
-        get(client, [ExtentRead(1, SLOTS, [0], [0])], 1)
+        get(client, [part(1, SLOTS, [0], [0])], 1)
     life = Unit(folder=tmp_path)
     client = life.client(path)
     for write_id, rows in ((1, [2, 1, 0]), (2, [2, 1])):
-        assert_rows(get(client, [ExtentRead(write_id, SLOTS, rows, range(len(rows)))], len(rows)), columns, rows)
+        assert_rows(get(client, [part(write_id, SLOTS, rows, range(len(rows)))], len(rows)), columns, rows)
     client.session.call("retain", soon(), Retain({1: [0, 1, 2], 2: [1, 2]}))
-    assert_rows(get(client, [ExtentRead(1, SLOTS, [0], [0])], 1), columns, [0])
+    assert_rows(get(client, [part(1, SLOTS, [0], [0])], 1), columns, [0])
     for gone in ((2, 0), (3, 0), (4, 0)):
         with pytest.raises(RefsGoneError) as error:
-            client.get([ExtentRead(gone[0], SLOTS, [gone[1]], [0])], SPECS, soon())
+            client.get([part(gone[0], SLOTS, [gone[1]], [0])], SPECS, soon())
         assert list(error.value.refs) == [gone]
     client.put({5: plan(columns)}, soon())
     client.session.call("retain", soon(), Retain({}))  # of a put that came since, it says nothing
-    assert_rows(get(client, [ExtentRead(5, SLOTS, [0], [0])], 1), columns, [0])
+    assert_rows(get(client, [part(5, SLOTS, [0], [0])], 1), columns, [0])
     life.end()
 
 
@@ -392,7 +404,7 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
     life, columns = Unit(folder=tmp_path), columns_of([100_000, 2, 3])
     late, viewer = life.client("memory"), life.client("memory", views=True)
     viewer.put({9: plan(columns)}, soon())
-    views = get(viewer, [ExtentRead(9, SLOTS, range(3), range(3))], 3)
+    views = get(viewer, [part(9, SLOTS, range(3), range(3))], 3)
     stops, goes_on = threading.Event(), threading.Event()
 
     def copy_later(copies, threads, copied):
@@ -415,7 +427,7 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
         with pytest.raises(BackendUnavailableError):
             put.result(WAIT_S)
     for write_id in (2, 3, 4):
-        found = get(client, [ExtentRead(write_id, SLOTS, range(3), range(3))], 3)
+        found = get(client, [part(write_id, SLOTS, range(3), range(3))], 3)
         assert_rows(found, columns_of([100_000, 2, 3], seed=2), range(3))
     assert_rows(views, columns, range(3))
     life.end()

@@ -5,7 +5,6 @@ import uuid
 
 import pytest
 
-from dataplane_core.backends import reads_of
 from dataplane_core.ledger import commands
 from dataplane_core.spec import Ragged
 from dataplane_shm import ShmBackend
@@ -36,7 +35,7 @@ class ShmCase(AuthorsClass):
         """The cell, straight from the shared memory."""
         deadline = time.monotonic() + 30
         located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
-        (part,) = backend._extents.get(reads_of(located.parts), located.specs, deadline)
+        (part,) = backend._extents.get(located.parts, located.specs, deadline)
         column, row = part.columns[field], part.rows[0]
         if isinstance(column, Ragged):
             return column.values[column.offsets[row] : column.offsets[row + 1]].clone()

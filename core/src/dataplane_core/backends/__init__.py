@@ -22,8 +22,7 @@ from dataplane_core.backends.row_store import RowStoreBackend, RowStoreOptions, 
 from dataplane_core.backends.spread import ledger_of, spread_over
 
 if TYPE_CHECKING:
-    from dataplane_core.backends.extent_client import ExtentClient, ExtentRead, reads_of
-    from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, plans_of, read_stored
+    from dataplane_core.backends.extent_client import ExtentClient, StoredRows, read_stored
 
 __all__ = [
     "LEDGER_CAPABILITIES",
@@ -31,8 +30,6 @@ __all__ = [
     "Backend",
     "CapacityOptions",
     "ExtentClient",
-    "ExtentPlan",
-    "ExtentRead",
     "Finding",
     "LedgerBackend",
     "Level",
@@ -47,21 +44,16 @@ __all__ = [
     "ledger_of",
     "missing_library",
     "never_reachable",
-    "plans_of",
     "read_stored",
-    "reads_of",
     "spread_over",
 ]
 
-#: Name -> its module, which imports torch.
-_LAZY: Final = {
-    **dict.fromkeys(("ExtentClient", "ExtentRead", "reads_of"), "extent_client"),
-    **dict.fromkeys(("ExtentPlan", "StoredRows", "plans_of", "read_stored"), "extent_columns"),
-}
+#: Names of a module that imports torch.
+_LAZY: Final = ("ExtentClient", "StoredRows", "read_stored")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.extent_client"), name)
     return value

@@ -1,21 +1,28 @@
 """`ExtentClient`: a client's connection to an `ExtentHost`: puts and reads of columns, in shared memory or over the
 wire.
+
+Shape legend: ``N`` rows of a write, ``n`` rows of a read.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+import torch
 
-from dataplane_core.backends.extent_columns import ExtentPlan, StoredRows, stored_columns
 from dataplane_core.backends.ledger_backend import RefsGoneError
+from dataplane_core.codec.compact import is_narrow
+from dataplane_core.codec.rows import Piece, merge_pieces, rows_in_order
+from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, byte_array
 from dataplane_core.errors import BackendError, CorruptDataError
 from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
 from dataplane_core.host_memory.arena import Uses, extent_bytes
+from dataplane_core.host_memory.copying import Copy
 from dataplane_core.hosting.extent_host import (
     AboutExtents,
     Allocate,
@@ -29,39 +36,31 @@ from dataplane_core.hosting.extent_host import (
     PutWhole,
     Written,
 )
-from dataplane_core.hosting.extents import Column, Layout, Wanted
+from dataplane_core.hosting.extents import Column, Layout, Wanted, offsets_at
 from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import decode_about
 from dataplane_core.hosting.session import Bytes, Pin, Session
 from dataplane_core.ledger import Ref, commands
-from dataplane_core.spec import FieldSpec, WireColumn
+from dataplane_core.spec import FieldSpec, Ragged, WireColumn
 
 #: A put of at most this many bytes is one request: the copy into it costs less than further requests.
 _FEW_BYTES: Final = 16 << 10
 
 
-class ExtentRead(NamedTuple):
-    """Rows of a write that a read asks for.
+class StoredRows(NamedTuple):
+    """Some rows of a write, for a read.
 
     Attributes:
-        write_id: The write.
-        slots: Field -> its place among the columns of the write.
-        positions: Positions in the write.
-        rows: Where these rows stand in the read, one for each.
+        columns: Columns of the write, by field.
+        rows: Rows of these columns.
+        positions: Where these rows stand in the read, one for each.
+        in_place: Whether the read may return tensors on the memory of the columns. If not, it copies.
     """
 
-    write_id: int
-    slots: Mapping[str, int]
-    positions: Sequence[int]
+    columns: Mapping[str, WireColumn]
     rows: Sequence[int]
-
-
-def reads_of(parts: Sequence[commands.Part]) -> list[ExtentRead]:
-    """What a read asks for, of what the ledger located."""
-    return [
-        ExtentRead(part.write_id, dict(zip(part.fields, part.slots, strict=True)), part.positions, part.rows)
-        for part in parts
-    ]
+    positions: Sequence[int]
+    in_place: bool
 
 
 class ExtentClient:
@@ -109,7 +108,7 @@ class ExtentClient:
 
     def put(
         self,
-        plans: Mapping[int, ExtentPlan],
+        writes: Mapping[int, Iterable[WireColumn]],
         deadline: float,
         threads: int | None = 1,
         *,
@@ -121,7 +120,7 @@ class ExtentClient:
         If it raises, some may be stored: drop them.
 
         Args:
-            plans: By their write ids.
+            writes: Write id -> its columns, in the order of its slots: tensors or `Ragged`, with N rows each.
             deadline: On `time.monotonic`'s clock, in seconds.
             threads: How many threads copy into shared memory; as for `copy_arrays`.
             begin: The put, if the host has the ledger too. Then it is begun before, and committed after that.
@@ -132,18 +131,19 @@ class ExtentClient:
             DataPlaneError: As `Session.call`.
         """
         what = "put_samples"
-        writes = [Wanted(write_id, plan.layout, plan.num_rows) for write_id, plan in plans.items()]
-        put, size_bytes = writes[0].write_id, sum(plan.layout.size_bytes for plan in plans.values())
+        plans = [_Plan(write_id, list(columns)) for write_id, columns in writes.items()]
+        wanted = [plan.wanted for plan in plans]
+        put, size_bytes = wanted[0].write_id, sum(write.layout.size_bytes for write in wanted)
         first: list[Any] = [] if begin is None else [CheckRoom(size_bytes), begin]
         last: list[Any] = [] if begin is None else [commands.CommitPut(put)]
         if size_bytes <= _FEW_BYTES and not self.syncs:
-            data = [b"".join(array.data for array in _whole(plan)) for plan in plans.values()]
+            data = [b"".join(array.data for array in plan.whole()) for plan in plans]
             commits()
-            self.session.call_all(what, deadline, [*first, PutWhole(put, writes, data), *last])
+            self.session.call_all(what, deadline, [*first, PutWhole(put, wanted, data), *last])
             return
         if self.arena is None:
-            self.session.call_all(what, deadline, [*first, Allocate(put, writes)])
-            sources = [array for plan in plans.values() for array in _whole(plan)]
+            self.session.call_all(what, deadline, [*first, Allocate(put, wanted)])
+            sources = [array for plan in plans for array in plan.whole()]
             self.session.call(what, deadline, Fill(put), sources=sources)
             if last:
                 commits()
@@ -152,9 +152,9 @@ class ExtentClient:
         arena = self.arena
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
-            *_, offsets = self.session.call_all(what, deadline, [*first, Allocate(put, writes, held.number)])
-            placed = list(zip(offsets, plans.values(), strict=True))
-            bounds = [(offset, offset + extent_bytes(plan.layout.size_bytes)) for offset, plan in placed]
+            *_, offsets = self.session.call_all(what, deadline, [*first, Allocate(put, wanted, held.number)])
+            placed = list(zip(offsets, plans, strict=True))
+            bounds = [(offset, offset + extent_bytes(plan.wanted.layout.size_bytes)) for offset, plan in placed]
             # no later owner of the memory gives it to others meanwhile
             with self._uses.during(bounds, lambda: self.check(what)) if self._uses is not None else nullcontext():
                 copies = [copy for offset, plan in placed for copy in plan.copies_into(arena.bytes[offset:])]
@@ -168,12 +168,12 @@ class ExtentClient:
         finally:
             held.release()
 
-    def get(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
+    def get(self, parts: Sequence[commands.Part], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
         """Where rows are: in shared memory, pinned as long as the columns live, or in memory of this process. Call
         `check` when they are copied.
 
         Args:
-            reads: The rows.
+            parts: The rows, as the ledger located them.
             specs: The specs of their fields.
             deadline: On `time.monotonic`'s clock, in seconds.
 
@@ -182,31 +182,34 @@ class ExtentClient:
             DataPlaneError: As `Session.call`.
         """
         if self.arena is None:
-            return self._fetch(reads, specs, deadline)
+            return self._fetch(parts, specs, deadline)
         pin = self.session.new_pin()
         try:
-            wanted = [(read.write_id, list(read.positions)) for read in reads]
+            wanted = [(part.write_id, part.positions) for part in parts]
             found = self.session.call("get_samples", deadline, Find(wanted, pin.number))
             _refuse_gone(found.gone)
         except BaseException:
             pin.release()  # the traceback refers to it
             raise
-        return self._rows(reads, found, specs, pin)
+        return self._rows(parts, found, specs, pin)
 
     def _rows(
-        self, reads: Sequence[ExtentRead], found: Found, specs: Mapping[str, FieldSpec], pin: Pin
+        self, parts: Sequence[commands.Part], found: Found, specs: Mapping[str, FieldSpec], pin: Pin
     ) -> list[StoredRows]:
         if self._views and self._uses is not None:
             bounds = [place.bounds for place in found.places.values()]
             self._uses.as_long_as(pin, bounds, lambda: self.check("get_samples"))
         memory = self._seen.window(owner=pin)
-        parts = []
-        for read, rows in zip(reads, found.rows, strict=True):
-            place = found.places[read.write_id]
-            extent = memory[slice(*place.bounds)]
-            columns = stored_columns(extent, place.layout, place.num_rows, read.slots, specs)
-            parts.append(StoredRows(columns, read.positions if rows is None else rows, read.rows, self._views))
-        return parts
+        stored = []
+        for part, rows in zip(parts, found.rows, strict=True):
+            place = found.places[part.write_id]
+            extent, layout = memory[slice(*place.bounds)], place.layout.columns
+            columns = {
+                name: _stored(extent, layout[slot], place.num_rows, specs[name])
+                for name, slot in zip(part.fields, part.slots, strict=True)
+            }
+            stored.append(StoredRows(columns, part.positions if rows is None else rows, part.rows, self._views))
+        return stored
 
     def check(self, what: str) -> None:
         """After a copy out of what `get` gave: that the host has kept it in its place until now.
@@ -221,25 +224,27 @@ class ExtentClient:
         """Drops rows. Ignores those that do not exist."""
         self.session.call("clear_samples", deadline, Drop(list(refs)))
 
-    def _fetch(self, reads: Sequence[ExtentRead], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
+    def _fetch(
+        self, parts: Sequence[commands.Part], specs: Mapping[str, FieldSpec], deadline: float
+    ) -> list[StoredRows]:
         """Gets rows over the wire."""
-        parts: list[StoredRows] = []
+        stored: list[StoredRows] = []
 
         def receive(fetched: Fetched, fill: Callable[[Bytes], None]) -> None:
             _refuse_gone(fetched.gone)
-            if [len(columns) for columns in fetched.columns] != [len(read.slots) for read in reads]:
+            if [len(columns) for columns in fetched.columns] != [len(part.slots) for part in parts]:
                 raise BackendError("a storage unit sent other columns than were asked for.")
-            for read, columns in zip(reads, fetched.columns, strict=True):
-                count = len(read.positions)
-                stored: dict[str, WireColumn] = {}
-                for name, column in zip(read.slots, columns, strict=True):
-                    data, layout = _received(column, count, fill)
-                    stored |= stored_columns(data, layout, count, {name: 0}, specs)
-                parts.append(StoredRows(stored, range(count), read.rows, in_place=True))
+            for part, columns in zip(parts, fetched.columns, strict=True):
+                count = len(part.positions)
+                received = {
+                    name: _stored(*_received(column, count, fill), count, specs[name])
+                    for name, column in zip(part.fields, columns, strict=True)
+                }
+                stored.append(StoredRows(received, range(count), part.rows, in_place=True))
 
-        wanted = [(read.write_id, list(read.slots.values()), list(read.positions)) for read in reads]
+        wanted = [(part.write_id, list(part.slots), part.positions) for part in parts]
         self.session.call("get_samples", deadline, Fetch(wanted), receive=receive)
-        return parts
+        return stored
 
 
 def _refuse_gone(gone: Sequence[Ref]) -> None:
@@ -247,26 +252,63 @@ def _refuse_gone(gone: Sequence[Ref]) -> None:
         raise RefsGoneError(f"{len(gone)} rows are gone", refs=gone)
 
 
-def _whole(plan: ExtentPlan) -> list[Bytes]:
-    """The bytes of an extent, in arrays that follow one another."""
-    arrays: list[Bytes] = []
-    end = 0
-    for start, data in plan.chunks():
-        if start > end:
-            arrays.append(np.zeros(start - end, dtype=np.uint8))
-        arrays.append(data)
-        end = start + len(data)
-    return arrays
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _received(column: Column, num_rows: int, fill: Callable[[Bytes], None]) -> tuple[Bytes, Layout]:
-    """Receives a column into memory of its own."""
+class _Plan:
+    """Where the columns of a write will lie in its extent, and their bytes."""
+
+    def __init__(self, write_id: int, columns: Sequence[WireColumn]) -> None:
+        self._columns = columns
+        layout, num_rows = Layout([]), len(columns[0])
+        for column in columns:
+            if isinstance(column, Ragged):
+                layout.add_ragged(num_rows, len(column.values), column.itemsize, DTYPE_CODES[column.values.dtype])
+            else:
+                assert isinstance(column, torch.Tensor)
+                length = column.shape[1] if column.dim() > 1 else 0
+                step = column.dtype.itemsize * math.prod(column.shape[1:])
+                layout.add_dense(num_rows, step, length, DTYPE_CODES[column.dtype])
+        self.wanted = Wanted(write_id, layout, num_rows)
+
+    def _chunks(self) -> list[tuple[int, Bytes]]:
+        """The bytes of the tables and columns, ascending: where each chunk begins in the extent, and the chunk."""
+        chunks: list[tuple[int, Bytes]] = []
+        for column, at in zip(self._columns, self.wanted.layout.columns, strict=True):
+            if isinstance(column, Ragged):
+                chunks.append((at.table, column.offsets.numpy().view(np.uint8)))
+            values = column.values if isinstance(column, Ragged) else column
+            assert isinstance(values, torch.Tensor)
+            chunks.append((at.start, byte_array(values.contiguous())))
+        return chunks
+
+    def copies_into(self, extent: Bytes) -> list[Copy]:
+        """The copies of all chunks into their extent, for `copy_arrays`. ``extent`` may be longer."""
+        return [(extent[start : start + len(chunk)], chunk) for start, chunk in self._chunks()]
+
+    def whole(self) -> list[Bytes]:
+        """The bytes of the extent, in arrays that follow one another."""
+        arrays: list[Bytes] = []
+        end = 0
+        for start, chunk in self._chunks():
+            if start > end:
+                arrays.append(np.zeros(start - end, dtype=np.uint8))
+            arrays.append(chunk)
+            end = start + len(chunk)
+        return arrays
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _received(column: Column, num_rows: int, fill: Callable[[Bytes], None]) -> tuple[Bytes, Column]:
+    """Receives a column into memory of its own. Returns that, and where the column lies there."""
     layout = Layout([])
     if column.table < 0:
-        layout.add_dense(num_rows, column.step, column.length, column.dtype)
+        at = layout.add_dense(num_rows, column.step, column.length, column.dtype)
         data = recycled_bytes(layout.size_bytes)
         fill(data)
-        return data, layout
+        return data, at
     table = np.empty(num_rows + 1, dtype=np.int64)
     fill(table.view(np.uint8))
     if table[0] != 0 or (np.diff(table) < 0).any():
@@ -275,4 +317,69 @@ def _received(column: Column, num_rows: int, fill: Callable[[Bytes], None]) -> t
     data = recycled_bytes(layout.size_bytes)
     data[at.table : at.table + table.nbytes] = table.view(np.uint8)
     fill(data[at.start :])
-    return data, layout
+    return data, at
+
+
+def read_stored(
+    specs: Mapping[str, FieldSpec], parts: Sequence[StoredRows], num_rows: int, threads: int | None = 1
+) -> dict[str, WireColumn]:
+    """The columns of a read, in the order of the request.
+
+    Columns that may be given in place are, if their rows lie there in this order. Others are copied into new memory.
+
+    Args:
+        specs: The fields of the read.
+        parts: Where their rows are.
+        num_rows: n.
+        threads: As for `copy_arrays`.
+    """
+    pieces: dict[str, list[Piece]] = {name: [] for name in specs}
+    starts: dict[str, int] = {}  # the first row of each field whose rows lie in the order of the request
+    for part in parts:
+        for name, column in part.columns.items():
+            pieces[name].append(Piece(column, part.rows, part.positions))
+        in_order = part.in_place and rows_in_order(part.positions, 0, num_rows)
+        if in_order and rows_in_order(part.rows, part.rows[0], num_rows):
+            starts.update(dict.fromkeys(part.columns, part.rows[0]))
+    copies: list[Copy] = []
+    columns: dict[str, WireColumn] = {}
+    for name, parts_of_field in pieces.items():
+        dtype = specs[name].stored.torch_dtype if specs[name].kind == "tensor" else None
+        view = _as_it_lies(parts_of_field[0].column, starts[name], num_rows, dtype) if name in starts else None
+        columns[name] = merge_pieces(parts_of_field, dtype, copies) if view is None else view
+    copy_arrays(copies, threads)
+    return columns
+
+
+def _as_it_lies(column: WireColumn, start: int, num_rows: int, dtype: torch.dtype | None) -> WireColumn | None:
+    """A column on the memory of another one, from the row ``start``. None if that has narrow integers."""
+    if isinstance(column, Ragged):
+        if dtype not in (None, column.values.dtype):
+            return None
+        cuts = column.offsets.numpy()[start : start + num_rows + 1]
+        return Ragged(column.values[cuts[0] : cuts[-1]], torch.from_numpy(cuts - cuts[0]))
+    assert isinstance(column, torch.Tensor)
+    return None if dtype not in (None, column.dtype) else column[start : start + num_rows]
+
+
+def _stored(extent: Bytes, column: Column, num_rows: int, field: FieldSpec) -> WireColumn:
+    """A column with all rows that lie in an extent; a view of it. Raises `CorruptDataError`."""
+    spec = field.stored
+    is_object = spec.kind == "object"
+    dtype, rank = (torch.uint8, 1) if is_object else (spec.torch_dtype, spec.rank)
+    stored = DTYPE_OF_CODE.get(column.dtype) if column.dtype else dtype
+    if stored is None or not (stored == dtype or is_narrow(stored, dtype)):
+        raise CorruptDataError(f"a put has cells of {stored} of a field of {dtype}.")
+    if column.table < 0:
+        shape = (num_rows, *spec.trailing) if rank == 0 else (num_rows, column.length, *spec.trailing)
+        return _tensor(extent, column.start, shape, stored)
+    offsets = torch.from_numpy(offsets_at(extent, column, num_rows))
+    return Ragged(_tensor(extent, column.start, (int(offsets[-1]), *spec.trailing), stored), offsets)
+
+
+def _tensor(extent: Bytes, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on an extent."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if size_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.from_numpy(extent[start : start + size_bytes]).view(dtype).view(shape)

@@ -18,9 +18,8 @@ from dataplane_core.backends import (
     ExtentClient,
     Finding,
     LedgerBackend,
-    plans_of,
+    columns_of,
     read_stored,
-    reads_of,
 )
 from dataplane_core.errors import BackendUnavailableError, ConfigError, OperationTimeoutError
 from dataplane_core.host_memory import check_capacity, memory_limit
@@ -182,14 +181,17 @@ class ShmBackend(LedgerBackend):
         """Puts as `LedgerBackend.put_once`, with fewer messages: one process has the ledger and the extents."""
         begin = self.begin_of(request, writes, ticket)
         assert begin.write_id is not None
-        plans = plans_of(begin.by_id(begin.write_id), request.columns)
+        stored = {
+            write_id: columns_of(write, request.columns).values()
+            for write_id, write in begin.by_id(begin.write_id).items()
+        }
 
         def commits() -> None:
             if ticket is not None:
                 ticket.refusal = None
 
         try:
-            self._connected().put(plans, request.deadline, self.config.copy_threads, begin=begin, commits=commits)
+            self._connected().put(stored, request.deadline, self.config.copy_threads, begin=begin, commits=commits)
         except NOT_BEGUN:  # also if the memory had no room: the store has given the put up
             raise
         except BaseException:
@@ -204,7 +206,7 @@ class ShmBackend(LedgerBackend):
 
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         extents = self._connected()
-        parts = extents.get(reads_of(located.parts), located.specs, deadline)
+        parts = extents.get(located.parts, located.specs, deadline)
         try:
             return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
         finally:

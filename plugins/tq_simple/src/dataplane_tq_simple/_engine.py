@@ -21,16 +21,7 @@ from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
-from dataplane_core.backends import (
-    ExtentClient,
-    ExtentPlan,
-    ExtentRead,
-    RefsGoneError,
-    StoredRows,
-    plans_of,
-    read_stored,
-    reads_of,
-)
+from dataplane_core.backends import ExtentClient, RefsGoneError, StoredRows, columns_of, read_stored
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
@@ -123,20 +114,20 @@ class Engine(QueueEngine):
             UnitsGoneError: The storage unit has ended. Put the rows under another id.
             OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
-        plans = plans_of(writes, columns)
+        stored = {write_id: columns_of(write, columns).values() for write_id, write in writes.items()}
         number = next(iter(writes)) >> LIFE_BITS
         self._known.look_up([number], deadline)
 
-        def put(number: int, unit: ExtentClient, plans: Mapping[int, ExtentPlan]) -> None:
+        def put(number: int, unit: ExtentClient, stored: Mapping[int, Iterable[WireColumn]]) -> None:
             try:
-                unit.put(plans, deadline, self.own.copy_threads)
+                unit.put(stored, deadline, self.own.copy_threads)
             except CapacityExceededError:
                 with self._units_lock:
                     self._full[number] = time.monotonic() + _FULL_S
                 raise
-            self._count(unit, sum(plan.num_rows for plan in plans.values()))
+            self._count(unit, sum(len(write.row_bytes) for write in writes.values()))
 
-        self._each({number: plans}, put, deadline)
+        self._each({number: stored}, put, deadline)
 
     def fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         """Fetches columns in the order of the request: in new memory, or as views where the options allow them.
@@ -205,35 +196,35 @@ class Engine(QueueEngine):
                 left.add(ref)
         return drops, left
 
-    def _reads(self, located: Located, deadline: float) -> dict[int, list[ExtentRead]]:
+    def _reads(self, located: Located, deadline: float) -> dict[int, list[commands.Part]]:
         """What to read from which life. Raises `RefsGoneError` for rows of those that have ended."""
-        reads: dict[int, list[ExtentRead]] = {}
+        reads: dict[int, list[commands.Part]] = {}
         gone: list[Ref] = []
         self._known.look_up({part.write_id >> LIFE_BITS for part in located.parts}, deadline)
-        for read in reads_of(located.parts):
-            number = read.write_id >> LIFE_BITS
+        for part in located.parts:
+            number = part.write_id >> LIFE_BITS
             if self._known.life(number) is None:
-                gone += [(read.write_id, position) for position in read.positions]
+                gone += [(part.write_id, position) for position in part.positions]
             else:
-                reads.setdefault(number, []).append(read)
+                reads.setdefault(number, []).append(part)
         if gone:
             raise RefsGoneError(f"the storage units of {len(gone)} rows ended.", refs=gone)
         return reads
 
     def _get(
-        self, reads: Mapping[int, list[ExtentRead]], located: Located, deadline: float
+        self, reads: Mapping[int, list[commands.Part]], located: Located, deadline: float
     ) -> tuple[list[StoredRows], list[ExtentClient]]:
         """Where rows are, and the units that keep them there."""
-        parts: list[StoredRows] = []
+        stored: list[StoredRows] = []
         units: list[ExtentClient] = []
 
-        def get(number: int, unit: ExtentClient, some: list[ExtentRead]) -> None:
-            parts.extend(unit.get(some, located.specs, deadline))
+        def get(number: int, unit: ExtentClient, parts: list[commands.Part]) -> None:
+            stored.extend(unit.get(parts, located.specs, deadline))
             units.append(unit)
-            self._count(unit, sum(len(read.rows) for read in some))
+            self._count(unit, sum(len(part.rows) for part in parts))
 
         self._each(reads, get, deadline)
-        return parts, units
+        return stored, units
 
     def _count(self, unit: ExtentClient, num_rows: int) -> None:
         with self._units_lock:

@@ -19,27 +19,26 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A few bytes are enough for several threads, and idle ones end at once."""
+    """A few bytes are enough for several threads."""
     monkeypatch.setattr(copying, "_LEAST_BYTES", 16)
     monkeypatch.setattr(copying, "_PAGE", 8)
-    monkeypatch.setattr(copying, "_IDLE_S", 0.05)
 
 
 class Watch:
     """Which threads copy, and which helpers are copying now. All take their time, so that each gets shares."""
 
     def __init__(self, copy):
-        self.copy, self.caller = copy, threading.current_thread()
+        self.copy, self.caller = copy, threading.get_ident()
         self.inside, self.calls = [], Counter()
         self.pause_s, self.together = 0.0, None
 
     def __call__(self, copies):
-        me = threading.current_thread()
-        self.calls[me is self.caller] += 1
+        me = threading.get_ident()
+        self.calls[me == self.caller] += 1
         if self.together is not None:
             self.together.wait(WAIT_S)
             self.together = None
-        if me is self.caller:
+        if me == self.caller:
             time.sleep(self.pause_s / 2)
             self.copy(copies)
             return
@@ -124,20 +123,7 @@ def test_few_bytes_small_arrays_and_one_thread_are_left_to_the_caller(watch):
     assert watch.calls == {True: 4}
 
 
-def test_helpers_end_when_nobody_needs_them_and_come_again():
-    target, source = arrays(1000)
-    for _ in range(2):
-        target[:] = 0
-        copy_arrays([(target, source)], 3)
-        assert target.tobytes() == source.tobytes()
-        give_up = time.monotonic() + WAIT_S
-        while any(each.name == "dataplane copy" for each in threading.enumerate()):
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
-        assert not copying._helpers.all
-
-
-def test_callers_at_the_same_time_share_the_helpers(watch):
+def test_callers_at_the_same_time_do_not_disturb_each_other(watch):
     watch.pause_s = 0.001
     wrong = []
 
@@ -157,14 +143,10 @@ def test_callers_at_the_same_time_share_the_helpers(watch):
 
 
 def test_without_a_thread_the_caller_copies_alone(monkeypatch, watch):
-    def start(_):
+    def start(*_):
         raise RuntimeError("can't start new thread")
 
-    give_up = time.monotonic() + WAIT_S
-    while copying._helpers.all:
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(copying, "start_new_thread", start)
     target, source = arrays(1000)
     copy_arrays([(target, source)], 4)
     assert target.tobytes() == source.tobytes()
@@ -173,7 +155,7 @@ def test_without_a_thread_the_caller_copies_alone(monkeypatch, watch):
 
 def test_an_error_of_a_helper_is_raised(watch):
     def fail(copies):
-        if threading.current_thread() is not watch.caller:
+        if threading.get_ident() != watch.caller:
             raise ValueError("sizes differ")
 
     watch.together, watch.copy = threading.Barrier(2), fail
@@ -207,7 +189,7 @@ def test_interrupts_while_it_waits_are_raised_when_it_has_waited(watch):
             raise KeyboardInterrupt
 
     def until_interrupted(copies):
-        while threading.current_thread() is not watch.caller and len(raised) < 3:
+        while threading.get_ident() != watch.caller and len(raised) < 3:
             time.sleep(0.001)
         copy(copies)
 
@@ -222,50 +204,6 @@ def test_interrupts_while_it_waits_are_raised_when_it_has_waited(watch):
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, *limit)
     assert len(raised) == 3
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-FORK = """
-import mmap, os, threading
-import numpy as np
-from dataplane_core.host_memory import copy_arrays, copying
-
-copying._LEAST_BYTES, copying._PAGE = 16, 8
-source, target = np.ones(1000, dtype=np.uint8), np.zeros(1000, dtype=np.uint8)
-shared = np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint8)
-held = threading.Event()
-# a helper that is busy leaves this to the fork, whose parent may have given the memory to others since
-copying._helpers.ask([copying._Help(held.wait)])
-(helper,) = copying._helpers.all
-while helper.idle:
-    pass
-helper.asked.put(copying._Help(lambda: copying._copy([(shared[:1000], source)])))
-pid = os.fork()
-if pid == 0:
-    copy_arrays([(target, source)], 2)  # with a helper of its own
-    os._exit(0 if target.all() and not shared.any() else 1)
-assert os.waitpid(pid, 0)[1] == 0
-held.set()
-print("done")
-"""
-
-
-def test_a_fork_has_helpers_of_its_own_and_copies_nothing_for_its_parent(python):
-    assert python.run("-c", FORK).stdout == "done\n"
-
-
-def test_a_process_ends_while_helpers_wait(python):
-    code = """
-import numpy as np, threading
-from dataplane_core.host_memory import copy_arrays, copying
-copying._IDLE_S = 1000
-array = np.ones(16 << 20, dtype=np.uint8)
-copy_arrays([(np.empty_like(array), array)], 3)
-assert any(each.name == "dataplane copy" for each in threading.enumerate())
-"""
-    done = python.run("-c", code)
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------

@@ -14,23 +14,22 @@ import contextlib
 import mmap
 import sys
 import threading
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from dataplane_core.host_memory.limits import usable_cores
-from dataplane_core.ownership import not_in_forks
 
 #: A target and a source: arrays (n,) of the same length. If their dtypes differ, numpy converts.
 Copy: TypeAlias = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 #: How many threads copy at most if nothing else is said: few cores already use all that the memory gives.
 _MOST_THREADS: Final = 4
-#: A thread gets at least so many bytes. To wake it takes as long as copying some hundred KB.
+#: A thread gets at least so many bytes. To start it takes as long as copying some hundred KB.
 _LEAST_BYTES: Final = 2 << 20
 #: Several threads copy only if so many bytes are at most so many arrays. After each array a thread needs the
 #: interpreter's lock, so with small ones threads would mostly wait for each other.
@@ -39,8 +38,6 @@ _MOST_ARRAYS: Final = 16
 _SHARES: Final = 4
 #: Columns are cut at multiples of it.
 _PAGE: Final = 4096
-#: A thread that nobody needed for so long ends.
-_IDLE_S: Final = 1.0
 
 #: Arrays of fewer bytes are left to malloc, which reuses its memory too.
 _LEAST_RECYCLED: Final = 1 << 20
@@ -108,7 +105,7 @@ def in_threads(work: Iterable[Callable[[], None]], threads: int, cancel: Callabl
     helps = [_Help(do) for _ in range(threads - 1)]
     try:
         try:
-            _helpers.ask(helps)
+            _start(helps)
             do()
         finally:
             _end(helps, left, cancel)
@@ -156,16 +153,16 @@ def _shares(copies: Sequence[Copy], size_bytes: int) -> Iterator[list[Copy]]:
 
 
 class _Help:
-    """What one helper is asked: to do pieces of work as long as there are any."""
+    """A thread of its own for pieces of work, as long as there are any."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do = do
         self._busy = False
-        self._ended = threading.Lock()  # taken until the helper has ended
+        self._ended = threading.Lock()  # taken until the thread has ended
         self._ended.acquire()
 
     def give(self) -> None:
-        """Does them. Called by a helper."""
+        """Does them. Called by the thread."""
         try:
             self._busy = True  # before it takes a piece
             self._do()
@@ -176,9 +173,16 @@ class _Help:
             self._ended.release()
 
     def wait(self) -> None:
-        """Waits while the helper is at work. Not for one that has not begun: it finds nothing to do."""
+        """Waits while the thread is at work. Not for one that has not begun: it finds nothing to do."""
         while self._busy:
             self._ended.acquire()  # not `with`: an interrupt before its end would leave the lock taken
+
+
+def _start(helps: Sequence[_Help]) -> None:
+    # no part of its caller, where CPython 3.11 lets an interrupt at the end of this loop out without a `finally`
+    with contextlib.suppress(RuntimeError):  # the system gives no more threads: those that are there do all
+        for help_ in helps:
+            start_new_thread(help_.give, ())  # not a `Thread`: its caller waits until it has begun
 
 
 def _end(helps: Sequence[_Help], left: deque[Callable[[], None]], cancel: Callable[[], None]) -> None:
@@ -195,67 +199,6 @@ def _end(helps: Sequence[_Help], left: deque[Callable[[], None]], cancel: Callab
             cancel()
     if interrupt is not None:
         raise interrupt
-
-
-class _Helper(threading.Thread):
-    """A thread that helps. It ends when nobody has asked it for a while."""
-
-    def __init__(self, all_helpers: set[_Helper]) -> None:
-        super().__init__(name="dataplane copy", daemon=True)
-        self._all = all_helpers
-        self.idle = True
-        # One for each: where several threads wait at one SimpleQueue with a timeout, `get` may wait for ever (CPython
-        # 3.11).
-        self.asked: SimpleQueue[_Help] = SimpleQueue()
-
-    def run(self) -> None:
-        try:
-            while True:
-                try:
-                    help_ = self.asked.get(timeout=_IDLE_S)
-                except Empty:
-                    self._all.discard(self)  # whoever asks from now on starts another one
-                    if self.asked.empty():
-                        return
-                    self._all.add(self)  # somebody asked just before, and counted on this one
-                    continue
-                self.idle = False
-                help_.give()
-                self.idle = True
-        finally:
-            self._all.discard(self)
-
-
-class _Helpers:
-    """The threads of this process that help. They start when they are needed."""
-
-    def __init__(self) -> None:
-        self.forget_in_fork()
-        not_in_forks(self)
-
-    def forget_in_fork(self) -> None:
-        """A fork has no helpers, and must not copy what its parent asked for."""
-        self.all: set[_Helper] = set()
-
-    def ask(self, helps: Sequence[_Help]) -> None:
-        """Asks idle helpers, at most as many. Does not wait for them."""
-        # no lock: a signal handler may ask too. Callers at the same time may start one too many, or ask the same one
-        while len(self.all) < len(helps):
-            helper = _Helper(self.all)
-            try:
-                self.all.add(helper)
-                helper.start()
-            except BaseException as error:
-                self.all.discard(helper)
-                if isinstance(error, RuntimeError):  # the system gives no thread: the caller works alone
-                    break
-                raise
-        idle = [helper for helper in tuple(self.all) if helper.idle]
-        for help_, helper in zip(helps, idle, strict=False):
-            helper.asked.put(help_)
-
-
-_helpers = _Helpers()
 
 
 # --- memory that is used again ----------------------------------------------------------------------------------------

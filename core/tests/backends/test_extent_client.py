@@ -28,7 +28,6 @@ from dataplane_core.hosting import (
     Allocate,
     ExtentHost,
     ExtentService,
-    KeptExtentHost,
     KeptExtents,
     Memory,
     PutWhole,
@@ -75,7 +74,7 @@ class Unit:
             host = ExtentHost(ExtentService(Arena.create(size_bytes)))
         else:
             self.notes = NotesLog(folder / "notes")
-            host = KeptExtentHost(KeptExtents(folder, size_bytes, self.notes), self.notes)
+            host = ExtentHost(KeptExtents(folder, size_bytes, self.notes), self.notes.commit_or_end)
         self.server = Server(host, memory, wire, token=self.token)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()

@@ -272,9 +272,6 @@ class _RecordedStore(LedgerBackend):
         assert record is not None
         self._writes |= {write_id: (record, write) for write_id, write in writes.items()}
 
-    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        raise AssertionError("store_writes stores all")
-
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
         for part in located.parts:

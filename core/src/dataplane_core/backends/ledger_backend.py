@@ -165,7 +165,6 @@ class LedgerBackend(Backend, ABC):
     def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
         """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock)."""
 
-    @abstractmethod
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         """Stores the payload of a write. Returns when every client can fetch it. Must copy what it keeps.
 
@@ -178,6 +177,7 @@ class LedgerBackend(Backend, ABC):
         Raises:
             CapacityExceededError: The engine itself is full. What was stored of the write is deleted again.
         """
+        raise NotImplementedError(f"{type(self).__name__} overrides neither store_write nor store_writes")
 
     @abstractmethod
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:

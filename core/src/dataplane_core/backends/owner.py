@@ -287,8 +287,7 @@ class OwnerClient:
 
 class _OwnerHost(LedgerHost):
     def __init__(self, ledger: LoggedLedger, log: EngineLog, limits: dict[str, Any]) -> None:
-        super().__init__(ledger)
-        self._log = log
+        super().__init__(ledger, log.commit_or_end)
         self._limits = limits
         self.alone_since = time.monotonic() + _FIRST_S  # infinite while there are clients
 
@@ -303,9 +302,6 @@ class _OwnerHost(LedgerHost):
 
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "limits": self._limits}
-
-    def settle(self) -> None:
-        self._log.commit_or_end()
 
 
 def main() -> None:

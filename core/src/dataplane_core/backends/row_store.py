@@ -242,9 +242,6 @@ class RowStoreBackend(LedgerBackend):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        self.store_writes({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
-
     def store_writes(
         self,
         writes: Mapping[int, commands.Write],

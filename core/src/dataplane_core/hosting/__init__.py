@@ -8,7 +8,7 @@ are in another process use it.
 
 from dataplane_core.hosting.extent_host import AboutExtents, Allocate, Drop, ExtentHost, Memory, PutWhole, Retain
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics
-from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtentHost, KeptExtents, check_extents
+from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents, check_extents
 from dataplane_core.hosting.messages import Messages, Request, decode_about
 from dataplane_core.hosting.server import Client, LedgerHost, Server, listen_at, listen_on, listen_unseen, new_token
 from dataplane_core.hosting.session import Session, TcpAddress, UnixAddress, Watch
@@ -22,7 +22,6 @@ __all__ = [
     "ExtentHost",
     "ExtentService",
     "ExtentStatistics",
-    "KeptExtentHost",
     "KeptExtents",
     "LedgerHost",
     "Memory",

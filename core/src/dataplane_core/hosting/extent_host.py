@@ -9,7 +9,7 @@ out of them (`Find`), or gets rows over the wire (`Fetch`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -167,12 +167,13 @@ class ExtentHost(Host):
 
     Args:
         extents: The extents.
+        settle: See `Host`: the ``commit_or_end`` of the notes, if the extents outlive this process.
     """
 
     messages = Messages(CheckRoom, Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Retain, Memory)
 
-    def __init__(self, extents: ExtentService) -> None:
-        Host.__init__(self)
+    def __init__(self, extents: ExtentService, settle: Callable[[], object] | None = None) -> None:
+        Host.__init__(self, settle)
         self._extents = extents
         self.descriptors = (extents.arena.fd,)
         self._writers: dict[int, _Put] = {}  # write id -> its put that is not written yet
@@ -191,6 +192,9 @@ class ExtentHost(Host):
             self._unpin(client, number)
         for put in list(client.puts.values()):
             self._end_put(put)
+
+    def work_aside(self) -> bool:
+        return self._extents.work_aside()
 
     def _new_client(self, number: int) -> Client:
         return _Client(number)
@@ -223,7 +227,8 @@ class ExtentHost(Host):
 
     def _put_whole(self, request: PutWhole, client: _Client) -> None:
         offsets = self._allocate(request, client)
-        self.settle()  # what lay there before is given up for good, as it is when a client writes
+        if self.settle is not None:
+            self.settle()  # what lay there before is given up for good, as it is when a client writes
         for offset, data in zip(offsets, request.data, strict=True):
             self._extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
         self._seal(client.puts[request.put])

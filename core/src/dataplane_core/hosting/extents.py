@@ -254,6 +254,10 @@ class ExtentService:
         ``digests``: `digest_of` each extent, from who wrote the bytes and had them synced. None: they were not synced.
         """
 
+    def work_aside(self) -> bool:
+        """Does a part of what is to be done while there are no requests. False: nothing is left."""
+        return False
+
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:
         """Of what an earlier process left, only these positions exist. Here nothing is."""
 

@@ -34,7 +34,6 @@ from dataplane_core.durable_files import sync_path
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import GRANULE, Extent, Extents
-from dataplane_core.hosting.extent_host import ExtentHost
 from dataplane_core.hosting.extents import ExtentService, Layout, Payload, Place, Wanted, runs
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
@@ -492,17 +491,3 @@ def _full() -> CapacityExceededError:
 
 def _blocks(start: int, stop: int) -> tuple[int, int]:
     return start // _BLOCK, -(-stop // _BLOCK)
-
-
-class KeptExtentHost(ExtentHost):
-    """As `ExtentHost`, of extents that outlive the process. It answers when all that was noted is kept."""
-
-    def __init__(self, extents: KeptExtents, notes: Notes) -> None:
-        super().__init__(extents)
-        self._kept, self._notes = extents, notes
-
-    def settle(self) -> None:
-        self._notes.commit_or_end()
-
-    def work_aside(self) -> bool:
-        return self._kept.work_aside()

@@ -115,13 +115,16 @@ class Host:
         messages: The requests that it knows.
         descriptors: The file descriptors that each client gets that connects over a Unix socket.
         handlers: Type of a request -> its handler.
+        settle: Called before replies are sent, once for all requests that had arrived together. Must not raise. None:
+            they are sent at once.
     """
 
     messages: Messages
     descriptors: Sequence[int] = ()
     handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], object] | None = None) -> None:
+        self.settle = settle
         self._clients: dict[str, Client] = {}  # by key
         self._numbers = itertools.count(1)
 
@@ -173,9 +176,6 @@ class Host:
             raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
         return self.messages.encode_reply(reply)[4:]
 
-    def settle(self) -> None:
-        """Called before replies are sent, once for all requests that had arrived together. Must not raise."""
-
     def work_aside(self) -> bool:
         """Does a part of what is to be done while there are no requests. False: nothing is left until the next one."""
         return False
@@ -186,12 +186,13 @@ class LedgerHost(Host):
 
     Args:
         service: The ledger, with a clock.
+        settle: See `Host`: the ``commit_or_end`` of its log, if it has one.
     """
 
     messages = Messages()
 
-    def __init__(self, service: LedgerService) -> None:
-        Host.__init__(self)
+    def __init__(self, service: LedgerService, settle: Callable[[], object] | None = None) -> None:
+        Host.__init__(self, settle)
         self._service = service
 
     def answer(self, request: Any, client: Client) -> Any:
@@ -382,8 +383,7 @@ class Server:
             listener.setblocking(False)
         self._is_unix = all(listener.family == socket.AF_UNIX for listener in listeners)
         self._may_be_late = True  # whether what came now may have been given up, and something after it been read
-        self._settles = type(host).settle is not Host.settle
-        self._has_work = self._works_aside = type(host).work_aside is not Host.work_aside
+        self._has_work = self._works_aside = type(host).work_aside is not Host.work_aside and host.settle is not None
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
         self._strangers: set[_Connection] = set()
@@ -564,15 +564,15 @@ class Server:
             self._reply(connection, reply)
 
     def _reply(self, connection: _Connection, reply: bytes) -> None:
-        if self._settles:
+        if self._host.settle is not None:
             self._replies.append((connection, reply))
         else:
             self._send(connection, reply)
 
     def _send_settled(self) -> None:
         """Sends the replies to all requests that had arrived together."""
-        # one settle for all of them: with a journal on a disk it is one fdatasync
-        self._host.settle()
+        assert self._host.settle is not None
+        self._host.settle()  # once for all of them: with a log on a disk it is one fdatasync
         replies, self._replies = self._replies, []
         for connection, reply in replies:
             if connection.channel.fileno() >= 0:  # else it was dropped

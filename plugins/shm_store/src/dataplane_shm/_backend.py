@@ -201,9 +201,6 @@ class ShmBackend(LedgerBackend):
             ticket.queued_at = None  # it left the queue
         return []  # the store frees what the put takes the place of
 
-    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        raise AssertionError("put_once stores all")
-
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         extents = self._connected()
         parts = extents.get(located.parts, located.specs, deadline)

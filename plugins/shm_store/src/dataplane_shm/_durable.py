@@ -71,16 +71,10 @@ class DurableStore(Store):
                 hint=disk_hint(error),
             ) from error
         self.folder = os.path.realpath(folder)
-        super().__init__(self.kept, logged, capacity_bytes, on_full)
+        super().__init__(self.kept, logged, capacity_bytes, on_full, self._log.commit_or_end)
         self._numbers = itertools.count(int(self._log.notes.get(_SESSIONS_NOTE, b"1")))
         self._sweep()
         self._log.commit()
-
-    def settle(self) -> None:
-        self._log.commit_or_end()
-
-    def work_aside(self) -> bool:
-        return self.kept.work_aside()
 
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""

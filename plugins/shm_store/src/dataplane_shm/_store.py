@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,7 @@ class Store(LedgerHost, ExtentHost):
         service: The ledger.
         capacity_bytes: Limit for the payload held, for clients.
         on_full: What clients do if it is reached.
+        settle: See `Host`.
     """
 
     messages = ExtentHost.messages
@@ -32,9 +34,10 @@ class Store(LedgerHost, ExtentHost):
         service: LedgerService | LoggedLedger,
         capacity_bytes: int = 0,
         on_full: str = "block",
+        settle: Callable[[], object] | None = None,
     ) -> None:
-        LedgerHost.__init__(self, service)
-        ExtentHost.__init__(self, extents)
+        LedgerHost.__init__(self, service, settle)
+        ExtentHost.__init__(self, extents, settle)
         self._ledger = service
         self._limits = capacity_bytes, on_full
         self._begun: dict[int, tuple[Client, commands.BeginPut]] = {}  # puts that are begun and not committed

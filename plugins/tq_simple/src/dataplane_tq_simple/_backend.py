@@ -210,9 +210,6 @@ class TQSimpleBackend(QueueBackend["Engine"]):
     ) -> None:
         self._connected().store(writes, columns, deadline)
 
-    def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
-        self.store_writes({write_id: commands.Write(tuple(columns), [0] * num_samples)}, columns, deadline)
-
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         return self._connected().fetch(located, num_samples, deadline)
 

@@ -88,7 +88,7 @@ class ControllerHost(LedgerHost):
     def __init__(
         self, ledger: LedgerService | LoggedLedger, log: FolderLog | None = None, *, has_units: bool = True
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(ledger, None if log is None else log.commit_or_end)
         self.book = UnitBook()
         self._ledger = ledger
         self._has_units = has_units
@@ -105,7 +105,7 @@ class ControllerHost(LedgerHost):
             with self.book.lock:
                 self._save_book()
                 self._log.note(name, value)
-                self.settle()
+                self._log.commit_or_end()
 
     def noted(self, name: str) -> bytes | None:
         """What `note` was given last, also by an earlier process."""
@@ -114,7 +114,7 @@ class ControllerHost(LedgerHost):
     def garbage(self) -> list[Ref]:
         """The rows that nobody reads, and whose payload may not be deleted yet. It may be, from now on."""
         with self.book.lock:
-            self.settle()  # else a controller that is started again may have these rows
+            self._commit()  # else a controller that is started again may have these rows
             return self._ledger.garbage()
 
     def collected(self, refs: Sequence[Ref]) -> None:
@@ -122,7 +122,7 @@ class ControllerHost(LedgerHost):
         with self.book.lock:
             self._collected(commands.Collected(refs))
             self._save_book()
-            self.settle()
+            self._commit()
 
     # --- as a host ----------------------------------------------------------------------------------------------------
 
@@ -144,11 +144,10 @@ class ControllerHost(LedgerHost):
         with self.book.lock:
             super().end_session(client)
 
-    def settle(self) -> None:
-        """As `Host.settle`. Ray starts a controller that ended here again, unless another process is one already."""
+    def _commit(self) -> None:
+        """Ray starts a controller that ended here again, unless another process is one already."""
         if self._log is not None:
-            with self.book.lock:
-                self._log.commit_or_end()
+            self._log.commit_or_end()
 
     def _save_book(self) -> None:
         if self._log is not None:

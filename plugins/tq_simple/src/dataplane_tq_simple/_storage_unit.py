@@ -16,7 +16,6 @@ from dataplane_core.host_memory import Arena, memory_limit
 from dataplane_core.hosting import (
     ExtentHost,
     ExtentService,
-    KeptExtentHost,
     KeptExtents,
     Server,
     check_extents,
@@ -104,7 +103,7 @@ class StorageUnit:
 
         opened = open_rows(units, names, new, self._instance, open_in, sync=options.sync)
         try:
-            host = KeptExtentHost(opened.extents, opened.notes)
+            host = ExtentHost(opened.extents, opened.notes.commit_or_end)
             return self._serve(opened.name, host, opened.extents)
         except BaseException:
             opened.close()  # it is tried again

@@ -13,7 +13,7 @@ from power_loss import Disk
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import KeptExtentHost, KeptExtents, extent_host, extents
+from dataplane_core.hosting import ExtentHost, KeptExtents, extent_host, extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _folders, _host, _storage_unit
@@ -47,7 +47,7 @@ class Life:
         units = folder / "units"
         self._opened = open_rows(units, folders_in(units), "folder", "identity", opening(sync), sync=sync)
         self._controller = ControllerHost(ledger, self._log)
-        self._unit = KeptExtentHost(self._opened.extents, self._opened.notes)
+        self._unit = ExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
         started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
         book = self._controller.book
         book.begin()

@@ -29,7 +29,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.hosting.messages import Messages, decode_about
-from dataplane_core.hosting.server import Client, LedgerHost, Server, behind_tls, listen_on, new_token
+from dataplane_core.hosting.server import Client, LedgerHost, Server, listen_on, new_tls, new_token
 from dataplane_core.hosting.session import Session, TcpAddress
 from dataplane_core.ledger import Command, Reply, commands
 from dataplane_core.log.base import EXIT_STATUS, TakenError
@@ -325,9 +325,7 @@ def main() -> None:
 def _serve(backend: Store, owner: str, dead: int) -> None:
     token, listener = new_token(), listen_on(backend.owner_ip())
     ip, port = listener.getsockname()[:2]
-    certificate = ""
-    if backend.owner_uses_tls():
-        listener, certificate, _ = behind_tls(listener)
+    tls, certificate = new_tls(ip) if backend.owner_uses_tls() else (None, "")
     limits = {"capacity_bytes": backend.config.capacity_bytes, "on_full": backend.config.on_full}
     log = EngineLog(backend, owner, (ip, port, token, certificate), limits, dead=dead)
     # of ids that an owner before gave out, the log may have no record; a put whose begin is not known is repeated
@@ -336,7 +334,7 @@ def _serve(backend: Store, owner: str, dead: int) -> None:
         log, backend.config.capacity_bytes, lazy=(commands.BeginPut, commands.Collected), first_write=first_write
     )
     host = _OwnerHost(ledger, log, limits)
-    server = Server(host, listener, token=token)
+    server = Server(host, listener, token=token, tls=tls)
     log.is_needed = server.has_clients
 
     def beat() -> None:

@@ -1,4 +1,4 @@
-"""`Server`: one thread that answers the clients of a `Host`, over a Unix socket or over TCP, also behind TLS.
+"""`Server`: one thread that answers the clients of a `Host`, over a Unix socket or over TCP, also with TLS.
 
 A request whose client has hung up is not carried out: it was given up, and what the client does next, such as to abort
 a put or to end a pin, may have been read already. Over a Unix socket, that is so only if several connections have
@@ -7,7 +7,6 @@ something to be read, or if the connection is new, and only then the server look
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import hmac
@@ -19,7 +18,6 @@ import selectors
 import socket
 import ssl
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +62,8 @@ _LOOK_S: Final = 1.0
 #: Seconds in which who connects must say who it is, and the bytes that it may take for that.
 _GREETING_S: Final = 30.0
 _GREETING_BYTES: Final = 1 << 12
+#: Nothing can be read, or sent, now.
+_LATER: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 #: For how many days a certificate is valid.
 _DAYS: Final = 3650
 
@@ -270,50 +270,19 @@ def new_token() -> bytes:
     return secrets.token_bytes(2 * HALF_BYTES)
 
 
-def behind_tls(listener: socket.socket) -> tuple[socket.socket, str, Callable[[], object]]:
-    """Puts TLS in front of a TCP socket: a thread passes on what its clients send, and what they are sent.
-
-    Returns:
-        What a `Server` is given in its place; the certificate that clients must know; and what ends the thread.
+def new_tls(ip: str) -> tuple[ssl.SSLContext, str]:
+    """What a server at this address needs for TLS, and the certificate that its clients must know.
 
     Raises:
         BackendUnavailableError: The package cryptography is not installed.
     """
-    certificate, key = _new_certificate(listener.getsockname()[0])
-    set_tcp_options(listener)  # which its connections inherit
+    certificate, key = _new_certificate(ip)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(certificate + key)
         file.flush()
         context.load_cert_chain(file.name)
-    name, inner_listener = listen_unseen()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.CancelledError):
-            inner, out = await asyncio.open_unix_connection(name, limit=RECEIVE_BYTES)
-            await asyncio.gather(_pass_on(reader, out), _pass_on(inner, writer))
-
-    async def run() -> None:
-        options: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": _GREETING_S, "limit": RECEIVE_BYTES}
-        async with await asyncio.start_server(serve, sock=listener, **options):
-            await ended.wait()
-
-    def run_loop() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(run())
-
-    ended, loop = asyncio.Event(), asyncio.new_event_loop()
-    threading.Thread(target=run_loop, name="dataplane-tls", daemon=True).start()
-    return inner_listener, certificate, lambda: loop.call_soon_threadsafe(ended.set)
-
-
-async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    try:
-        while data := await source.read(RECEIVE_BYTES):
-            target.write(data)
-            await target.drain()
-    finally:
-        target.close()
+    return context, certificate
 
 
 def _new_certificate(ip: str) -> tuple[str, str]:
@@ -372,12 +341,16 @@ class Server:
         host: The host.
         *listeners: Where clients connect. Over a Unix socket, those of another user are refused.
         token: What clients must know. Without one, everybody who can connect is served.
+        tls: From `new_tls`: all that goes over TCP is encrypted. Then no host may answer with bytes beside messages.
     """
 
-    def __init__(self, host: Host, *listeners: socket.socket, token: bytes = b"") -> None:
+    def __init__(
+        self, host: Host, *listeners: socket.socket, token: bytes = b"", tls: ssl.SSLContext | None = None
+    ) -> None:
         self._host = host
         self._messages = host.messages
         self._token = token
+        self._tls = tls
         self._listeners = listeners
         for listener in listeners:
             listener.setblocking(False)
@@ -461,6 +434,8 @@ class Server:
                 check_user(channel)
             else:
                 set_tcp_options(channel)
+                if self._tls is not None:  # what is read and sent does the handshake too
+                    channel = self._tls.wrap_socket(channel, server_side=True, do_handshake_on_connect=False)
             connection = _Connection(channel)
             self._selector.register(channel, selectors.EVENT_READ, connection)
         except OSError:  # it has gone already, or is refused
@@ -500,7 +475,7 @@ class Server:
             return
         try:
             data = connection.channel.recv(RECEIVE_BYTES)
-        except BlockingIOError:
+        except _LATER:
             return
         if not data:
             raise EOFError
@@ -596,7 +571,7 @@ class Server:
         unsent = connection.unsent
         unsent += data
         if unsent:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(*_LATER):
                 del unsent[: connection.channel.send(unsent)]
         if connection.sending is not None and not unsent:
             self._send_arrays(connection, connection.sending)
@@ -663,8 +638,8 @@ class Server:
 
 def _hung_up(channel: socket.socket) -> bool:
     """Whether a client that has asked something does not wait for the reply any more."""
-    try:
-        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    try:  # also under TLS
+        return not socket.socket.recv(channel, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:  # it was killed, or its host is gone

@@ -101,7 +101,7 @@ def _durable(folder: str, config: QueueConfig) -> str:
 def _of_this_host(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Finding]:
     """What owners of this name have left on this host; if none runs, what a new one would find."""
     from dataplane_tq_simple import _owners
-    from dataplane_tq_simple._instance import cpu_error
+    from dataplane_tq_simple._instance import check_cpus
 
     owners = _owners.look(instance_class.controller_name(config))
     instance = f"instance '{config.instance}'"
@@ -129,9 +129,7 @@ def _of_this_host(config: QueueConfig, instance_class: type[Instance]) -> Iterat
     if not num_running:
         yield Finding.ok(f"No process of this user runs {instance} on this host.")
         cpus = len(os.sched_getaffinity(0)) if config.ray_num_cpus is None else config.ray_num_cpus
-        refused = cpu_error(config, getattr(config, "num_storage_units", 1), cpus, cpus, "a local Ray has")
-        if refused is not None:
-            raise refused
+        check_cpus(config, getattr(config, "num_storage_units", 1), cpus, "a local Ray")
         yield Finding.ok(
             f"No cluster is configured: connect uses the process's own Ray, or starts a local Ray of {cpus} logical "
             "CPUs."
@@ -154,8 +152,9 @@ def _running(config: QueueConfig, instance_class: type[Instance], deadline: floa
         )
         if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
             yield announced
-        check_cpus(config, instance_class.num_units(config), deadline)
-        cpus, count = ray.cluster_resources().get("CPU", 0.0), f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+        cpus = ray.cluster_resources().get("CPU", 0.0)
+        check_cpus(config, instance_class.num_units(config), cpus, "the Ray cluster")
+        count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
         yield Finding.ok(f"The Ray cluster at {own.gcs_address} has {cpus:g} logical CPUs on {count}.")
     finally:
         connection.release()

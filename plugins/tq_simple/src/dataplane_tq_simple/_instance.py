@@ -128,7 +128,7 @@ class Instance:
             ConfigError: A process announces an address that other nodes cannot reach.
             DataPlaneError: What `_prepare` raises.
         """
-        check_cpus(config, cls.num_units(config), deadline)
+        check_cpus(config, cls.num_units(config), ray.cluster_resources().get("CPU", 0.0), "the Ray cluster")
         handles: dict[str, Any] = {}
         durable = getattr(config, "durable", None)
         journal = _journal_of(config, durable)
@@ -383,37 +383,20 @@ def _is_dead(actor: Any, deadline: float) -> bool:
     return False
 
 
-def check_cpus(config: QueueConfig, num_units: int, deadline: float) -> None:
-    """Raises at once, with numbers, if the CPUs are missing. Ray itself would wait for them silently.
+def check_cpus(config: QueueConfig, num_units: int, num_cpus: float, whose: str) -> None:
+    """Refuses an instance that needs more logical CPUs than there are. Ray itself would wait for them silently.
 
     Raises:
-        BackendUnavailableError: The cluster that this process is connected to lacks them.
+        BackendUnavailableError: Its processes would never be scheduled.
     """
-    wait_until = min(deadline, time.monotonic() + _SETTLE_S)
-    while True:
-        total = ray.cluster_resources().get("CPU", 0.0)
-        refused = cpu_error(config, num_units, ray.available_resources().get("CPU", 0.0), total, "the Ray cluster has")
-        if refused is None:
-            return
-        if not refused.retryable or time.monotonic() >= wait_until:
-            raise refused
-        time.sleep(0.2)
-
-
-def cpu_error(
-    config: QueueConfig, num_units: int, free: float, total: float, whose: str
-) -> BackendUnavailableError | None:
-    """The error if an instance of so many storage units needs more logical CPUs than are free, else None."""
     needed = config.controller_num_cpus + num_units * config.unit_num_cpus
-    if free >= needed:
-        return None
-    return BackendUnavailableError(
-        f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
-        f"{num_units} storage units of {config.unit_num_cpus:g}), but {whose} {free:g} free "
-        f"of {total:g}. Its processes would never be scheduled.",
-        retryable=total >= needed,
-        hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",
-    )
+    if needed > num_cpus:
+        raise BackendUnavailableError(
+            f"instance {config.instance!r} needs {needed:g} CPUs (controller {config.controller_num_cpus:g}, "
+            f"{num_units} storage units of {config.unit_num_cpus:g}), but {whose} has {num_cpus:g}.",
+            retryable=False,
+            hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",
+        )
 
 
 def _kill(handles: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ def test_a_cluster_that_is_not_there_is_an_error():
 
 def test_a_local_ray_of_too_few_cpus_is_an_error_with_the_numbers():
     ((what, hint),) = findings(Level.ERROR, ray_num_cpus=2, controller_num_cpus=1, unit_num_cpus=2)
-    assert "needs 3 CPUs (controller 1, 1 storage units of 2), but a local Ray has 2 free of 2" in what
+    assert "needs 3 CPUs (controller 1, 1 storage units of 2), but a local Ray has 2" in what
     assert "Set controller_num_cpus and unit_num_cpus to 0" in hint
     assert findings(Level.ERROR, ray_num_cpus=0) == []
 
@@ -53,7 +53,7 @@ def test_it_says_whether_the_controller_keeps_a_journal(tmp_path):
 def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_cluster):
     options = {"ray_address": ray_cluster}
     ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=9)
-    assert "needs 9 CPUs (controller 0, 1 storage units of 9), but the Ray cluster has 8 free of 8" in what
+    assert "needs 9 CPUs (controller 0, 1 storage units of 9), but the Ray cluster has 8" in what
     assert findings(Level.ERROR, **options) == []
     assert findings(Level.WARNING, **options) == [], "on one node, Ray may have the address 127.0.0.1"
     own = ray_cluster.rpartition(":")[0]

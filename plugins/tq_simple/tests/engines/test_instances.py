@@ -154,25 +154,12 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, no
         assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())
 
 
-def test_too_few_cpus_are_reported_with_numbers(ray_cluster, monkeypatch):
+def test_too_few_cpus_are_reported_with_numbers(ray_cluster):
     config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=8)
-    with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* 8 free of 8") as error:
+    with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* has 8") as error:
         Engine.open(config, bootstrap=True, deadline=soon())
     assert not error.value.retryable
     assert "unit_num_cpus to 0" in str(error.value)
-
-    @ray.remote(num_cpus=7)
-    class Busy:
-        def ready(self): ...
-
-    busy = Busy.remote()
-    ray.get(busy.ready.remote(), timeout=60)
-    eventually(lambda: ray.available_resources().get("CPU") == 1.0, 60.0)  # Ray's controller hears of it a moment later
-    monkeypatch.setattr("dataplane_tq_simple._instance._SETTLE_S", 0.5)
-    with pytest.raises(BackendUnavailableError, match=r"needs 2 CPUs .* 1 free of 8") as error:
-        Engine.open(TQSimpleConfig(instance="cpus", unit_num_cpus=2), bootstrap=True, deadline=soon())
-    assert error.value.retryable
-    ray.kill(busy)
 
 
 def test_another_cluster_than_the_connected_one_is_refused(ray_cluster):

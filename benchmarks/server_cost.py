@@ -53,9 +53,9 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
         found[f"{name} {sum(each.startswith(name) for each in found)}" if name in found else name] = pid
 
     for store in getattr(backend_of(client), "_stores", [backend_of(client)]):
-        engine = getattr(store, "_engine", None)
-        if engine is not None:  # a backend with a controller on Ray
-            add("controller", ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid())))
+        instance = getattr(store, "_instance", None)
+        if instance is not None:  # a backend with a controller on Ray
+            add("controller", ray.get(instance.controller.__ray_call__.remote(lambda _: os.getpid())))
     for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
         words = " ".join(child.cmdline())
         if "StorageUnit" in words:

@@ -114,9 +114,9 @@ def waiting(client: DataPlaneClient, config: dict[str, Any], kind: str, count: i
 
 def store_process(client: DataPlaneClient) -> psutil.Process:
     """The process that keeps the store's control plane."""
-    engine = getattr(backend_of(client), "_engine", None)
-    if engine is not None:
-        return psutil.Process(ray.get(engine._instance._controller.__ray_call__.remote(lambda _: os.getpid())))
+    instance = getattr(backend_of(client), "_instance", None)
+    if instance is not None:
+        return psutil.Process(ray.get(instance.controller.__ray_call__.remote(lambda _: os.getpid())))
     for child in psutil.Process().children(recursive=True):
         if "backends.owner" in " ".join(child.cmdline()):
             return child

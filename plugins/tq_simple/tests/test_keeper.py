@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,10 @@ from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import ClearRequest, FieldSpec, RegisterRequest
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _keeper
 from dataplane_tq_simple._book import LIFE_BITS, Started
-from dataplane_tq_simple._engine import Engine, KnownUnits
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
 from dataplane_tq_simple._messages import BeginNear, UnitsGoneError
+from dataplane_tq_simple._units import KnownUnits
 
 ROW_BYTES = 8
 
@@ -378,15 +377,11 @@ class Client:
         self._host = host
         session = host.begin_session()
         self.dropped: dict[int, set[Any]] = {}
-        engine: Any = object.__new__(Engine)
-        engine.call = lambda request, deadline: host.answer(request, session)
-        engine._known = KnownUnits(lambda version, deadline: host.book.view(version), engine._forget)
-        engine._units, engine._units_lock, engine._closed = {}, threading.RLock(), False
-        engine._connect = self._connect
-        engine._current = threading.local()
-        self.engine = engine
-        self._backend = TQSimpleBackend(TQSimpleConfig())
-        self._backend._engine = engine
+        backend: Any = TQSimpleBackend(TQSimpleConfig())
+        backend.call = lambda request, deadline: host.answer(request, session)
+        backend._known = KnownUnits(lambda version, deadline: host.book.view(version), backend._forget)
+        backend._connect = self._connect
+        self.backend = backend
 
     def _connect(self, number: int, life: Any, deadline: float) -> Any:
         def drop(refs: list[Any], deadline: float) -> None:
@@ -399,7 +394,7 @@ class Client:
 
     def clear(self, partition: str, ids: list[str]) -> int:
         request = ClearRequest(partition, ids, deadline=time.monotonic() + 60.0)
-        return self._backend.clear_samples(request)
+        return self.backend.clear_samples(request)
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -411,7 +406,7 @@ def test_a_clear_deletes_what_is_served_and_leaves_the_rest_to_a_later_one(
     kept, away = (cluster.put("p", ids(node), node) >> LIFE_BITS for node in ("node0", "node1"))
     book, client = cluster.book, Client(cluster.host)
     if not knows:
-        client.engine._known.refresh(0.0)
+        client.backend._known.refresh(0.0)
     started = book.view().lives[away].started
     book.ended("node1")
     book.waits("node1", why)

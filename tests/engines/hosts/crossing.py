@@ -65,7 +65,7 @@ def cross(backend, other, redis_url):
         answered = ray.get(placed.remote(attach), timeout=300)
         check(client, "there", 2)
         if backend == "tq_mooncake":
-            units = [segment.listening[0][0] for segment in backend_of(client)._engine._instance.segments]
+            units = [segment.listening[0][0] for segment in backend_of(client)._instance.segments]
         if backend == "tq_simple":
             paths = {each.address.rpartition(":")[0]: each.path for each in client.list_units()}
             units = list(paths)

@@ -9,10 +9,11 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -202,6 +203,10 @@ class MooncakeInstance(Instance):
         description = get_within(self.controller.get_config.remote(), "ask for details", deadline)
         self.details = description["details"]
 
+    def watch_call(self, check_master: Callable[[], None]) -> CallWatch:
+        """Watches the master and the units while a call takes long."""
+        return CallWatch(self, check_master)
+
     def ask_units(self) -> dict[str, Any]:
         """Asks all units whether they live. Returns Ray references to the answers, by the units' names in messages."""
         return {f"storage {unit.rpartition('/')[2]}": self._handles[unit].__ray_ready__.remote() for unit in self.units}
@@ -290,3 +295,37 @@ class UnitWatch:
                 self._instance.unit_came_back(actor, time.monotonic() + self._instance.config.master_start_s)
                 self._lives[actor] = life
                 _logger.warning("a storage unit (%s) died, and was started again", actor)
+
+
+class CallWatch:
+    """While a call takes long, checks the master, and asks Ray which storage units are alive."""
+
+    def __init__(self, instance: MooncakeInstance, check_master: Callable[[], None]) -> None:
+        self._check_master = check_master
+        self.asked: dict[str, Any] = {}  # by the units' names: questions without an answer
+        self._alive: list[str] = []
+        if ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):
+                self.asked = instance.ask_units()
+
+    def check(self) -> None:
+        """Raises `BackendUnavailableError` if the master is dead. Does not block for long."""
+        self._check_master()
+        if not self.asked or not ray.is_initialized():
+            return
+        answered, _ = ray.wait(list(self.asked.values()), num_returns=len(self.asked), timeout=0)
+        for name in [name for name, ref in self.asked.items() if ref in answered]:
+            with contextlib.suppress(ray.exceptions.RayError):  # it died: its segment is soon known to be gone
+                ray.get(self.asked[name], timeout=0)
+                self._alive.append(name)
+                del self.asked[name]
+
+    def describe(self) -> str:
+        """What is known about the units, as a sentence."""
+        if self.asked:
+            return f"The {', '.join(self.asked)} did not answer Ray either: stopped, overloaded, or not reachable."
+        if not self._alive:
+            return "Ray knows nothing about the storage units at the moment."
+        return (
+            f"The {', '.join(self._alive)} is alive, but busy with other requests or not reachable from this process."
+        )

@@ -31,12 +31,12 @@ class TestTQMooncake(BackendConformance):
         deadline = time.monotonic() + 10
         (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
         handle = part.write_id + part.positions[0]
-        ((*frames,),) = split_rows(backend._engine.get_rows([handle], deadline=deadline))
+        ((*frames,),) = split_rows(backend.get_rows([handle], deadline=deadline))
         return bytes(frames[part.slots[0]])
 
     def held_bytes(self, backend):
         """What the master says is allocated in the segments."""
-        words = psutil.Process(backend._engine._instance.master_pid).cmdline()
+        words = psutil.Process(backend._instance.master_pid).cmdline()
         (port,) = (word.partition("=")[2] for word in words if word.startswith("--metrics_port="))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()

@@ -23,7 +23,7 @@ def values(number, names=NAMES):
 
 
 def instance(client):
-    return backend_of(client)._engine._instance
+    return backend_of(client)._instance
 
 
 def listening(client):

@@ -146,7 +146,7 @@ def test_rows_whose_lease_ended_before_they_came_are_read_one_by_one(client, wat
     client.put_samples(ids(3), "p", rows(3, 9000))
     watched.fails = lease_ends_after_the_first
     (store,) = Store._shared.values()
-    keys = [key for name in ids(3) for key in backend_of(client)._engine._keys(located(client, name))]
+    keys = [key for name in ids(3) for key in backend_of(client)._keys(located(client, name))]
     found = [bytes(row) for row in store.get(_calls.Call(), keys)]
     watched.fails = lambda *_: None
     assert found[1:] == [bytes(row) for row in store.get(_calls.Call(), keys)][1:]
@@ -155,7 +155,7 @@ def test_rows_whose_lease_ended_before_they_came_are_read_one_by_one(client, wat
 def test_bytes_that_come_late_get_into_nobodys_memory(client, watched):
     (store,) = Store._shared.values()
     client.put_samples(ids(2), "p", rows(2, MIB))
-    keys = backend_of(client)._engine._keys(located(client, "s0") + located(client, "s1"))
+    keys = backend_of(client)._keys(located(client, "s0") + located(client, "s1"))
     watched.fails = no_reads
     with pytest.raises(_store.EngineError):
         store.get(_calls.Call(), keys)
@@ -209,8 +209,8 @@ def test_a_row_of_every_size_class_comes_back_whole_also_in_another_process(conn
     cells = [torch.from_numpy(values[i : i + size]) for i, size in enumerate(sizes)]
     column = torch.nested.nested_tensor(cells, layout=torch.jagged)
     client.put_samples(ids(len(sizes)), "p", {"x": column})
-    (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(
-        *backend_of(client)._engine._keys(located(client, f"s{len(sizes) - 2}"))
+    (replica,) = backend_of(client)._store._engine.get_replica_desc(
+        *backend_of(client)._keys(located(client, f"s{len(sizes) - 2}"))
     )
     assert replica.get_memory_descriptor().buffer_descriptor.size == 64 * MIB
     got = client.get_samples(ids(len(sizes)), "p", ["x"])["x"].unbind()
@@ -268,7 +268,7 @@ def test_operations_succeed_after_all_connections_were_shut_down(client, first):
 
 def test_a_process_has_one_engine_which_its_last_client_closes(client, connect, ray_address):
     others = [connect(bootstrap=False, instance="store", ray_address=ray_address) for _ in range(2)]
-    stores = {id(backend_of(each)._engine._store) for each in [client, *others]}
+    stores = {id(backend_of(each)._store) for each in [client, *others]}
     assert len(stores) == 1
     others[0].put_samples(ids(4), "p", rows(4, 100))
     others[0].close()
@@ -280,7 +280,7 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
 ):
     monkeypatch.setattr(Store, "_shared", {})  # an engine of its own
     other = connect(bootstrap=False, instance="store", ray_address=ray_address)
-    engine, store = backend_of(other)._engine, backend_of(other)._engine._store
+    engine, store = backend_of(other), backend_of(other)._store
     noting, put, stored, go_on = Watched(store._engine), store.put, threading.Event(), threading.Event()
 
     def put_slowly(*args, **more):
@@ -304,7 +304,7 @@ def test_an_engine_stays_open_until_the_rows_of_a_put_that_was_given_up_are_dele
 
 
 def test_no_connections_are_ended_while_a_call_that_was_given_up_deletes_what_it_left(client, monkeypatch):
-    store, ended = backend_of(client)._engine._store, []
+    store, ended = backend_of(client)._store, []
     undoing, go_on = threading.Event(), threading.Event()
 
     def work(call):
@@ -392,13 +392,13 @@ def test_every_process_announces_its_nodes_address_whatever_it_inherited(client)
     assert os.environ["MC_TCP_BIND_ADDRESS"] == here
     assert os.environ["MC_STORE_MEMCPY"] == "0"
     assert "MC_TCP_ENABLE_CONNECTION_POOL" not in os.environ
-    assert backend_of(client)._engine._store._engine.get_hostname().rpartition(":")[0] == here
+    assert backend_of(client)._store._engine.get_hostname().rpartition(":")[0] == here
     unit = ray.get_actor("tqm-store/unit-0", namespace="dataplane")
     inherited = ray.get(unit.__ray_call__.remote(lambda _: os.environ["MC_TCP_BIND_ADDRESS"]), timeout=60)
     assert inherited == here
     client.put_samples(["a"], "p", rows(1, 100))
-    (key,) = backend_of(client)._engine._keys(located(client, "a"))
-    (replica,) = backend_of(client)._engine._store._engine.get_replica_desc(key)
+    (key,) = backend_of(client)._keys(located(client, "a"))
+    (replica,) = backend_of(client)._store._engine.get_replica_desc(key)
     endpoint = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert endpoint.rpartition(":")[0] == here
 
@@ -459,7 +459,7 @@ from dataplane_mooncake import TQMooncakeBackend
 options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20,
            "master_start_s": 85}
 client = connect_backend(TQMooncakeBackend, DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90))
-print(client._connection.backend._engine._instance.master_pid, flush=True)
+print(client._connection.backend._instance.master_pid, flush=True)
 time.sleep(300)
 """
 

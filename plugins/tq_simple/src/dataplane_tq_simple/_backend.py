@@ -1,46 +1,62 @@
-"""`QueueBackend`: the ledger in a controller on Ray. `TQSimpleBackend`: also the rows in its storage units.
+"""`QueueBackend`: a client whose ledger is in a controller on Ray, with which it has a session.
 
-`TransferQueueBackend`: the rows in those of TransferQueue, for ``storage: transfer_queue``.
+It gives every call a deadline, and turns failures into clear errors. Ray is imported when it starts.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
-from dataplane_core.backends import LEDGER_CAPABILITIES, Backend, Finding, LedgerBackend, Level, RowStoreBackend
-from dataplane_core.errors import BackendUnavailableError, DataPlaneError
-from dataplane_core.ledger import Command, Located, Ref, Reply, commands
+from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend
+from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
+from dataplane_core.hosting import Request, Session, TcpAddress
+from dataplane_core.ledger import Command, Ref, Reply, commands
 from dataplane_core.ownership import PrivateFolder
-from dataplane_core.spec import (
-    Capability,
-    ListUnitsRequest,
-    PutRequest,
-    Scope,
-    SharedRows,
-    UnitInfo,
-    WireColumn,
-    WireFormat,
-)
-from dataplane_tq_simple._diagnosis import diagnose, unit_paths
-from dataplane_tq_simple._messages import BeginNear, UnitsGoneError
-from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
+from dataplane_core.spec import Capability, PutRequest, Scope
+from dataplane_tq_simple._diagnosis import diagnose
+from dataplane_tq_simple._messages import MESSAGES, LineBrokenError, UnitsGoneError
+from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
-    from dataplane_tq_simple._client import QueueEngine
-    from dataplane_tq_simple._engine import Engine
-    from dataplane_tq_simple._transfer_queue import TransferQueueEngine
+    from dataplane_tq_simple._instance import Instance
+    from dataplane_tq_simple._ray import RayConnection
 
-_Engine = TypeVar("_Engine", bound="QueueEngine")
+_logger = logging.getLogger(__name__)
 
 #: Seconds after which a put is tried again whose storage unit ended.
-_AGAIN_S = 0.1
+_AGAIN_S: Final = 0.1
+#: Seconds before a call is repeated whose line broke.
+_REPEAT_S: Final = 0.02
+#: Seconds for which a call asks Ray whether the controller is dead whose line broke.
+_BROKEN_S: Final = 5.0
+
+_Reply = TypeVar("_Reply")
 
 
-class QueueBackend(LedgerBackend, Generic[_Engine]):
-    """A backend whose ledger runs in a controller on Ray. ``Config`` derives from `QueueConfig`."""
+def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    """What a failure of the line to the controller means."""
+    if isinstance(error, TimeoutError):
+        return OperationTimeoutError(
+            f"{what}: no answer in time from the controller. It may have been executed or not.",
+            hint=str(error) or None,
+        )
+    return LineBrokenError(
+        f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
+    )
+
+
+class QueueBackend(LedgerBackend):
+    """A backend whose ledger runs in a controller on Ray. ``Config`` derives from `QueueConfig`.
+
+    A subclass names the class of the instance and moves the rows. Thread-safe; not usable after a fork.
+    """
 
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.WAKES}
     scope = Scope.CLUSTER
@@ -52,13 +68,31 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._engine: _Engine | None = None
+        self._connection: RayConnection | None = None  # this process's, to Ray
+        self._instance: Any = None
+        self._bootstrapped = False  # whether this client started the instance, and so ends it
+        self._session: Session | None = None  # with the controller
+        self._finding = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
         self._folders: list[PrivateFolder] = []  # by which others of this host find what this started
+
+    # --- what a subclass supplies -------------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
-    def _engine_class(cls) -> type[_Engine]:
-        """The engine's class. Imported only here, so that importing the backend does not import Ray."""
+    def instance_class(cls) -> type[Instance]:
+        """What is started or found. Imported only here, so that importing the backend does not import Ray."""
+
+    @abstractmethod
+    def join(self, deadline: float) -> None:
+        """Connects to the storage of the instance."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Undoes `join`, before a bootstrapping client ends the instance. Also called where `join` failed."""
+
+    # --- life ---------------------------------------------------------------------------------------------------------
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:
@@ -73,57 +107,136 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
 
     def attach_options(self) -> dict[str, Any]:
         """Options with which any process of the cluster attaches to this client's instance."""
-        return {"instance": self.config.instance, "ray_address": self._connected().ray_address}
+        return {"instance": self.config.instance, "ray_address": self._ray().address}
 
     @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """Ray itself, the Ray cluster that would be used, its CPUs and this node's address in it; or the
         instance that runs on this host."""
-        return diagnose(config, deadline, lambda: cls._engine_class().instance_class)
+        return diagnose(config, deadline, cls.instance_class)
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
-        """Starts the instance on Ray, or attaches to it."""
-        engine_class = self._engine_class()
-        from dataplane_tq_simple import _owners
+        """Starts the instance on Ray, or attaches to it.
 
-        name = engine_class.instance_class.controller_name(self.config)
-        known = _owners.cluster_is_known(self.config)
-        if not bootstrap:
-            config = self.config
-            if not known:
-                config = config.model_copy(update={"ray_address": _owners.find(config, name)})
-            # the engine waits itself: each new try would connect this process to Ray again
-            self._engine = engine_class.open(config, bootstrap=False, deadline=deadline, wait_s=self.attach_wait_s)
-            return
+        Who bootstraps also starts a local Ray, if this process has no Ray and no address is configured. The deadline
+        does not interrupt the start of a local Ray.
+
+        Raises:
+            AlreadyRunningError: An instance of that name runs on the cluster.
+            BackendUnavailableError: No Ray at the address, too few CPUs, or a process that failed to start. To attach:
+                no such instance, or a broken one.
+            OperationTimeoutError: Not all processes started in time. Those that had started were ended. To attach: its
+                controller does not answer.
+        """
+        instance_class = self.instance_class()
+        from dataplane_tq_simple import _owners
+        from dataplane_tq_simple._ray import RayConnection
+
+        config, name = self.config, instance_class.controller_name(self.config)
         try:
-            if self.exclusive and not known:
-                self._folders.append(_owners.claim_name(name, deadline))
-            self._engine = engine_class.open(self.config, bootstrap=True, deadline=deadline)
-            left = _owners.leave(name, self._engine.ray_address, deadline)
-            self._folders += [left] if left is not None else []
+            if not _owners.cluster_is_known(config):
+                if not bootstrap:
+                    config = config.model_copy(update={"ray_address": _owners.find(config, name)})
+                elif self.exclusive:
+                    self._folders.append(_owners.claim_name(name, deadline))
+            self._connection = RayConnection.acquire(config, bootstrap=bootstrap, deadline=deadline)
+            if bootstrap:
+                self._instance = instance_class.start(config, deadline=deadline)
+                self._bootstrapped = True
+            else:
+                # it waits itself: each new try would connect this process to Ray again
+                self._instance = instance_class.find(config, deadline=deadline, wait_s=self.attach_wait_s)
+            self._find_session(deadline)
+            self.join(deadline)
+            if bootstrap:
+                self._instance.publish(deadline=deadline)
+                address = self._connection.address
+                _logger.info("instance %r runs on the Ray cluster at %s", config.instance, address)
+                left = _owners.leave(name, address, deadline)
+                self._folders += [left] if left is not None else []
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Ends the connection; also ends the instance if this client started it."""
-        engine, self._engine = self._engine, None
+        """Ends this connection. Running operations of other threads end with `ClientClosedError`.
+
+        The bootstrapping client also ends the instance's processes, after which all attached clients fail. The last
+        client to close in this process shuts down a Ray that one of them started.
+        """
+        self._closed = True
+        connection, self._connection = self._connection, None
+        if self._session is not None:
+            self._session.close()
         try:
-            if engine is not None:
-                engine.close()
+            if connection is not None and os.getpid() == self._pid:
+                try:
+                    if self._instance is not None:
+                        self.leave()
+                    if self._bootstrapped:
+                        self._instance.stop()
+                finally:
+                    connection.release()
         finally:
             while self._folders:
                 self._folders.pop().release()
 
+    def _ray(self) -> RayConnection:
+        if self._connection is None:
+            raise BackendUnavailableError("the backend is not started.", retryable=False)
+        return self._connection
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def call(
+        self, request: Request[_Reply] | Command[_Reply], deadline: float, wake: Callable[[], object] | None = None
+    ) -> _Reply:
+        """Asks the host in the controller. Atomic: requests of all clients run one after the other.
+
+        It is not repeated here after a failure, unless the controller has a log: then it is repeated when the
+        controller was started again, until the deadline. The ledger does nothing twice. A request that was given up
+        before the controller read it is not executed.
+
+        Args:
+            request: The request.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            wake: For a claim or a put that waits: see `Session.call_waiting`.
+
+        Raises:
+            DataPlaneError: As the request says; any other exception of the host as a `BackendError`.
+            OperationTimeoutError: No answer in time. It may have been executed or not.
+            LineBrokenError: The connection broke. It may have been executed or not.
+            BackendUnavailableError: The controller is dead, or has died and was not back in time.
+            ClientClosedError: This client is closed.
+        """
+        what = f"call {getattr(request, 'op', type(request).__name__)!r}"
+        while True:
+            session = None
+            try:
+                session = self._find_session(deadline)
+                if wake is None:
+                    return session.call(what, deadline, request)
+                return session.call_waiting(what, deadline, cast("Command[_Reply]", request), wake)
+            except LineBrokenError:  # the controller may live, and answer elsewhere; or Ray may start it again
+                if self._closed:
+                    raise ClientClosedError(f"{what}: this client is closed.") from None
+                if session is not None and self._session is session:
+                    self._session = None
+                if self._instance.config.journal is None:
+                    self._refuse_dead(deadline)
+                if self._instance.config.journal is None or time.monotonic() + _REPEAT_S >= deadline:
+                    raise
+                time.sleep(_REPEAT_S)
+
     def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        return self._connected().call(command, deadline)
+        return self.call(command, deadline)
 
     def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        return self._connected().call(command, deadline, wake)
+        return self.call(command, deadline, wake)
 
     def stop_waiting(self, token: str) -> None:
-        if self._engine is not None:
-            self._engine.stop_waiting(token)
+        if self._session is not None:
+            self._session.end_waiting(token, tell=True)
 
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
         """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
@@ -138,131 +251,31 @@ class QueueBackend(LedgerBackend, Generic[_Engine]):
     def new_write_id(self, num_ids: int) -> None:
         """None: the controller numbers the writes. The number says where the rows go. No write outlives the ledger."""
 
-    def _connected(self) -> _Engine:
-        if self._engine is None:
-            raise BackendUnavailableError("the backend is not started.", retryable=False)
-        return self._engine
+    # --- how it is done ----------------------------------------------------------------------------------------------
 
-
-class TQSimpleBackend(QueueBackend["Engine"]):
-    """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
-
-    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
-    Config = TQSimpleConfig
-    capabilities = QueueBackend.capabilities | {Capability.UNITS}
-    why_not_declared: ClassVar[Mapping[str, str]] = {
-        **QueueBackend.why_not_declared,
-        Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
-    }
-
-    @classmethod
-    def class_for(cls, config: TQSimpleConfig) -> type[Backend]:
-        """That of the option ``storage``."""
-        return TransferQueueBackend if config.storage == "transfer_queue" else cls
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
-
-    @classmethod
-    def _engine_class(cls) -> type[Engine]:
-        from dataplane_tq_simple._engine import Engine
-
-        return Engine
-
-    @classmethod
-    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process, if
-        its cluster is named: that of an owner on this host may hang."""
-        found = list(super().diagnose(config, deadline=deadline))
-        yield from found
-        if any(each.level is Level.ERROR for each in found):
-            return
-        from dataplane_tq_simple import _owners
-
-        if not _owners.cluster_is_known(config):
-            return
-        backend = cls(config)
+    def _find_session(self, deadline: float) -> Session:
+        """The session with the controller. Only one thread asks Ray where it is."""
+        session = self._session
+        if session is not None:
+            return session
+        if not self._finding.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise BackendUnavailableError(  # it may be repeated: its first try was sent
+                "the controller was not found by the deadline: another call of this client asks it over Ray where it "
+                "is, and has no answer yet. It may have been done or not."
+            )
         try:
-            backend.start(bootstrap=False, deadline=deadline)
-            units = backend.list_units(ListUnitsRequest(deadline=deadline))
-            yield from unit_paths(units, backend._connected().node)
-        except BackendUnavailableError:  # none runs
-            return
-        except DataPlaneError as error:
-            yield Finding.error(f"The storage units cannot be asked: {error.message}", error.hint)
+            if self._session is None:
+                line = self._instance.find_line(deadline, lambda: self._closed)
+                watch = functools.partial(self._instance.watch, line)
+                self._session = Session(TcpAddress(*line), MESSAGES, deadline, _failure, watch)
+            return self._session
         finally:
-            backend.stop()
+            self._finding.release()
 
-    def start(self, *, bootstrap: bool, deadline: float) -> None:
-        """As that of `QueueBackend`."""
-        super().start(bootstrap=bootstrap, deadline=deadline)
-        self._connected().moved_rows = self.moved_rows
-
-    def begin_put(
-        self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
-    ) -> int:
-        engine = self._connected()
-        return engine.call(BeginNear(begin, engine.node, engine.full_units()), deadline)
-
-    def store_writes(
-        self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
-    ) -> None:
-        self._connected().store(writes, columns, deadline)
-
-    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        return self._connected().fetch(located, num_samples, deadline)
-
-    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
-        return self._connected().delete(refs, deadline)
-
-    def list_units(self, request: ListUnitsRequest) -> list[UnitInfo]:
-        """Asks the controller."""
-        return self._connected().units(request.deadline)
-
-
-class TransferQueueBackend(QueueBackend["TransferQueueEngine"], RowStoreBackend):
-    """As `TQSimpleBackend`, with the rows in the storage units of the TransferQueue that runs on the Ray cluster."""
-
-    Config = TQSimpleConfig
-    why_not_declared: ClassVar[Mapping[str, str]] = {
-        **QueueBackend.why_not_declared,
-        Capability.UNITS: "TransferQueue places the rows, and does not say how many a storage unit holds",
-    }
-
-    @classmethod
-    def _engine_class(cls) -> type[TransferQueueEngine]:
-        from dataplane_tq_simple._transfer_queue import TransferQueueEngine
-
-        return TransferQueueEngine
-
-    @classmethod
-    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """As that of `QueueBackend`, and the TransferQueue of the cluster, if the cluster is named."""
-        found = list(super().diagnose(config, deadline=deadline))
-        yield from found
-        if any(each.level is Level.ERROR for each in found):
-            return
-        from dataplane_tq_simple import _owners, _transfer_queue
-
-        yield from _transfer_queue.diagnose(config, deadline, connect=_owners.cluster_is_known(config))
-
-    def attach_options(self) -> dict[str, Any]:
-        """As that of `QueueBackend`, and the storage."""
-        return {**super().attach_options(), "storage": self.config.storage}
-
-    def start(self, *, bootstrap: bool, deadline: float) -> None:
-        """As that of `QueueBackend`. Raises `ConfigError` if TransferQueue is not installed."""
-        from dataplane_tq_simple._transfer_queue import load_library
-
-        load_library()
-        super().start(bootstrap=bootstrap, deadline=deadline)
-
-    def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
-        self._connected().put_rows(handles, buffer, offsets, deadline)
-
-    def get_rows(self, handles: Sequence[int], deadline: float) -> Sequence[memoryview]:
-        return self._connected().get_rows(handles, deadline)
-
-    def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        self._connected().delete_rows(handles, deadline)
+    def _refuse_dead(self, deadline: float) -> None:
+        """Raises `BackendUnavailableError` if the controller is known to be dead, soon after its line broke."""
+        try:
+            self._find_session(min(deadline, time.monotonic() + _BROKEN_S))
+        except DataPlaneError as error:
+            if not error.retryable:
+                raise

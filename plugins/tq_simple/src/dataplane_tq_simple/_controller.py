@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import ray
@@ -24,12 +24,9 @@ from dataplane_core.hosting import Server, listen_on, new_token
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
-from dataplane_tq_simple._messages import Started
+from dataplane_tq_simple._messages import Line, Started
 from dataplane_tq_simple._ray import NAMESPACE, own_address, remote, was_started_before
 from dataplane_tq_simple._storage_unit import StorageUnit, UnitOptions
-
-#: Where a controller answers calls: address, port, and the token that clients must know.
-Line: TypeAlias = tuple[str, int, bytes]
 
 #: The notes of the journal: what attaching clients are told, and what the folders of units are marked with.
 _DESCRIPTION_NOTE = "description"

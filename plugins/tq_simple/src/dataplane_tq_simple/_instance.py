@@ -15,7 +15,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -27,6 +27,7 @@ from dataplane_core.errors import (
     AlreadyRunningError,
     BackendError,
     BackendUnavailableError,
+    ClientClosedError,
     ConfigError,
     DataPlaneError,
     OperationTimeoutError,
@@ -36,9 +37,12 @@ from dataplane_core.host_memory import arena_bytes_for
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._folders import JOURNAL, folder_of, units_of
+from dataplane_tq_simple._messages import Line, LineBrokenError
 from dataplane_tq_simple._ray import (
     NAMESPACE,
     alive_nodes,
+    cause,
+    check_head,
     end_within,
     get_within,
     lookup,
@@ -57,6 +61,10 @@ _ACTOR_ENV: Final = {"RAY_worker_niceness": "0"}
 
 # Seconds after the end of a process in which Ray may still count its CPUs or its name as used.
 _SETTLE_S = 5.0
+
+#: Seconds between two questions to the controller: one that it has, and one that Ray cannot bring to it.
+_ASK_S: Final = 1.0
+_ASK_AGAIN_S: Final = 0.1
 
 # Seconds that Ray may take to end actors. After that, this process goes on without an answer: the calls would wait for
 # a dead head node.
@@ -196,6 +204,43 @@ class Instance:
         }
         get_within(self.controller.store_config.remote(description), "publish the instance", deadline)
 
+    def watch(self, line: Line) -> ControllerWatch:
+        """Watches the controller while a call waits for it there."""
+        return ControllerWatch(self, line)
+
+    def find_line(self, deadline: float, is_closed: Callable[[], bool]) -> Line:
+        """Asks the controller, over Ray, where it answers. Waits while Ray cannot reach it, or starts it again.
+
+        Args:
+            deadline: On `time.monotonic`'s clock, in seconds.
+            is_closed: Whether the client is closed, for which it asks.
+
+        Raises:
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As `QueueBackend.call`.
+        """
+        watch, what = ControllerWatch(self), "ask the controller where it answers calls"
+        while not is_closed():
+            if not ray.is_initialized():
+                raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
+            line = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
+            if line is not None:
+                return line
+            # with a journal, the controller comes back as soon as a head does that keeps its state
+            if self.config.journal is None:
+                check_head(self.config.instance)
+            if time.monotonic() + _ASK_AGAIN_S < deadline:
+                time.sleep(_ASK_AGAIN_S)
+            elif self.config.journal is None:
+                raise OperationTimeoutError(f"{what}: no answer in time.", hint=watch.describe())
+            else:
+                raise BackendUnavailableError(
+                    f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. "
+                    "It may have been done or not.",
+                    hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise "
+                    "op_timeout_s.",
+                )
+        raise ClientClosedError(f"{what}: this client is closed.")
+
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
         try:
@@ -316,6 +361,73 @@ class SimpleInstance(InstanceOfStorage):
             node_wait_s=config.node_wait_s,
         )
         return {"units": units}
+
+
+class TransferQueueInstance(InstanceOfStorage):
+    """A controller, without storage units. ``details`` has ``partition``, that of its rows in TransferQueue."""
+
+    @classmethod
+    def num_units(cls, config: TQSimpleConfig) -> int:
+        """TransferQueue has the units."""
+        return 0
+
+
+# --- the controller --------------------------------------------------------------------------------------------------
+
+
+class ControllerWatch:
+    """Asks Ray where the controller is: to find it, and while a call waits for it.
+
+    Args:
+        instance: The instance.
+        line: Where the call takes the controller to be.
+    """
+
+    def __init__(self, instance: Instance, line: Line | None = None) -> None:
+        self._instance = instance
+        self._line = line
+        self._asked: Any = None
+        self._ask_at = 0.0
+        self._says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
+
+    def ask(self, within_s: float = 0.0) -> Line | None:
+        """Where the controller says it is, if it answers. Raises `BackendUnavailableError` if it is dead for good."""
+        now = time.monotonic()
+        if self._asked is None and now >= self._ask_at:
+            self._asked = self._instance.controller.line.remote()
+        if self._asked is None or not ray.wait([self._asked], timeout=within_s)[0]:
+            return None
+        asked, self._asked, self._ask_at = self._asked, None, now + _ASK_S
+        try:
+            line: Line = ray.get(asked, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            self._ask_at = now + _ASK_AGAIN_S
+            self._says = "Ray cannot reach the controller, or starts it again."
+            return None
+        except ray.exceptions.RayActorError as error:
+            raise BackendUnavailableError(
+                f"the controller of instance {self._instance.config.instance!r} is dead for good: {cause(error)}",
+                retryable=False,
+                hint="Close this client and bootstrap the instance again.",
+            ) from error
+        except ray.exceptions.RayError:
+            return None  # says nothing about the controller
+        self._says = "The process of the controller is alive, but busy with other requests."
+        return line
+
+    def check(self) -> None:
+        """Does not block.
+
+        Raises:
+            LineBrokenError: The controller was started again, and is elsewhere.
+            BackendUnavailableError: It is dead for good.
+        """
+        if ray.is_initialized() and self.ask() not in (None, self._line):
+            raise LineBrokenError("the controller was started again, and is elsewhere.")
+
+    def describe(self) -> str:
+        """What is known, as a sentence."""
+        return self._says
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -9,12 +9,15 @@ part of the ids of the put's writes. So an id says where its rows are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from dataplane_core.errors import BackendUnavailableError, LostReplyError
 from dataplane_core.hosting import Messages, Request
 from dataplane_core.ledger import commands
 from dataplane_core.spec import UnitInfo
+
+#: Where a controller answers calls: address, port, and the token that clients must know.
+Line: TypeAlias = tuple[str, int, bytes]
 
 #: The id of a write is ``life << LIFE_BITS | number``.
 LIFE_BITS: Final = 40

@@ -163,6 +163,10 @@ class RayConnection:
 
     The first engine initialises Ray if it is not initialised. The last engine to release that connection shuts it down.
     A connection that other code made is never shut down.
+
+    Attributes:
+        address: ``host:port`` of the Ray cluster, for clients in processes without Ray.
+        node: The id of this process's node in it.
     """
 
     _lock = threading.Lock()
@@ -173,6 +177,9 @@ class RayConnection:
 
     def __init__(self, *, ours: bool) -> None:
         self._counted = ours
+        context = ray.get_runtime_context()
+        self.address = str(context.gcs_address)
+        self.node = str(context.get_node_id())
 
     @classmethod
     def acquire(cls, config: QueueConfig, *, bootstrap: bool, deadline: float) -> RayConnection:
@@ -201,15 +208,7 @@ class RayConnection:
             )
         try:
             if not ray.is_initialized():
-                address = config.ray_address or os.environ.get("RAY_ADDRESS") or ("local" if bootstrap else None)
-                if address is None:
-                    raise BackendUnavailableError(
-                        f"cannot attach to instance {config.instance!r}: Ray is not initialised in this process and no "
-                        "address of a cluster is configured.",
-                        retryable=False,
-                        hint="Set ray_address (host:port, as the bootstrapping side logs it; or 'auto' for a cluster "
-                        "on this machine) or RAY_ADDRESS, or call ray.init first.",
-                    )
+                address = config.ray_address or os.environ.get("RAY_ADDRESS") or ("local" if bootstrap else "auto")
                 if address == "local":
                     check_capacity(config.capacity_bytes)
                 cls._connect(address, config, deadline)

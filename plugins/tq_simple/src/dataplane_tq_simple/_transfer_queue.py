@@ -1,11 +1,11 @@
-"""The engine of ``storage: transfer_queue``: rows in the storage units of the TransferQueue that runs on the cluster.
+"""`TransferQueueBackend`: rows in the storage units of the TransferQueue that runs on the cluster.
 
 It uses what runs, and neither starts nor ends any of it. A row is an entry of TransferQueue with its handle as the key,
 in a partition and a field that only this instance has. TransferQueue gives the place of a cleared entry to another one,
 and a put that was given up may still reach that place. So an entry is a row with its handle, which reads check. A row
 that reaches a place which has been cleared stays there until another one of the instance takes it.
 
-Importing this module imports Ray, but not TransferQueue.
+Importing this module imports neither Ray nor TransferQueue.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import psutil
-import ray
 
-from dataplane_core.backends import Finding, RefsGoneError
+from dataplane_core.backends import Finding, Level, RefsGoneError, RowStoreBackend
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
@@ -34,12 +33,13 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     preview,
 )
-from dataplane_core.spec import new_id
-from dataplane_tq_simple._client import QueueEngine
-from dataplane_tq_simple._instance import InstanceOfStorage
-from dataplane_tq_simple._ray import RayConnection, get_within
+from dataplane_core.spec import Capability, new_id
+from dataplane_tq_simple._backend import QueueBackend
 from dataplane_tq_simple.addresses import refuses, with_port
 from dataplane_tq_simple.config import TQSimpleConfig
+
+if TYPE_CHECKING:
+    from dataplane_tq_simple._instance import Instance
 
 #: Seconds between two looks of a waiting call whether the processes of TransferQueue listen, and that each may take.
 _PATIENCE_S: Final = 1.0
@@ -78,6 +78,8 @@ def diagnose(config: TQSimpleConfig, deadline: float, *, connect: bool) -> Itera
     yield Finding.ok(f"Rows are kept by TransferQueue {metadata.version('TransferQueue')} (storage: transfer_queue).")
     if not connect:
         return
+    from dataplane_tq_simple._ray import RayConnection
+
     connection = RayConnection.acquire(config, bootstrap=False, deadline=deadline)
     try:
         system = System(deadline)
@@ -105,6 +107,10 @@ class System:
     """
 
     def __init__(self, deadline: float) -> None:
+        import ray
+
+        from dataplane_tq_simple._ray import get_within
+
         try:
             actor = ray.get_actor("TransferQueueController", namespace="transfer_queue")
         except ValueError:
@@ -144,54 +150,72 @@ class System:
         )
 
 
-class TransferQueueInstance(InstanceOfStorage):
-    """A controller, without storage units. ``details`` has ``partition``, that of its rows in TransferQueue."""
+class TransferQueueBackend(QueueBackend, RowStoreBackend):
+    """Rows are in the storage units of the TransferQueue that runs on the Ray cluster: ``storage: transfer_queue``."""
 
-    @classmethod
-    def num_units(cls, config: TQSimpleConfig) -> int:
-        """TransferQueue has the units."""
-        return 0
+    Config = TQSimpleConfig
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        **QueueBackend.why_not_declared,
+        Capability.UNITS: "TransferQueue places the rows, and does not say how many a storage unit holds",
+    }
 
-    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
-        system = System(deadline)
-        dead = system.dead_units(deadline)
-        if dead:
-            raise system.dead_error(dead)
-        self.details = {"partition": f"{partitions_of(self.config)}{new_id()}"}
-
-
-def partitions_of(config: TQSimpleConfig) -> str:
-    """What the names of the partitions of an instance begin with, also those that killed ones of its name left."""
-    return f"dataplane/{config.instance}/"
-
-
-class TransferQueueEngine(QueueEngine):
-    """A `QueueEngine` that keeps rows in TransferQueue."""
-
-    instance_class = TransferQueueInstance
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._partition: str = self._instance.details["partition"]
+    def __init__(self, config: TQSimpleConfig) -> None:
+        super().__init__(config)
+        self._partition = ""
         self._client: Any = None  # TransferQueue's
         self._dead: set[str] = set()  # units
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="dataplane-transfer-queue", daemon=True)
+        self._loop: Any = None  # of TransferQueue's client, in a thread of its own
 
-    def _join(self, deadline: float) -> None:
+    @classmethod
+    def instance_class(cls) -> type[Instance]:
+        from dataplane_tq_simple._instance import TransferQueueInstance
+
+        return TransferQueueInstance
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """As that of `QueueBackend`, and the TransferQueue of the cluster, if the cluster is named."""
+        found = list(super().diagnose(config, deadline=deadline))
+        yield from found
+        if any(each.level is Level.ERROR for each in found):
+            return
+        from dataplane_tq_simple import _owners
+
+        yield from diagnose(config, deadline, connect=_owners.cluster_is_known(config))
+
+    def attach_options(self) -> dict[str, Any]:
+        """As that of `QueueBackend`, and the storage."""
+        return {**super().attach_options(), "storage": self.config.storage}
+
+    def start(self, *, bootstrap: bool, deadline: float) -> None:
+        """As that of `QueueBackend`. Raises `ConfigError` if TransferQueue is not installed."""
+        load_library()
+        super().start(bootstrap=bootstrap, deadline=deadline)
+
+    def join(self, deadline: float) -> None:
         from transfer_queue.client import AsyncTransferQueueClient
 
         self._system = System(deadline)
+        if self._bootstrapped:
+            dead = self._system.dead_units(deadline)
+            if dead:
+                raise self._system.dead_error(dead)
+            self._instance.details = {"partition": f"{self._partitions()}{new_id()}"}
+        self._partition = self._instance.details["partition"]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="dataplane-transfer-queue", daemon=True)
         self._thread.start()
         self._client = AsyncTransferQueueClient(f"dataplane-{new_id()}", self._system.controller)
         self._client.initialize_storage_manager("SimpleStorage", self._system.storage)  # it gives up after 4 s
-        if self.bootstrapped:
+        if self._bootstrapped:
             for name in self._run("list partitions", self._client.async_get_partition_list(), deadline):
-                if name.startswith(partitions_of(self.config)):
+                if name.startswith(self._partitions()):
                     self._run("clear a partition", self._clear(name), deadline)
 
-    def _leave(self) -> None:
-        if self._client is not None and self.bootstrapped:
+    def leave(self) -> None:
+        if self._loop is None:
+            return
+        if self._client is not None and self._bootstrapped:
             with contextlib.suppress(Exception):  # what is left, the next instance of this name clears
                 self._run("clear the partition", self._clear(self._partition), time.monotonic() + _END_S)
         if self._thread.is_alive():
@@ -285,6 +309,10 @@ class TransferQueueEngine(QueueEngine):
         """Where TransferQueue has these rows, in their order; without those that do not exist."""
         keys = [str(handle) for handle in handles]
         return await self._client.async_kv_retrieve_meta(keys, self._partition, create=create)
+
+    def _partitions(self) -> str:
+        """What the names of the partitions of an instance begin with, also those that killed ones of its name left."""
+        return f"dataplane/{self.config.instance}/"
 
     async def _clear(self, partition: str) -> None:
         await self._client.async_kv_retrieve_meta("last", partition, create=True)  # else one without entries would stay

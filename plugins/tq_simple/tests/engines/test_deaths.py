@@ -150,7 +150,7 @@ def test_the_controller_dies_twice_under_load(client, config, kill, pid_of):
 def test_a_read_that_waits_for_a_unit_asks_the_new_controller(client, kill, pid_of, monkeypatch):
     ids = [f"a-{row}" for row in range(20)]
     put(client, ids)
-    known, asked = backend_of(client)._engine._known, threading.Event()
+    known, asked = backend_of(client)._known, threading.Event()
     refresh = known.refresh
     monkeypatch.setattr(known, "refresh", lambda deadline: (asked.set(), refresh(deadline)))
     process = pid_of(f"tq-{NAME}/")
@@ -169,7 +169,7 @@ def test_who_cannot_wait_gets_an_error_to_retry_and_without_its_journal_all_is_l
     client = owner
     client.register_partition("p", ["x"], None, TASKS)
     put(client, ["a-1"])
-    engine = backend_of(client)._engine
+    engine = backend_of(client)
 
     def refused():
         with suppress(OperationTimeoutError):  # the machine is busy

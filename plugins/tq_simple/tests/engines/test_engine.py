@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from tq_simple_case import opened
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
@@ -18,8 +19,7 @@ from dataplane_core.hosting import Memory, Session
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
-from dataplane_tq_simple import TQSimpleConfig, _instance
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _instance
 from dataplane_tq_simple._messages import LineBrokenError, UnitRecords
 
 
@@ -31,19 +31,20 @@ _WORKER = """
 import sys, time
 from dataplane_core import connect
 from dataplane_core.ledger import commands
-from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 
 address, deadline = sys.argv[1], time.monotonic() + 240
-with Engine.open(TQSimpleConfig(instance="engine", ray_address=address), bootstrap=False, deadline=deadline) as engine:
-    engine.call(commands.RegisterRequest("job", ["x"], None, [], None, {}, "e"), deadline)
+backend = TQSimpleBackend(TQSimpleConfig(instance="engine", ray_address=address))
+backend.start(bootstrap=False, deadline=deadline)
+backend.call(commands.RegisterRequest("job", ["x"], None, [], None, {}, "e"), deadline)
+backend.stop()
 """
 
 
 @pytest.fixture(scope="module")
 def engine(ray_cluster):
     config = TQSimpleConfig(instance="engine")
-    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
+    with opened(config, bootstrap=True, deadline=soon()) as engine:
         yield engine
 
 
@@ -68,12 +69,12 @@ def test_calls_from_threads_tasks_actors_and_other_jobs(engine, ray_cluster, pyt
     @ray.remote(num_cpus=0)
     class Client:
         def note(self, name):
-            with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
+            with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
                 note(engine, name)
 
     @ray.remote(num_cpus=0)
     def note_in_task(name):
-        with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
+        with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
             note(engine, name)
 
     client = Client.remote()
@@ -110,7 +111,7 @@ def test_rows_come_back_in_order(client):
 
 def test_an_engine_has_no_threads_of_its_own(engine):
     before = set(threading.enumerate())  # some may end meanwhile
-    with Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
+    with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
         attached.call(UnitRecords(), soon())
         assert set(threading.enumerate()) <= before
 
@@ -130,7 +131,7 @@ def test_a_controller_that_stands_still(engine, note, pid_of, stopped):
         with pytest.raises(OperationTimeoutError):
             note(engine, "while stopped", 0.3)
         with pytest.raises(OperationTimeoutError):
-            Engine.open(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon(0.5))
+            TQSimpleBackend(TQSimpleConfig(instance="engine")).start(bootstrap=False, deadline=soon(0.5))
     noted = note(engine, "after")
     assert {"before", "after"} <= set(noted)
     assert "while stopped" not in noted
@@ -146,11 +147,11 @@ def test_a_storage_unit_that_stands_still(client, pid_of, stopped, hurries, told
             told_in_time(lambda: other.get_samples(IDS, "p", ["x"]), OperationTimeoutError, stands_still, 3.0)
             with hurries(3), pytest.raises(OperationTimeoutError):
                 other.put_samples(["more1", "more2"], "p", {"x": ROWS[:2]})
-            assert backend_of(other)._engine.call(UnitRecords(), soon())
+            assert backend_of(other).call(UnitRecords(), soon())
         # What it received meanwhile it carries out late, and no reply of that is taken for another's.
         assert torch.equal(other.get_samples(IDS, "p", ["x"])["x"], ROWS)
         other.clear_samples(None, "p")
-        eventually(lambda: held_bytes(backend_of(client)._engine) == 0, 120.0)
+        eventually(lambda: held_bytes(backend_of(client)) == 0, 120.0)
 
 
 def held_bytes(engine):
@@ -161,7 +162,7 @@ def held_bytes(engine):
 def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")
-    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
+    with opened(config, bootstrap=True, deadline=soon()) as engine:
         os.kill(pid_of("tq-mortal"), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
         with pytest.raises(BackendUnavailableError, match=dead) as error:
@@ -169,12 +170,12 @@ def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
         assert not error.value.retryable
         assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
         with pytest.raises(BackendUnavailableError):
-            Engine.open(config, bootstrap=False, deadline=soon(), wait_s=0.5)
+            TQSimpleBackend(config).start(bootstrap=False, deadline=soon())
         with monkeypatch.context() as patch:
             patch.setattr(_instance, "_SETTLE_S", 0.5)  # for which a new owner waits for the old one to end
             with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
-                Engine.open(config, bootstrap=True, deadline=soon())
-    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
+                TQSimpleBackend(config).start(bootstrap=True, deadline=soon())
+    with opened(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
         assert engine.call(UnitRecords(), soon())
 
 
@@ -202,6 +203,6 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ra
 
 def test_actors_run_at_the_priority_of_any_other_process(engine):
     """Ray starts workers at nice 15; calls then wait for whatever else runs on the node."""
-    actors = [ray.get_actor(name, namespace="dataplane") for name in ("tq-engine", f"tq-engine/{engine.node}")]
+    actors = [ray.get_actor(name, namespace="dataplane") for name in ("tq-engine", f"tq-engine/{engine._ray().node}")]
     asked = [actor.__ray_call__.remote(lambda _: os.getpriority(os.PRIO_PROCESS, 0)) for actor in actors]
     assert ray.get(asked, timeout=60) == [os.getpriority(os.PRIO_PROCESS, 0)] * 2

@@ -30,14 +30,15 @@ def forked():
 _PROGRAM = (
     _CHILD
     + """
-from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._messages import UnitRecords
 
 config = TQSimpleConfig(instance="forks", ray_address=sys.argv[1])
-with Engine.open(config, bootstrap=True, deadline=time.monotonic() + 240) as engine:
-    forked()  # by who connected a client
-    assert engine.call(UnitRecords(), time.monotonic() + 240)
+backend = TQSimpleBackend(config)
+backend.start(bootstrap=True, deadline=time.monotonic() + 240)
+forked()  # by who connected a client
+assert backend.call(UnitRecords(), time.monotonic() + 240)
+backend.stop()
 forked()  # by who has closed it, and is disconnected from Ray
 """
 )

@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 from pydantic import ValidationError
+from tq_simple_case import opened
 
 from dataplane_core import connect
 from dataplane_core.errors import (
@@ -24,8 +25,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_testkit._timing import eventually
-from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._messages import UnitRecords
 from dataplane_tq_simple._ray import RayConnection, _this_one
 
@@ -34,33 +34,35 @@ import json, os, sys, time, warnings
 warnings.simplefilter("error")
 import psutil, ray
 from ray._private import ray_constants
-from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._engine import Engine
+from dataplane_core.spec import ListUnitsRequest
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 
 ray_constants.SETUP_WORKER_FILENAME = sys.argv[1]
-first = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 240)
-second = Engine.open(TQSimpleConfig(), bootstrap=False, deadline=time.monotonic() + 240)
+deadline = time.monotonic() + 480
+first, second = TQSimpleBackend(TQSimpleConfig(ray_num_cpus=1)), TQSimpleBackend(TQSimpleConfig())
+first.start(bootstrap=True, deadline=deadline)
+second.start(bootstrap=False, deadline=deadline)
 assert ray.is_initialized() and ray.cluster_resources()["CPU"] == 1
-for engine in (first, second):
-    assert [each.path for each in engine.units(time.monotonic() + 240)] == ["memory"]
+for backend in (first, second):
+    assert [unit.path for unit in backend.list_units(ListUnitsRequest(deadline=deadline))] == ["memory"]
 started = [process.pid for process in psutil.Process().children(recursive=True)]
-actors = [ray.get_actor(name, namespace="dataplane") for name in ("tq-default", f"tq-default/{first.node}")]
+actors = [ray.get_actor(name, namespace="dataplane") for name in ("tq-default", f"tq-default/{first._ray().node}")]
 started += ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors])
-first.close()
-assert ray.is_initialized(), "an engine still uses it"
-second.close()
-second.close()
+first.stop()
+assert ray.is_initialized(), "a client still uses it"
+second.stop()
+second.stop()
 assert not ray.is_initialized()
 print(json.dumps(started))
 """
 
 _CRASHING_OWNER = """
 import sys, time
-from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 
 config = TQSimpleConfig(instance="crash", ray_address=sys.argv[1])
-engine = Engine.open(config, bootstrap=True, deadline=time.monotonic() + 240)
+backend = TQSimpleBackend(config)
+backend.start(bootstrap=True, deadline=time.monotonic() + 240)
 print("runs", flush=True)
 time.sleep(300)
 """
@@ -90,21 +92,18 @@ def test_options_that_cannot_be_are_refused(options, said):
 
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note):
     with (
-        Engine.open(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
-        Engine.open(
+        opened(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
+        opened(
             TQSimpleConfig(instance="two", unit_bytes=1 << 20, unit_num_cpus=0.5), bootstrap=True, deadline=soon()
         ) as two,
     ):
         note(one, "one")
         assert note(two, "two") == ["two"]
-        # An attached engine knows the instance's options, not its own.
-        with Engine.open(
-            TQSimpleConfig(instance="two", unit_bytes=1 << 21), bootstrap=False, deadline=soon()
-        ) as attached:
-            assert attached.config == two.config
-            assert attached.config.unit_bytes == 1 << 20
-            assert not attached.bootstrapped
-        attached.close()
+        # An attached client knows the instance's options beside its own.
+        with opened(TQSimpleConfig(instance="two", unit_bytes=1 << 21), bootstrap=False, deadline=soon()) as attached:
+            assert attached._instance.config == two._instance.config
+            assert attached._instance.config.unit_bytes == 1 << 20
+            assert not attached._bootstrapped
         with pytest.raises(ClientClosedError):
             note(attached, "closed")
         assert note(two, "still") == ["two", "still"]
@@ -116,40 +115,41 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
             client.put_samples(["a"], "p", {"x": torch.zeros(1, 1 << 17)})
 
         with pytest.raises(AlreadyRunningError, match="'one' is already running"):
-            Engine.open(TQSimpleConfig(instance="one", unit_bytes=1 << 21), bootstrap=True, deadline=soon())
+            TQSimpleBackend(TQSimpleConfig(instance="one", unit_bytes=1 << 21)).start(bootstrap=True, deadline=soon())
         assert note(one, "more") == ["one", "more"]
 
         with pytest.raises(
             BackendUnavailableError, match=r"no instance 'three' runs on .* there: 'one', 'two'"
         ) as error:
-            Engine.open(TQSimpleConfig(instance="three"), bootstrap=False, deadline=soon(), wait_s=0.2)
+            TQSimpleBackend(TQSimpleConfig(instance="three")).start(bootstrap=False, deadline=soon())
         assert "Bootstrap it first" in str(error.value)
 
 
 @ray.remote(num_cpus=0)
 def attach_and_list_units(config):
-    with Engine.open(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
+    with opened(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
         return engine.call(UnitRecords(), soon())
 
 
 def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs):
     config = TQSimpleConfig(instance="again")
-    engine = Engine.open(config, bootstrap=True, deadline=soon())
+    owner, attached = TQSimpleBackend(config), TQSimpleBackend(config)
+    owner.start(bootstrap=True, deadline=soon())
     pids = [pid_of("tq-again"), pid_of("tq-again/")]
-    attached = Engine.open(config, bootstrap=False, deadline=soon())
-    engine.close()
-    engine.close()
+    attached.start(bootstrap=False, deadline=soon())
+    owner.stop()
+    owner.stop()
     eventually(lambda: not any(map(runs, pids)), 120.0)
-    assert ray.is_initialized()  # it was not the engine that started Ray
+    assert ray.is_initialized()  # it was not this client that started Ray
     with pytest.raises(ClientClosedError):
-        engine.call(UnitRecords(), soon())
+        owner.call(UnitRecords(), soon())
     with pytest.raises(BackendUnavailableError, match="controller of instance 'again' is dead"):
         attached.call(UnitRecords(), soon())
-    attached.close()
+    attached.stop()
 
     # The name is free, and who wants to attach waits for the instance to come up.
     late = attach_and_list_units.remote(config)
-    with Engine.open(config, bootstrap=True, deadline=soon()) as engine:
+    with opened(config, bootstrap=True, deadline=soon()) as engine:
         assert note(engine, "afresh") == ["afresh"]
         assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())
 
@@ -157,19 +157,19 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, no
 def test_too_few_cpus_are_reported_with_numbers(ray_cluster):
     config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=8)
     with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* has 8") as error:
-        Engine.open(config, bootstrap=True, deadline=soon())
+        TQSimpleBackend(config).start(bootstrap=True, deadline=soon())
     assert not error.value.retryable
     assert "unit_num_cpus to 0" in str(error.value)
 
 
 def test_another_cluster_than_the_connected_one_is_refused(ray_cluster):
     with pytest.raises(ConfigError, match="one cluster per process"):
-        Engine.open(TQSimpleConfig(ray_address="127.0.0.1:1"), bootstrap=False, deadline=soon())
+        TQSimpleBackend(TQSimpleConfig(ray_address="127.0.0.1:1")).start(bootstrap=False, deadline=soon())
 
 
 def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster):
     with ThreadPoolExecutor(1) as pool, RayConnection._lock:  # as the other one holds it
-        attaching = pool.submit(Engine.open, TQSimpleConfig(), bootstrap=False, deadline=soon(0.1))
+        attaching = pool.submit(TQSimpleBackend(TQSimpleConfig()).start, bootstrap=False, deadline=soon(0.1))
         with pytest.raises(OperationTimeoutError, match="another client of this process"):
             attaching.result(timeout=20)
 
@@ -177,11 +177,10 @@ def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connect
 _ATTACHES = """
 import time
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_tq_simple import TQSimpleConfig
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 for address in (None, '127.0.0.1:1', 'nonsense'):
     try:
-        Engine.open(TQSimpleConfig(ray_address=address), bootstrap=False, deadline=time.monotonic() + 20)
+        TQSimpleBackend(TQSimpleConfig(ray_address=address)).start(bootstrap=False, deadline=time.monotonic() + 20)
     except BackendUnavailableError as error:
         print(error)
 """
@@ -203,7 +202,7 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
 
 def test_without_ray_attaching_says_what_to_do(python):
     nothing, refused, nonsense = python.run("-c", _ATTACHES, env=without_address()).stdout.splitlines()
-    assert "Set ray_address" in nothing
+    assert "set ray_address" in nothing
     assert "cannot connect to Ray at '127.0.0.1:1'" in refused
     assert "nonsense" in nonsense
 
@@ -211,8 +210,8 @@ def test_without_ray_attaching_says_what_to_do(python):
 def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors):
     with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline()
-        with Engine.open(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
-            assert len(attached.units(soon())) == 1
+        with opened(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
+            assert len(attached.call(UnitRecords(), soon())) == 1
             pids = [pid_of(f"tq-crash{name}") for name in ("", "/")]
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=30)

@@ -72,8 +72,8 @@ def test_what_a_late_put_wrote_is_not_read_as_another_row(ray_address, holds, mo
     with connect(config_of("late", ray_address)) as client:
         client.register_partition("p", ["x"], None, ["train"])
         client.put_samples(["a"], "p", {"x": torch.ones(1)})
-        deadline, engine = time.monotonic() + 30, backend_of(client)._engine
-        ((handle, _),) = backend_of(client).call_ledger(deadline, commands.Locate("p", ["a"], ["x"])).refs
+        deadline, engine = time.monotonic() + 30, backend_of(client)
+        ((handle, _),) = engine.call_ledger(deadline, commands.Locate("p", ["a"], ["x"])).refs
         entries = engine._entries
         with monkeypatch.context() as patch:  # TransferQueue gave its place to the row of handle 1000 before
             patch.setattr(engine, "_entries", lambda *_, **__: entries([handle]))

@@ -1,6 +1,7 @@
 """What the conformance kit needs to know of tq_simple, on a real Ray."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,6 +10,18 @@ from dataplane_core.ledger import commands
 from dataplane_core.spec import Ragged
 from dataplane_testkit import AuthorsClass
 from dataplane_tq_simple import TQSimpleBackend
+
+
+@contextmanager
+def opened(config, *, bootstrap, deadline, wait_s=0.0):
+    """A backend that is started, without a client."""
+    backend = TQSimpleBackend(config)
+    backend.attach_wait_s = wait_s
+    try:
+        backend.start(bootstrap=bootstrap, deadline=deadline)
+        yield backend
+    finally:
+        backend.stop()
 
 
 class TQSimpleCase(AuthorsClass):
@@ -32,9 +45,9 @@ class TQSimpleCase(AuthorsClass):
 
     def held_bytes(self, backend):
         """The rows in the memory of the storage units, as the units count them."""
-        deadline, engine = time.monotonic() + 30, backend._engine
-        engine._known.refresh(deadline)
-        units = [engine._unit(number, deadline) for number in engine._known.living().values()]
+        deadline = time.monotonic() + 30
+        backend._known.refresh(deadline)
+        units = [backend._unit(number, deadline) for number in backend._known.living().values()]
         return sum(unit.session.call("the kit's", deadline, Memory()).held_bytes for unit in units)
 
     def conflicting_options(self, options):
@@ -42,5 +55,4 @@ class TQSimpleCase(AuthorsClass):
 
 
 def units_of(backend, located, deadline):
-    engine = backend._engine
-    return [(engine._unit(number, deadline), reads) for number, reads in engine._reads(located, deadline).items()]
+    return [(backend._unit(number, deadline), reads) for number, reads in backend._reads(located, deadline).items()]

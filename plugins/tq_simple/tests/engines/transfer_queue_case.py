@@ -15,7 +15,7 @@ from dataplane_core.codec import split_rows
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.ledger import commands
 from dataplane_testkit import AuthorsClass
-from dataplane_tq_simple._backend import TransferQueueBackend
+from dataplane_tq_simple._transfer_queue import TransferQueueBackend
 from dataplane_tq_simple.config import TQSimpleConfig
 
 
@@ -62,19 +62,19 @@ class TransferQueueCase(AuthorsClass):
 
     def raw_get(self, backend, partition_id, sample_id, field):
         """The frame, straight from TransferQueue."""
-        deadline, engine = time.monotonic() + 30, backend._engine
+        deadline = time.monotonic() + 30
         (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
-        ((*frames,),) = split_rows(engine.get_rows([part.write_id + part.positions[0]], deadline))
+        ((*frames,),) = split_rows(backend.get_rows([part.write_id + part.positions[0]], deadline))
         return bytes(frames[part.slots[0]])
 
     def held_bytes(self, backend):
         """What TransferQueue holds in the instance's partition."""
-        deadline, engine = time.monotonic() + 60, backend._engine
-        entries = engine._run("list", engine._client.async_kv_list(engine._partition), deadline)
+        deadline = time.monotonic() + 60
+        entries = backend._run("list", backend._client.async_kv_list(backend._partition), deadline)
         held = 0
-        for key in entries.get(engine._partition, ()):
+        for key in entries.get(backend._partition, ()):
             with suppress(RefsGoneError):  # a put was given up between its entry and its row
-                held += sum(map(len, engine.get_rows([int(key)], deadline)))
+                held += sum(map(len, backend.get_rows([int(key)], deadline)))
         return held
 
     def conflicting_options(self, options):

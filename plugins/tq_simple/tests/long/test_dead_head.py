@@ -7,23 +7,23 @@ _OWN_RAY_LOSES_ITS_HEAD = """
 import os, signal, time
 import psutil, ray
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_tq_simple import TQSimpleConfig, _instance, _ray
-from dataplane_tq_simple._engine import Engine
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _instance, _ray
 from dataplane_tq_simple._messages import UnitRecords
 
 _instance._END_ACTORS_S = _ray._SHUTDOWN_S = 2.0  # Ray's own threads spin all that time
-engine = Engine.open(TQSimpleConfig(ray_num_cpus=1), bootstrap=True, deadline=time.monotonic() + 240)
-controller = ray.get(engine._instance.controller.__ray_call__.remote(lambda _: os.getpid()))
+backend = TQSimpleBackend(TQSimpleConfig(ray_num_cpus=1))
+backend.start(bootstrap=True, deadline=time.monotonic() + 240)
+controller = ray.get(backend._instance.controller.__ray_call__.remote(lambda _: os.getpid()))
 (head,) = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
 rest = psutil.Process().children(recursive=True)
 head.kill()
 head.wait()
 os.kill(controller, signal.SIGKILL)
 try:
-    engine.call(UnitRecords(), time.monotonic() + 240)
+    backend.call(UnitRecords(), time.monotonic() + 240)
 except BackendUnavailableError as error:
     print(error.retryable, error, flush=True)
-engine.close()
+backend.stop()
 for each in rest:
     try:
         each.kill()

@@ -1,13 +1,8 @@
-"""The engine of ``tq_simple``: columns in the memory of the storage units of an instance.
+"""`TQSimpleBackend`: columns in the memory of the storage units of an instance.
 
 Nodes and units come and go. The id of a write says which life of a unit has its rows (see `_book`). The rows of a life
-that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All
-others reach the same rows over TCP.
-
-The service in the controller knows what the rows mean, which of them exist and who may have them. The engine only moves
-bytes. It gives every operation a deadline, and turns failures into clear errors.
-
-Importing this module imports Ray (`dataplane_tq_simple` itself does not).
+that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All others reach the same
+rows over TCP. The controller knows what the rows mean, which of them exist and who may have them.
 """
 
 from __future__ import annotations
@@ -17,11 +12,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from msgspec.structs import replace
 
-from dataplane_core.backends import ExtentClient, RefsGoneError, StoredRows, columns_of, read_stored
+from dataplane_core.backends import (
+    Backend,
+    ExtentClient,
+    Finding,
+    Level,
+    RefsGoneError,
+    StoredRows,
+    columns_of,
+    read_stored,
+)
 from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
@@ -31,10 +35,14 @@ from dataplane_core.errors import (
 from dataplane_core.host_memory import in_threads
 from dataplane_core.hosting import ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands
-from dataplane_core.spec import SharedRows, UnitInfo, WireColumn
-from dataplane_tq_simple._client import QueueEngine
-from dataplane_tq_simple._instance import SimpleInstance
-from dataplane_tq_simple._messages import LIFE_BITS, Life, UnitRecords, UnitsGoneError, View, ViewUnits
+from dataplane_core.spec import Capability, ListUnitsRequest, SharedRows, UnitInfo, WireColumn, WireFormat
+from dataplane_tq_simple._backend import QueueBackend
+from dataplane_tq_simple._diagnosis import unit_paths
+from dataplane_tq_simple._messages import LIFE_BITS, BeginNear, Life, UnitRecords, UnitsGoneError, View, ViewUnits
+from dataplane_tq_simple.config import TQSimpleConfig
+
+if TYPE_CHECKING:
+    from dataplane_tq_simple._instance import SimpleInstance
 
 #: Seconds for which puts avoid a unit that had no room.
 _FULL_S: Final = 1.0
@@ -49,26 +57,70 @@ _PATIENCE_S: Final = 0.2
 _QUESTION_S: Final = 0.5
 
 _Work = TypeVar("_Work")
+_Result = TypeVar("_Result")
 
 
-class Engine(QueueEngine):
-    """A `QueueEngine` that moves columns to and from the memory of storage units."""
+class TQSimpleBackend(QueueBackend):
+    """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
 
-    instance_class = SimpleInstance
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
+    Config = TQSimpleConfig
+    capabilities = QueueBackend.capabilities | {Capability.UNITS}
+    why_not_declared: ClassVar[Mapping[str, str]] = {
+        **QueueBackend.why_not_declared,
+        Capability.DURABLE: "the payload is in memory, unless the option `durable` is set",
+    }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    @classmethod
+    def class_for(cls, config: TQSimpleConfig) -> type[Backend]:
+        """That of the option ``storage``."""
+        from dataplane_tq_simple._transfer_queue import TransferQueueBackend
+
+        return TransferQueueBackend if config.storage == "transfer_queue" else cls
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
         self._known = KnownUnits(self._view, self._forget)
         self._units: dict[int, ExtentClient] = {}  # by the number of the life
         self._units_lock = threading.RLock()  # a signal handler may use the client
         self._full: dict[int, float] = {}  # lives that had no room -> until when puts avoid them
         self._current = threading.local()  # what a thread does with several units: whether it is to end
-        self.moved_rows: dict[str, int] = {}  # by their path
 
-    def _join(self, deadline: float) -> None:
+    @classmethod
+    def instance_class(cls) -> type[SimpleInstance]:
+        from dataplane_tq_simple._instance import SimpleInstance
+
+        return SimpleInstance
+
+    @classmethod
+    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
+        """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process, if
+        its cluster is named: that of an owner on this host may hang."""
+        found = list(super().diagnose(config, deadline=deadline))
+        yield from found
+        if any(each.level is Level.ERROR for each in found):
+            return
+        from dataplane_tq_simple import _owners
+
+        if not _owners.cluster_is_known(config):
+            return
+        backend = cls(config)
+        try:
+            backend.start(bootstrap=False, deadline=deadline)
+            units = backend.list_units(ListUnitsRequest(deadline=deadline))
+            yield from unit_paths(units, backend._ray().node)
+        except BackendUnavailableError:  # none runs
+            return
+        except DataPlaneError as error:
+            yield Finding.error(f"The storage units cannot be asked: {error.message}", error.hint)
+        finally:
+            backend.stop()
+
+    def join(self, deadline: float) -> None:
         self._known.refresh(deadline)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         with self._units_lock:
             units = list(self._units.values())
             self._units.clear()
@@ -80,12 +132,12 @@ class Engine(QueueEngine):
 
     # --- units --------------------------------------------------------------------------------------------------------
 
-    def units(self, deadline: float) -> list[UnitInfo]:
-        """The storage units, and how this process reaches their rows. Raises as `call`."""
-        found = self.call(UnitRecords(), deadline)
-        self._known.refresh(deadline)
+    def list_units(self, request: ListUnitsRequest) -> list[UnitInfo]:
+        """The storage units, and how this process reaches their rows."""
+        units = self.call(UnitRecords(), request.deadline)
+        self._known.refresh(request.deadline)
         living = self._known.living()
-        return [replace(each, path=self._path(living.get(each.name), deadline)) for each in found]
+        return [replace(unit, path=self._path(living.get(unit.name), request.deadline)) for unit in units]
 
     def _path(self, number: int | None, deadline: float) -> Any:
         if number is None:
@@ -97,22 +149,19 @@ class Engine(QueueEngine):
 
     # --- columns ------------------------------------------------------------------------------------------------------
 
-    def store(
+    def begin_put(
+        self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
+    ) -> int:
+        return self.call(BeginNear(begin, self._ray().node, self._full_units()), deadline)
+
+    def store_writes(
         self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> None:
-        """Stores the writes of a put. Returns when every client can read them.
-
-        If it raises, some of the rows may be stored, now or later. Then do not commit the put; delete its rows.
-
-        Args:
-            writes: The writes by their ids, which say which unit gets their rows.
-            columns: The columns of the put.
-            deadline: On `time.monotonic`'s clock, in seconds.
+        """As `LedgerBackend.store_writes`. The ids say which unit gets the rows.
 
         Raises:
             CapacityExceededError: The unit has no room for its rows.
             UnitsGoneError: The storage unit has ended. Put the rows under another id.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
         """
         stored = {write_id: columns_of(write, columns).values() for write_id, write in writes.items()}
         number = next(iter(writes)) >> LIFE_BITS
@@ -120,7 +169,7 @@ class Engine(QueueEngine):
 
         def put(number: int, unit: ExtentClient, stored: Mapping[int, Iterable[WireColumn]]) -> None:
             try:
-                unit.put(stored, deadline, self.own.copy_threads)
+                unit.put(stored, deadline, self.config.copy_threads)
             except CapacityExceededError:
                 with self._units_lock:
                     self._full[number] = time.monotonic() + _FULL_S
@@ -129,57 +178,52 @@ class Engine(QueueEngine):
 
         self._each({number: stored}, put, deadline)
 
-    def fetch(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
-        """Fetches columns in the order of the request: in new memory, or as views where the options allow them.
+    def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
+        """As `LedgerBackend.fetch_fields`, or with views where the options allow them."""
 
-        Raises:
-            RefsGoneError: Some rows do not exist, or their units have ended. Its refs name them.
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
-        while True:
-            reads = self._reads(located, deadline)
+        def fetch() -> dict[str, WireColumn]:
+            parts, units = self._get(self._reads(located, deadline), located, deadline)
             try:
-                parts, units = self._get(reads, located, deadline)
-                try:
-                    return read_stored(located.specs, parts, num_samples, self.own.copy_threads)
-                finally:
-                    for unit in units:
-                        unit.check("get_samples")
-            except UnitsGoneError:  # the book knows soon which of them has ended
-                if time.monotonic() + _PATIENCE_S >= deadline:
-                    raise
-                time.sleep(_PATIENCE_S)
-                self._known.refresh(deadline)
+                return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
+            finally:
+                for unit in units:
+                    unit.check("get_samples")
 
-    def delete(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
-        """Deletes rows, and frees their memory. Ignores rows that do not exist.
+        return self._while_units_end(fetch, deadline)
 
-        Returns:
-            Those that are left: nobody serves them now, and a unit may bring them back.
-
-        Raises:
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As for `call`.
-        """
-        drops, left = self._drops(refs, deadline)
-        if left:  # this client may not know that they are served again
-            self._known.refresh(deadline)
-            drops, left = self._drops(refs, deadline)
+    def _while_units_end(self, work: Callable[[], _Result], deadline: float) -> _Result:
+        """Repeats what meets a unit that ended: the book knows soon which have."""
         while True:
             try:
-                self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
-                return left
+                return work()
             except UnitsGoneError:
                 if time.monotonic() + _PATIENCE_S >= deadline:
                     raise
                 time.sleep(_PATIENCE_S)
                 self._known.refresh(deadline)
-                drops, left = self._drops(refs, deadline)
-            except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
-                before = drops.keys()
+
+    def delete_refs(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
+        """As `LedgerBackend.delete_refs`. Those are left that nobody serves now: a unit may bring them back."""
+
+        def delete() -> set[Ref]:
+            drops, left = self._drops(refs, deadline)
+            if left:  # this client may not know that they are served again
                 self._known.refresh(deadline)
                 drops, left = self._drops(refs, deadline)
-                if drops.keys() == before:
+            while True:
+                try:
+                    self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
+                    return left
+                except UnitsGoneError:
                     raise
+                except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
+                    before = drops.keys()
+                    self._known.refresh(deadline)
+                    drops, left = self._drops(refs, deadline)
+                    if drops.keys() == before:
+                        raise
+
+        return self._while_units_end(delete, deadline)
 
     def _drops(self, refs: Sequence[Ref], deadline: float) -> tuple[dict[int, list[Ref]], set[Ref]]:
         """Which rows each life that is served is to drop; and those that nobody serves now. The rows of lives that have
@@ -232,7 +276,7 @@ class Engine(QueueEngine):
 
     # --- connections to units -----------------------------------------------------------------------------------------
 
-    def full_units(self) -> list[int]:
+    def _full_units(self) -> list[int]:
         """The lives of units that had no room a moment ago, also for cleared rows that are still viewed."""
         now = time.monotonic()
         with self._units_lock:
@@ -294,10 +338,10 @@ class Engine(QueueEngine):
             return ExtentClient(session, views=views)
 
         started = life.started
-        if self.own.share_memory:
+        if self.config.share_memory:
             # it does not run here, its socket is not for this process, or its memory cannot be mapped
             with suppress(BackendUnavailableError, OSError):
-                return open_at(UnixAddress(started.socket, started.secret), self.own.views)
+                return open_at(UnixAddress(started.socket, started.secret), self.config.views)
         return open_at(TcpAddress(started.ip, started.port, started.secret), False)
 
     def _forget(self, numbers: list[int]) -> None:
@@ -336,7 +380,7 @@ class KnownUnits:
         self._view = View(-1, {})
 
     def refresh(self, deadline: float) -> None:
-        """Gets the newest view. Raises as `QueueEngine.call`."""
+        """Gets the newest view. Raises as `QueueBackend.call`."""
         view = self._ask(self._view.version, deadline)
         with self._lock:
             if view is None or view.version <= self._view.version:

@@ -21,7 +21,6 @@ from dataplane_tq_simple._book import LIFE_BITS, Started
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._keeper import Keeper
 from dataplane_tq_simple._messages import BeginNear, UnitsGoneError
-from dataplane_tq_simple._units import KnownUnits
 
 ROW_BYTES = 8
 
@@ -379,7 +378,6 @@ class Client:
         self.dropped: dict[int, set[Any]] = {}
         backend: Any = TQSimpleBackend(TQSimpleConfig())
         backend.call = lambda request, deadline: host.answer(request, session)
-        backend._known = KnownUnits(lambda version, deadline: host.book.view(version), backend._forget)
         backend._connect = self._connect
         self.backend = backend
 
@@ -406,7 +404,7 @@ def test_a_clear_deletes_what_is_served_and_leaves_the_rest_to_a_later_one(
     kept, away = (cluster.put("p", ids(node), node) >> LIFE_BITS for node in ("node0", "node1"))
     book, client = cluster.book, Client(cluster.host)
     if not knows:
-        client.backend._known.refresh(0.0)
+        client.backend.refresh(0.0)
     started = book.view().lives[away].started
     book.ended("node1")
     book.waits("node1", why)

@@ -81,7 +81,8 @@ class TQSimpleBackend(QueueBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.narrow = not config.views  # a view has the dtype in which the cells lie in memory
-        self._known = KnownUnits(self._view, self._forget)
+        self._view = View(-1, {})  # the newest that this client has of the book of storage units
+        self._view_lock = threading.Lock()
         self._units: dict[int, ExtentClient] = {}  # by the number of the life
         self._units_lock = threading.RLock()  # a signal handler may use the client
         self._full: dict[int, float] = {}  # lives that had no room -> until when puts avoid them
@@ -118,7 +119,7 @@ class TQSimpleBackend(QueueBackend):
             backend.stop()
 
     def join(self, deadline: float) -> None:
-        self._known.refresh(deadline)
+        self.refresh(deadline)
 
     def leave(self) -> None:
         with self._units_lock:
@@ -127,17 +128,37 @@ class TQSimpleBackend(QueueBackend):
         for unit in units:
             unit.session.close()
 
-    def _view(self, version: int, deadline: float) -> View | None:
-        return self.call(ViewUnits(version), deadline)
-
     # --- units --------------------------------------------------------------------------------------------------------
 
     def list_units(self, request: ListUnitsRequest) -> list[UnitInfo]:
         """The storage units, and how this process reaches their rows."""
         units = self.call(UnitRecords(), request.deadline)
-        self._known.refresh(request.deadline)
-        living = self._known.living()
+        self.refresh(request.deadline)
+        living = self.living()
         return [replace(unit, path=self._path(living.get(unit.name), request.deadline)) for unit in units]
+
+    def refresh(self, deadline: float) -> None:
+        """Gets the newest view. Raises as `call`."""
+        view = self.call(ViewUnits(self._view.version), deadline)
+        with self._view_lock:
+            if view is None or view.version <= self._view.version:
+                return
+            ended = [number for number, life in self._view.lives.items() if life != view.lives.get(number)]
+            self._view = view
+        self._forget(ended)
+
+    def _look_up(self, numbers: Iterable[int], deadline: float) -> None:
+        """Asks the book if this client does not know one of these lives. One that is not known then has ended."""
+        if any(number not in self._view.lives for number in numbers):
+            self.refresh(deadline)
+
+    def life(self, number: int) -> Life | None:
+        """A life that has not ended, as far as this client knows; else None."""
+        return self._view.lives.get(number)
+
+    def living(self) -> dict[str, int]:
+        """The units that run, as far as this client knows: name -> number of the life."""
+        return {life.unit: number for number, life in self._view.lives.items() if life.served}
 
     def _path(self, number: int | None, deadline: float) -> Any:
         if number is None:
@@ -165,7 +186,7 @@ class TQSimpleBackend(QueueBackend):
         """
         stored = {write_id: columns_of(write, columns).values() for write_id, write in writes.items()}
         number = next(iter(writes)) >> LIFE_BITS
-        self._known.look_up([number], deadline)
+        self._look_up([number], deadline)
 
         def put(number: int, unit: ExtentClient, stored: Mapping[int, Iterable[WireColumn]]) -> None:
             try:
@@ -200,7 +221,7 @@ class TQSimpleBackend(QueueBackend):
                 if time.monotonic() + _PATIENCE_S >= deadline:
                     raise
                 time.sleep(_PATIENCE_S)
-                self._known.refresh(deadline)
+                self.refresh(deadline)
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> set[Ref]:
         """As `LedgerBackend.delete_refs`. Those are left that nobody serves now: a unit may bring them back."""
@@ -208,7 +229,7 @@ class TQSimpleBackend(QueueBackend):
         def delete() -> set[Ref]:
             drops, left = self._drops(refs, deadline)
             if left:  # this client may not know that they are served again
-                self._known.refresh(deadline)
+                self.refresh(deadline)
                 drops, left = self._drops(refs, deadline)
             while True:
                 try:
@@ -218,7 +239,7 @@ class TQSimpleBackend(QueueBackend):
                     raise
                 except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
                     before = drops.keys()
-                    self._known.refresh(deadline)
+                    self.refresh(deadline)
                     drops, left = self._drops(refs, deadline)
                     if drops.keys() == before:
                         raise
@@ -230,10 +251,10 @@ class TQSimpleBackend(QueueBackend):
         ended went with them."""
         drops: dict[int, list[Ref]] = {}
         left: set[Ref] = set()
-        self._known.look_up({write_id >> LIFE_BITS for write_id, _ in refs}, deadline)
+        self._look_up({write_id >> LIFE_BITS for write_id, _ in refs}, deadline)
         for ref in refs:
             number = ref[0] >> LIFE_BITS
-            life = self._known.life(number)
+            life = self.life(number)
             if life is not None and life.served:
                 drops.setdefault(number, []).append(ref)
             elif life is not None:
@@ -244,10 +265,10 @@ class TQSimpleBackend(QueueBackend):
         """What to read from which life. Raises `RefsGoneError` for rows of those that have ended."""
         reads: dict[int, list[commands.Part]] = {}
         gone: list[Ref] = []
-        self._known.look_up({part.write_id >> LIFE_BITS for part in located.parts}, deadline)
+        self._look_up({part.write_id >> LIFE_BITS for part in located.parts}, deadline)
         for part in located.parts:
             number = part.write_id >> LIFE_BITS
-            if self._known.life(number) is None:
+            if self.life(number) is None:
                 gone += [(part.write_id, position) for position in part.positions]
             else:
                 reads.setdefault(number, []).append(part)
@@ -307,10 +328,10 @@ class TQSimpleBackend(QueueBackend):
         unit = self._units.get(number)
         if unit is not None:
             return unit
-        life = self._known.life(number)
+        life = self.life(number)
         if life is not None and life.why:  # it may be mended by now
-            self._known.refresh(deadline)
-            life = self._known.life(number)
+            self.refresh(deadline)
+            life = self.life(number)
         if life is None:
             raise UnitsGoneError("a storage unit ended. What it held is lost.")
         if life.why:
@@ -331,7 +352,7 @@ class TQSimpleBackend(QueueBackend):
     def _connect(self, number: int, life: Life, deadline: float) -> ExtentClient:
         def watch() -> UnitWatch:
             ends = getattr(self._current, "ends", threading.Event())
-            return UnitWatch(self._known, number, life, ends.is_set)
+            return UnitWatch(self, number, life, ends.is_set)
 
         def open_at(address: UnixAddress | TcpAddress, views: bool) -> ExtentClient:
             session = Session(address, ExtentHost.messages, deadline, partial(_failure, life.unit), watch)
@@ -362,58 +383,17 @@ def _failure(unit: str, what: str, error: Exception, connecting: bool) -> DataPl
     return UnitsGoneError(f"{what} failed: storage {unit} ended, or its connection broke: {error}.")
 
 
-# --- the units that a client knows ------------------------------------------------------------------------------------
-
-
-class KnownUnits:
-    """The newest `View` that this client has of the book of storage units. Thread-safe.
-
-    Args:
-        ask: Asks the controller for a newer view than that of a version, by a deadline.
-        forget: Called with the numbers of lives that have ended, or are elsewhere now.
-    """
-
-    def __init__(self, ask: Callable[[int, float], View | None], forget: Callable[[list[int]], None]) -> None:
-        self._ask = ask
-        self._forget = forget
-        self._lock = threading.Lock()
-        self._view = View(-1, {})
-
-    def refresh(self, deadline: float) -> None:
-        """Gets the newest view. Raises as `QueueBackend.call`."""
-        view = self._ask(self._view.version, deadline)
-        with self._lock:
-            if view is None or view.version <= self._view.version:
-                return
-            ended = [number for number, life in self._view.lives.items() if life != view.lives.get(number)]
-            self._view = view
-        self._forget(ended)
-
-    def look_up(self, numbers: Iterable[int], deadline: float) -> None:
-        """Asks the book if it does not know one of these lives. One that it still does not know then has ended."""
-        if any(number not in self._view.lives for number in numbers):
-            self.refresh(deadline)
-
-    def life(self, number: int) -> Life | None:
-        """A life that has not ended, as far as this client knows; else None."""
-        return self._view.lives.get(number)
-
-    def living(self) -> dict[str, int]:
-        """The units that run, as far as this client knows: name -> number of the life."""
-        return {life.unit: number for number, life in self._view.lives.items() if life.served}
-
-
 class UnitWatch:
     """Asks the book whether a storage unit has ended, while a call waits for it.
 
     Args:
-        known: Gets the answers.
+        backend: Gets the answers.
         number, life: The life of the unit, as it was when the call began.
         is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
     """
 
-    def __init__(self, known: KnownUnits, number: int, life: Life, is_cancelled: Callable[[], bool]) -> None:
-        self._known = known
+    def __init__(self, backend: TQSimpleBackend, number: int, life: Life, is_cancelled: Callable[[], bool]) -> None:
+        self._backend = backend
         self._number = number
         self._life = life
         self._is_cancelled = is_cancelled
@@ -424,14 +404,14 @@ class UnitWatch:
         if self._is_cancelled():
             raise BackendUnavailableError("the call was given up with another one of its operation.")
         now = time.monotonic()
-        if now >= self._ask_at and self._known.life(self._number) == self._life:
+        if now >= self._ask_at and self._backend.life(self._number) == self._life:
             try:
-                self._known.refresh(now + _QUESTION_S)
+                self._backend.refresh(now + _QUESTION_S)
             except (OperationTimeoutError, BackendUnavailableError) as error:
                 if isinstance(error, BackendUnavailableError) and not error.retryable:
                     raise  # else it is busy, or is started again
             self._ask_at = time.monotonic() + _PATIENCE_S
-        if self._known.life(self._number) != self._life:
+        if self._backend.life(self._number) != self._life:
             raise UnitsGoneError("a storage unit ended.")
 
     def describe(self) -> str:

@@ -150,9 +150,9 @@ def test_the_controller_dies_twice_under_load(client, config, kill, pid_of):
 def test_a_read_that_waits_for_a_unit_asks_the_new_controller(client, kill, pid_of, monkeypatch):
     ids = [f"a-{row}" for row in range(20)]
     put(client, ids)
-    known, asked = backend_of(client)._known, threading.Event()
-    refresh = known.refresh
-    monkeypatch.setattr(known, "refresh", lambda deadline: (asked.set(), refresh(deadline)))
+    backend, asked = backend_of(client), threading.Event()
+    refresh = backend.refresh
+    monkeypatch.setattr(backend, "refresh", lambda deadline: (asked.set(), refresh(deadline)))
     process = pid_of(f"tq-{NAME}/")
     os.kill(process, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:

@@ -155,7 +155,7 @@ def test_a_storage_unit_that_stands_still(client, pid_of, stopped, hurries, told
 
 
 def held_bytes(engine):
-    units = [engine._unit(number, soon()) for number in engine._known.living().values()]
+    units = [engine._unit(number, soon()) for number in engine.living().values()]
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 

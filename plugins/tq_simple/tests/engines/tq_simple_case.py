@@ -46,8 +46,8 @@ class TQSimpleCase(AuthorsClass):
     def held_bytes(self, backend):
         """The rows in the memory of the storage units, as the units count them."""
         deadline = time.monotonic() + 30
-        backend._known.refresh(deadline)
-        units = [backend._unit(number, deadline) for number in backend._known.living().values()]
+        backend.refresh(deadline)
+        units = [backend._unit(number, deadline) for number in backend.living().values()]
         return sum(unit.session.call("the kit's", deadline, Memory()).held_bytes for unit in units)
 
     def conflicting_options(self, options):

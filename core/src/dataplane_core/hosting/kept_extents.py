@@ -16,7 +16,6 @@ checks it before the extent is read.
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 from collections import deque
@@ -182,8 +181,7 @@ class KeptExtents(ExtentService):
         self._notes = notes
         self.syncs = sync
         self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
-        self._to_hash: dict[int, None] = {}
-        self._to_check: dict[int, bytes] = {}  # write id -> the digest that its bytes must have
+        self._undigested: dict[int, bytes | None] = {}  # write id -> the digest that it must have; None: to be made
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
         #: The size of the last put that got no room of the file system, and how much that had left.
@@ -223,10 +221,8 @@ class KeptExtents(ExtentService):
             num_live = note.num_rows if note.rows is None else sum(row >= 0 for row in note.rows)
             payload = Payload(extent, note.layout, note.num_rows, num_live, note.num_positions, note.rows)
             self._payloads[write_id] = payload
-            if note.digest is None and is_same_memory:
-                self._to_hash[write_id] = None
-            else:  # without a digest, some bytes may never have reached the disk
-                self._to_check[write_id] = note.digest or b""
+            # without a digest, some bytes may never have reached the disk
+            self._undigested[write_id] = None if note.digest is None and is_same_memory else note.digest or b""
 
     def _held_between(self, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The offset and size of what is used between extents: its rows do not exist any more, but views of them do."""
@@ -304,7 +300,7 @@ class KeptExtents(ExtentService):
                 self._note(write_id, digest_of(self.bytes_of(extent)))
             else:
                 self._note(write_id, None)
-                self._to_hash[write_id] = None
+                self._undigested[write_id] = None
 
     def _note(self, write_id: int, digest: bytes | None) -> None:
         """Notes where a write lies."""
@@ -339,7 +335,7 @@ class KeptExtents(ExtentService):
 
     def _is_whole(self, write_id: int) -> bool:
         """Checks the bytes of a write, if that was not done yet."""
-        digest = self._to_check.get(write_id)
+        digest = self._undigested.get(write_id)
         if digest is None:
             return True
         is_whole = digest == digest_of(self.bytes_of(self._payloads[write_id].extent))
@@ -352,7 +348,7 @@ class KeptExtents(ExtentService):
     def work_aside(self) -> bool:
         """Makes or checks a part of a digest. False: there is nothing to do."""
         if self._hashing is None:
-            write_id = next(itertools.chain(self._to_check, self._to_hash), None)
+            write_id = next(iter(self._undigested), None)
             if write_id is None:
                 return False
             self._hashing = write_id, 0, lasting_hash()
@@ -363,10 +359,11 @@ class KeptExtents(ExtentService):
         if done + _STEP < len(data):
             return True
         self._hashing = None
+        digest = self._undigested[write_id]
         try:
-            if write_id in self._to_hash:
+            if digest is None:
                 self._note(write_id, state.digest())
-            elif state.digest() != self._to_check[write_id]:
+            elif state.digest() != digest:
                 self._lose(write_id)
         except BackendUnavailableError as error:  # no room on the disk: later
             _log.warning("a digest is not kept yet: %s", error)
@@ -381,8 +378,7 @@ class KeptExtents(ExtentService):
 
     def _end_hashing(self, write_id: int) -> None:
         """The bytes of a write are gone, or its digest is known."""
-        self._to_check.pop(write_id, None)
-        self._to_hash.pop(write_id, None)
+        self._undigested.pop(write_id, None)
         if self._hashing is not None and self._hashing[0] == write_id:
             self._hashing = None
 

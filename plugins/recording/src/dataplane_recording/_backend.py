@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from msgspec.structs import replace
 
 from dataplane_core import errors, spec
@@ -20,7 +21,6 @@ from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, RefsGo
 from dataplane_core.codec import Columns, decode_columns, encode_columns, scalar_of_digest, take_rows
 from dataplane_core.errors import preview
 from dataplane_observe import row_digests
-from dataplane_recording._differences import cell, in_words
 from dataplane_recording._replay import Replay
 from dataplane_recording._timeline import Event, Registration, Timeline
 
@@ -402,7 +402,7 @@ class RecordingBackend(RowStoreBackend):
             self._tell(request.partition_id, "", "puts are not compared: the run recorded payload none")
         if different:
             row, name, event, was = different[0]
-            error = self._difference(request, event, row, name, cell(rows[name], row), was, len(different) - 1)
+            error = self._difference(request, event, row, name, _cell(rows[name], row), was, len(different) - 1)
             if self.config.on_difference == "error":
                 raise error
             self._tell(request.partition_id, name, str(error))
@@ -420,10 +420,10 @@ class RecordingBackend(RowStoreBackend):
         if event.record.block is not None:
             row_of, columns = self._timeline.block(event)
             if sample_id in row_of and name in columns:
-                was = cell(columns[name], row_of[sample_id])
+                was = _cell(columns[name], row_of[sample_id])
         error = DifferenceError(
             f"put_samples('{request.partition_id}', {len(request.sample_ids)} samples): column '{name}' of sample "
-            f"'{sample_id}' is not what the run put {self._timeline.when(event)}. {in_words(is_now, was)}"
+            f"'{sample_id}' is not what the run put {self._timeline.when(event)}. {_in_words(is_now, was)}"
             + (f" {others} more cells of this put differ." if others else ""),
             hint="With on_difference: warn it is taken." if self.config.on_difference == "error" else None,
         )
@@ -461,3 +461,22 @@ class RecordingBackend(RowStoreBackend):
         patterns: dict[tuple[str, ...], int] = {}
         index = [patterns.setdefault(now.fields_of(each), len(patterns)) for each in request.sample_ids]
         return spec.FieldList(patterns=list(patterns), index=index)
+
+
+def _cell(column: Any, row: int) -> Any:
+    """A row of a column as `tensor_rows` or `decode_columns` gives it."""
+    return (column if isinstance(column, (list, torch.Tensor)) else column.tolist())[row]
+
+
+def _in_words(now: Any, was: Any) -> str:
+    """What two cells are. ``was`` is None if it is not known."""
+    if was is None:
+        return "Their digests differ."
+    if not (isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor)):
+        return f"It is {now!r:.100}, and was {was!r:.100}."
+    if (now.dtype, now.shape) != (was.dtype, was.shape):
+        return f"It is {now.dtype} of shape {tuple(now.shape)}, and was {was.dtype} of shape {tuple(was.shape)}."
+    bits_now, bits_was = (each.reshape(-1, 1).view(torch.uint8) for each in (now, was))
+    place = int((bits_now != bits_was).any(1).nonzero()[0, 0])
+    is_now, it_was = (each.reshape(-1)[place].item() for each in (now, was))
+    return f"{f'Its element {place}' if now.dim() else 'It'} is {is_now!r}, and was {it_was!r}."

@@ -29,8 +29,8 @@ from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_machine, check_memory
+from dataplane_tq_simple import Instance, get_within
 from dataplane_tq_simple.addresses import announced_address
-from dataplane_tq_simple.engines import Instance, get_within
 
 _logger = logging.getLogger(__name__)
 

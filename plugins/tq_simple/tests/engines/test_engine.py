@@ -66,16 +66,20 @@ ROWS = torch.arange(20 * 5000).view(20, 5000)
 
 
 def test_calls_from_threads_tasks_actors_and_other_jobs(engine, ray_cluster, python, note):
+    def attach_and_note(name):
+        backend = TQSimpleBackend(TQSimpleConfig(instance="engine"))
+        backend.start(bootstrap=False, deadline=soon())
+        note(backend, name)
+        backend.stop()
+
     @ray.remote(num_cpus=0)
     class Client:
         def note(self, name):
-            with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
-                note(engine, name)
+            attach_and_note(name)
 
     @ray.remote(num_cpus=0)
     def note_in_task(name):
-        with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as engine:
-            note(engine, name)
+        attach_and_note(name)
 
     client = Client.remote()
     with ThreadPoolExecutor(9) as pool:

@@ -127,8 +127,12 @@ def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_clust
 
 @ray.remote(num_cpus=0)
 def attach_and_list_units(config):
-    with opened(config, bootstrap=False, deadline=soon(), wait_s=60) as engine:
-        return engine.call(UnitRecords(), soon())
+    backend = TQSimpleBackend(config)
+    backend.attach_wait_s = 60.0
+    backend.start(bootstrap=False, deadline=soon())
+    units = backend.call(UnitRecords(), soon())
+    backend.stop()
+    return units
 
 
 def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs):

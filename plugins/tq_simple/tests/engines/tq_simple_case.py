@@ -13,10 +13,9 @@ from dataplane_tq_simple import TQSimpleBackend
 
 
 @contextmanager
-def opened(config, *, bootstrap, deadline, wait_s=0.0):
+def opened(config, *, bootstrap, deadline):
     """A backend that is started, without a client."""
     backend = TQSimpleBackend(config)
-    backend.attach_wait_s = wait_s
     try:
         backend.start(bootstrap=bootstrap, deadline=deadline)
         yield backend

@@ -142,9 +142,6 @@ def test_a_node_without_the_memory_is_named_with_the_numbers():
     ("options", "said"),
     [
         ({"announce_address": "eth0"}, "neither an IP address nor a network"),
-        ({"master_address": None}, "master_address no longer exists: each instance starts .* Remove it"),
-        ({"clients_per_node": 8}, "clients_per_node no longer exists"),
-        ({"store_memcpy": False}, "store_memcpy no longer exists"),
         ({"rdma_devices": ["mlx5_0"]}, "protocol is 'tcp'"),
         ({"segment_size_bytes": 1}, "segment_size_bytes"),
     ],

@@ -12,12 +12,6 @@ from dataplane_tq_simple.addresses import parse_announced
 
 _MIB: Final = 1024 * 1024
 _OWN: Final = frozenset({"announce_address", "rdma_devices", "local_buffer_size_bytes"})
-#: Options that older versions had, and what holds now.
-_OF_BEFORE: Final = {
-    "master_address": "each instance starts a mooncake_master of its own, and ends with it",
-    "clients_per_node": "over RDMA, each client checks at connect that its node has the memory for its buffer",
-    "store_memcpy": "rows always take the transport, because MC_STORE_MEMCPY is unsafe over TCP in some wheels",
-}
 
 
 class TQMooncakeConfig(QueueConfig):
@@ -72,14 +66,6 @@ class TQMooncakeConfig(QueueConfig):
         if value is not None:
             parse_announced(value)
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_option_of_before(cls, values: Any) -> Any:
-        for name, instead in _OF_BEFORE.items():
-            if isinstance(values, dict) and name in values:
-                raise ValueError(f"the option {name} no longer exists: {instead}. Remove it.")
-        return values
 
     @model_validator(mode="after")
     def _devices_are_for_rdma(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,8 +11,6 @@ from dataplane_core.backends import CapacityOptions
 from dataplane_core.config import SizeBytes
 
 __all__ = ["QueueConfig", "TQSimpleConfig"]
-
-_RETIRED: Final = frozenset({"num_storage_units", "near_writer"})
 
 
 class QueueConfig(CapacityOptions):
@@ -47,11 +45,11 @@ class QueueConfig(CapacityOptions):
     """Whether the controller answers only when the disk has what it recorded. If not, the record survives the end of
     the process, but not that of its machine."""
 
-    @field_validator("journal")
+    @field_validator("journal", "durable", check_fields=False)
     @classmethod
     def _is_an_absolute_folder(cls, value: str | None) -> str | None:
         if value is not None and not os.path.isabs(value):
-            raise ValueError(f"journal {value!r} is not an absolute path. Expected a folder that every node sees.")
+            raise ValueError(f"{value!r} is not an absolute path")
         return value
 
     @field_validator("ray_address")
@@ -110,21 +108,9 @@ class TQSimpleConfig(QueueConfig):
     cores that the process may use and that torch's threads do not hold. 1: the calling thread alone. An option of each
     client."""
 
-    @field_validator("durable")
-    @classmethod
-    def _is_absolute(cls, value: str | None) -> str | None:
-        if value is not None and not os.path.isabs(value):
-            raise ValueError(f"durable {value!r} is not an absolute path. Expected a folder on each node.")
-        return value
-
     @model_validator(mode="before")
     @classmethod
     def _journal_by_default(cls, values: Any) -> Any:
-        for name in _RETIRED & (values.keys() if isinstance(values, dict) else set()):
-            raise ValueError(
-                f"{name!r} is no longer an option: each node of the Ray cluster has one storage unit, and the rows of "
-                "a put go to that of the writer's node while it has room. Remove it."
-            )
         if isinstance(values, dict) and values.get("durable") is not None and values.get("journal") is None:
             return {**values, "journal": values["durable"]}
         return values

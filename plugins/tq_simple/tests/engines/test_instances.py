@@ -78,8 +78,6 @@ def soon(seconds=240.0):
         ({"no_such_option": 1}, "no_such_option"),
         ({"instance": "a/b"}, "instance"),
         ({"ray_address": "ray://127.0.0.1:10001"}, "Ray Client"),
-        ({"num_storage_units": 2}, "no longer an option: each node of the Ray cluster has one"),
-        ({"near_writer": False}, "no longer an option"),
         ({"journal": "here"}, "not an absolute path"),
         ({"durable": "here"}, "not an absolute path"),
         ({"sync": "commit"}, "'sync' needs 'durable'"),

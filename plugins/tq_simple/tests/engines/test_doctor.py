@@ -28,9 +28,9 @@ def test_a_cluster_that_is_not_there_is_an_error():
     """Before this process is connected to one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-        ((what, _),) = findings(Level.ERROR, ray_address=address)
-    assert f"cannot connect to Ray at '{address}'" in what
+        for address in (f"127.0.0.1:{free.getsockname()[1]}", "nonsense"):
+            ((what, _),) = findings(Level.ERROR, ray_address=address)
+            assert f"cannot connect to Ray at '{address}'" in what
 
 
 def test_a_local_ray_of_too_few_cpus_is_an_error_with_the_numbers():

@@ -176,18 +176,6 @@ def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connect
             attaching.result(timeout=20)
 
 
-_ATTACHES = """
-import time
-from dataplane_core.errors import BackendUnavailableError
-from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
-for address in (None, '127.0.0.1:1', 'nonsense'):
-    try:
-        TQSimpleBackend(TQSimpleConfig(ray_address=address)).start(bootstrap=False, deadline=time.monotonic() + 20)
-    except BackendUnavailableError as error:
-        print(error)
-"""
-
-
 def without_address():
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
@@ -200,13 +188,6 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     monkeypatch.setattr(RayConnection, "_num_users", 1)
     RayConnection(ours=True).release()
     assert ended
-
-
-def test_without_ray_attaching_says_what_to_do(python):
-    nothing, refused, nonsense = python.run("-c", _ATTACHES, env=without_address()).stdout.splitlines()
-    assert "set ray_address" in nothing
-    assert "cannot connect to Ray at '127.0.0.1:1'" in refused
-    assert "nonsense" in nonsense
 
 
 def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors):

@@ -2,10 +2,12 @@
 
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from dataplane_core.ledger import commands
+from dataplane_tq_simple import TQSimpleBackend
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +31,19 @@ def note():
         return list(engine.call(commands.ListPartitionsRequest(), deadline))
 
     return leave
+
+
+@pytest.fixture(scope="session")
+def opened():
+    """``with opened(config, bootstrap=..., deadline=...) as backend``: a backend that is started, without a client."""
+
+    @contextmanager
+    def started(config, *, bootstrap, deadline):
+        backend = TQSimpleBackend(config)
+        try:
+            backend.start(bootstrap=bootstrap, deadline=deadline)
+            yield backend
+        finally:
+            backend.stop()
+
+    return started

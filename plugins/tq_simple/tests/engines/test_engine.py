@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tq_simple_case import opened
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
@@ -42,7 +41,7 @@ backend.stop()
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster):
+def engine(ray_cluster, opened):
     config = TQSimpleConfig(instance="engine")
     with opened(config, bootstrap=True, deadline=soon()) as engine:
         yield engine
@@ -113,7 +112,7 @@ def test_rows_come_back_in_order(client):
 # --- a good guest ----------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_has_no_threads_of_its_own(engine):
+def test_an_engine_has_no_threads_of_its_own(engine, opened):
     before = set(threading.enumerate())  # some may end meanwhile
     with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
         attached.call(UnitRecords(), soon())
@@ -163,7 +162,7 @@ def held_bytes(engine):
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
-def test_a_killed_controller(ray_cluster, pid_of, monkeypatch):
+def test_a_killed_controller(ray_cluster, pid_of, monkeypatch, opened):
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")
     with opened(config, bootstrap=True, deadline=soon()) as engine:

@@ -13,7 +13,6 @@ import pytest
 import ray
 import torch
 from pydantic import ValidationError
-from tq_simple_case import opened
 
 from dataplane_core import connect
 from dataplane_core.errors import (
@@ -88,7 +87,7 @@ def test_options_that_cannot_be_are_refused(options, said):
         TQSimpleConfig(**options)
 
 
-def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note):
+def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note, opened):
     with (
         opened(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
         opened(
@@ -133,7 +132,7 @@ def attach_and_list_units(config):
     return units
 
 
-def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs):
+def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs, opened):
     config = TQSimpleConfig(instance="again")
     owner, attached = TQSimpleBackend(config), TQSimpleBackend(config)
     owner.start(bootstrap=True, deadline=soon())
@@ -190,7 +189,7 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     assert ended
 
 
-def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors):
+def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors, opened):
     with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout.readline()
         with opened(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:

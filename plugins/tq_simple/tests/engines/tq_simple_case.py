@@ -1,7 +1,6 @@
 """What the conformance kit needs to know of tq_simple, on a real Ray."""
 
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -10,17 +9,6 @@ from dataplane_core.ledger import commands
 from dataplane_core.spec import Ragged
 from dataplane_testkit import AuthorsClass
 from dataplane_tq_simple import TQSimpleBackend
-
-
-@contextmanager
-def opened(config, *, bootstrap, deadline):
-    """A backend that is started, without a client."""
-    backend = TQSimpleBackend(config)
-    try:
-        backend.start(bootstrap=bootstrap, deadline=deadline)
-        yield backend
-    finally:
-        backend.stop()
 
 
 class TQSimpleCase(AuthorsClass):

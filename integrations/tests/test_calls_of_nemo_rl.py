@@ -5,11 +5,13 @@ import inspect
 
 import pytest
 
+import dataplane_core
 from dataplane_core import KVBatchMeta, batch, schema, sharding
 from dataplane_core.client import DataPlaneClient
 from dataplane_integrations import DataPlanePolicy, DataPlaneWorkerMixin
 
 KNOWN = {
+    **{name: getattr(dataplane_core, name) for name in dataplane_core.__all__},
     **vars(batch),
     **vars(schema),
     **vars(sharding),

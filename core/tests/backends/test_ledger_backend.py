@@ -232,6 +232,18 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
         assert client.list_sample_ids("p") == ["b"]
 
 
+def test_a_put_that_says_that_it_waits_is_woken_at_once_if_room_became_free_since_it_was_refused():
+    with open_client(capacity_bytes=10, on_full="raise") as client:
+        put(client, ["a"], size=10)
+        with pytest.raises(CapacityExceededError):
+            put(client, ["b"], size=10)
+        client.clear_samples(["a"], "p")
+        woken = []
+        wait = commands.WaitForRoom("ticket", 10, wait_s=60.0)
+        backend_of(client).call_ledger_waking(0.0, wait, lambda: bool(woken.append(True)))
+        assert woken == [True]
+
+
 def test_a_claim_whose_reply_was_lost_waits_no_longer():
     class LosesReplies(NoopBackend):
         def call_ledger_waking(self, deadline, command, wake):

@@ -83,16 +83,23 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
         return as_columns(where, _columns_of_dataset(fields), num_samples)
     elif _is_a(fields, "pandas", "DataFrame"):
         columns = list(fields.items())
+        _check_names(where, [name for name, _ in columns])
     else:
         raise InvalidTypeError(
             f"{where} refused: fields are a {type(fields).__name__}. Expected a dict of columns, a TensorDict, a list "
             "of dicts, a datasets.Dataset, an Arrow table or a DataFrame.",
             hint="Write {'name': column} for one column, and list(data.take(n)) for the next rows of a stream.",
         )
-    _check_names(where, [name for name, _ in columns])
-    lists = {name: column for name, column in columns if isinstance(column, (list, tuple))}
-    converted = {name: _column(f"{where} refused: field '{name}'", column) for name, column in columns}
-    return Columns(converted, lists, [name for name, items in lists.items() if not says_its_dtype(items)])
+    converted: dict[str, Any] = {}
+    lists: dict[str, Sequence[Any]] = {}
+    ints: list[str] = []
+    for name, column in columns:
+        converted[name] = _column(f"{where} refused: field '{name}'", column)
+        if isinstance(column, (list, tuple)):
+            lists[name] = column
+            if not (column and isinstance(column[0], _TENSORS)):  # the dtype is not that of its tensors or arrays
+                ints.append(name)
+    return Columns(converted, lists, ints)
 
 
 def as_column(what: str, column: Any) -> Any:
@@ -251,14 +258,14 @@ def column_of_list(what: str, items: Sequence[Any]) -> Any:
         SchemaMismatchError: Tensors differ in dtype, rank, or a dim other than their first.
     """
     kinds = set(map(type, items))
-    if _any_of_numpy(kinds):
+    if not kinds <= _NUMBERS | _LISTS and _any_of_numpy(kinds):
         items = _plain(items)
         kinds = set(map(type, items))
     if kinds and kinds <= _NUMBERS:
         return torch.from_numpy(_numbers(what, items, kinds))
     if kinds and kinds <= _LISTS:
         inner = set(map(type, chain.from_iterable(items)))
-        if _any_of_numpy(inner):
+        if not inner <= _NUMBERS and _any_of_numpy(inner):
             items = [_plain(row) for row in items]
             inner = set(map(type, chain.from_iterable(items)))
         if inner and inner <= _NUMBERS:
@@ -301,11 +308,6 @@ def misfit_of(items: Sequence[Any], spec: FieldSpec) -> str:
     """The first row of a list that does not fit a field, for a message."""
     row = next((row for row, item in enumerate(items) if list_as([item], spec) is None), 0)
     return f"row {row}, {reprlib.repr(*_plain(items[row : row + 1]))}, does not"
-
-
-def says_its_dtype(items: Sequence[Any]) -> bool:
-    """Whether the dtype of a list is that of its tensors or arrays."""
-    return any(isinstance(item, _TENSORS) for item in items[:1])
 
 
 def _tensor_as(numbers: Sequence[Any], spec: FieldSpec) -> torch.Tensor | None:

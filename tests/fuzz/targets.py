@@ -36,6 +36,7 @@ from redis.exceptions import RedisError
 from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
 from dataplane_core.backends import ExtentClient
 from dataplane_core.codec.cells import KIND_TENSOR, unframe_rows
+from dataplane_core.codec.rows import TensorRows, object_column
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
@@ -102,7 +103,7 @@ def _cells() -> list[bytes]:
                 torch.zeros((*shape, 16), dtype=torch.uint8)[..., : dtype.itemsize].contiguous().view(dtype)[..., 0]
             )
             frames += _frames(column)
-    frames += _frames(codec.object_column(_items()))
+    frames += _frames(object_column(_items()))
     return [bytes(each) for each in frames]
 
 
@@ -116,8 +117,8 @@ def _items() -> list[Any]:
 
 
 def _rows() -> list[bytes]:
-    ragged = codec.TensorRows([torch.arange(n) for n in (3, 0, 5)])
-    columns = [ragged, torch.arange(3, dtype=torch.int16), codec.object_column(_items()[:5])]
+    ragged = TensorRows([torch.arange(n) for n in (3, 0, 5)])
+    columns = [ragged, torch.arange(3, dtype=torch.int16), object_column(_items()[:5])]
     return [codec.join_row(_frames(column)) for column in columns]
 
 
@@ -361,7 +362,7 @@ def _blocks() -> list[bytes]:
     return [
         pack_rows({name: columns[name] for name in "xrs"}, 3, head),
         pack_rows(columns, 3, head),
-        pack_rows({"o": codec.object_column(_items()[1:4])}, 3, head),
+        pack_rows({"o": object_column(_items()[1:4])}, 3, head),
         pack_rows({}, 3, head),
     ]
 

@@ -152,8 +152,7 @@ class RedisBackend(RowStoreBackend):
     ) -> None:
         """Stores rows, without a copy of their frames."""
         for first, write in writes.items():
-            frames = framed_columns(columns_of(write, columns))
-            self._put(first, frames, write.row_bytes, deadline)
+            self._put(first, framed_columns(columns_of(write, columns)), write.row_bytes, deadline)
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
         """Stores rows, as `store_writes`."""

@@ -316,6 +316,14 @@ def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
     assert len(recording.dropped) >= 2
 
 
+def test_a_shared_file_is_locked_only_while_a_line_is_written(tmp_path):
+    one, other = (_lines.LineFile(tmp_path / "lines.jsonl", shared=True) for _ in range(2))
+    one.write({"n": 1})
+    assert other._try_to_lock()
+    one.close()
+    other.close()
+
+
 def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     path = tmp_path / "lines.jsonl"

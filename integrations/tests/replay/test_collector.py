@@ -252,6 +252,25 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
     assert client.list_samples("replay").sample_ids == []
 
 
+def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(
+    make_buffer: Make, client: DataPlaneClient, answers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make_buffer(num_prompts=4)
+    reserve, calls = buffer.reserve, []
+
+    def lossy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise BackendUnavailableError("the store is away")
+        return reserve(*args, **kwargs)
+
+    monkeypatch.setattr(buffer, "reserve", lossy)
+    monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
+    with Collector(buffer, answers, client=client) as collector:
+        assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
+    assert collector.counts.failures == 1
+
+
 def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
     make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:

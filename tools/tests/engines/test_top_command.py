@@ -133,11 +133,12 @@ def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("backend", ["redis_store"])
+@pytest.mark.parametrize("backend", ["redis_store", "shm_store"])
 def test_what_only_asks_imports_no_torch(tmp_path, backend):
     """It takes seconds."""
     path = tmp_path / "config.yaml"
-    path.write_text(f"{{backend: {backend}, announce_s: null, options: {{namespace: no-torch}}}}")
+    options = "namespace: no-torch, capacity_bytes: 50MB"
+    path.write_text(f"{{backend: {backend}, announce_s: null, options: {{{options}}}}}")
     code = (
         "import sys; from dataplane_core.cli import main\n"
         "print([main([*words, sys.argv[1]]) for words in (['top', '--once'], ['why'])], 'torch' in sys.modules)"

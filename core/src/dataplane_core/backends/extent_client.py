@@ -10,15 +10,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from dataplane_core.backends.ledger_backend import RefsGoneError
-from dataplane_core.codec.compact import is_narrow
-from dataplane_core.codec.rows import Piece, merge_pieces, rows_in_order
-from dataplane_core.codec.tensors import DTYPE_CODES, DTYPE_OF_CODE, byte_array
 from dataplane_core.errors import BackendError, CorruptDataError
 from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
 from dataplane_core.host_memory.arena import Uses, extent_bytes
@@ -42,6 +38,9 @@ from dataplane_core.hosting.messages import decode_about
 from dataplane_core.hosting.session import Bytes, Pin, Session
 from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import FieldSpec, Ragged, WireColumn
+
+if TYPE_CHECKING:  # a client that only asks does without torch
+    import torch
 
 #: A put of at most this many bytes is one request: the copy into it costs less than further requests.
 _FEW_BYTES: Final = 16 << 10
@@ -259,13 +258,15 @@ class _Plan:
     """Where the columns of a write will lie in its extent, and their bytes."""
 
     def __init__(self, write_id: int, columns: Sequence[WireColumn]) -> None:
+        from dataplane_core.codec.tensors import DTYPE_CODES  # it imports torch
+
         self._columns = columns
         layout, num_rows = Layout([]), len(columns[0])
         for column in columns:
             if isinstance(column, Ragged):
                 layout.add_ragged(num_rows, len(column.values), column.itemsize, DTYPE_CODES[column.values.dtype])
             else:
-                assert isinstance(column, torch.Tensor)
+                assert not isinstance(column, list)
                 length = column.shape[1] if column.dim() > 1 else 0
                 step = column.dtype.itemsize * math.prod(column.shape[1:])
                 layout.add_dense(num_rows, step, length, DTYPE_CODES[column.dtype])
@@ -273,12 +274,14 @@ class _Plan:
 
     def _chunks(self) -> list[tuple[int, Bytes]]:
         """The bytes of the tables and columns, ascending: where each chunk begins in the extent, and the chunk."""
+        from dataplane_core.codec.tensors import byte_array  # it imports torch
+
         chunks: list[tuple[int, Bytes]] = []
         for column, at in zip(self._columns, self.wanted.layout.columns, strict=True):
             if isinstance(column, Ragged):
                 chunks.append((at.table, column.offsets.numpy().view(np.uint8)))
             values = column.values if isinstance(column, Ragged) else column
-            assert isinstance(values, torch.Tensor)
+            assert not isinstance(values, list)
             chunks.append((at.start, byte_array(values.contiguous())))
         return chunks
 
@@ -333,6 +336,8 @@ def read_stored(
         num_rows: n.
         threads: As for `copy_arrays`.
     """
+    from dataplane_core.codec.rows import Piece, merge_pieces, rows_in_order  # it imports torch
+
     pieces: dict[str, list[Piece]] = {name: [] for name in specs}
     starts: dict[str, int] = {}  # the first row of each field whose rows lie in the order of the request
     for part in parts:
@@ -353,6 +358,8 @@ def read_stored(
 
 def _as_it_lies(column: WireColumn, start: int, num_rows: int, dtype: torch.dtype | None) -> WireColumn | None:
     """A column on the memory of another one, from the row ``start``. None if that has narrow integers."""
+    import torch
+
     if isinstance(column, Ragged):
         if dtype not in (None, column.values.dtype):
             return None
@@ -364,6 +371,11 @@ def _as_it_lies(column: WireColumn, start: int, num_rows: int, dtype: torch.dtyp
 
 def _stored(extent: Bytes, column: Column, num_rows: int, field: FieldSpec) -> WireColumn:
     """A column with all rows that lie in an extent; a view of it. Raises `CorruptDataError`."""
+    import torch
+
+    from dataplane_core.codec.compact import is_narrow
+    from dataplane_core.codec.tensors import DTYPE_OF_CODE
+
     spec = field.stored
     is_object = spec.kind == "object"
     dtype, rank = (torch.uint8, 1) if is_object else (spec.torch_dtype, spec.rank)
@@ -379,6 +391,8 @@ def _stored(extent: Bytes, column: Column, num_rows: int, field: FieldSpec) -> W
 
 def _tensor(extent: Bytes, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on an extent."""
+    import torch
+
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")

@@ -301,7 +301,7 @@ class Run(ExitStack):
             self._put_again(heir)
         audited_s, audit = self._now(), self._hands("audit", 902_000_000)
         self._take_the_rest(audit)
-        for partition in PARTITIONS:
+        for partition in PARTITIONS if "list" in self._able else ():
             self._read_all(audit, partition)
         calls, end_s = self._calls(), self._now()
         calls += [loaded for call in calls if call.operation == "save" for loaded in self._saved(call)]

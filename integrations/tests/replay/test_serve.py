@@ -67,9 +67,25 @@ def test_a_trainer_learns_why_a_process_gave_up(make_buffer: Any, client: DataPl
     assert isinstance(info.value.__cause__, OSError)
 
 
-def test_leases_are_renewed_while_a_rollout_runs(make_buffer: Any, client: DataPlaneClient, commit: Any) -> None:
+@pytest.mark.parametrize("max_attempts", [None, 3])
+def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(
+    make_buffer: Any, client: DataPlaneClient, max_attempts: int | None
+) -> None:
+    buffer = make_buffer(InOrderPolicy(max_staleness=0, groups_per_version=1), max_attempts=max_attempts)
+    client.put_samples(["p99"], buffer.prompts_id, tags=[{"ended": "given up", "failures": 1}])
+    source = PromptSource(client, "replay")
+    assert [reservation.prompt for reservation in source.reserve(1, timeout_s=0)] == [0]
+    with pytest.raises(ReplayTimeoutError):
+        source.reserve(1, timeout_s=0)
+    source.close()
+
+
+def test_leases_are_renewed_while_a_rollout_runs(
+    make_buffer: Any, client: DataPlaneClient, commit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane_integrations.replay._prompts.RENEWED_AFTER", 0.001)
     buffer = make_buffer()
-    source = PromptSource(client, "replay", lease_s=0.3)
+    source = PromptSource(client, "replay", lease_s=WAIT_S)
     renewed, renew = threading.Semaphore(0), client.renew
 
     def counted(*args: Any) -> None:

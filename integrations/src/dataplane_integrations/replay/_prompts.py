@@ -420,9 +420,10 @@ class PromptSource(DataPlaneClientMixin):
                 self.prompts_id, ROLLOUT_TASK, [], count, lease_s=self._lease_s, tag_filter=tag_filter, **wait
             )
 
-        fit: TagFilter = {"failures": 0 if alone else (">=", 0)}  # rows that are no prompts lack the tag
+        # Rows that are no prompts have no order, nor has a note on a prompt that the trainer removed meanwhile.
+        fit: TagFilter = {"order": (">=", 0), "failures": 0 if alone else (">=", 0)}
         if alone:
-            meta = claim(1, {"failures": (">", 0)}, blocking=False)
+            meta = claim(1, {**fit, "failures": (">", 0)}, blocking=False)
             if meta.size:
                 return meta
         try:

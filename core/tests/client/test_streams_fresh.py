@@ -54,9 +54,13 @@ def test_what_is_too_old_is_dropped_and_never_given(client, prefetch, clear):
     trained, version = [], 1
     steps = batches(client, prefetch=prefetch, clear=clear, fresh=lambda: {"weight_version": (">=", version - 1)})
     for batch in steps:
-        trained.append(batch.columns["x"].tolist())
+        rows = batch.columns["x"].tolist()
+        assert min(rows) // 3 >= version - 1
+        trained.append(rows)
         version += 2
-    assert trained == [[0, 1, 2, 3], [6, 7, 8, 9]]
+    assert trained[0] == [0, 1, 2, 3]
+    # a batch that was read ahead may come before the fresh rows of one that was given back
+    assert sorted(trained[1]) in ([[6, 7, 8, 9], [8, 9, 10, 11]] if prefetch else [[6, 7, 8, 9]])
     assert steps.num_stale == 4
     assert client.check_consumption_status("replay", ["train"])
     assert client.list_samples("replay").size == (0 if clear else 12)

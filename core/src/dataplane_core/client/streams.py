@@ -293,6 +293,8 @@ class AsyncStream:
             self._ready.loop = asyncio.get_running_loop()
             while self._feed.ask():
                 item = self._feed.taken(await self._ready.get())
+                if item is None:
+                    await asyncio.to_thread(self._feed.clear_rest)
                 if item is None or self._feed.is_fresh(item):
                     self._current = item
                     break
@@ -518,6 +520,8 @@ class Feed:
             return None
         while True:
             item = self.taken(self._read_now.get() if self._reads_ahead else self._fetch())
+            if item is None:
+                self.clear_rest()
             if item is None or self.is_fresh(item):
                 return item
             self.held.give_back(item.meta)  # the next claim drops what is too old of it
@@ -617,7 +621,6 @@ class Feed:
                 continue
             meta, claim = answer
             if not meta.sample_ids and not claim.num_ranks:
-                self._clear_rest()
                 return None
             self.held.add(meta)
             try:
@@ -694,8 +697,8 @@ class Feed:
         bounds = self.terms.bounds()
         return all(row[tag] >= bound for row in item.meta.tags or () for tag, bound in bounds.items())
 
-    def _clear_rest(self) -> None:
-        """Clears what processes have acked that were killed before they cleared it."""
+    def clear_rest(self) -> None:
+        """Clears what killed processes have acked and not cleared, once the loop has acked its last batch."""
         terms = self.terms
         if terms.clear and self._client.check_consumption_status(terms.partition_id, [terms.task_name]):
             left = self._client.list_sample_ids(terms.partition_id)

@@ -197,7 +197,6 @@ def stream(
         True
         >>> client.close()
     """
-    batch = collate or StreamBatch
     terms = Terms(
         partition_id,
         task_name,
@@ -205,7 +204,7 @@ def stream(
         batch_size,
         lease_s,
         prefetch,
-        batch,
+        collate or StreamBatch,
         timeout_s,
         uneven,
         claim,
@@ -422,8 +421,7 @@ class Terms:
         Raises:
             DataPlaneError: The arguments are refused.
         """
-        fresh = {tag: (">=", bound) for tag, bound in self.bounds().items()}
-        claim = {"tag_filter": fresh or None, **self.claim}
+        claim = {"tag_filter": {tag: (">=", bound) for tag, bound in self.bounds().items()} or None, **self.claim}
         return checked_claim(
             client._connection,
             0.0,
@@ -699,10 +697,9 @@ class Feed:
 
     def clear_rest(self) -> None:
         """Clears what killed processes have acked and not cleared, once the loop has acked its last batch."""
-        terms = self.terms
-        if terms.clear and self._client.check_consumption_status(terms.partition_id, [terms.task_name]):
-            left = self._client.list_sample_ids(terms.partition_id)
-            self._client.clear_samples(left, terms.partition_id)
+        partition_id = self.terms.partition_id
+        if self.terms.clear and self._client.check_consumption_status(partition_id, [self.terms.task_name]):
+            self._client.clear_samples(self._client.list_sample_ids(partition_id), partition_id)
 
     def _read(self, meta: KVBatchMeta) -> Any:
         self._waiters.check()

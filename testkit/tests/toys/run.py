@@ -2,15 +2,14 @@
 
 From the root of a worktree whose packages can be imported, or by ``make toys``:
 
-    python testkit/tests/toys/run.py                  each toy against the tests that must fail: 164 of 164
+    python testkit/tests/toys/run.py                  each toy against the tests that must fail
     python testkit/tests/toys/run.py ClaimsTwice ...  some of them
     python testkit/tests/toys/run.py --machine        how many the kit's state machine finds out by itself
     python testkit/tests/toys/run.py --whole NAME     the whole kit on a toy: all tests that fail, and why
     python testkit/tests/toys/run.py --right          right backends of rare sorts, which must pass
     python testkit/tests/toys/run.py --all-but-one    right ones that each declare all operations but one
 
-Each toy runs in a fork of this process, which has the imports behind it. Ends with status 1 if a toy is missed, but not
-with ``--machine`` and ``--whole``.
+Each toy runs in a fork of this process. Without ``--machine`` and ``--whole``, status 1 says that a toy was missed.
 """
 
 from __future__ import annotations

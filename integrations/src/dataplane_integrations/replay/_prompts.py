@@ -528,32 +528,31 @@ class PromptSource(DataPlaneClientMixin):
         the trainer. If the store fails, the next call tries again; or the leases end.
         """
         with self._lock:
-            endings = list(self._endings.values())
+            endings, self._endings = self._endings, {}  # one thread ends each: a second one could undo what follows
         if not endings:
             return
         client = self._require_dp_client()
-        ids = [sample_id for ending in endings for sample_id in ending.reservation.sample_ids]
-        listed = client.list_samples(self.partition_id, sample_ids=ids)
-        rows = zip(listed.sample_ids, listed.tags or (), strict=True)
-        # a commit whose answer was lost is a commit
-        committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
-        written = [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]
-        if written:
-            client.clear_samples(written, self.partition_id)
-        for ending in endings:
-            group = ending.reservation.group
-            with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
-                if ending.claim is None:
-                    pass
-                elif group in committed:
-                    client.ack(ending.claim.meta)
-                else:
-                    client.renew(ending.claim.meta, self._lease_s)
-                    client.put_samples(ending.claim.meta.sample_ids, self.prompts_id, tags=[ending.tags])
-                    settle = client.ack if ending.tags.get("ended") else client.nack
-                    settle(ending.claim.meta)
+        try:
+            ids = [sample_id for ending in endings.values() for sample_id in ending.reservation.sample_ids]
+            listed = client.list_samples(self.partition_id, sample_ids=ids)
+            rows = zip(listed.sample_ids, listed.tags or (), strict=True)
+            # a commit whose answer was lost is a commit
+            committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
+            if written := [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]:
+                client.clear_samples(written, self.partition_id)
+            for group, ending in list(endings.items()):
+                with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
+                    if ending.claim is not None and group in committed:
+                        client.ack(ending.claim.meta)
+                    elif ending.claim is not None:
+                        client.renew(ending.claim.meta, self._lease_s)
+                        client.put_samples(ending.claim.meta.sample_ids, self.prompts_id, tags=[ending.tags])
+                        settle = client.ack if ending.tags.get("ended") else client.nack
+                        settle(ending.claim.meta)
+                del endings[group]
+        finally:
             with self._lock:
-                self._endings.pop(group, None)
+                self._endings = {**endings, **self._endings}
 
     def _tell(self, collector: str, **tags: TagValue) -> None:
         self._require_dp_client().put_samples([COLLECTOR_ROW + collector], self.prompts_id, tags=[tags])

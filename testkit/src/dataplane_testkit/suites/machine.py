@@ -197,6 +197,7 @@ class StoreMachine:
         self.cells: dict[tuple[str, str, str], Any] = {}
         self.leased_at: dict[tuple[str, str, str], float] = {}  # a leased sample -> when, by the clock of the ledger
         self.short: set[str] = set()  # tokens of leases that end soon
+        self.ends_soon = False  # the request under way settles one of these
         self.staying: tuple[Stay, Background] | None = None
         self.stay_token: str | None = None  # of the claim that waits, or waited last
         self.is_over = False
@@ -347,6 +348,9 @@ class StoreMachine:
         if error is not None:
             with proving("errors"):
                 check_error(error, self.store.name)
+        if self.ends_soon and isinstance(error, LeaseExpiredError):  # the ledger's clock stood still meanwhile
+            self.is_over = self.is_over or expected is None  # it cannot take back that they were settled
+            return
         if expected is None:
             if error is not None:
                 raise Broken(rule, f"{what} should have succeeded: {type(error).__name__}: {error}") from error
@@ -380,17 +384,8 @@ class StoreMachine:
         """Sends the request of a step, and compares the reply with that of the ledger, which it returns."""
         hook, request, hooks = _HOOKS[type(step)], self.named(step), Hooks(self.client)
         rule = "repeat" if again else self.rule_of(hook, step, expected)
-        ends_soon = isinstance(step, commands.SettleRequest) and self.short.intersection(step.lease_tokens)
-
-        def send() -> Any:
-            try:
-                return hooks.call(request)
-            except LeaseExpiredError:
-                if not ends_soon or error is not None:
-                    raise
-                self.is_over = True  # the ledger cannot take back that they were settled
-                return expected
-
+        self.ends_soon = isinstance(step, commands.SettleRequest) and bool(self.short.intersection(step.lease_tokens))
+        send = partial(hooks.call, request)
         reply = self.agree(rule, hook, error, hook, send)
         if error is None and reply is not None:
             explains = getattr(step, "questions", ()) or (getattr(step, "explain", False) and not expected.answered)

@@ -271,3 +271,10 @@ def test_a_load_says_what_is_not_there(client, tmp_path):
         client.load(tmp_path, "p")
     with pytest.raises(MissingDataError, match="no save"):
         client.load(tmp_path / "none")
+
+
+def test_a_partition_that_is_registered_anew_while_its_rows_are_read_is_stale(client, faults, tmp_path):
+    put(client, "a")
+    anew = once(lambda: client.register_partition("p", ["y"], None, []))
+    with faults.after("get_samples", anew), pytest.raises(StalePartitionError, match="registered again"):
+        client.save(tmp_path)

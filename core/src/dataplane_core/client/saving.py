@@ -274,6 +274,8 @@ class _Reader:
         columns = get(self._connection, self._partition_id, ids, names, share_rows=True)
         if any(name not in self._specs for name in names):
             self._specs.update(describe(self._connection, self._partition_id).specs)
+        if not self._specs.keys() >= set(names):  # they were dropped since they were read
+            raise MissingDataError(f"save: '{self._partition_id}' was cleared meanwhile.", missing_samples=ids)
         return tensor_rows(dict(columns.items()), self._specs)
 
     def _are_cells_of(self, batches: list[_Batch], ids: Sequence[str], listed: _Listed) -> bool:

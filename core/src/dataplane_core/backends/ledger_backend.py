@@ -55,15 +55,8 @@ from dataplane_core.spec import (
     new_id,
 )
 from dataplane_core.spec.capabilities import GUARANTEES
-from dataplane_core.spec.requests import (
-    OnceRequest,
-    Request,
-)
-from dataplane_core.spec.waking import (
-    CANCELLATION,
-    Bell,
-    Cancellation,
-)
+from dataplane_core.spec.requests import OnceRequest, Request
+from dataplane_core.spec.waking import CANCELLATION, Bell, Cancellation
 
 _Request = TypeVar("_Request", bound=Request)
 

@@ -17,12 +17,7 @@ from dataplane_core.backends.base import Backend
 from dataplane_core.backends.diagnosis import Finding
 from dataplane_core.digests import fast_digest
 from dataplane_core.errors import ConfigError
-from dataplane_core.spec import (
-    AnnounceRequest,
-    ListPartitionsRequest,
-    ListUnitsRequest,
-    UnitInfo,
-)
+from dataplane_core.spec import AnnounceRequest, ListPartitionsRequest, ListUnitsRequest, UnitInfo
 from dataplane_core.spec.operations import OPERATIONS, required_operations
 from dataplane_core.spec.requests import ListClientsRequest
 

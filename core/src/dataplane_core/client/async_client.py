@@ -26,14 +26,8 @@ from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import ADVICE_S, LATEST_END, ClientFacts, limit_hint, note_step
 from dataplane_core.errors import BackendError, DataPlaneError, OperationTimeoutError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import (
-    Claim,
-    ClaimRequest,
-)
-from dataplane_core.spec.waking import (
-    CANCELLATION,
-    Cancellation,
-)
+from dataplane_core.spec import Claim, ClaimRequest
+from dataplane_core.spec.waking import CANCELLATION, Cancellation
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -67,14 +67,7 @@ from dataplane_core.spec import (
     UnitInfo,
     new_id,
 )
-from dataplane_core.spec.requests import (
-    AckRequest,
-    ConsumptionRequest,
-    IfExists,
-    NackRequest,
-    RenewRequest,
-    Words,
-)
+from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest, Words
 
 if TYPE_CHECKING:  # torch is imported by the first call that needs it
     from tensordict import TensorDict, TensorDictBase

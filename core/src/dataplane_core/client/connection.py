@@ -40,14 +40,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
 )
 from dataplane_core.middleware import MiddlewareContext
-from dataplane_core.spec import (
-    Capability,
-    Claim,
-    ClaimRequest,
-    DescribeRequest,
-    PartitionInfo,
-    Scope,
-)
+from dataplane_core.spec import Capability, Claim, ClaimRequest, DescribeRequest, PartitionInfo, Scope
 from dataplane_core.spec.operations import OPERATIONS, hookimpl
 from dataplane_core.spec.requests import NackRequest, Request
 

@@ -15,11 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.errors import Cause, LeaseHolder, Shortfall, Verdict, preview
-from dataplane_core.spec import (
-    ClientInfo,
-    PartitionDescription,
-    WorkInfo,
-)
+from dataplane_core.spec import ClientInfo, PartitionDescription, WorkInfo
 from dataplane_core.spec.replies import Answer
 
 #: A client with something that it does.

@@ -5,11 +5,7 @@ All other wings import it. Authors of backends and middleware write against it.
 
 from dataplane_core.spec.capabilities import Capability, Scope, WireFormat
 from dataplane_core.spec.columns import FieldSpec, Ragged, SharedRows, WireColumn
-from dataplane_core.spec.operations import (
-    CONTRACT_VERSION,
-    OPERATIONS,
-    hookimpl,
-)
+from dataplane_core.spec.operations import CONTRACT_VERSION, OPERATIONS, hookimpl
 from dataplane_core.spec.replies import (
     CallInfo,
     Claim,
@@ -45,13 +41,7 @@ from dataplane_core.spec.requests import (
     new_id,
     this_process,
 )
-from dataplane_core.spec.tags import (
-    TagFilter,
-    TagValue,
-    check_tag_filter,
-    group_matches,
-    matches,
-)
+from dataplane_core.spec.tags import TagFilter, TagValue, check_tag_filter, group_matches, matches
 
 __all__ = [
     "CONTRACT_VERSION",

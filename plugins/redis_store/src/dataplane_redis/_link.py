@@ -32,15 +32,7 @@ from redis.exceptions import (
 )
 
 from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError, OperationTimeoutError
-from dataplane_redis._protocol import (
-    ArrayReader,
-    is_moving,
-    is_temporary_refusal,
-    is_untrusted,
-    left_s,
-    pack,
-    to_error,
-)
+from dataplane_redis._protocol import ArrayReader, is_moving, is_temporary_refusal, is_untrusted, left_s, pack, to_error
 from dataplane_redis._sentinel import NoPrimaryError, Service, UnknownServiceError
 
 _R = TypeVar("_R")

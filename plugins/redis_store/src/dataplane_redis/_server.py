@@ -22,12 +22,7 @@ from urllib.parse import quote, urlsplit
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from dataplane_core.backends import Finding
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    ConfigError,
-    DataPlaneError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import BackendUnavailableError, ConfigError, DataPlaneError, OperationTimeoutError
 from dataplane_core.ownership import OwnedProcess, PrivateFolder, last_words
 from dataplane_redis._link import Link
 from dataplane_redis._sentinel import Service

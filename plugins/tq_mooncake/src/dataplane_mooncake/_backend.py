@@ -20,15 +20,7 @@ from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import Capability
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._master import MasterWatch
-from dataplane_mooncake._store import (
-    FULL,
-    TRANSFER_FAILED,
-    UNREACHABLE,
-    EngineError,
-    RowsMissing,
-    Store,
-    StoreSettings,
-)
+from dataplane_mooncake._store import FULL, TRANSFER_FAILED, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_distributions, check_library, check_machine, check_master, diagnose
 from dataplane_tq_simple import QueueBackend, UnitsGoneError

@@ -26,12 +26,7 @@ from dataplane_core.backends import (
     columns_of,
     read_stored,
 )
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    CapacityExceededError,
-    DataPlaneError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import in_threads
 from dataplane_core.hosting import ExtentHost, Session, TcpAddress, UnixAddress
 from dataplane_core.ledger import Located, Ref, commands

@@ -16,12 +16,7 @@ import torch
 from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
 
 from dataplane_core import connect
-from dataplane_core.errors import (
-    BackendUnavailableError,
-    LostSamplesError,
-    MissingDataError,
-    OperationTimeoutError,
-)
+from dataplane_core.errors import BackendUnavailableError, LostSamplesError, MissingDataError, OperationTimeoutError
 from dataplane_testkit import backend_of
 from dataplane_tq_simple._messages import UnitRecords
 

@@ -20,14 +20,8 @@ from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
-from dataplane_core.errors import (
-    ClaimTimeoutError,
-    ClientClosedError,
-    DataPlaneError,
-    InvalidRequestError,
-    LeaseExpiredError,
-    Verdict,
-)
+from dataplane_core.client.leases import HeldMetas
+from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, Verdict
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest
 
@@ -641,8 +635,7 @@ class Feed:
                 raise
             self._wait_on(error)
             return None
-        is_over = bool(meta.sample_ids or claim.num_ranks) or self.terms.fresh is None
-        if is_over or self._client.check_consumption_status(self.terms.partition_id, [self.terms.task_name]):
+        if meta.sample_ids or self.terms.fresh is None or self._is_consumed():
             return meta, claim
         self._wait_on(ClaimTimeoutError("The samples that are left are too old, or lack the tag."))
         time.sleep(_STALE_S)
@@ -698,8 +691,11 @@ class Feed:
     def clear_rest(self) -> None:
         """Clears what killed processes have acked and not cleared, once the loop has acked its last batch."""
         partition_id = self.terms.partition_id
-        if self.terms.clear and self._client.check_consumption_status(partition_id, [self.terms.task_name]):
+        if self.terms.clear and self._is_consumed():
             self._client.clear_samples(self._client.list_sample_ids(partition_id), partition_id)
+
+    def _is_consumed(self) -> bool:
+        return self._client.check_consumption_status(self.terms.partition_id, [self.terms.task_name])
 
     def _read(self, meta: KVBatchMeta) -> Any:
         self._waiters.check()
@@ -747,91 +743,3 @@ class Feed:
         atexit.unregister(self.close)
         if self._closes:
             self._client.close()
-
-
-class HeldMetas:
-    """Metas of claims that are not acked yet, as far as it knows. Safe for threads.
-
-    Args:
-        client: The client that renews their leases, and gives them back.
-        lease_s: How long a renewed lease lasts, in seconds.
-        most_held_s: Seconds after which a meta is given back.
-    """
-
-    def __init__(self, client: DataPlaneClient, lease_s: float, most_held_s: float = math.inf) -> None:
-        self._client = client
-        self._lease_s = lease_s
-        self._most_held_s = most_held_s
-        # Changed by single steps only, and without a lock: a signal handler may come between any two.
-        # By the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
-        # held; and until when
-        self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
-        self._renewed_at: dict[int, float] = {}  # by the same key: when the newest renewal that succeeded began
-
-    def add(self, meta: KVBatchMeta) -> None:
-        """Holds what was claimed. An empty batch has no leases."""
-        if meta.sample_ids:
-            self._renewed_at[id(meta)] = time.monotonic()
-            self._held[id(meta)] = meta, meta, time.monotonic() + self._most_held_s
-
-    def discard(self, meta: KVBatchMeta) -> None:
-        """Lets go of a meta that was acked."""
-        self._held.pop(id(meta), None)
-        self._renewed_at.pop(id(meta), None)
-
-    def check(self, meta: KVBatchMeta) -> None:
-        """See `StreamBatch.check`."""
-        since_s = time.monotonic() - self._renewed_at.get(id(meta), -math.inf)
-        if id(meta) not in self._held or since_s >= self._lease_s:
-            raise LeaseExpiredError(
-                f"the lease on {meta.size} samples of '{meta.partition_id}' is held no longer, or was not renewed for "
-                f"lease_s, {self._lease_s:g} s.",
-                sample_ids=meta.sample_ids,
-            )
-
-    def renew(self) -> bool:
-        """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
-        for key, (claimed, meta, until) in list(self._held.items()):
-            asked_at = time.monotonic()
-            try:
-                if asked_at <= until:
-                    left = _of_held(lambda part: self._client.renew(part, self._lease_s), meta)
-                else:
-                    left = None
-                    _of_held(self._client.nack, meta)
-            except (KeyError, ClientClosedError):
-                left = None  # it was cleared, or is lost: its ack says so
-            except DataPlaneError:
-                continue  # the store may answer the next time
-            if left is None:
-                self._held.pop(key, None)
-            elif key in self._held:  # if it is acked now, the next renewal drops it
-                self._held[key] = claimed, left, until
-                self._renewed_at[key] = asked_at
-        return bool(self._held)
-
-    def give_back(self, meta: KVBatchMeta | None = None) -> None:
-        """Gives back one meta, or all. Blocks."""
-        for key in list(self._held) if meta is None else [id(meta)]:
-            held = self._held.pop(key, None)
-            self._renewed_at.pop(key, None)
-            if held is not None:
-                with contextlib.suppress(DataPlaneError):  # the client or its store has ended
-                    _of_held(self._client.nack, held[1])
-
-
-def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
-    """Calls with the samples whose leases are still held: others may have been acked one by one, or cleared.
-
-    Returns:
-        These samples, or None if no lease is held.
-    """
-    while True:
-        try:
-            call(meta)
-            return meta
-        except LeaseExpiredError as error:
-            held = [index for index, sample_id in enumerate(meta.sample_ids) if sample_id not in error.sample_ids]
-            if not 0 < len(held) < meta.size:
-                return None
-            meta = meta.subset(held)

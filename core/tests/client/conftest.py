@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ class _AsyncClient(ThroughAsyncio):
         super().close()
 
 
-class _AsyncStream:
+class _AsyncStream(AbstractContextManager):
     """A stream of an asynchronous client, with calls that block."""
 
     def __init__(self, client: _AsyncClient, wrapped: AsyncStream) -> None:
@@ -44,9 +45,6 @@ class _AsyncStream:
             return self._client._run(self._wrapped.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
-
-    def __enter__(self) -> _AsyncStream:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -133,8 +133,8 @@ async def test_an_async_stream_clears_and_drops_too():
         tags = [{"weight_version": version} for version in (0, 1, 1, 2)]
         await client.put_samples(["a", "b", "c", "d"], "replay", {"x": torch.arange(4)}, tags=tags)
         trained, version = [], 1
-        fresh = lambda: {"weight_version": (">=", version)}  # noqa: E731
-        async for batch in stream(client, "replay", "train", ["x"], 2, clear=True, fresh=fresh, prefetch=1):
+        options = {"clear": True, "prefetch": 1, "fresh": lambda: {"weight_version": (">=", version)}}
+        async for batch in stream(client, "replay", "train", ["x"], 2, **options):
             trained.append(batch.columns["x"].tolist())
             version = 2
         assert trained == [[1, 2], [3]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from contextlib import AbstractContextManager
 
 from dataplane_core._compiler_marks import not_compiled
 from dataplane_core.client import AsyncDataPlaneClient
 
 
-class ThroughAsyncio:
+class ThroughAsyncio(AbstractContextManager):
     """A client whose operations are coroutines, run on an event loop in a thread."""
 
     def __init__(self, client):
@@ -30,9 +31,11 @@ class ThroughAsyncio:
             self._thread.join()
             self._loop.close()
 
-    __enter__ = lambda self: self  # noqa: E731
-    __exit__ = lambda self, *error: self.close()  # noqa: E731
-    __reduce__ = lambda self: self._sync.__reduce__()  # noqa: E731
+    def __exit__(self, *error):
+        self.close()
+
+    def __reduce__(self):
+        return self._sync.__reduce__()
 
     def __getattr__(self, name):
         operation = getattr(AsyncDataPlaneClient, name, None)

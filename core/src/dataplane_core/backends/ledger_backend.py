@@ -161,6 +161,8 @@ class LedgerBackend(Backend, ABC):
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         """Stores the payload of a write. Returns when every client can fetch it. Must copy what it keeps.
 
+        An engine that overrides `store_writes` needs none, so it is not abstract.
+
         Args:
             write_id: The write. A put may have several.
             columns: Its columns, in the ledger's order of slots.

@@ -420,10 +420,8 @@ class ReadyView:
 
     def _note(self, seq: int) -> None:
         self.changes.append(seq)
-        if (
-            len(self.changes) > 2 * len(self.ready.claimables) + _VIEW_SLACK
-        ):  # a filter that has not seen them yet is built again
-            dropped = len(self.changes) // 2
+        if len(self.changes) > 2 * len(self.ready.claimables) + _VIEW_SLACK:
+            dropped = len(self.changes) // 2  # a filter that has not seen them yet is built again
             del self.changes[:dropped]
             self.first_change += dropped
 

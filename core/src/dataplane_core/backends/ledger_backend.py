@@ -270,10 +270,10 @@ class LedgerBackend(Backend, ABC):
         if wake is None:
             return self.call_ledger(request.deadline, claim)
         wake.at_end = partial(self.stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
-        found = self.call_ledger_waking(request.deadline, claim, wake)
-        if found.answered or request.explain:
+        reply = self.call_ledger_waking(request.deadline, claim, wake)
+        if reply.answered or request.explain:
             wake.at_end = None
-        return found
+        return reply
 
     def clear_samples(self, request: ClearRequest) -> int:
         """Drops rows, then deletes their payload and what crashed writers left."""
@@ -577,8 +577,8 @@ def writes_of(
 
 def columns_of(write: commands.Write, columns: Mapping[str, WireColumn | SharedRows]) -> dict[str, WireColumn]:
     """The columns of a write among those of its put, each with the rows of the write."""
-    found = {name: columns[name] for name in write.fields}
-    return {name: column.rows if isinstance(column, SharedRows) else column for name, column in found.items()}
+    of_write = {name: columns[name] for name in write.fields}
+    return {name: column.rows if isinstance(column, SharedRows) else column for name, column in of_write.items()}
 
 
 def _check_index(name: str, column: SharedRows, found: int, num_samples: int) -> None:

@@ -199,8 +199,8 @@ class RecordingBackend(RowStoreBackend):
             start = self._next.get(name, 0) if now is None else now.run.number
             task, ids = getattr(request, "task_name", ""), getattr(request, "sample_ids", None) or [""]
             is_claim = isinstance(request, spec.ClaimRequest)
-            fit = (each for each in known[start:] if (task in each.claims if is_claim else ids[0] in each.puts))
-            numbers = [each.number for each in islice(fit, 2)]
+            fit = (run for run in known[start:] if (task in run.claims if is_claim else ids[0] in run.puts))
+            numbers = [run.number for run in islice(fit, 2)]
             if now is not None and numbers[:1] == [start] and len(numbers) > 1 and not now.has_more(request):
                 numbers = numbers[1:]
             number = numbers[0] if numbers else start
@@ -253,7 +253,7 @@ class RecordingBackend(RowStoreBackend):
         """The record of the last claim before one that the run did not make, if it found the end of the partition."""
         claims, rank = now.run.claims.get(request.task_name, {}), request.dp_rank
         what = f"claim_meta('{request.partition_id}', '{request.task_name}') refused: "
-        mine = [each for (its_rank, _), each in claims.items() if its_rank == rank and not each.is_lost]
+        mine = [claim for (its_rank, _), claim in claims.items() if its_rank == rank and not claim.is_lost]
         if not mine and claims:
             ranks = sorted({-1 if its_rank is None else its_rank for its_rank, _ in claims})
             raise errors.InvalidRequestError(
@@ -346,13 +346,13 @@ class RecordingBackend(RowStoreBackend):
         except errors.DataPlaneError as error:
             error.message = f"{what}{error.message} {when}"
             raise
-        absent = [each for each in ids if each not in row_of or name not in columns]
+        absent = [sample_id for sample_id in ids if sample_id not in row_of or name not in columns]
         if absent:
             raise errors.MissingDataError(
                 f"{what}field '{name}' of {preview(absent)} is not among the recorded rows: payload was "
                 f"{record.client.payload!r}, and {preview(record.left_out) or 'no field'} could only be pickled. {when}"
             )
-        return Columns({name: take_rows(columns[name], [row_of[each] for each in ids])}, ints=columns.ints)
+        return Columns({name: take_rows(columns[name], [row_of[sample_id] for sample_id in ids])}, ints=columns.ints)
 
     def _not_put(self, what: str, now: Replay, sample_id: str, name: str) -> errors.MissingDataError:
         puts = now.run.puts.get(sample_id)
@@ -369,7 +369,7 @@ class RecordingBackend(RowStoreBackend):
         ids = request.sample_ids
         names = [name for name in request.columns if not name.startswith("~")]
         with self._lock:
-            events = {(row, name): now.next_put((each, name)) for row, each in enumerate(ids) for name in names}
+            events = {(row, name): now.next_put((ids[row], name)) for row in range(len(ids)) for name in names}
             self._compare(request, {place: event for place, event in events.items() if event is not None})
         if request.columns:
             super().put_samples(replace(request, tags=None))
@@ -377,7 +377,7 @@ class RecordingBackend(RowStoreBackend):
             for sample_id, tags in zip(ids, request.tags or [{}] * len(ids), strict=True):
                 now.tags.setdefault(sample_id, {}).update(tags)
                 now.own.setdefault(sample_id, set()).update(names)
-            now.stands_for.update(((ids[row], name), each.at) for (row, name), each in events.items() if each)
+            now.stands_for.update(((ids[row], name), event.at) for (row, name), event in events.items() if event)
         return len(ids)
 
     def _compare(self, request: spec.PutRequest, events: Mapping[tuple[int, str], Event]) -> None:
@@ -435,7 +435,8 @@ class RecordingBackend(RowStoreBackend):
         """Clears for this process."""
         super().clear_samples(request)
         there = now.sample_ids()
-        gone = [each for each in (there if request.sample_ids is None else request.sample_ids) if each in there]
+        asked = there if request.sample_ids is None else request.sample_ids
+        gone = [sample_id for sample_id in asked if sample_id in there]
         if request.sample_ids is None:
             del self._open[request.partition_id]
             self._next[request.partition_id] = now.run.number + 1
@@ -447,19 +448,19 @@ class RecordingBackend(RowStoreBackend):
     def list_samples(self, now: Replay, request: spec.ListRequest) -> spec.SampleList:
         """Lists what other processes of the run put in this registration, and this process, without what it cleared."""
         tags = now.listed()
-        ids = [each for each in (tags if request.sample_ids is None else request.sample_ids) if each in tags]
-        ids = [each for each in ids if spec.matches(tags[each], request.tag_filter)]
-        return spec.SampleList(sample_ids=ids, tags=[tags[each] for each in ids])
+        asked = tags if request.sample_ids is None else request.sample_ids
+        ids = [sample for sample in asked if sample in tags and spec.matches(tags[sample], request.tag_filter)]
+        return spec.SampleList(sample_ids=ids, tags=[tags[sample_id] for sample_id in ids])
 
     @_replayed
     def list_fields(self, now: Replay, request: spec.FieldsRequest) -> spec.FieldList:
         """Lists the fields that the run put in this registration, and those that this process put."""
-        absent = [each for each in request.sample_ids if not now.has(each)]
+        absent = [sample_id for sample_id in request.sample_ids if not now.has(sample_id)]
         if absent:
             what = f"get_samples('{request.partition_id}', {len(request.sample_ids)} samples)"
             raise errors.MissingDataError.for_samples(what, request.partition_id, absent)
         patterns: dict[tuple[str, ...], int] = {}
-        index = [patterns.setdefault(now.fields_of(each), len(patterns)) for each in request.sample_ids]
+        index = [patterns.setdefault(now.fields_of(sample_id), len(patterns)) for sample_id in request.sample_ids]
         return spec.FieldList(patterns=list(patterns), index=index)
 
 
@@ -476,7 +477,7 @@ def _in_words(now: Any, was: Any) -> str:
         return f"It is {now!r:.100}, and was {was!r:.100}."
     if (now.dtype, now.shape) != (was.dtype, was.shape):
         return f"It is {now.dtype} of shape {tuple(now.shape)}, and was {was.dtype} of shape {tuple(was.shape)}."
-    bits_now, bits_was = (each.reshape(-1, 1).view(torch.uint8) for each in (now, was))
+    bits_now, bits_was = (cell.reshape(-1, 1).view(torch.uint8) for cell in (now, was))
     place = int((bits_now != bits_was).any(1).nonzero()[0, 0])
-    is_now, it_was = (each.reshape(-1)[place].item() for each in (now, was))
+    is_now, it_was = (cell.reshape(-1)[place].item() for cell in (now, was))
     return f"{f'Its element {place}' if now.dim() else 'It'} is {is_now!r}, and was {it_was!r}."

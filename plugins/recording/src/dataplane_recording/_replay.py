@@ -50,7 +50,7 @@ class Replay:
     def next_put(self, cell: Cell) -> Event | None:
         """The recorded put that the next put of a cell stands for. One beyond the last is compared with the last."""
         puts = self.run.puts_of(*cell)
-        later = [each for each in puts if each.at > self.stands_for.get(cell, self.run.begin)]
+        later = [put for put in puts if put.at > self.stands_for.get(cell, self.run.begin)]
         return later[0] if later else puts[-1] if puts else None
 
     def version(self, cell: Cell) -> Event | None:
@@ -62,17 +62,17 @@ class Replay:
         reads, at = self.run.reads_of(*cell), self.claimed.get(sample_id, math.inf)
         if reads:
             at = reads[min(self.reads[cell], len(reads) - 1)].at
-        return ([each for each in puts if each.at < at] or puts[:1])[-1]
+        return ([put for put in puts if put.at < at] or puts[:1])[-1]
 
     def next_claim(self, request: ClaimRequest) -> tuple[tuple[int | None, int], Event] | None:
         """The recorded claim that a claim stands for, and its key."""
         claims, given = self.run.claims.get(request.task_name, {}), self.given.get(request.task_name, ())
-        kept = {key: each for key, each in claims.items() if not each.is_lost}
+        kept = {key: claim for key, claim in claims.items() if not claim.is_lost}
         if request.dp_rank is None:
-            return next(((key, each) for key, each in kept.items() if key[0] is None and key not in given), None)
+            return next(((key, claim) for key, claim in kept.items() if key[0] is None and key not in given), None)
         index = request.batch_index if request.batch_epoch in (None, self.info.epoch) else 0
-        is_left = {each for _, each in kept}  # one that all its ranks lost has no number
-        for key in sorted(each for each in claims.keys() - kept.keys() if each[0] == request.dp_rank):
+        is_left = {number for _, number in kept}  # one that all its ranks lost has no number
+        for key in sorted(lost for lost in claims.keys() - kept.keys() if lost[0] == request.dp_rank):
             index += key[1] <= index and (claims[key].record.num_ranks is None or key[1] not in is_left)
         event = claims.get((request.dp_rank, index))
         return None if event is None else ((request.dp_rank, index), event)
@@ -87,7 +87,7 @@ class Replay:
         if isinstance(request, PutRequest):
             cells = [(request.sample_ids[0], name) for name in request.columns]
             return any(
-                not self.is_own(*each) or self.run.puts_of(*each, self.stands_for.get(each, -1)) for each in cells
+                not self.is_own(*cell) or self.run.puts_of(*cell, self.stands_for.get(cell, -1)) for cell in cells
             )
         return True
 
@@ -95,7 +95,7 @@ class Replay:
         """Whether this process was given, and acked, all that the run claimed for its ranks."""
         given, claims = self.given.get(task_name, set()), self.run.claims.get(task_name, {})
         ranks = {rank for rank, _ in given}
-        is_left = any(key[0] in ranks and key not in given for key, each in claims.items() if not each.is_lost)
+        is_left = any(key[0] in ranks and key not in given for key, claim in claims.items() if not claim.is_lost)
         return bool(given) and not is_left and all(done for _, done in self.leases.get(task_name, {}).values())
 
     def settle(self, request: SettleRequest) -> list[str]:
@@ -103,12 +103,12 @@ class Replay:
         held = self.leases.get(request.task_name, {})
         pairs = list(zip(request.sample_ids, request.lease_tokens, strict=True))
         fit = (False, True) if request.op == "ack" else (False,)
-        lost = [each for each, token in pairs if held.get(each) not in [(token, done) for done in fit]]
+        lost = [sample_id for sample_id, token in pairs if held.get(sample_id) not in [(token, done) for done in fit]]
         if not lost and request.op == "nack":
             for sample_id in request.sample_ids:
                 held.pop(sample_id, None)
         elif not lost and request.op == "ack":
-            held.update((each, (token, True)) for each, token in pairs)
+            held.update((sample_id, (token, True)) for sample_id, token in pairs)
         return lost
 
     def clear(self, sample_id: str) -> None:
@@ -141,9 +141,9 @@ class Replay:
         mine, begin = self.run.first.record.client if self.is_ours else None, self.run.begin
         for sample_id in self.sample_ids():
             puts = self.run.puts.get(sample_id, ())
-            theirs = [each for each in puts if each.at < begin or each.record.client is not mine]
+            theirs = [put for put in puts if put.at < begin or put.record.client is not mine]
             if theirs or sample_id in self.tags:
-                tags = [each.record.tags[each.place] for each in theirs if each.record.tags is not None]
+                tags = [put.record.tags[put.place] for put in theirs if put.record.tags is not None]
                 found[sample_id] = dict(ChainMap(self.tags.get(sample_id, {}), *tags[::-1]))
         return found
 
@@ -154,5 +154,5 @@ class Replay:
     def recorded_fields(self, sample_id: str) -> Iterator[str]:
         """The fields that the run put of a sample, each once."""
         after = self.cleared.get(sample_id, -1)
-        puts = (each for each in self.run.puts.get(sample_id, ()) if each.at > after)
-        return iter(dict.fromkeys(name for each in puts for name in each.record.specs))
+        puts = (put for put in self.run.puts.get(sample_id, ()) if put.at > after)
+        return iter(dict.fromkeys(name for put in puts for name in put.record.specs))

@@ -69,12 +69,12 @@ class Registration:
 
     def puts_of(self, sample_id: str, name: str, after: float = -1) -> list[Event]:
         """The puts of a cell, after a place."""
-        return [each for each in self.puts.get(sample_id, ()) if name in each.record.specs and each.at > after]
+        return [put for put in self.puts.get(sample_id, ()) if name in put.record.specs and put.at > after]
 
     def reads_of(self, sample_id: str, name: str) -> list[Event]:
         """The reads of a cell by the client that read it first: several clients may each have read it as often."""
-        found = [each for each in self.reads.get(sample_id, ()) if name in each.record.fields]
-        return [each for each in found if each.record.client is found[0].record.client]
+        reads = [read for read in self.reads.get(sample_id, ()) if name in read.record.fields]
+        return [read for read in reads if read.record.client is reads[0].record.client]
 
     def add(self, event: Event) -> None:
         """Notes what the run did next."""
@@ -97,7 +97,8 @@ class Registration:
                 claims = self.claims.setdefault(record.task, {})
                 if key not in claims:
                     claims[key] = event
-                    self._lose({each: held[each] for each in record.ids if each in held}, claims, at)
+                    again = {sample_id: held[sample_id] for sample_id in record.ids if sample_id in held}
+                    self._lose(again, claims, at)
                     held.update(dict.fromkeys(record.ids if record.lease_s is not None else (), key))
             case "ack" | "nack":
                 for sample_id in record.ids:
@@ -109,9 +110,9 @@ class Registration:
                 for place, sample_id in enumerate(record.ids):
                     since, until = self.lost.get(sample_id, (at, at))
                     self.puts[sample_id] = [
-                        each
-                        for each in self.puts.get(sample_id, ())
-                        if not (since < each.at < until and set() < each.record.specs.keys() <= fields)
+                        put
+                        for put in self.puts.get(sample_id, ())
+                        if not (since < put.at < until and set() < put.record.specs.keys() <= fields)
                     ] + [Event(at, record, place)]
             case "get_samples":
                 for sample_id in record.ids:
@@ -119,20 +120,20 @@ class Registration:
             case "clear_samples":
                 for sample_id in record.ids:
                     self.clears.setdefault(sample_id, []).append(at)
-                    for each in self.held.values():
-                        each.pop(sample_id, None)
+                    for keys in self.held.values():
+                        keys.pop(sample_id, None)
 
     def _lose(self, again: dict[str, Key], claims: dict[Key, Event], at: int) -> None:
         """Takes samples that are given again out of the batches that held them, and their reads since then too."""
         for key in dict.fromkeys(again.values()):
             record = claims[key].record
             kept = [place for place, sample_id in enumerate(record.ids) if again.get(sample_id) != key]
-            ids, tags = ([each[place] for place in kept] if each else each for each in (record.ids, record.tags))
+            ids, tags = ([part[place] for place in kept] if part else part for part in (record.ids, record.tags))
             record = msgspec.structs.replace(record, ids=ids, tags=tags, exhausted=record.exhausted and bool(ids))
             claims[key] = claims[key]._replace(record=record)
         for sample_id, key in again.items():
             self.lost[sample_id] = since, _ = claims[key].at, at
-            self.reads[sample_id] = [each for each in self.reads.get(sample_id, ()) if each.at < since]
+            self.reads[sample_id] = [read for read in self.reads.get(sample_id, ()) if read.at < since]
 
 
 class Timeline:
@@ -155,9 +156,7 @@ class Timeline:
         epochs: dict[tuple[str, str], Registration] = {}
         events = [Event(at, record) for at, record in enumerate(self._recording.records())]
         self._steps = [(event.at, event.record.step) for event in events if event.record.step is not None]
-        begin: float = (
-            -1 if after_step is None else max((at for at, step in self._steps if step == after_step), default=-1)
-        )
+        begin: float = max((at for at, step in self._steps if step == after_step), default=-1)
         if after_step is not None and begin < 0:
             raise InvalidRequestError(
                 f"after_step {after_step} is refused: the run marked "
@@ -190,8 +189,8 @@ class Timeline:
                 epochs[key] = Registration(len(known), event, begin)
                 known.append(epochs[key])
             epochs[key].add(event)
-            for each in self._early.pop(name, ()):  # another client was quicker than the one that registered
-                known[0].add(each)
+            for early in self._early.pop(name, ()):  # another client was quicker than the one that registered
+                known[0].add(early)
         for known in self._registrations.values():
             while len(known) > 1 and known[0].first.at < begin and not (known[0].claims or known[0].reads):
                 del known[0]  # it was over when the replay begins, though nobody had cleared it

@@ -131,7 +131,7 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
             self._refresh(deadline)
             raise UnitsGoneError(f"{what}: no storage unit has a segment at the moment. Nothing was stored.")
         # without segments of dead units, the master may place the rows as it likes
-        named = [each.name for each in self._instance.segments] if self._instance.details["dead"] else []
+        named = [segment.name for segment in self._instance.segments] if self._instance.details["dead"] else []
 
         def check_units() -> None:
             if self._instance.details["segments"] != segments:

@@ -175,9 +175,9 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
     @classmethod
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """As that of `QueueBackend`, and the TransferQueue of the cluster, if the cluster is named."""
-        found = list(super().diagnose(config, deadline=deadline))
-        yield from found
-        if any(each.level is Level.ERROR for each in found):
+        findings = list(super().diagnose(config, deadline=deadline))
+        yield from findings
+        if any(finding.level is Level.ERROR for finding in findings):
             return
         from dataplane_tq_simple import _owners
 

@@ -93,9 +93,9 @@ class TQSimpleBackend(QueueBackend):
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process, if
         its cluster is named: that of an owner on this host may hang."""
-        found = list(super().diagnose(config, deadline=deadline))
-        yield from found
-        if any(each.level is Level.ERROR for each in found):
+        findings = list(super().diagnose(config, deadline=deadline))
+        yield from findings
+        if any(finding.level is Level.ERROR for finding in findings):
             return
         from dataplane_tq_simple import _owners
 

@@ -325,7 +325,7 @@ def test_a_shared_file_is_locked_only_while_a_line_is_written(tmp_path):
 
 
 def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
+    fcntl = pytest.importorskip("fcntl", reason="not run: Windows has no fcntl, which locks files")
     path = tmp_path / "lines.jsonl"
     file = _lines.LineFile(path, shared=False)
     with path.open("rb") as asking:

@@ -25,7 +25,7 @@ def train(listener):
 
 
 def test_tensorboard_has_scalars_per_step(tmp_path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="not run: tensorboard is optional")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

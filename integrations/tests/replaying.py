@@ -10,6 +10,7 @@ import torch
 
 from dataplane_core import KVBatchMeta, kv_first_write
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, Reservation, StalenessPolicy
 
 REGISTRATION: dict[str, Any] = {
@@ -39,6 +40,19 @@ def write(client: DataPlaneClient, reservations: Sequence[Reservation]) -> KVBat
         partition_id="replay",
         tags=[each.tags for each in reservations for _ in each.sample_ids],
     )
+
+
+def away_once(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> None:
+    """The store is away for the first call of this method."""
+    method, calls = getattr(target, name), []
+
+    def lossy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise BackendUnavailableError("the store is away")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, lossy)
 
 
 @pytest.fixture(name="answers")

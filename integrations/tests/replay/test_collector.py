@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from replaying import away_once
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
@@ -256,15 +257,7 @@ def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(
     make_buffer: Make, client: DataPlaneClient, answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = make_buffer(num_prompts=4)
-    reserve, calls = buffer.reserve, []
-
-    def lossy(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 1:
-            raise BackendUnavailableError("the store is away")
-        return reserve(*args, **kwargs)
-
-    monkeypatch.setattr(buffer, "reserve", lossy)
+    away_once(monkeypatch, buffer, "reserve")
     monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
     with Collector(buffer, answers, client=client) as collector:
         assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
@@ -275,21 +268,16 @@ def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
     make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = make_buffer(num_prompts=4)
-    clear, calls = client.clear_samples, []
-
-    def lossy(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 1:
-            raise BackendUnavailableError("the store is away")
-        clear(*args)
+    ended = []
 
     def rollout(reservations: Any) -> Any:
-        if not calls:
+        if not ended:
+            ended.extend(reservations)
             write(client, reservations)
             raise RolloutAbortedError("nobody wants it")
         return answers(reservations)
 
-    monkeypatch.setattr(client, "clear_samples", lossy)
+    away_once(monkeypatch, client, "clear_samples")
     with Collector(buffer, rollout, client=client) as collector:
         assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
     assert (collector.counts.groups, collector.counts.failures) == (4, 1)

@@ -6,8 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+from replaying import away_once
 
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
 from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuffer, parse_sample_id, serve
 from dataplane_testkit._timing import Background
@@ -80,6 +82,19 @@ def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(
     source.close()
 
 
+def test_a_rollout_that_failed_while_the_store_was_away_is_given_back_when_it_answers(
+    make_buffer: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_buffer(num_prompts=1)
+    source = PromptSource(client, "replay")
+    reservations = source.reserve()
+    away_once(monkeypatch, client, "list_samples")
+    with pytest.raises(BackendUnavailableError):
+        source.abandon(reservations, failed=True)
+    assert [reservation.group for reservation in source.reserve(timeout_s=0)] == ["v0_p0r1"]
+    source.close()
+
+
 def test_leases_are_renewed_while_a_rollout_runs(
     make_buffer: Any, client: DataPlaneClient, commit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +108,7 @@ def test_leases_are_renewed_while_a_rollout_runs(
         renewed.release()
 
     (reservation,) = source.reserve()
-    client.renew = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(client, "renew", counted)
     for _ in range(6):
         assert renewed.acquire(timeout=WAIT_S)
     commit(source, [reservation])

@@ -118,11 +118,12 @@ def parse_sample_id(sample_id: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A prompt on lease: its meta, and how often its rollout had failed."""
+    """A prompt on lease: its meta, how often its rollout had failed, and how often it may (0: there is no limit)."""
 
     reservation: Reservation
     meta: KVBatchMeta
     failures: int
+    max_attempts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class PromptSource(DataPlaneClientMixin):
             if meta is None and left_s <= 0 and at_least is not None:
                 meta = self._claim(at_least, num_groups, 0.0, alone=run["max_attempts"] > 0)
             if meta is not None:
-                if reservations := self._reserved(meta, collector, run["group_size"]):
+                if reservations := self._reserved(meta, collector, run):
                     return reservations
             elif run["drained"]:
                 return []
@@ -308,12 +309,12 @@ class PromptSource(DataPlaneClientMixin):
             requeue: Generate their prompts again. Otherwise they are given up.
             failed: The rollout of all of them, one call, failed: counts for ``max_attempts`` of the buffer.
         """
-        most = self._run()["max_attempts"] if failed else 0
         with self._lock:
             for reservation in reservations:
                 claim = self._claims.pop(reservation.group, None)
                 if claim is None and reservation.group in self._endings:
                     continue  # the store does not know of it yet
+                most = claim.max_attempts if claim is not None and failed else 0
                 failures = (0 if claim is None else claim.failures) + (most > 0)
                 # one that failed together with others may be innocent: it is generated again, alone
                 again = requeue and not (most and len(reservations) == 1 and failures >= most)
@@ -435,7 +436,7 @@ class PromptSource(DataPlaneClientMixin):
             meta = meta.concat(more) if more.size else meta
         return meta if meta.size else None
 
-    def _reserved(self, meta: KVBatchMeta, collector: str, group_size: int) -> list[Reservation]:
+    def _reserved(self, meta: KVBatchMeta, collector: str, run: dict[str, Any]) -> list[Reservation]:
         """Notes in the store that claimed prompts are started. Returns none if their leases ended meanwhile."""
         client = self._require_dp_client()
         try:
@@ -448,13 +449,13 @@ class PromptSource(DataPlaneClientMixin):
                     prompt=tags["prompt"],
                     attempt=tags["attempt"],
                     weight_version=version,
-                    sample_ids=tuple(mint_sample_ids([group], group_size)),
+                    sample_ids=tuple(mint_sample_ids([group], run["group_size"])),
                     collector=collector,
                     order=tags["order"],
                     target_step=tags["target_step"],
                     row=row_id,
                 )
-                claims.append(_Claim(reservation, meta.subset([row]), tags["failures"]))
+                claims.append(_Claim(reservation, meta.subset([row]), tags["failures"], run["max_attempts"]))
             client.put_samples(
                 meta.sample_ids,
                 self.prompts_id,

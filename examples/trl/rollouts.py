@@ -224,19 +224,19 @@ class DataPlaneRollouts:
             timeout_s=self._timeout_s,
         )
         claimed = next(self._claim)
-        rows = self._client.get_samples(sample_ids, claimed.meta.partition_id, FIELDS)
         made = dict(zip(map(group_of, claimed.meta.sample_ids), claimed.meta.tags or [], strict=True))
         self.timeline += [{"what": "generate", "batch": batch, "prompt": name, **tags} for name, tags in made.items()]
         self._in_training, self._training_began = sample_ids, time.monotonic()
-        return {name: [row.tolist() for row in rows[name].unbind()] for name in FIELDS}
+        place = {sample_id: row for row, sample_id in enumerate(claimed.meta.sample_ids)}
+        rows = {name: claimed.columns[name].unbind() for name in FIELDS}
+        return {name: [column[place[each]].tolist() for each in sample_ids] for name, column in rows.items()}
 
     def _finish(self) -> None:
         """Acks the answers of the newest batch, which has been trained on. Clears those that no restart needs."""
-        if self._batch < 0:
+        if self._claim is None:
             return
         self.timeline.append(self._span())
-        if self._claim is not None:
-            self._claim.ack()
+        self._claim.ack()
         self._close_claim()
         self._client.mark_step(self._batch + 1)
         self.trained += self._in_training

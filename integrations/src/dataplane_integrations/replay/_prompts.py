@@ -24,15 +24,12 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import WEIGHT_VERSION_TAG
+from dataplane_core.schema import INPUT_LENGTHS_TAG, WEIGHT_VERSION_TAG
 from dataplane_core.spec import TagFilter, TagValue
 from dataplane_integrations.attach import DataPlaneClientMixin, DataPlaneSource
 from dataplane_integrations.errors import ReplayClosedError, ReplayTimeoutError, ReservationLostError
 from dataplane_integrations.rollout import mint_sample_ids
 
-#: Tags of every row of an answer, beside `WEIGHT_VERSION_TAG`: the number of its prompt, and the name of the collector.
-PROMPT_TAG: Final = "prompt"
-COLLECTOR_TAG: Final = "collector"
 #: The version of the weights with which a row's generation ended. `PromptSource.commit` adds it to rows without it.
 END_WEIGHT_VERSION_TAG: Final = "end_weight_version"
 #: The tag that a commit adds: the trainer may take the group.
@@ -48,7 +45,8 @@ COLLECTOR_ROW: Final = "collector-"
 
 #: The longest wait for prompts before it looks whether more will come, in seconds.
 _LOOK_S: Final = 0.2
-_SAMPLE_ID: Final = re.compile(r"(v(\d+)_p(\d+)(?:r(\d+))?)_g(\d+)")
+#: A versioned id: its group, weight version, prompt, attempt and index.
+SAMPLE_ID: Final = re.compile(r"(v(\d+)_p(\d+)(?:r(\d+))?)_g(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ class Reservation:
     @property
     def tags(self) -> dict[str, TagValue]:
         """The tags that each of its rows must have."""
-        return {WEIGHT_VERSION_TAG: self.weight_version, PROMPT_TAG: self.prompt, COLLECTOR_TAG: self.collector}
+        return {WEIGHT_VERSION_TAG: self.weight_version, "prompt": self.prompt, "collector": self.collector}
 
 
 def prompts_of(partition_id: str) -> str:
@@ -100,7 +98,7 @@ def parse_sample_id(sample_id: str) -> dict[str, Any]:
     Raises:
         InvalidRequestError: Not a versioned id.
     """
-    match = _SAMPLE_ID.fullmatch(sample_id)
+    match = SAMPLE_ID.fullmatch(sample_id)
     if match is None:
         raise InvalidRequestError(
             f"'{sample_id}' is not a versioned sample id. Expected v{{weight_version}}_p{{prompt}}_g{{i}}, such as "
@@ -287,7 +285,7 @@ class PromptSource(DataPlaneClientMixin):
                 row = at[sample_id]
                 own = dict(meta.tags[row]) if meta.tags else {}
                 if meta.sequence_lengths is not None:
-                    own.setdefault("input_lengths", meta.sequence_lengths[row])
+                    own.setdefault(INPUT_LENGTHS_TAG, meta.sequence_lengths[row])
                 end = {END_WEIGHT_VERSION_TAG: _end_version(own, sample_id, reservation, version), COMMITTED_TAG: True}
                 tags.append({**own, **reservation.tags, **end, **({} if index else extra)})
         claimed = self._held(reservations)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-import re
 import sys
 import time
 from base64 import b64decode
@@ -26,7 +25,7 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_core.ledger import group_of
-from dataplane_core.meta import KVBatchMeta
+from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.schema import WEIGHT_VERSION_TAG
 from dataplane_core.spec import TagValue
 from dataplane_integrations.attach import DataPlaneSource
@@ -39,6 +38,7 @@ from dataplane_integrations.replay._prompts import (
     EXTRA_TAG,
     ROLLOUT_TASK,
     RUN_ROW,
+    SAMPLE_ID,
     PromptSource,
     group_name,
 )
@@ -49,7 +49,6 @@ _T = TypeVar("_T")
 #: The first and the longest pause between two looks at what other processes have done, in seconds.
 _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.25
-_GROUP: Final = re.compile(r"v\d+_p\d+(?:r\d+)?")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -280,8 +279,9 @@ class RunState(PromptSource):
         self._orphans = [
             sample_id
             for name, members in of_group.items()
-            if name not in self._groups and name not in self._gone and _GROUP.fullmatch(name)
+            if name not in self._groups and name not in self._gone
             for sample_id, _ in members
+            if SAMPLE_ID.fullmatch(sample_id)
         ]
 
     def _evict(self) -> list[str]:
@@ -530,14 +530,13 @@ class RunState(PromptSource):
             del row[COMMITTED_TAG]
             if (extra := row.pop(EXTRA_TAG, None)) is not None:
                 extra_info.update(decode_item(b64decode(str(extra))))
-        lengths = [row.get("input_lengths") for row in tags]
         fields = common_fields(self._require_dp_client().list_fields(ids, self.partition_id))
         return KVBatchMeta(
             self.partition_id,
             self.task_name,
             ids,
             fields=fields,
-            sequence_lengths=[int(length) for length in lengths if type(length) is int] if all(lengths) else None,
+            sequence_lengths=lengths_of(tags),
             extra_info=extra_info,
             tags=tags,
         )

@@ -11,7 +11,9 @@ import torch
 from dataplane_core import KVBatchMeta, kv_first_write
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, Reservation, StalenessPolicy
+from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, Reservation, StalenessPolicy, parse_sample_id
+
+WAIT_S = 60.0
 
 REGISTRATION: dict[str, Any] = {
     "fields": ["input_ids", "input_lengths"],
@@ -53,6 +55,22 @@ def away_once(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> None:
         return method(*args, **kwargs)
 
     monkeypatch.setattr(target, name, lossy)
+
+
+def prompts_of(meta: KVBatchMeta) -> list[int]:
+    """The prompts of groups of 2."""
+    return [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+
+
+def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
+    """Trains to the end, on two groups per version; the prompts in the order of training."""
+    prompts: list[int] = []
+    while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
+        prompts += prompts_of(meta)
+        buffer.consume(meta)
+        if len(prompts) % 2 == 0:
+            buffer.set_weight_version(buffer.weight_version + 1)
+    return prompts
 
 
 @pytest.fixture(name="answers")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from replaying import WAIT_S, prompts_of
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
@@ -17,12 +18,10 @@ from dataplane_integrations.replay import (
     ReadyFirstPolicy,
     ReplayBuffer,
     TargetStepPolicy,
-    parse_sample_id,
 )
 
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]
-WAIT_S = 60.0
 
 
 def test_every_prompt_is_generated_and_trained_on_once(
@@ -48,7 +47,7 @@ def test_every_prompt_is_generated_and_trained_on_once(
             while (meta := await asyncio.to_thread(buffer.select, 2, timeout_s=WAIT_S)).size:
                 async with collector.quiet():
                     assert running[0] == 0
-                prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+                prompts += prompts_of(meta)
                 buffer.consume(meta)
                 buffer.set_weight_version(buffer.weight_version + 1)
             await collector.wait()
@@ -144,7 +143,7 @@ def test_a_coroutine_that_others_cancel_gives_its_group_back(
         prompts: list[int] = []
         async with AsyncCollector(buffer, rollout, client=client, max_concurrent=1) as collector:
             while (meta := await asyncio.to_thread(buffer.select, 1, timeout_s=WAIT_S)).size:
-                prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+                prompts += prompts_of(meta)
                 buffer.consume(meta)
                 if len(prompts) == 2:  # with the two groups of version 0; all three may have been made with it
                     buffer.set_weight_version(1)

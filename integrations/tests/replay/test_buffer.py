@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from replaying import WAIT_S, prompts_of
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, LostSamplesError, MissingDataError
@@ -42,7 +43,6 @@ from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]
 Fill = Callable[..., list[Any]]
-WAIT_S = 60.0
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_with_in_order_and_one_version_per_step_nothing_is_too_stale(make_buffer
         while policy.admit(buffer.view()):
             fill(buffer)
         meta = buffer.select(3, timeout_s=0)
-        seen += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+        seen += prompts_of(meta)
         assert {version - tags["weight_version"] for tags in meta.tags or []} <= {0, 1, 2}
         buffer.consume(meta)
         buffer.set_weight_version(version + 1)
@@ -432,7 +432,7 @@ def test_windowed_loses_no_slow_group_however_wide_the_window_is(
                 except ReplayTimeoutError:  # it waits for slow ones
                     late = [slow.popleft()]
                     commit(buffer, late)
-            trained += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+            trained += prompts_of(meta)
             buffer.consume(meta)
         assert buffer.set_weight_version(version + 1) == []
         fast = buffer.reserve(4, timeout_s=0)

@@ -8,29 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from replaying import away_once
+from replaying import WAIT_S, away_once, train_on_all
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
-from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
+from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer
 from dataplane_integrations.rollout import RolloutReceipt
 from dataplane_testkit._timing import Background, eventually
 
 Make = Callable[..., ReplayBuffer]
 Held = Callable[[], list[str]]
-WAIT_S = 60.0
-
-
-def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
-    """Trains to the end, on two groups per version; the prompts in the order of training."""
-    prompts: list[int] = []
-    while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
-        prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
-        buffer.consume(meta)
-        if len(prompts) % 2 == 0:
-            buffer.set_weight_version(buffer.weight_version + 1)
-    return prompts
 
 
 @pytest.mark.parametrize(("groups_per_call", "num_threads"), [(1, 1), (2, 1), (1, 3)])
@@ -268,11 +256,9 @@ def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
     make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = make_buffer(num_prompts=4)
-    ended = []
 
     def rollout(reservations: Any) -> Any:
-        if not ended:
-            ended.extend(reservations)
+        if reservations[0].group == "v0_p0":
             write(client, reservations)
             raise RolloutAbortedError("nobody wants it")
         return answers(reservations)

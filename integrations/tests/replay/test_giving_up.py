@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from replaying import WAIT_S, prompts_of
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
@@ -19,19 +20,13 @@ from dataplane_integrations.replay import (
     ReplayBuffer,
     Reservation,
     TargetStepPolicy,
-    parse_sample_id,
 )
 
 Make = Callable[..., ReplayBuffer]
-WAIT_S = 60.0
 
 
 def steps_of(groups: int = 2, **options: Any) -> TargetStepPolicy:
     return TargetStepPolicy(**{"max_staleness": 1, "groups_per_version": groups, **options})
-
-
-def prompts_of(meta: Any) -> list[int]:
-    return [parse_sample_id(each)["prompt"] for each in meta.sample_ids[::2]]
 
 
 def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_place(

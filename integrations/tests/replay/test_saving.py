@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replaying import WAIT_S, prompts_of
 from tiers import in_long
 
 from dataplane_core import connect
@@ -20,7 +21,6 @@ from dataplane_integrations.replay import (
     ReadyFirstPolicy,
     ReplayBuffer,
     Reservation,
-    parse_sample_id,
 )
 
 REGISTRATION: dict[str, Any] = {
@@ -30,7 +30,6 @@ REGISTRATION: dict[str, Any] = {
     "grpo_group_size": 2,
     "enums": {"grade": ["good", "bad"]},
 }
-WAIT_S = 60.0
 Stores = Callable[..., DataPlaneClient]
 
 
@@ -125,7 +124,7 @@ def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores: Stores, tmp_path
     with Collector(buffer, answers, client=client, num_threads=3):
         for _ in range(7):
             meta = buffer.select(1, timeout_s=WAIT_S)
-            prompts.append(parse_sample_id(meta.sample_ids[0])["prompt"])
+            prompts.append(prompts_of(meta)[0])
             buffer.consume(meta)
         buffer.select(1, timeout_s=WAIT_S)
         buffer.save(tmp_path)
@@ -137,7 +136,7 @@ def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores: Stores, tmp_path
     with Collector(buffer, answers, client=client, num_threads=3):
         for meta in buffer.batches(1, timeout_s=WAIT_S):
             rows = client.get_data(meta, ["input_ids"])["input_ids"].unbind()
-            prompts.append(parse_sample_id(meta.sample_ids[0])["prompt"])
+            prompts.append(prompts_of(meta)[0])
             assert [row.tolist() for row in rows] == [[prompts[-1]], [prompts[-1]] * 2]
     assert sorted(prompts) == list(range(40))
     buffer.close()

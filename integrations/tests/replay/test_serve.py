@@ -6,15 +6,13 @@ import threading
 from typing import Any
 
 import pytest
-from replaying import away_once
+from replaying import WAIT_S, away_once, prompts_of
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
-from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuffer, parse_sample_id, serve
+from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuffer, serve
 from dataplane_testkit._timing import Background
-
-WAIT_S = 60.0
 
 
 def test_processes_that_come_before_the_trainer_make_all_prompts_together(
@@ -25,7 +23,7 @@ def test_processes_that_come_before_the_trainer_make_all_prompts_together(
     trained: list[int] = []
     for step, meta in enumerate(buffer.batches(4, timeout_s=WAIT_S)):
         assert {step - tags["weight_version"] for tags in meta.tags or []} <= {0, 1}
-        trained += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
+        trained += prompts_of(meta)
         buffer.set_weight_version(step + 1)
     assert trained == list(range(30))
     assert buffer.finished

@@ -5,29 +5,16 @@ import signal
 import time
 
 import pytest
+from replaying import WAIT_S, train_on_all
 
 from dataplane_core import connect
 from dataplane_core.errors import OperationTimeoutError
 from dataplane_core.middleware import Middleware
 from dataplane_core.spec import hookimpl
 from dataplane_integrations.errors import CollectorFailedError
-from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, parse_sample_id
+from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
-
-WAIT_S = 60.0
-
-
-def train_on_all(buffer, num_groups=2):
-    """Trains to the end, on two groups per version; the prompts in the order of training."""
-    prompts: list[int] = []
-    while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
-        prompts += [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
-        buffer.consume(meta)
-        if len(prompts) % 2 == 0:
-            buffer.set_weight_version(buffer.weight_version + 1)
-    return prompts
-
 
 #: What the first batch of 2 groups takes; the store is given room for one and a half.
 ROOM = 120

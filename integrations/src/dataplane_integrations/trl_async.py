@@ -17,6 +17,7 @@ from dataplane_core import DataPlaneClient, KVBatchMeta
 from dataplane_core.client import Feed, Terms
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import group_of
+from dataplane_core.schema import WEIGHT_VERSION_TAG
 from dataplane_integrations.weights import WEIGHTS, publish_weights
 
 __all__ = ["SAMPLE_FIELDS", "StoreRolloutWorker", "StoreWeightTransfer"]
@@ -24,7 +25,6 @@ __all__ = ["SAMPLE_FIELDS", "StoreRolloutWorker", "StoreWeightTransfer"]
 #: What rollout processes write of a sample, of S tokens: ``input_ids`` (S,), ints; ``token_mask`` (S,), 1 at tokens to
 #: train on; ``generation_logprobs`` (S,) float32; ``advantage`` (), a float; ``metrics``, a dict of floats to log.
 SAMPLE_FIELDS: Final = ("input_ids", "token_mask", "generation_logprobs", "advantage", "metrics")
-_VERSION: Final = "weight_version"
 
 
 class StoreWeightTransfer:
@@ -47,9 +47,9 @@ class StoreWeightTransfer:
         self._client, self._partition_id, self._options = client, partition_id, options | {"partition_id": partition_id}
 
     def init_weight_transfer(self) -> None:
-        self._client.register_partition(self._partition_id, [_VERSION], None, [], if_exists="keep")
+        self._client.register_partition(self._partition_id, [WEIGHT_VERSION_TAG], None, [], if_exists="keep")
         held = self._client.list_samples(self._partition_id).tags or []
-        self.version = max((int(tags[_VERSION]) for tags in held), default=0)
+        self.version = max((int(tags[WEIGHT_VERSION_TAG]) for tags in held), default=0)
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
         publish_weights(self._client, self.version + 1, dict(iterator), **self._options)
@@ -186,11 +186,11 @@ class StoreRolloutWorker:
     def _samples(self, meta: KVBatchMeta, columns: Any) -> tuple[KVBatchMeta, list[Any]]:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        versions: list[Any] = [row.get(_VERSION) for row in meta.tags or [{}] * meta.size]
+        versions: list[Any] = [row.get(WEIGHT_VERSION_TAG) for row in meta.tags or [{}] * meta.size]
         if None in versions:
             raise InvalidRequestError(
-                f"sample '{meta.sample_ids[versions.index(None)]}' of '{meta.partition_id}' has no tag '{_VERSION}'. "
-                "Expected the version of the weights that generated it."
+                f"sample '{meta.sample_ids[versions.index(None)]}' of '{meta.partition_id}' has no tag "
+                f"'{WEIGHT_VERSION_TAG}'. Expected the version of the weights that generated it."
             )
         types = {"input_ids": np.int64, "token_mask": np.int64, "generation_logprobs": np.float32}
         arrays = [[row.numpy().astype(types[name]) for row in columns[name].unbind()] for name in types]

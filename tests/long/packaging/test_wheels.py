@@ -66,7 +66,7 @@ def test_pip_installs_core_and_a_backend_by_name_from_a_folder(wheels, clean):
     )
     assert "dataplane" not in check.stdout, check.stdout
     assert clean.run("dataplane", "--version").stdout == "dataplane-core 0.1.0\n"
-    assert clean.run("python", "-m", "dataplane_core", "backends").stdout.count("dataplane-mooncake-backend") == 1
+    assert clean.run("python", "-m", "dataplane_core", "doctor", "--list").stdout.count("(dataplane-mooncake-") == 1
 
 
 # --- the wheels of Mooncake -------------------------------------------------------------------------------------------

@@ -65,15 +65,6 @@ KNOWN_COMMANDS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "new-plugin": ("dataplane-testkit", "writes a project with a backend that passes the kit"),
     },
 }
-#: A name that a command once had -> what does its work.
-FORMER_COMMANDS: Final = {
-    "inspect": "top CONFIG --once",
-    "browse": "top CONFIG --samples",
-    "units": "top CONFIG --once",
-    "flow": "audit FOLDER --html FILE",
-    "backends": "doctor --list",
-}
-
 #: Kind -> its known names, each with the distribution that contains it.
 _PACKAGES: Final[dict[str, dict[str, str]]] = {
     "backend": KNOWN_BACKENDS,

@@ -18,7 +18,6 @@ from typing import Final
 from dataplane_core.cli.commands import Command, complete_backends
 from dataplane_core.entry_points import (
     COMMAND_GROUP,
-    FORMER_COMMANDS,
     KNOWN_COMMANDS,
     find_plugins,
     install_command,
@@ -87,7 +86,6 @@ def _parser(words: Sequence[str], *, completes: bool = False) -> tuple[argparse.
     if named is not None and not completes:
         near = nearest(named, offered.choices)
         hint = f"Did you mean '{near}'?" if near else "dataplane --help lists all."
-        hint = f"Use dataplane {FORMER_COMMANDS[named]}." if named in FORMER_COMMANDS else hint
         parser.error(f"there is no command '{named}'. {hint}")
     return parser, None
 

@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from dataplane_core.cli import _examination, main
-from dataplane_core.entry_points import (
-    BACKEND_GROUP,
-    COMMAND_GROUP,
-    FORMER_COMMANDS,
-    KNOWN_BACKENDS,
-    KNOWN_COMMANDS,
-    install_command,
-)
+from dataplane_core.entry_points import BACKEND_GROUP, COMMAND_GROUP, KNOWN_BACKENDS, KNOWN_COMMANDS, install_command
 
 COMMANDS = {name: known[0] for commands in KNOWN_COMMANDS.values() for name, known in commands.items()}
 
@@ -42,23 +35,11 @@ def test_the_help_has_each_command_below_its_purpose(capsys):
     assert shown.index("look at a running store:") < shown.index("  top ") < shown.index("look at what was kept:")
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        *((name, f"Use dataplane {does}.") for name, does in FORMER_COMMANDS.items()),
-        ("tpo", "Did you mean 'top'?"),
-        ("xyzzy", "dataplane --help lists all."),
-    ],
-)
+@pytest.mark.parametrize(("word", "hint"), [("tpo", "Did you mean 'top'?"), ("xyzzy", "dataplane --help lists all.")])
 def test_a_name_of_no_command_is_told_what_to_type(capsys, word, hint):
     with pytest.raises(SystemExit, match="2"):
         main([word, "run.yaml"])
     assert capsys.readouterr().err.endswith(f"there is no command '{word}'. {hint}\n")
-
-
-def test_what_does_the_work_of_a_former_command_is_a_command():
-    assert {does.split()[0] for does in FORMER_COMMANDS.values()} <= COMMANDS.keys()
-    assert not FORMER_COMMANDS.keys() & COMMANDS.keys()
 
 
 @pytest.mark.parametrize(("group", "known"), [(BACKEND_GROUP, KNOWN_BACKENDS), (COMMAND_GROUP, COMMANDS)])

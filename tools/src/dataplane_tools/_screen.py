@@ -210,8 +210,7 @@ def _table(
     table = Table(box=None, pad_edge=False, padding=(0, 2 if places is None else 1, 0, 0), header_style="dim")
     places = range(len(head)) if places is None else places
     for place in places:
-        justify = "right" if place in right else "left"
-        table.add_column(head[place], justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        table.add_column(head[place], justify="right" if place in right else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
         cells = (row[place] for place in places)
         table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))

@@ -69,6 +69,6 @@ def _text_of(client: DataPlaneClient, chosen: argparse.Namespace) -> str:
 
 def drawn(screen: Screen) -> str:
     """A screen as text, for a pipe: no line is broken, and none ends with blanks."""
-    console = Console(width=_PIPE_WIDTH, file=StringIO())
-    console.print(screen)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())  # type: ignore[attr-defined]
+    text = StringIO()
+    Console(width=_PIPE_WIDTH, file=text).print(screen)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

@@ -29,7 +29,13 @@ def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _samples(parser: argparse.ArgumentParser) -> None:
+def _watch(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--watch", action="store_true", help="print what changed, until a task is starved (status 1) or all are done"
+    )
+
+
+def _samples(parser: argparse._ActionsContainer) -> None:
     """Which samples to show, and how."""
     parser.add_argument(
         "--tokenizer",
@@ -53,16 +59,14 @@ def top(parser: argparse.ArgumentParser) -> Command:
     printed = parser.add_argument_group("printed, as it also is in a pipe")
     printed.add_argument("--once", action="store_true", help="print, and end")
     printed.add_argument("--json", action="store_true", help="print JSON, and end")
-    printed.add_argument(
-        "--watch", action="store_true", help="print what changed, until a task is starved (status 1) or all are done"
-    )
+    _watch(printed)
     printed.add_argument(
         "--interval", type=float, default=0.0, metavar="S", help="look again after S seconds, for rates"
     )
     printed.add_argument("--stacks", action="store_true", help="also what the clients on this host do, by py-spy")
     live = parser.add_argument_group("live")
     live.add_argument("--samples", action="store_true", help="also the samples, and what the model wrote (key t)")
-    _samples(live)  # type: ignore[arg-type]
+    _samples(live)
     return _runs("_top")
 
 
@@ -72,9 +76,7 @@ def why(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument("task", nargs="?", metavar="TASK", help="a task; default: all")
     parser.add_argument("--partition", metavar="NAME", help="look at this partition only")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
-    parser.add_argument(
-        "--watch", action="store_true", help="print what changed, until a task is starved (status 1) or all are done"
-    )
+    _watch(parser)
     return _runs("_why")
 
 

@@ -1,6 +1,6 @@
 """`dataplane top` in a terminal: a running store, live.
 
-The screen (`Browser`, with its table of `Samples`) asks nothing of the store: it says which rows are on it, and which
+The screen (`Live`, with its table of `Samples`) asks nothing of the store: it says which rows are on it, and which
 is chosen, to a thread of its own (`Watcher`), which hands over what it saw. Ids and tags are read for all rows, numbers
 for the rows on the screen, and the other columns for the chosen row. Nothing is changed.
 """
@@ -70,7 +70,7 @@ def run(chosen: argparse.Namespace, shows_samples: bool) -> int:
     wish = Wish(samples=shows_samples, where=where, sort=chosen.sort, descending=chosen.descending)
 
     async def shown() -> None:
-        app = Browser(watcher, wish)
+        app = Live(watcher, wish)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, app.exit)
         await app.run_async()
@@ -142,7 +142,7 @@ class Watcher(Thread):
     """
 
     def __init__(self, config_path: str, partition_id: str | None = None, decode: Decode | None = None) -> None:
-        super().__init__(name="dataplane-browse", daemon=True)
+        super().__init__(name="dataplane-top", daemon=True)
         self.wish = Wish()
         self.tell: Callable[[Seen], object] = lambda _: None
         self._config_path = config_path
@@ -242,7 +242,7 @@ class Watcher(Thread):
         seen.error = self._refused
         seen.found, seen.fields = self._found, rows.values
         if seen.fields:
-            seen.values = {each.sample_id: each.values for each in self._read(wish.ids, fields=rows.values)}
+            seen.values = {sample.sample_id: sample.values for sample in self._read(wish.ids, fields=rows.values)}
         if wish.chosen is not None:
             try:
                 seen.sample = next(iter(self._read([wish.chosen], decode=self._decode)), None)
@@ -251,7 +251,7 @@ class Watcher(Thread):
         return seen
 
     def _read(self, ids: Sequence[str], **how: Any) -> list[Sample]:
-        there = {each: self._found.tags[each] for each in ids if each in self._found.tags}
+        there = {sample_id: self._found.tags[sample_id] for sample_id in ids if sample_id in self._found.tags}
         return self._rows.read(Found(there, len(there), len(there)), **how) if self._rows and there else []
 
 
@@ -313,7 +313,8 @@ class Samples(ScrollView, can_focus=True):
             elif not same and chosen in ids:
                 self.cursor = ids.index(chosen)
             self.cursor = min(max(self.cursor, 0), max(len(ids) - 1, 0))
-        texts = {name: [name + "  ", *(self._text(each, name) for each in self.on_screen)] for name in columns}
+        shown = self.on_screen
+        texts = {name: [name + "  ", *(self._text(sample_id, name) for sample_id in shown)] for name in columns}
         self._widths = [min(max(map(len, texts[name])), _WIDEST) + 2 for name in columns]
         self.virtual_size = Size(sum(self._widths), len(ids) + 1)
         self.refresh()
@@ -388,7 +389,7 @@ class Samples(ScrollView, can_focus=True):
             self.scroll_to(y=y, animate=False, immediate=True)
 
 
-class Browser(App[None]):
+class Live(App[None]):
     """The screen.
 
     Args:
@@ -423,7 +424,6 @@ class Browser(App[None]):
         self._watcher = watcher
         self._wish = wish or Wish()
         self._seen = Seen()
-        self._values: dict[str, Mapping[str, Any]] = {}
         self._refused = ""
 
     def compose(self) -> ComposeResult:
@@ -456,16 +456,15 @@ class Browser(App[None]):
             return
         before, self._seen = self._seen, seen
         self.query_one("#drawn", Static).update(seen.stages or Text(printable(seen.error)))
-        self._values = {**seen.values}
         tags = seen.found.tags
-        names = dict.fromkeys(name for each in tags.values() for name in each)
+        names = dict.fromkeys(name for row in tags.values() for name in row)
         columns = ["id", *names, *(name for name in seen.fields if name not in names)]
 
         def cell(sample_id: str, column: str) -> Any:
             if column == "id":
                 return sample_id
             own = tags.get(sample_id, {})
-            return own[column] if column in own else self._values.get(sample_id, {}).get(column)
+            return own[column] if column in own else seen.values.get(sample_id, {}).get(column)
 
         table = self.query_one(Samples)
         table.sort = seen.wish.sort, seen.wish.descending

@@ -31,12 +31,12 @@ def attach(config_path: str, *, announced: bool = False) -> DataPlaneClient:
     """
     quiet: dict[str, Any] = {} if announced else {"middleware": [], "announce_s": None}
     config = load_config(config_path).model_copy(update={"attach_wait_s": 0.0, **quiet})
-    cls = named = load_backend(config.backend)
+    named = load_backend(config.backend)
     try:
         return connect_backend(named, config, bootstrap=False, tensors=False)
     except BackendUnavailableError as error:
-        checked = cls.Config(**config.options)
-        cls = cls.class_for(checked)
+        checked = named.Config(**config.options)
+        cls = named.class_for(checked)
         if config.num_ledgers > 1:
             checked = spread_over(cls, config.num_ledgers).first_of(checked)
         if not cls.outlives_owner(checked):

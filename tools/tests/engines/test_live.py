@@ -17,7 +17,7 @@ from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_tools import _store
-from dataplane_tools._live import Browser, Samples, Watcher, Wish
+from dataplane_tools._live import Live, Samples, Watcher, Wish
 from dataplane_tools._where import parse_where
 
 WAITS_S = 120.0
@@ -44,7 +44,7 @@ def letters(ids):
 
 
 class Screen:
-    """A browser in a terminal of a test."""
+    """The screen in a terminal of a test."""
 
     def __init__(self, app, pilot):
         self.app, self.pilot, self.press = app, pilot, pilot.press
@@ -71,13 +71,13 @@ class Screen:
         await self.until(lambda: self.table.ids == list(ids), f"the samples {ids}")
 
 
-def browse(config, check, partition_id=None, wish=None, size=(140, 40)):
-    """Runs a check on a browser."""
+def live(config, check, partition_id=None, wish=None, size=(140, 40)):
+    """Runs a check on the screen."""
 
     async def run():
         watcher = Watcher(config, partition_id, letters)
         watcher.open()
-        app = Browser(watcher, wish)
+        app = Live(watcher, wish)
         async with app.run_test(size=size) as pilot:
             await check(Screen(app, pilot))
         assert not watcher.is_alive()
@@ -101,7 +101,7 @@ def test_stages_samples_and_the_text_of_the_chosen_one_and_that_no_task_loses_an
         await screen.until(lambda: screen.text("#sample").startswith("q1_g0\n"), "the third one")
         assert "step-1: 4 of 4" in screen.text("#state")
 
-    browse(config, check)
+    live(config, check)
     assert store.claim_meta("step-1", "train", ["reward"], 4).sample_ids == list(REWARDS)
 
 
@@ -146,7 +146,7 @@ def test_sorting_filters_and_a_group_alone(store, config):
         await screen.press("g")
         await screen.shows(*reversed(REWARDS))
 
-    browse(config, check, wish=Wish(where=parse_where("reward == 1")))
+    live(config, check, wish=Wish(where=parse_where("reward == 1")))
 
 
 def test_new_rows_new_columns_and_rows_that_are_cleared(store, config):
@@ -170,7 +170,7 @@ def test_new_rows_new_columns_and_rows_that_are_cleared(store, config):
         await screen.shows()
         await screen.until(lambda: not screen.text("#sample"), "no text")
 
-    browse(config, check)
+    live(config, check)
 
 
 def test_an_empty_partition_and_the_next_one(store, config):
@@ -189,7 +189,7 @@ def test_an_empty_partition_and_the_next_one(store, config):
         store.clear_samples(None, "step-0")
         await screen.until(lambda: screen.text("#state") == "empty", "none")
 
-    browse(config, check)
+    live(config, check)
 
 
 def test_a_store_that_ends_and_the_next_one(nowhere):
@@ -206,7 +206,7 @@ def test_a_store_that_ends_and_the_next_one(nowhere):
         await screen.shows(*REWARDS)
 
     try:
-        browse(nowhere, check)
+        live(nowhere, check)
     finally:
         stores.pop().close()
 
@@ -220,7 +220,7 @@ def test_only_the_rows_on_the_screen_are_read(store, config):
         await screen.until(lambda: screen.lines()[1] == ["s0", "0"], "the first row")
         await screen.press("end")
         await screen.until(lambda: ["s9999", "9999"] in screen.lines(), "the last row")
-        assert len(screen.app._values) <= screen.table.size.height
+        assert len(screen.app._seen.values) <= screen.table.size.height
         await screen.press("home", "pagedown")
         await screen.until(lambda: screen.text("#sample").startswith(f"{screen.table.chosen}\n"), "its text")
         assert 0 < screen.table.cursor < screen.table.size.height
@@ -230,7 +230,7 @@ def test_only_the_rows_on_the_screen_are_read(store, config):
         await screen.press(*["up"] * (screen.table.size.height - 1))
         assert screen.lines()[1][0] == screen.table.chosen
 
-    browse(config, check)
+    live(config, check)
 
 
 def test_top_shows_the_stages_alone_at_first(store, config):
@@ -242,7 +242,7 @@ def test_top_shows_the_stages_alone_at_first(store, config):
         await screen.press("t")
         await screen.shows(*REWARDS)
 
-    browse(config, check, wish=Wish(samples=False))
+    live(config, check, wish=Wish(samples=False))
 
 
 def test_samples_in_a_pipe_are_refused(config, capsys):

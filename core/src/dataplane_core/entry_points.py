@@ -142,7 +142,8 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
         if EntryPoint.pattern.match(point.value) is None:
             raise ValueError(f"its entry point is {point.value!r}. Expected module:attribute.")
         if point.module not in sys.modules:
-            late = threading.Timer(_LONG_S, _log.warning, (f"{kind} {record} is still being imported.",))
+            text = "%s %s is still being imported, after %g s."
+            late = threading.Timer(_LONG_S, _log.warning, (text, kind, record, _LONG_S))
             late.daemon = True
             stack.callback(late.cancel)
             with suppress(RuntimeError):  # the system gives no thread

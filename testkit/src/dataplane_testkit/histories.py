@@ -117,7 +117,7 @@ class Put:
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
-        described = told(ledger, commands.InspectRequest(self.partition_id), now)
+        described = reply_of(ledger, commands.InspectRequest(self.partition_id), now)
         held = described.specs if described else {}
         specs = {name: self._spec(kind, held.get(name)) for name, kind in self.columns.items()}
         about = (self.partition_id, self.sample_ids)
@@ -187,7 +187,7 @@ class Faulty:
 Step: TypeAlias = Command[Any] | Put | Wait | Stay | Faulty
 
 
-def told(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
+def reply_of(ledger: Ledger, command: Command[_T], now: float) -> _T | None:
     """A reply of the ledger, or None if it refuses."""
     try:
         return ledger.apply(command, now)
@@ -352,7 +352,7 @@ class History:
         return self.dice.choice(["p", "p", "p", "pq"]) if self.dice.random() < 0.98 else "nowhere"
 
     def _group_size(self, where: str) -> int | None:
-        info = told(self._ledger, commands.DescribeRequest(where), self._now)
+        info = reply_of(self._ledger, commands.DescribeRequest(where), self._now)
         return None if info is None else info.grpo_group_size
 
     def _some_ids(self, where: str = "") -> list[str]:
@@ -393,7 +393,7 @@ class History:
         dice = self.dice
         keeps = dice.random() < 0.6 if keep is None else keep
         where, group = name or dice.choice(PARTITIONS), dice.choice([None, None, None, 2, 3])
-        info = told(self._ledger, commands.DescribeRequest(where), self._now)
+        info = reply_of(self._ledger, commands.DescribeRequest(where), self._now)
         if keeps and info is not None and dice.random() < 0.8:
             group = info.grpo_group_size
         if Capability.GROUPS not in self.able:
@@ -408,7 +408,7 @@ class History:
     def _finish(self, name: str = "") -> Step | None:
         """As `finish_partition`: the group size is that of the partition."""
         where = name or self.dice.choice(PARTITIONS)
-        info = told(self._ledger, commands.DescribeRequest(where), self._now)
+        info = reply_of(self._ledger, commands.DescribeRequest(where), self._now)
         if info is None:
             return None
         return commands.RegisterRequest(
@@ -455,7 +455,7 @@ class History:
         where = name or self._part()
         fields = list(fields) or self._fields()
         if not ids and self.dice.random() < 0.75:  # cells that are there
-            ids = [name for name in IDS if told(self._ledger, commands.Locate(where, [name], fields), self._now)]
+            ids = [name for name in IDS if reply_of(self._ledger, commands.Locate(where, [name], fields), self._now)]
         some = self.dice.choices(list(ids) or IDS, k=self.dice.randint(1, 6))
         return commands.Locate(where, some, fields)
 
@@ -554,7 +554,7 @@ class History:
 
     def _list_fields(self) -> Step:
         where = self._part()
-        listed = told(self._ledger, commands.ListRequest(where), self._now)
+        listed = reply_of(self._ledger, commands.ListRequest(where), self._now)
         there = list(listed.sample_ids) if listed and self.dice.random() < 0.8 else []
         return commands.FieldsRequest(where, self.dice.sample(there or IDS, min(3, len(there or IDS))))
 

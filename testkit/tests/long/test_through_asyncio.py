@@ -17,7 +17,6 @@ class TestNoopThroughAsyncio(BackendConformance):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def clients(cls):
-        connect = lambda *args, **kwargs: ThroughAsyncio(connect_backend(*args, **kwargs))  # noqa: E731
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_store, "connect_backend", connect)
+            patch.setattr(_store, "connect_backend", lambda *args, **how: ThroughAsyncio(connect_backend(*args, **how)))
             yield

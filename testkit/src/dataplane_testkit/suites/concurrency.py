@@ -33,11 +33,8 @@ from dataplane_testkit.chaos.worker import Settings
 _FACTOR: Final = by_profile(1, 1, 10)
 #: Of the test of claims: how many groups of three, processes besides this one, and the seconds of each claim.
 _GROUPS, _PROCESSES, _CLAIM_S = by_profile((80, 2, 60.0), (80, 2, 60.0), (33_000, 7, 600.0))
-
 #: Elements of a row: few, and so many that an engine stores them on another way.
 _SIZES: Final = {"small": 2, "large": 64 * 1024}
-
-
 #: How many processes are killed. The environment variable sets another number.
 _KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
 #: Threads of one client, and the steps that each of them takes.

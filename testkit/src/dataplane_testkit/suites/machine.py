@@ -44,7 +44,7 @@ from dataplane_testkit.histories import (
     Put,
     Stay,
     Step,
-    told,
+    reply_of,
 )
 from dataplane_testkit.rules import sentences_of
 
@@ -475,7 +475,7 @@ class StoreMachine:
         time.sleep(2 * SHORT_S)
         self.now += 2 * SHORT_S
         for name in PARTITIONS if self.store.declares(Capability.LISTING) else ():
-            described = told(self.ledger, commands.InspectRequest(name), self.now)
+            described = reply_of(self.ledger, commands.InspectRequest(name), self.now)
             with proving("lease"):
                 eventually(partial(self.have_ended, name, described), what="the end of a lease")
 
@@ -561,7 +561,7 @@ class StoreMachine:
         """A put that the store gets after its deadline: what the error says of it must be true."""
         with Faults.of(self.client).late("put_samples"):
             _, error = _attempt(call)
-        would_be = told(self.ledger, step.commands(self.ledger, self.now)[0], self.now)
+        would_be = reply_of(self.ledger, step.commands(self.ledger, self.now)[0], self.now)
         outcome = "done" if error is None else getattr(error, "outcome", "unknown")
         if would_be is None:  # refused; the ledger has not changed
             if error is None:

@@ -364,7 +364,7 @@ def _refused(task: Task) -> Findings:
             leases = zip(call.samples, call.tokens, strict=True)
             mine = [hold for sample, token in leases for hold in task.holds[sample] if hold.token == token]
             if len(mine) == len(call.samples) and all(_valid(hold, call) for hold in mine):
-                proof = [call for hold in mine for call in (hold.claim, *hold.renewals)]
+                proof = [step for hold in mine for step in (hold.claim, *hold.renewals)]
                 text = f"{call} was refused, though its leases lasted: {call.error}"
                 yield finding("lease", text, *proof, call, about=call.samples)
 

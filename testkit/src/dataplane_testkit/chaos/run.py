@@ -529,7 +529,7 @@ class Run(ExitStack):
             meta = client.list_samples(partition)
             shown = shown_by(meta)
             for name, fields in zip(meta.sample_ids, client.list_fields(meta.sample_ids, partition), strict=True):
-                mine = [name for name in fields if name in (*BASE, LATER)]
+                mine = [field for field in fields if field in (*BASE, LATER)]
                 shown["seen"][name] |= seen_of(client.get_samples([name], partition, mine), [name], mine)[name]
             return [replace(loaded, outcome=OK, error="", samples=tuple(meta.sample_ids), seen=shown["seen"])]
         except DataPlaneError as error:
@@ -550,12 +550,12 @@ def page(
     lines = [f"# {count} of {name} under chaos", "", facts, "", "The same schedule again (times will differ):", ""]
     lines += [f"    {command}", ""]
     for number, (finding, history) in enumerate([*broken, *seen], start=1):
-        said = None if promises is None else promises.get(finding.rule)
+        promise = None if promises is None else promises.get(finding.rule)
         title = finding.rule if number <= len(broken) else f"Seen, not promised: {finding.rule}"
         lines += [f"## {number}. {title}", "", finding.text, "", f'The contract: "{RULES[finding.rule]}"', ""]
         if promises is not None:
-            lines += ["The store does not promise this." if said is None else f"The store: {said}", ""]
-        if said is not None and number > len(broken):
+            lines += ["The store does not promise this." if promise is None else f"The store: {promise}", ""]
+        if promise is not None and number > len(broken):
             lacks = ", ".join(f"`{name}`" for name in GRANTED if name not in (promises or {}))
             lines += [f"This takes for granted some of what the store does not promise: {lacks}.", ""]
         lines += [*(f"    {line}" for line in table(finding, history)), ""]

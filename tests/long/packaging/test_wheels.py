@@ -20,7 +20,7 @@ PACKAGES = [
     "tools",
     "integrations",
     "compat",
-    *(f"plugins/{path.name}" for path in sorted((ROOT / "plugins").iterdir())),
+    *(f"plugins/{path.parent.name}" for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))),
 ]
 
 pytestmark = pytest.mark.timeout(600)

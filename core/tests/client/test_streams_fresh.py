@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from dataplane_core import connect, connect_async, stream
 from dataplane_core.client import DataPlaneClient, streams
-from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError
+from dataplane_core.errors import ClaimTimeoutError, InvalidRequestError, LeaseExpiredError, OperationTimeoutError
 from dataplane_testkit._timing import Background, eventually
 
 WAIT_S = 60.0
@@ -107,15 +106,14 @@ def test_a_lease_that_was_lost_or_is_renewed_no_more_is_said_before_the_step(cli
         steps._feed.held.renew()
         with pytest.raises(LeaseExpiredError, match="held no longer"):
             batch.check()
-    failed = threading.Semaphore(0)
 
     def refuse(*_: Any) -> None:
-        failed.release()
-        raise TimeoutError
+        raise OperationTimeoutError("no answer")
 
     client.renew = refuse
-    batch = next(batches(client, lease_s=0.2, prefetch=0))
-    eventually(lambda: _is_refused(batch), WAIT_S, "the batch is no longer sure of its lease")
+    with batches(client, lease_s=0.2, prefetch=0) as steps:
+        batch = next(steps)
+        eventually(lambda: _is_refused(batch), WAIT_S, "the batch is no longer sure of its lease")
 
 
 def _is_refused(batch: streams.StreamBatch) -> bool:

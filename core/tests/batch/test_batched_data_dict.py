@@ -220,9 +220,7 @@ def test_to_moves_the_tensors_in_place_and_get_dict_gives_the_columns_as_they_ar
     assert (plain["t"].device.type, plain["names"], list(plain)) == ("meta", ["a", "b"], ["t", "names"])
 
 
-# --- joining batches --------------------------------------------------------------------------------------------------
-
-# --- padded -----------------------------------------------------------------------------------------------------------
+# --- joining padded columns -------------------------------------------------------------------------------------------
 
 
 def test_tensors_are_right_padded_on_dim_1_to_the_widest_with_the_columns_own_pad_value():
@@ -256,7 +254,7 @@ def test_dtypes_are_kept_and_mixed_ones_promoted_as_torch_cat_does(dtypes, shape
     assert (joined.to(torch.complex64) == 1).all()
 
 
-# --- ragged -----------------------------------------------------------------------------------------------------------
+# --- joining ragged columns -------------------------------------------------------------------------------------------
 
 PIXELS = [torch.arange(6 * count).view(count, 3, 2).to(torch.bfloat16) for count in (4, 0, 2, 3)]
 IMAGES = BatchedDataDict(input_ids=torch.tensor([[1, 2], [3, 0]]), pixel_values=stack_or_nest(PIXELS[:2]))

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, strategies as st
 from token_rows import form, jagged, rows_of
 
-from dataplane_core import pack_jagged_fields
 from dataplane_core.batch import (
     SlicedDataDict,
     kv_first_write,
     read_columns,
     rebuild_message_logs,
     split_message_logs,
+    to_nested_by_length,
     token_columns,
     write_columns,
 )
@@ -275,10 +275,6 @@ LOGS = [
 ]
 INPUT_IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 0], [0, 0, 0, 0, 0, 0]])
 TOKENS = [6, 5, 0]
-
-
-def to_nested_by_length(padded, lengths):
-    return pack_jagged_fields({"x": padded}, lengths=lengths, token_aligned_fields=["x"])["x"]
 
 
 def plain(logs):

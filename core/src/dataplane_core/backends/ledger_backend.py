@@ -581,10 +581,10 @@ def columns_of(write: commands.Write, columns: Mapping[str, WireColumn | SharedR
     return {name: column.rows if isinstance(column, SharedRows) else column for name, column in of_write.items()}
 
 
-def _check_index(name: str, column: SharedRows, found: int, num_samples: int) -> None:
-    if len(column.index) != num_samples or set(column.index) != set(range(found)):
+def _check_index(name: str, column: SharedRows, num_rows: int, num_samples: int) -> None:
+    if len(column.index) != num_samples or set(column.index) != set(range(num_rows)):
         raise BackendError(
-            f"put_samples refused: column '{name}' has {found} shared rows and an index of {len(column.index)}. "
+            f"put_samples refused: column '{name}' has {num_rows} shared rows and an index of {len(column.index)}. "
             f"Expected a row for each of {num_samples} samples, and no other rows. Nothing was written.",
             hint="Middleware that adds or changes a column encodes it to the wire format that it was given.",
         )

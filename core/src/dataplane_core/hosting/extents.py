@@ -255,7 +255,7 @@ class ExtentService:
         """
 
     def work_aside(self) -> bool:
-        """Does a part of what is to be done while there are no requests. False: nothing is left."""
+        """As `Host.work_aside`."""
         return False
 
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:

@@ -177,7 +177,7 @@ class Host:
         return self.messages.encode_reply(reply)[4:]
 
     def work_aside(self) -> bool:
-        """Does a part of what is to be done while there are no requests. False: nothing is left until the next one."""
+        """If it has ``settle``: does a part of its work while there are no requests. False: nothing is left."""
         return False
 
 

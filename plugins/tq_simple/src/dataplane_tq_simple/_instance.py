@@ -282,7 +282,7 @@ class Instance:
             time.sleep(0.1)
         if description["protocol"] != cls.protocol:
             raise BackendUnavailableError(
-                f"instance {config.instance!r} speaks version {description['protocol']} of the engine's protocol. "
+                f"instance {config.instance!r} speaks version {description['protocol']} of the protocol. "
                 f"Expected {cls.protocol}.",
                 retryable=False,
                 hint=f"Install the same version of {cls.distribution} everywhere.",

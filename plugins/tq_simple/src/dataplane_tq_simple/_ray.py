@@ -159,9 +159,9 @@ def end_within(limit_s: float, what: str, work: Callable[[], object]) -> None:
 
 
 class RayConnection:
-    """This process's connection to Ray, shared by the engines in it.
+    """This process's connection to Ray, shared by the clients in it.
 
-    The first engine initialises Ray if it is not initialised. The last engine to release that connection shuts it down.
+    The first client initialises Ray if it is not initialised. The last client to release that connection shuts it down.
     A connection that other code made is never shut down.
 
     Attributes:
@@ -170,7 +170,7 @@ class RayConnection:
     """
 
     _lock = threading.Lock()
-    _ours: tuple[str, str] | None = None  # the connection that an engine made
+    _ours: tuple[str, str] | None = None  # the connection that a client made
     _local = False  # whether it also started Ray
     _num_users = 0
     _pid: int | None = None  # the process that used it: a fork lacks the threads that Ray needs

@@ -337,7 +337,7 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
             OperationTimeoutError: The deadline passed.
             BackendUnavailableError: TransferQueue's controller died.
             _UnitsDiedError: Storage units died, perhaps not those of this call. They are in ``_dead`` now.
-            ClientClosedError: This engine is closed.
+            ClientClosedError: This client is closed.
             Exception: What the call raised.
         """
         import torch

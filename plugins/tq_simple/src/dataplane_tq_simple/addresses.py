@@ -1,6 +1,6 @@
 """The address that a node's processes announce: Ray's address of the node, or one that an option names.
 
-A host has many addresses. One that other nodes cannot reach is refused here by name. Otherwise the engine that
+A host has many addresses. One that other nodes cannot reach is refused here by name. Otherwise the process that
 announces it would fail later, in another process, with an error that does not mention addresses.
 """
 

@@ -1,7 +1,7 @@
 """Field names and ``extra_info`` keys that trainers share, each with its meaning.
 
-Shape legend: ``N`` samples, ``S`` padded sequence length. The data plane
-treats these names like any others: other fields are allowed too.
+Shape legend: ``N`` samples, ``S`` padded sequence length. The data plane treats these names like any others: other
+fields are allowed too.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ class Backend:
 
     A subclass implements operations of `dataplane_core.spec.OPERATIONS` as plain methods, each with one argument named
     ``request``: those that need no capability, and those whose capability it declares. Core checks names and signatures
-    when the backend is registered. `LedgerBackend` (for an
-    engine that can host a `Ledger`) and `RowStoreBackend` (for one that keeps rows of bytes) already implement every
-    operation.
+    when the backend is registered. `LedgerBackend` (for an engine that can host a `Ledger`) and `RowStoreBackend` (for
+    one that keeps rows of bytes) already implement every operation.
 
     Attributes:
         wire: The form in which the hooks take cells.

@@ -1,8 +1,8 @@
 """The owner of a store: the process that hosts its ledger, and how its clients reach it.
 
 It is a process of its own, which the first client starts. It keeps the ledger in a log in the store's engine
-(`EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the
-engine, any client starts another one, which goes on where the log ends. Clients find it by the newest record.
+(`EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the engine, any client
+starts another one, which goes on where the log ends. Clients find it by the newest record.
 """
 
 from __future__ import annotations

@@ -359,8 +359,7 @@ class DataPlaneClient(ClientFacts):
             tag_filter: A condition on tags, such as ``{"weight_version": (">=", 7)}``.
             sampler: Which ready samples it gives (capability ``samplers``). ``first_write``: in order of first write.
                 ``freshest``: the last written first. ``balanced``: in order of first write, and the ``dp_size`` ranks
-                get about the same number
-                of tokens (tag ``input_lengths``).
+                get about the same number of tokens (tag ``input_lengths``).
             dp_size: The number of ranks; ``balanced`` requires it. The first claim of a batch then chooses
                 ``batch_size`` samples for each rank, or what is left, and all ranks get about as many, perhaps none.
                 That there is no further batch is also said to all ranks. `stream` tells the two apart.

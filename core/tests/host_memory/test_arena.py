@@ -369,8 +369,6 @@ def test_a_thread_that_is_pinned_to_a_core_has_one():
 
 # --- memory that is used again ----------------------------------------------------------------------------------------
 
-MIB = 1 << 20
-
 
 @pytest.fixture(autouse=True)
 def unused():

@@ -80,6 +80,20 @@ def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(
     source.close()
 
 
+def test_a_note_that_comes_late_changes_no_committed_group(
+    make_buffer: Any, client: DataPlaneClient, commit: Any
+) -> None:
+    buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=2), num_prompts=1)
+    buffer.set_weight_version(1)
+    source = PromptSource(client, "replay")
+    (reservation,) = source.reserve()
+    commit(source, [reservation])
+    # of a collector that had claimed it before, with the weights of then, and stood still for longer than its lease
+    client.put_samples([reservation.row], buffer.prompts_id, tags=[{"attempt": 1, "weight_version": 0}])
+    assert buffer.select(1, timeout_s=0).sample_ids == ["v1_p0_g0", "v1_p0_g1"]
+    source.close()
+
+
 def test_a_rollout_that_failed_while_the_store_was_away_is_given_back_when_it_answers(
     make_buffer: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

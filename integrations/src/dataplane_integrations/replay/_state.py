@@ -41,6 +41,7 @@ from dataplane_integrations.replay._prompts import (
     SAMPLE_ID,
     PromptSource,
     group_name,
+    parse_sample_id,
 )
 
 _log = logging.getLogger(__name__)
@@ -200,8 +201,7 @@ class RunState(PromptSource):
         self._orphan_rows = [
             row for row, tags in rows.items() if "order" not in tags and row not in {*collectors, RUN_ROW}
         ]
-        started = self._sort(rows)
-        self._match(started, answers)
+        self._match(self._sort(rows, answers), answers)
         evicted = self._evict()
         self._mark_in_vain(rows)
         with suppress(DataPlaneError):  # the next look tries again
@@ -211,9 +211,14 @@ class RunState(PromptSource):
         self._looked_at = time.monotonic()
         return evicted
 
-    def _sort(self, rows: dict[str, dict[str, Any]]) -> dict[str, _Group]:
+    def _sort(self, rows: dict[str, dict[str, Any]], answers: KVBatchMeta) -> dict[str, _Group]:
         """Splits the rows of prompts into those that wait and those that are started; ended ones are given up."""
         self._waiting, started = {}, {}
+        committed: dict[tuple[int, int], int] = {}  # prompt, attempt -> with which weights it was made
+        for sample_id, tags in zip(answers.sample_ids, answers.tags or (), strict=True):
+            if COMMITTED_TAG in tags and sample_id.endswith("_g0"):
+                of = parse_sample_id(sample_id)
+                committed[of["prompt"], of["attempt"]] = of["weight_version"]
         ended: list[tuple[_Group, dict[str, Any]]] = []
         taken = {group.row for group in [*self._selected.values(), *(group for group, _ in self._gone.values())]}
         for row, tags in sorted(rows.items(), key=lambda item: item[1].get("order", -1)):
@@ -223,6 +228,8 @@ class RunState(PromptSource):
             if version is None:
                 self._waiting[row] = tags
                 continue
+            # a collector that stood still for longer than its lease may have noted its own version over the other's
+            version = committed.get((tags["prompt"], tags["attempt"] - 1), version)
             name = group_name(version, tags["prompt"], tags["attempt"] - 1)
             view = GroupView(group=name, weight_version=version, order=tags["order"], target_step=tags["target_step"])
             group = _Group(view, row, tags["prompt"], tags["attempt"], tags["failures"])
@@ -428,7 +435,8 @@ class RunState(PromptSource):
         client.clear_samples([*(rows.keys() - newest.values()), *collectors], self.prompts_id)
         # of a prompt that is done, a save may lack the answers: they were written, or trained on, during the save
         rows = {row: rows[row] for row in newest.values()}
-        self._match(self._sort(rows), client.list_samples(self.partition_id))
+        answers = client.list_samples(self.partition_id)
+        self._match(self._sort(rows, answers), answers)
         self._counts.committed = json.loads(run["counts"])["committed"]  # those that are ready were counted
         done = set(client.list_consumed(self.prompts_id, ROLLOUT_TASK))
         self._gone.update(

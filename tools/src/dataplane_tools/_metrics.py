@@ -117,12 +117,12 @@ class Gauges(Collector):
         longest = GaugeMetricFamily(
             "dataplane_client_longest_call_seconds", "Of the operation that began first.", labels=_LABELS
         )
-        told: dict[tuple[str, ...], tuple[float, float]] = {}
+        seconds: dict[tuple[str, ...], tuple[float, float]] = {}
         for client in clients:  # those of a process have the same labels
             running_s = client.calls[0].running_s if client.calls else 0.0
-            before = told.get(_labels(client), (0.0, 0.0))
-            told[_labels(client)] = max(before[0], client.heard_s), max(before[1], running_s)
-        for labels, (heard_s, longest_s) in told.items():
+            before = seconds.get(_labels(client), (0.0, 0.0))
+            seconds[_labels(client)] = max(before[0], client.heard_s), max(before[1], running_s)
+        for labels, (heard_s, longest_s) in seconds.items():
             heard.add_metric(labels, heard_s)
             longest.add_metric(labels, longest_s)
         yield from (heard, longest, *self._of_tasks())

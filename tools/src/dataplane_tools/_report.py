@@ -285,7 +285,7 @@ def client_report(client: ClientInfo) -> dict[str, Any]:
             }
             for call in client.calls
         ],
-        "phases": [{"name": each.name, "running_s": round(each.running_s, 1)} for each in client.phases],
+        "phases": [{"name": phase.name, "running_s": round(phase.running_s, 1)} for phase in client.phases],
     }
 
 

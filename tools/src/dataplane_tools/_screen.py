@@ -54,8 +54,8 @@ class Screen:
             yield Group("", _units(report["units"]))
             for unit in report["units"]:
                 if lost := unit["num_lost"]:
-                    told = f"{lost} rows were lost with {unit['name']}: clear and produce these samples again."
-                    yield Text(printable(told), "red")
+                    text = f"{lost} rows were lost with {unit['name']}: clear and produce these samples again."
+                    yield Text(printable(text), "red")
         for pid, stacks in report.get("stacks", {}).items():
             yield Group("", f"stacks of process {pid}:")
             yield from (Text(printable(f"  {line}")) for line in stacks.splitlines())
@@ -157,7 +157,7 @@ def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | Non
 
     def waits_s(client: Mapping[str, Any]) -> float:
         first = (*client["phases"][:1], *client["calls"][:1])
-        running_s = max((float(each["running_s"]) for each in first), default=0.0)
+        running_s = max((float(work["running_s"]) for work in first), default=0.0)
         return float("inf") if client["state"] != "open" else running_s  # those that ended come first
 
     rows = [
@@ -177,15 +177,15 @@ def _call_text(client: Mapping[str, Any]) -> str:
     """The phase that a client has been in longest, the operation that it has had under way longest, and how many
     others. Of one that ended, how.
     """
-    told = [f"{each['name']} for {each['running_s']:.0f} s" for each in client["phases"][:1]]
+    parts = [f"{phase['name']} for {phase['running_s']:.0f} s" for phase in client["phases"][:1]]
     if client["state"] != "open":
-        told = [f"{client['state']}, heard of {client['heard_s']:.0f} s ago", *(f"in {each}" for each in told)]
+        parts = [f"{client['state']}, heard of {client['heard_s']:.0f} s ago", *(f"in {phase}" for phase in parts)]
     elif client["calls"]:
         first = client["calls"][0]
         where = f" {first['partition_id']}" if first["partition_id"] else ""
         others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
-        told.append(f"{first['operation']}{where} for {first['running_s']:.0f} s{others}")
-    return ", ".join(told) or "-"
+        parts.append(f"{first['operation']}{where} for {first['running_s']:.0f} s{others}")
+    return ", ".join(parts) or "-"
 
 
 def _units(units: Sequence[Mapping[str, Any]]) -> Table:

@@ -38,17 +38,20 @@ def watched(
     Returns:
         0, `STARVED` or `UNKNOWN`.
     """
-    told: Sequence[tuple[str, ...]] | None = None
+    before: Sequence[tuple[str, ...]] | None = None
     try:
         with attach(chosen.config) as client:
             while True:
                 start = time.monotonic()
                 verdicts = client.why(chosen.partition, task_name)
                 verdicts.sort(key=lambda verdict: _ORDER.index(verdict.state))
-                now = [(each.partition_id, each.task_name, each.state, each.cause, each.culprit) for each in verdicts]
-                if now != told:
+                now = [
+                    (verdict.partition_id, verdict.task_name, verdict.state, verdict.cause, verdict.culprit)
+                    for verdict in verdicts
+                ]
+                if now != before:
                     tell(client, verdicts)
-                    told = now
+                    before = now
                 if any(verdict.state == "starved" for verdict in verdicts):
                     return STARVED
                 if not chosen.watch or (verdicts and all(verdict.state == "done" for verdict in verdicts)):

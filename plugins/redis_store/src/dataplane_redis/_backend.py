@@ -29,14 +29,12 @@ from dataplane_redis.config import RedisConfig, log_key, rows_key
 
 _log = logging.getLogger("dataplane_redis")
 
-#: Appends a record under the number that follows the newest one, which a stream remembers when it is trimmed. A clear
-#: must be possible at ``maxmemory``.
+#: Appends a record under the number that follows the newest one, which is never trimmed. Not by XINFO, whose reply has
+#: the first record too, with the state of the whole ledger. A clear must be possible at ``maxmemory``.
 _APPEND: Final = b"""#!lua flags=allow-oom
-local newest = 0
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  newest = tonumber(string.match(redis.call('XINFO', 'STREAM', KEYS[1])[8], '^%d+'))
-end
-if newest + 1 ~= tonumber(ARGV[1]) then return 0 end
+local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+local number = newest and tonumber(string.match(newest[1], '^%d+')) or 0
+if number + 1 ~= tonumber(ARGV[1]) then return 0 end
 redis.call('XADD', KEYS[1], ARGV[1] .. '-0', 'r', ARGV[2])
 return 1
 """

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dataplane_core.config import DataPlaneConfig
     from dataplane_core.connecting import connect
     from dataplane_core.connecting.registry import connect_async
-    from dataplane_core.dataloader import StreamingDataset
     from dataplane_core.errors import DataPlaneError
     from dataplane_core.meta import KVBatchMeta
     from dataplane_core.sharding.axes import NamedSharding
@@ -38,7 +37,6 @@ __all__ = [
     "OperationCancelledError",
     "RowStoreBackend",
     "SlicedDataDict",
-    "StreamingDataset",
     "WireFormat",
     "connect",
     "connect_async",
@@ -64,7 +62,6 @@ _FROM: Final = {
     **dict.fromkeys(("Capability", "WireFormat"), "spec"),
     "DataPlaneClient": "client",
     **dict.fromkeys(("AsyncDataPlaneClient", "OperationCancelledError"), "client.async_client"),
-    "StreamingDataset": "dataloader",
     "stream": "client.streams",
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",

@@ -14,7 +14,7 @@ from gates import Gate
 
 from dataplane_core import connect, connect_async, stream
 from dataplane_core.client import async_client, explaining, streams
-from dataplane_core.client.leases import HeldMetas
+from dataplane_core.client.streams import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
     ClaimTimeoutError,
@@ -285,10 +285,6 @@ def test_metas_are_held_until_their_leases_have_ended(client, faults):
     held.give_back()
     assert (_consumed(client), _num_leased(client), kept[0]()) == (["s1"], 0, None)
     assert not held.renew()
-    over = HeldMetas(client, 60.0, most_held_s=0.0)
-    over.add(client.claim_meta("p", "t", ["x"], 1, lease_s=60.0))
-    assert not over.renew()
-    assert _num_leased(client) == 0
 
 
 @ONLY_SYNC

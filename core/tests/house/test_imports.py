@@ -88,7 +88,7 @@ WINGS = (
     *("_compiler_marks", "errors", "arguments", "durable_files", "ownership", "entry_points", "config", "schema"),
     *("meta", "digests", "spec", "host_memory"),
     *("codec", "ledger", "hosting", "log", "backends", "saves", "middleware", "client"),
-    *("connecting", "dataloader", "sharding", "batch", "cli"),
+    *("connecting", "sharding", "batch", "cli"),
 )
 ROOT = Path(__file__).resolve().parents[3]
 #: Sources that stand outside of core, and see it as its users do.

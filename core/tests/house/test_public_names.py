@@ -9,7 +9,7 @@ FACES = {
     "dataplane_core": """
         AsyncDataPlaneClient Backend BatchedDataDict Capability DataPlaneClient DataPlaneConfig
         DataPlaneError KVBatchMeta NamedSharding OperationCancelledError RowStoreBackend SlicedDataDict
-        StreamingDataset WireFormat connect connect_async kv_first_write materialize pack_jagged_fields read_columns
+        WireFormat connect connect_async kv_first_write materialize pack_jagged_fields read_columns
         shard_meta_for_dp stream to_arrow to_numpy write_columns
     """,
     "dataplane_observe": """

@@ -10,9 +10,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args, overload
 
 from dataplane_core.arguments import Index, PositiveSeconds, Seconds, checked_as
@@ -20,16 +19,20 @@ from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
-from dataplane_core.client.leases import HeldMetas
-from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, Verdict
+from dataplane_core.errors import (
+    ClaimTimeoutError,
+    ClientClosedError,
+    DataPlaneError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    Verdict,
+)
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-#: The batches of a rank in turn: those that the client was not given yet.
-_IN_TURN: Final = repeat(None)
 #: Which arguments of `DataPlaneClient.claim_meta` a stream passes on.
 _CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size"}
 #: A lease is renewed after this share of it.
@@ -54,8 +57,7 @@ class StreamBatch:
 
     Attributes:
         meta: The samples, with tags and lease tokens.
-        columns: Their columns, as `DataPlaneClient.get_samples` returns them. The caller owns them. In a
-            `StreamingDataset` with ``collate``: its result.
+        columns: Their columns, as `DataPlaneClient.get_samples` returns them. The caller owns them.
     """
 
     meta: KVBatchMeta
@@ -346,6 +348,91 @@ class _OnLoop:
         return await self._read.get()
 
 
+# --- the leases of what it holds --------------------------------------------------------------------------------------
+
+
+class HeldMetas:
+    """Metas of claims that are not acked yet, as far as it knows. Safe for threads.
+
+    Args:
+        client: The client that renews their leases, and gives them back.
+        lease_s: How long a renewed lease lasts, in seconds.
+    """
+
+    def __init__(self, client: DataPlaneClient, lease_s: float) -> None:
+        self._client = client
+        self._lease_s = lease_s
+        # Changed by single steps only, and without a lock: a signal handler may come between any two.
+        # By the `id` of the claim's meta: that meta, so that no other one gets its id; and its samples whose leases are
+        # held
+        self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta]] = {}
+        self._renewed_at: dict[int, float] = {}  # by the same key: when the newest renewal that succeeded began
+
+    def add(self, meta: KVBatchMeta) -> None:
+        """Holds what was claimed. An empty batch has no leases."""
+        if meta.sample_ids:
+            self._renewed_at[id(meta)] = time.monotonic()
+            self._held[id(meta)] = meta, meta
+
+    def discard(self, meta: KVBatchMeta) -> None:
+        """Lets go of a meta that was acked."""
+        self._held.pop(id(meta), None)
+        self._renewed_at.pop(id(meta), None)
+
+    def check(self, meta: KVBatchMeta) -> None:
+        """See `StreamBatch.check`."""
+        since_s = time.monotonic() - self._renewed_at.get(id(meta), -math.inf)
+        if id(meta) not in self._held or since_s >= self._lease_s:
+            raise LeaseExpiredError(
+                f"the lease on {meta.size} samples of '{meta.partition_id}' is held no longer, or was not renewed for "
+                f"lease_s, {self._lease_s:g} s.",
+                sample_ids=meta.sample_ids,
+            )
+
+    def renew(self) -> bool:
+        """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
+        for key, (claimed, meta) in list(self._held.items()):
+            asked_at = time.monotonic()
+            try:
+                left = _of_held(lambda part: self._client.renew(part, self._lease_s), meta)
+            except (KeyError, ClientClosedError):
+                left = None  # it was cleared, or is lost: its ack says so
+            except DataPlaneError:
+                continue  # the store may answer the next time
+            if left is None:
+                self._held.pop(key, None)
+            elif key in self._held:  # if it is acked now, the next renewal drops it
+                self._held[key] = claimed, left
+                self._renewed_at[key] = asked_at
+        return bool(self._held)
+
+    def give_back(self, meta: KVBatchMeta | None = None) -> None:
+        """Gives back one meta, or all. Blocks."""
+        for key in list(self._held) if meta is None else [id(meta)]:
+            held = self._held.pop(key, None)
+            self._renewed_at.pop(key, None)
+            if held is not None:
+                with contextlib.suppress(DataPlaneError):  # the client or its store has ended
+                    _of_held(self._client.nack, held[1])
+
+
+def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
+    """Calls with the samples whose leases are still held: others may have been acked one by one, or cleared.
+
+    Returns:
+        These samples, or None if no lease is held.
+    """
+    while True:
+        try:
+            call(meta)
+            return meta
+        except LeaseExpiredError as error:
+            held = [index for index, sample_id in enumerate(meta.sample_ids) if sample_id not in error.sample_ids]
+            if not 0 < len(held) < meta.size:
+                return None
+            meta = meta.subset(held)
+
+
 # --- what is behind it ------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +458,6 @@ class Terms:
     timeout_s: float | None
     uneven: Uneven | None
     claim: Mapping[str, Any]
-    most_held_s: float = math.inf  # after which a batch that is not acked is given back
     clear: bool = False
     fresh: Fresh | None = None
 
@@ -382,8 +468,6 @@ class Terms:
         checked_as("stream: lease_s", PositiveSeconds, self.lease_s)
         if self.timeout_s is not None:
             checked_as("stream: timeout_s", Seconds, self.timeout_s)
-        if self.most_held_s != math.inf:
-            checked_as("stream: most_held_s", PositiveSeconds, self.most_held_s)
         checked_as("stream: prefetch", Index, self.prefetch)
         if not self.claim.keys() <= _CLAIM_ARGUMENTS:
             raise InvalidRequestError(
@@ -409,7 +493,7 @@ class Terms:
             )
         return {tag: bound for tag, (_, bound) in bounds.items()}
 
-    def request(self, client: DataPlaneClient, batch_index: int | None = None) -> ClaimRequest:
+    def request(self, client: DataPlaneClient) -> ClaimRequest:
         """The request of the next claim.
 
         Raises:
@@ -419,7 +503,7 @@ class Terms:
         return checked_claim(
             client._connection,
             0.0,
-            batch_index,
+            None,
             partition_id=self.partition_id,
             task_name=self.task_name,
             required_fields=self.fields,
@@ -463,8 +547,6 @@ class Feed:
     Args:
         client: Claims and reads.
         terms: What it claims and reads.
-        batch_indexes: Which batches of a rank it claims. Default: those that the client was not given yet.
-        closes: Whether the client ends with the feed.
         on_loop: Takes what was read, for a stream of an event loop, whose task must not claim or read itself.
 
     Attributes:
@@ -478,8 +560,6 @@ class Feed:
         client: DataPlaneClient,
         terms: Terms,
         *,
-        batch_indexes: Iterable[int | None] = _IN_TURN,
-        closes: bool = False,
         on_loop: _OnLoop | None = None,
     ) -> None:
         terms.request(client)  # to refuse it now
@@ -487,10 +567,8 @@ class Feed:
         self._connection = client._connection
         self.terms = terms
         self.num_stale = 0
-        self._batch_indexes = iter(batch_indexes)
-        self._closes = closes
         self._wait_s = _longest_wait_s(client, terms.timeout_s)
-        self.held = HeldMetas(client, terms.lease_s, terms.most_held_s)
+        self.held = HeldMetas(client, terms.lease_s)
         self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
         self._wanted = False
         self._looked_s = 0.0  # how long the loop had waited when it was last asked who lives
@@ -607,7 +685,7 @@ class Feed:
                 connection.operation("claim_meta", terms.partition_id),
                 connection.waiters.waiting(self._waiters.close),
             ):
-                request = terms.request(self._client, next(self._batch_indexes))
+                request = terms.request(self._client)
                 answer = self._claim(request)
             if answer is None:
                 continue
@@ -741,5 +819,3 @@ class Feed:
             thread.join(self._connection.config.op_timeout_s)
         self.held.give_back()
         atexit.unregister(self.close)
-        if self._closes:
-            self._client.close()

@@ -110,7 +110,7 @@ for module, names in {attributes!r}.items():
         if hasattr(module, name):
             delattr(module, name)
 
-import dataplane_core.batch, dataplane_core.cli, dataplane_core.dataloader, dataplane_core.middleware
+import dataplane_core.batch, dataplane_core.cli, dataplane_core.middleware
 from dataplane_core import connect
 
 with connect({{"backend": "noop", "middleware": ["metrics", "wire_guard"]}}) as client:

@@ -13,7 +13,7 @@ _RANK = """
 import asyncio, json, sys
 import torch
 import torch.distributed as dist
-from dataplane_core import StreamingDataset, connect, connect_async, stream
+from dataplane_core import connect, connect_async, stream
 
 CLAIM = ("p", "t", ["x", "text"], 2)
 
@@ -35,9 +35,7 @@ def run(config, kind, terms):
     if kind == "async":
         return asyncio.run(run_async(config, terms))
     with connect(config, bootstrap=False) as client:
-        if kind == "stream":
-            return [step(batch) for batch in stream(client, *CLAIM, **terms)]
-        return [step(batch) for batch in StreamingDataset(config, *CLAIM, **terms).loader(client, 2)]
+        return [step(batch) for batch in stream(client, *CLAIM, **terms)]
 
 
 for line in sys.stdin:
@@ -90,7 +88,7 @@ def ranks(tmp_path, processes):
 
 @pytest.mark.parametrize(
     ("kind", "size", "num_rows", "sampler"),
-    [("stream", 2, 5, "balanced"), ("async", 3, 7, "first_write"), ("dataset", 2, 13, "freshest")],
+    [("stream", 2, 5, "balanced"), ("async", 3, 7, "first_write"), ("stream", 2, 13, "freshest")],
 )
 def test_a_step_with_collectives_never_waits_for_a_rank_that_has_ended(ranks, kind, size, num_rows, sampler):
     done, consumed = ranks(kind, size, num_rows, sampler=sampler)

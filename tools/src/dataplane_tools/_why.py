@@ -45,10 +45,7 @@ def watched(
                 start = time.monotonic()
                 verdicts = client.why(chosen.partition, task_name)
                 verdicts.sort(key=lambda verdict: _ORDER.index(verdict.state))
-                now = [
-                    (verdict.partition_id, verdict.task_name, verdict.state, verdict.cause, verdict.culprit)
-                    for verdict in verdicts
-                ]
+                now = [(v.partition_id, v.task_name, v.state, v.cause, v.culprit) for v in verdicts]
                 if now != before:
                     tell(client, verdicts)
                     before = now

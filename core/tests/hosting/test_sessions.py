@@ -305,6 +305,38 @@ def test_use_after_a_fork_is_refused_and_leaves_the_parents_session(hosted):
     session.close()
 
 
+def test_a_session_ends_with_its_process_although_a_fork_lives_on(hosted):
+    host, _, address = hosted
+    session = session_with(address)
+    (forked, tell), (wait, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(tell, b"1")
+        os.read(wait, 1)  # until the test closes the other end
+        os._exit(0)
+    os.read(forked, 1)
+    session._first.close()  # as the kernel does it for a process that is killed
+    eventually(lambda: not host._clients)
+    for descriptor in (end, forked, tell, wait):
+        os.close(descriptor)
+    os.waitpid(child, 0)
+
+
+def test_pins_that_end_while_all_sockets_are_in_use_are_released_by_the_call_that_ends(hosted):
+    host, _, address = hosted
+    session = session_with(address)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(session.call, "hold", soon(), Hold())
+        assert host.held.wait(LONG_S)
+        session.release(1)
+        assert session._unreleased
+        host.go_on.set()
+        busy.result()
+    assert not session._unreleased
+    session.close()
+
+
 # --- strangers --------------------------------------------------------------------------------------------------------
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import numbers
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 _T = TypeVar("_T")
-_LEFT_OUT: Final = object()
 
 #: A str that is not empty.
 Name: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -137,11 +132,15 @@ def as_plain(value: Any) -> object:
 
 
 def _plain(value: Any, error: Exception) -> list[Any] | float | None:
-    """An iterable that was given where a list is due, as a list; a float of a subclass, such as numpy's, as a float."""
-    if isinstance(value, float) and type(value) is not float and str(error).startswith("Expected `float"):
+    """An iterable that was given where a list is due, as a list; a number of another type, such as numpy's, as Python's
+    own."""
+    wanted, is_own = str(error).removeprefix("Expected `"), type(value) in (bool, int, float)
+    if isinstance(value, numbers.Integral) and not is_own and wanted.startswith("int"):
+        return int(value)
+    if isinstance(value, float) and not is_own and wanted.startswith("float"):
         return float(value)
     is_other = not isinstance(value, (str, bytes, list, tuple)) and hasattr(value, "__iter__")
-    return list(value) if is_other and str(error).startswith("Expected `array") else None
+    return list(value) if is_other and wanted.startswith("array") else None
 
 
 def _place_of(error: msgspec.ValidationError) -> str:
@@ -174,28 +173,12 @@ def _options(form: Any) -> tuple[Any, ...]:
     return next((options for part in get_args(form) if (options := _options(part))), ())
 
 
-def check_iterable(what: str, items: Any) -> None:
-    """Accepts any iterable but a string."""
+def check_list(what: str, items: Any) -> list[Any]:
+    """Accepts any iterable but a string; returns it as a list."""
     if isinstance(items, (str, bytes)) or not hasattr(items, "__iter__"):
         hint = "For a single one, give a list of it." if isinstance(items, str) else None
         raise InvalidTypeError(f"{what} must be a list, got {type(items).__name__}.", hint=hint)
-
-
-def check_list(what: str, items: Any) -> list[Any]:
-    """Accepts any iterable but a string; returns it as a list."""
-    check_iterable(what, items)
     return list(items)
-
-
-def check_count(what: str, count: Any) -> None:
-    """Accepts an int of at least 1, of 64 bits."""
-    checked_as(what, Count, count)
-
-
-def check_number(what: str, number: Any) -> None:
-    """Accepts an integer, one of numpy too. Its range is the function's own affair."""
-    if isinstance(number, bool) or not isinstance(number, numbers.Integral):
-        raise InvalidTypeError(f"{what} must be an int, got {type(number).__name__}.")
 
 
 def check_meta(what: str, meta: Any) -> None:
@@ -214,41 +197,3 @@ def check_columns(what: str, columns: Any) -> None:
     """Accepts a mapping and a ``TensorDict``."""
     if not (hasattr(columns, "keys") and hasattr(columns, "get")):
         raise InvalidTypeError(f"{what} must be a dict or a TensorDict, got {type(columns).__name__}.")
-
-
-#: How the annotation of a parameter begins -> the check of its argument.
-_CHECKS: Final[Mapping[str, Callable[[str, Any], None]]] = {
-    "KVBatchMeta": check_meta,
-    "TensorDictBase | Mapping": check_columns,
-    "BatchedDataDict": check_columns,
-    "Mapping": check_dict,
-    "Sequence[str]": check_iterable,
-    "Collection[str]": check_iterable,
-    "Iterable": check_iterable,
-    "int": check_number,
-}
-
-
-def takes(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """A function whose arguments are checked by its annotations before it runs, so that a wrong one is named.
-
-    An argument that is left out is not checked, and None only where the annotation does not allow it.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    checks: list[tuple[int, str, Callable[[str, Any], None], bool]] = []
-    for place, parameter in enumerate(parameters):
-        annotation = str(parameter.annotation)
-        for begin, check in _CHECKS.items():
-            if annotation.startswith(begin):
-                checks.append((place, parameter.name, check, annotation.endswith("| None")))
-                break
-
-    @functools.wraps(function)
-    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        for place, name, check, or_none in checks:
-            value = args[place] if place < len(args) else kwargs.get(name, _LEFT_OUT)
-            if value is not _LEFT_OUT and (value is not None or not or_none):
-                check(f"{function.__name__}: {name}", value)
-        return function(*args, **kwargs)
-
-    return call

@@ -19,6 +19,7 @@ from dataplane_core.batch import (
     write_columns,
 )
 from dataplane_core.batch.columns import to_arrow, to_nested_by_length, to_numpy
+from dataplane_core.batch.transfer import pad_columns
 from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -112,7 +113,7 @@ REFUSED = [
     (BATCH.get_microbatch_iterator_for_packable_sequences_len, ValueError, "no plan"),
     (planned(3, 3).make_microbatch_iterator_with_dynamic_shapes, ValueError, "2 chunks.*get_batch"),
     # shards; the sizes of plans are refused as for metas
-    (lambda: shard(SIX_LENGTHS, 0, allow_uneven_shards=True), ValueError, "shards is 0"),
+    (lambda: shard(SIX_LENGTHS, 0, allow_uneven_shards=True), ValueError, "shards must be .*0"),
     (lambda: shard(SIX_LENGTHS, batch_size=2, allow_uneven_shards=True), ValueError, "batch_size 2"),
     (lambda: shard(SIX_LENGTHS, **BY_TOKENS), ValueError, "dynamic_batching_args and sequence_packing_args"),
     (lambda: shard(SIX_LENGTHS, dynamic_batching_args=DYNAMIC, allow_uneven_shards=True), ValueError, "allow_uneven"),
@@ -220,9 +221,11 @@ def test_what_is_refused_is_named(call, error, named):
 
 META = KVBatchMeta("train", "policy", ["a", "b"], fields=["x"], sequence_lengths=[1, 1])
 ROWS = {"x": torch.ones(2)}
+TOKENS = BatchedDataDict(input_ids=torch.zeros(2, 1))
 #: Calls by their names, with right arguments, and the names of those that get a wrong one, each by itself.
 CALLS = [
-    (partial(read_columns, None, meta=META), "meta select_fields pad_value_dict pad_to_seqlen ragged_fields"),
+    (partial(read_columns, None, meta=META), "meta select_fields"),
+    (partial(pad_columns, TOKENS, meta=META), "meta pad_value_dict pad_to_seqlen ragged_fields token_aligned_fields"),
     (partial(write_columns, None, meta=META, fields=ROWS), "meta token_aligned_fields"),
     (partial(kv_first_write, ROWS, sample_ids=["a"], dp_client=None, partition_id="train"), "sample_ids extra_info"),
     (materialize, "td"),
@@ -239,7 +242,7 @@ CALLS = [
 @pytest.mark.parametrize(("call", "names"), CALLS)
 def test_a_wrong_argument_is_named(call, names):
     for name in names.split():
-        with pytest.raises(InvalidTypeError, match=rf"\w+: {name} must be .*float"):
+        with pytest.raises(InvalidTypeError, match=rf"\b{name} must be .*float"):
             call(**{name: 2.5})
 
 

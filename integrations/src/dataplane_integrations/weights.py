@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.arguments import takes
+from dataplane_core.arguments import check_dict, checked_as
 from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
@@ -91,7 +91,6 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
     client.register_partition(partition_id, _NO_FIELDS, None, [])
 
 
-@takes
 def publish_weights(
     client: DataPlaneClient,
     version: int,
@@ -143,6 +142,11 @@ def publish_weights(
         torch.Size([2, 3])
         >>> publish_weights(client, 1, {"layer.weight": torch.zeros(2, 3)}, delta=True)
     """
+    version, keep, anchor_every = (
+        checked_as(f"publish_weights: {name}", int, number)
+        for name, number in (("version", version), ("keep", keep), ("anchor_every", anchor_every))
+    )
+    check_dict("publish_weights: weights", weights)
     if version < 0 or keep < 2 or anchor_every < 1 or not weights:
         raise InvalidRequestError(
             f"publish_weights(version={version}, keep={keep}, anchor_every={anchor_every}, {len(weights)} tensors) "

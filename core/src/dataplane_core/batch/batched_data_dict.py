@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dataplane_core.arguments import takes
+from dataplane_core.arguments import check_dict, check_list
 from dataplane_core.batch.columns import (
     UnsupportedColumnError,
     check_pad_value,
@@ -69,7 +69,6 @@ class BatchedDataDict(UserDict[str, Any]):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    @takes
     def from_batches(
         cls: type[_B],
         batches: Sequence[Mapping[str, Any]],
@@ -100,7 +99,10 @@ class BatchedDataDict(UserDict[str, Any]):
             InvalidRequestError: A column differs between batches in number of dims, trailing dims or device, its dtypes
                 cannot be promoted to one, or the columns of one batch differ in length.
         """
+        batches = check_list("from_batches: batches", batches)
         pad_values = pad_value_dict or {}
+        check_dict("from_batches: pad_value_dict", pad_values)
+        ragged_fields = check_list("from_batches: ragged_fields", ragged_fields)
         sizes = [_common_size(f"from_batches: batch {number}: ", batch) for number, batch in enumerate(batches)]
         joined = cls()
         for key in dict.fromkeys(key for batch in batches for key in batch):
@@ -215,7 +217,6 @@ class BatchedDataDict(UserDict[str, Any]):
 
     # --- sharding -----------------------------------------------------------------------------------------------------
 
-    @takes
     def shard_by_batch_size(
         self,
         shards: int,

@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
-from dataplane_core.arguments import check_list, takes
+from dataplane_core.arguments import Name, check_columns, check_list, checked_as
 from dataplane_core.batch.tokens import as_lengths, is_per_sample
 from dataplane_core.codec.inputs import as_column
 from dataplane_core.codec.rows import num_rows, object_column
@@ -210,7 +210,6 @@ pack_per_token_field = to_nested_by_length
 
 
 @not_compiled
-@takes
 def pack_jagged_fields(
     fields: TensorDictBase | Mapping[str, Any],
     *,
@@ -237,6 +236,7 @@ def pack_jagged_fields(
         InvalidRequestError: Sizes do not fit. The message names the field.
         InvalidTypeError: A column is neither a tensor nor one object per row.
     """
+    check_columns("pack_jagged_fields: fields", fields)
     columns: dict[str, Any] = {}
     for name in fields.keys():
         column = fields.get(name)
@@ -361,7 +361,6 @@ _WIDER: Final = {
 }
 
 
-@takes
 def to_numpy(columns: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
     """Columns as numpy arrays.
 
@@ -383,6 +382,7 @@ def to_numpy(columns: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
         >>> to_numpy({"input_ids": [[5, 6, 7], [8]], "reward": torch.tensor([0.5, 1.0])})
         {'input_ids': [array([5, 6, 7]), array([8])], 'reward': array([0.5, 1. ], dtype=float32)}
     """
+    check_columns("to_numpy: columns", columns)
     converted: dict[str, Any] = {}
     for name in columns.keys():
         column = _plain(name, columns.get(name))
@@ -394,7 +394,6 @@ def to_numpy(columns: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-@takes
 def to_arrow(
     columns: TensorDictBase | Mapping[str, Any],
     *,
@@ -433,6 +432,8 @@ def to_arrow(
         import pyarrow as pa
     except ImportError as error:
         raise ImportError("to_arrow needs pyarrow: pip install 'dataplane-core[arrow]'") from error
+    check_columns("to_arrow: columns", columns)
+    ids = None if ids is None else checked_as("to_arrow: ids", list[Name], ids)
     table = {name: _arrow(name, _plain(name, columns.get(name))) for name in columns.keys()}
     size = len(next(iter(table.values()))) if table else len(ids or tags or ())
     if ids is not None and len(ids) != size:

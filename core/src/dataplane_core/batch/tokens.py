@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dataplane_core.arguments import check_list
 from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import ATTENTION_MASK_FIELD, INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
@@ -61,12 +62,13 @@ def token_columns(
     Returns:
         Names, in the order of ``columns``.
     """
-    named = token_aligned_fields
+    named = None if token_aligned_fields is None else check_list("token_aligned_fields", token_aligned_fields)
+    ragged = check_list("ragged_fields", ragged_fields)
     tokens = row_lengths(columns.get(INPUT_IDS_FIELD), dim) if lengths is None else as_lengths("tokens", lengths)
     longest = int(tokens.max()) if padded and tokens is not None and len(tokens) else 0
     names: list[str] = []
     for name, column in columns.items():
-        if name in ragged_fields if named is None else name not in named:
+        if name in ragged if named is None else name not in named:
             continue
         rows = row_lengths(column, dim)
         as_long = rows is not None and tokens is not None and torch.equal(rows, tokens)

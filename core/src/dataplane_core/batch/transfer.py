@@ -20,7 +20,17 @@ import torch
 from tensordict import TensorDictBase
 
 from dataplane_core._compiler_marks import not_compiled
-from dataplane_core.arguments import takes
+from dataplane_core.arguments import (
+    Count,
+    Index,
+    Name,
+    check_columns,
+    check_dict,
+    check_list,
+    check_meta,
+    check_names,
+    checked_as,
+)
 from dataplane_core.batch.batched_data_dict import BatchedDataDict
 from dataplane_core.batch.columns import check_pad_value, cut_columns, object_array, objects_of, rows_of
 from dataplane_core.batch.tokens import as_lengths, find_cut, row_lengths, token_columns
@@ -56,7 +66,6 @@ if TYPE_CHECKING:
 
 
 @not_compiled
-@takes
 def read_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -100,7 +109,8 @@ def read_columns(
         InvalidRequestError: No fields are named, or a pad value does not fit a column's dtype.
         MissingDataError: A sample is missing, or a cell is not yet produced.
     """
-    names = select_fields if select_fields is not None else meta.fields
+    check_meta("read_columns: meta", meta)
+    names = meta.fields if select_fields is None else check_names("read_columns: select_fields", select_fields)
     if names is None:
         raise InvalidRequestError(
             f"read_columns('{meta.partition_id}', {meta.size} samples): neither select_fields nor meta.fields names "
@@ -128,7 +138,6 @@ def read_columns(
 
 
 @not_compiled
-@takes
 def pad_columns(
     batch: BatchedDataDict,
     meta: KVBatchMeta,
@@ -146,14 +155,11 @@ def pad_columns(
     Raises:
         InvalidRequestError: A pad value does not fit a column's dtype.
     """
+    check_meta("pad_columns: meta", meta)
     if pad_to_seqlen is None:
-        pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
-    multiple = int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
-    if pad_to_seqlen < 0 or multiple < 1:
-        raise InvalidRequestError(
-            f"read_columns('{meta.partition_id}', {meta.size} samples): pad_to_seqlen is {pad_to_seqlen} and "
-            f"{PAD_TO_MULTIPLE} is {multiple}. Expected at least 0 and at least 1."
-        )
+        pad_to_seqlen = meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0
+    pad_to_seqlen = checked_as("read_columns: pad_to_seqlen", Index, pad_to_seqlen)
+    multiple = checked_as(f"read_columns: {PAD_TO_MULTIPLE}", Count, meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
     meta.token_starts = None
     lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
     tokens = token_columns(
@@ -173,7 +179,6 @@ def pad_columns(
 
 
 @not_compiled
-@takes
 def materialize(
     td: TensorDictBase | Mapping[str, Any],
     layout: Literal["padded", "jagged"] = "padded",
@@ -200,10 +205,12 @@ def materialize(
     Raises:
         InvalidRequestError: An unknown layout, or a pad value that the column's dtype cannot hold.
     """
-    if layout not in ("padded", "jagged"):
-        raise InvalidRequestError(f"materialize: layout must be 'padded' or 'jagged', got {layout!r}.")
-    if pad_to_seqlen < 0:
-        raise InvalidRequestError(f"materialize: pad_to_seqlen must be 0 or more, got {pad_to_seqlen}.")
+    check_columns("materialize: td", td)
+    checked_as("materialize: layout", Literal["padded", "jagged"], layout)
+    check_dict("materialize: pad_value_dict", pad_value_dict or {})
+    pad_to_seqlen = checked_as("materialize: pad_to_seqlen", Index, pad_to_seqlen)
+    if token_aligned_fields is not None:
+        token_aligned_fields = check_list("materialize: token_aligned_fields", token_aligned_fields)
     columns: dict[str, Any] = {}
     for name in td.keys():
         column = td.get(name)
@@ -234,7 +241,6 @@ def _pad(name: str, column: torch.Tensor, value: float, width: int) -> torch.Ten
 
 
 @not_compiled
-@takes
 def write_columns(
     client: DataPlaneClient,
     meta: KVBatchMeta,
@@ -262,6 +268,7 @@ def write_columns(
         InvalidTypeError: A column is neither a tensor nor one object per row.
         SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
+    check_meta("write_columns: meta", meta)
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
     lacks = "the meta has no sequence_lengths"
     columns = as_columns(where, fields, meta.size)
@@ -273,7 +280,6 @@ def write_columns(
 
 
 @not_compiled
-@takes
 def kv_first_write(
     batch: Any,
     *,
@@ -320,12 +326,13 @@ def kv_first_write(
             do not fit.
         InvalidTypeError: A column is neither a tensor nor one object per row.
     """
-    ids = list(sample_ids)
+    ids = checked_as("kv_first_write: sample_ids", list[Name], sample_ids)
+    check_dict("kv_first_write: extra_info", extra_info or {})
+    pad_to_multiple = checked_as("kv_first_write: pad_to_multiple", Count, pad_to_multiple)
+    required_fields = check_list("kv_first_write: required_fields", required_fields)
     where = f"kv_first_write('{partition_id}', {len(ids)} samples)"
     columns = as_columns(where, batch, len(ids))
     names = list(columns.keys())
-    if pad_to_multiple < 1:
-        raise InvalidRequestError(f"{where} refused: pad_to_multiple must be at least 1, got {pad_to_multiple}.")
     if lacking := [name for name in required_fields if name not in names]:
         raise InvalidRequestError(
             f"{where} refused: the batch has no {preview(lacking)}, which is required. Found: "
@@ -374,6 +381,8 @@ def _cut(
     ``where`` is the call, and ``lacks`` what says the lengths and was not there, for messages; the others are as for
     `find_cut`.
     """
+    if declared is not None:
+        declared = check_list(f"{where}: token_aligned_fields", declared)
     plain = tensor_columns(columns)
     lists, ints = (columns.lists, columns.ints) if isinstance(columns, Columns) else ({}, ())
     try:

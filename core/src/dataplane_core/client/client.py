@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 import wrapt
 
 from dataplane_core.arguments import (
+    Count,
     Name,
     PositiveSeconds,
-    check_count,
     check_dict,
     check_meta,
     check_name,
@@ -173,7 +173,7 @@ class DataPlaneClient(ClientFacts):
                 if_exists=if_exists,
             )
             if num_samples is not None:
-                check_count("register_partition: num_samples", num_samples)
+                checked_as("register_partition: num_samples", Count, num_samples)
             if grpo_group_size is not None:
                 self._connection.require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
                 if num_samples is not None and num_samples % grpo_group_size:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import pluggy
 from pydantic import BaseModel
 
-from dataplane_core.arguments import check_count
+from dataplane_core.arguments import Count, checked_as
 from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.client.announcing import program_name
@@ -125,7 +125,7 @@ async def connect_async(
         'noop'
     """
     threads = max(2, min(4, os.cpu_count() or 2)) if threads is None else threads
-    check_count("threads", threads)
+    checked_as("threads", Count, threads)
     return await AsyncDataPlaneClient._open(lambda: connect(config, bootstrap), threads)
 
 

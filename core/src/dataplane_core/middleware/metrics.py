@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from dataplane_core.arguments import takes
+from dataplane_core.arguments import check_list
 from dataplane_core.errors import InvalidRequestError, Verdict
 from dataplane_core.middleware.base import EventMiddleware, OperationEvent
 
@@ -185,7 +185,6 @@ class Metrics(EventMiddleware):
         self._live_bytes += n_bytes
 
 
-@takes
 def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Joins what several clients did, of any processes, into one snapshot.
 
@@ -208,7 +207,7 @@ def merge_snapshots(snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         (2, 64)
     """
     merged = {**Metrics().snapshot(), "num_clients": 0}
-    for number, snapshot in enumerate(snapshots):
+    for number, snapshot in enumerate(check_list("merge_snapshots: snapshots", snapshots)):
         try:
             _add(merged, snapshot)
         except (AttributeError, TypeError) as error:

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_core.arguments import takes
+from dataplane_core.arguments import Count, check_dict, check_meta, checked_as
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta, rows_of
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS, padded_length
@@ -125,8 +125,7 @@ def plan_shards(
     the width of the padded batch for dynamic batching; None or 0: the largest length. ``uneven``, without arguments and
     ``batch_size``: the last shards may get fewer rows, or none.
     """
-    if shards < 1:
-        raise InvalidRequestError(f"sharding refused: shards is {shards}. Expected 1 or more.")
+    shards = checked_as("sharding: shards", Count, shards)
     if dynamic_batching_args is not None and sequence_packing_args is not None:
         raise InvalidRequestError(
             "sharding refused: got dynamic_batching_args and sequence_packing_args. Expected one of them, or none."
@@ -150,6 +149,7 @@ def plan_shards(
         return planned
     is_dynamic = form is DynamicBatchingArgs
     what = "dynamic_batching_args" if is_dynamic else "sequence_packing_args"
+    check_dict(f"sharding: {what}", args)
     _check_keys(what, args, form)
     limit = _at_least(1, what, args, "max_tokens_per_microbatch")
     multiple = _at_least(1, what, args, rounding)
@@ -278,7 +278,6 @@ def _at_least(least: int, what: str, args: Mapping[str, Any], key: str) -> int:
 # --- metas ------------------------------------------------------------------------------------------------------------
 
 
-@takes
 def shard_meta_for_dp(
     meta: KVBatchMeta,
     *,
@@ -314,6 +313,8 @@ def shard_meta_for_dp(
         InvalidRequestError: The meta is empty or has no lengths, both kinds of arguments are given, sizes are not
             multiples, or a row is over the token limit.
     """
+    check_meta("shard_meta_for_dp: meta", meta)
+    dp_world = checked_as("shard_meta_for_dp: dp_world", Count, dp_world)
     where = f"shard_meta_for_dp('{meta.partition_id}', {meta.size} samples)"
     if not meta.sample_ids:
         raise InvalidRequestError(f"{where} refused: the meta is empty. Expected one row or more.")

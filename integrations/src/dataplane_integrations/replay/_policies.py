@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from dataplane_core.arguments import takes
+from dataplane_core.arguments import check_dict
 from dataplane_core.entry_points import nearest
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_integrations.errors import StepTooSmallError
@@ -104,7 +104,6 @@ class StalenessPolicy(ABC):
                 raise InvalidTypeError(f"{type(self).__name__}: {option.name} must be a bool, got {value!r}.")
 
     @staticmethod
-    @takes
     def from_config(config: Mapping[str, Any]) -> StalenessPolicy:
         """Makes the rule that a config names.
 
@@ -116,6 +115,7 @@ class StalenessPolicy(ABC):
             InvalidRequestError: No such rule, or it does not take these arguments.
             InvalidTypeError: ``config`` is no dict, or an argument has a wrong type.
         """
+        check_dict("from_config: config", config)
         options = dict(config)
         name = options.pop("name", None)
         rule = _rule_named(name)

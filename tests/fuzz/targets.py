@@ -509,8 +509,8 @@ def _store_requests() -> list[bytes]:
     wanted = [hosting.extents.Wanted(1000, _layout(2), 2), hosting.extents.Wanted(1003, _ragged_layout(2), 2)]
     made: list[Any] = [
         hosting.extent_host.CheckRoom(100),
-        hosting.Allocate(1000, wanted),
-        hosting.PutWhole(1000, wanted, [bytes(each.layout.size_bytes) for each in wanted]),
+        hosting.Allocate(wanted),
+        hosting.Allocate(wanted, data=[bytes(each.layout.size_bytes) for each in wanted]),
         hosting.extent_host.Written(1000, [bytes(16)]),
         hosting.extent_host.Fill(1000),
         hosting.extent_host.Find([(400, [0]), (1000, [1, 0])], 7),
@@ -538,7 +538,7 @@ def _read_store_request(data: bytes) -> None:
     other, forger = store.begin_session(), store.begin_session()
     store.answer(commands.RegisterRequest("d", ["x"], None, ["t"], None, {}, "other"), other)
     store.answer(_begin("d", ["a"], 400), other)
-    store.answer(hosting.PutWhole(400, [hosting.extents.Wanted(400, _layout(1), 1)], [b"12345678"]), other)
+    store.answer(hosting.Allocate([hosting.extents.Wanted(400, _layout(1), 1)], data=[b"12345678"]), other)
     store.answer(commands.CommitPut(400), other)
     for command in _BEFORE[:5]:
         if isinstance(command, commands.CommitPut):
@@ -547,28 +547,27 @@ def _read_store_request(data: bytes) -> None:
         if isinstance(command, commands.BeginPut):
             rows = ((key, len(each.row_bytes)) for key, each in command.by_id(command.write_id or 0).items())
             wanted = [hosting.extents.Wanted(key, _layout(count), count) for key, count in rows]
-            store.answer(hosting.Allocate(command.write_id or 0, wanted), forger)
+            store.answer(hosting.Allocate(wanted), forger)
     store.answer(_begin("d", ["b", "c"], 1000), forger)
-    store.answer(hosting.Allocate(1000, [hosting.extents.Wanted(1000, _layout(2), 2)]), forger)
+    store.answer(hosting.Allocate([hosting.extents.Wanted(1000, _layout(2), 2)]), forger)
     attempt(lambda: store.answer(request, forger))
     attempt(lambda: store.answer(hosting.extent_host.Written(1000), forger))
-    found: Any = attempt(lambda: store.answer(hosting.extent_host.Find([(400, [0])], 9), other))
-    if found is not None and not found.gone:
-        offset = found.places[400].offset
+    places: Any = attempt(lambda: store.answer(hosting.extent_host.Find([(400, [0])], 9), other))
+    if places:
+        offset = places[0].offset
         assert _arena().bytes[offset : offset + 8].tobytes() == b"12345678", "a client's request changed others' bytes"
     store.end_session(forger)
     attempt(lambda: store.answer(commands.ClearRequest("p", None), other))
     store.answer(hosting.Memory(), other)
 
 
-def _found() -> hosting.extent_host.Found:
-    places = {100: hosting.extents.Place(0, _layout(2), 2), 200: hosting.extents.Place(4096, _ragged_layout(2), 2)}
-    return hosting.extent_host.Found(places, [None, [1, 0]], [])
+def _places() -> list[hosting.extents.Place]:
+    return [hosting.extents.Place(0, _layout(2), 2), hosting.extents.Place(4096, _ragged_layout(2), 2, [1, 0])]
 
 
 def _store_replies() -> list[bytes]:
     service = LedgerService(ledger=_filled(), clock=lambda: 0.0)
-    replies = [(hosting.extent_host.Find, _found()), (hosting.Memory, (1, 2, 3, 4, 5, 6)), (hosting.Allocate, [0, 64])]
+    replies = [(hosting.extent_host.Find, _places()), (hosting.Memory, (1, 2, 3, 4, 5, 6)), (hosting.Allocate, [0, 64])]
     made = [(_KINDS.index(kind), _STORE.encode_reply(reply)[4:]) for kind, reply in replies]
     for command in (*_BEFORE, *_THEN):
         try:
@@ -587,7 +586,7 @@ def _read_store_reply(data: bytes) -> object:
 
 #: One of each request.
 _ASKED: Final = (
-    *(hosting.Allocate(1, []), hosting.extent_host.Written(1), hosting.extent_host.Find([], 1)),
+    *(hosting.Allocate([]), hosting.extent_host.Written(1), hosting.extent_host.Find([], 1)),
     *(hosting.extent_host.Fetch([]), hosting.Memory()),
     hosting.messages.ClaimOrWait(_claim("t", "k")),
     *{type(command): command for command in (*_BEFORE, *_THEN)}.values(),
@@ -786,7 +785,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("store request", _store_requests, _read_store_request, STORE_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, STORE_REQUEST),
         Target("store reply", _store_replies, _read_store_reply, STORE_REPLY),
-        Target("store payload", lambda: [_STORE.encode_reply(_found())[4:]], _read_store_payload, STORE_PAYLOAD),
+        Target("store payload", lambda: [_STORE.encode_reply(_places())[4:]], _read_store_payload, STORE_PAYLOAD),
         Target("weights", _weights, _read_weights, PACKED),
         Target("redis rows", _arrays, _read_arrays),
     )

@@ -42,13 +42,12 @@ class ShmCase(AuthorsClass):
         return column[row].clone()
 
 
-def rows_found(arena, parts, found, num_rows):
+def rows_found(arena, parts, places, num_rows):
     """The bytes of rows of one column where they lie, as `Locate` and `Find` say."""
     rows = [None] * num_rows
-    for part, moved in zip(parts, found.rows, strict=True):
-        place = found.places[part.write_id]
+    for part, place in zip(parts, places, strict=True):
         (column,) = place.layout.columns
-        for row, position in zip(part.rows, part.positions if moved is None else moved, strict=True):
+        for row, position in zip(part.rows, place.rows_of(part.positions), strict=True):
             start = place.offset + column.start + position * column.step
             rows[row] = arena.bytes[start : start + column.step]
     return rows

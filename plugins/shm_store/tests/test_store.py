@@ -45,7 +45,7 @@ class Clients:
             "p", ids, SPECS, [commands.Write(list(SPECS), sizes)], write_id=write_id, ttl_s=ttl_s, ticket=ticket
         )
         self.call(put, session)
-        (offset,) = self.call(Allocate(write_id, [Wanted(write_id, layout, len(ids))]), session)
+        (offset,) = self.call(Allocate([Wanted(write_id, layout, len(ids))]), session)
         return write_id, self.arena.bytes[offset : offset + layout.size_bytes]
 
     def begin_parts(self, sample_id, *sizes):
@@ -58,7 +58,7 @@ class Clients:
         wanted = [Wanted(write_id, Layout([]), 1) for write_id in put.by_id(put.write_id)]
         for each, size in zip(wanted, sizes, strict=True):
             each.layout.add_dense(1, size, size)
-        return self.call(Allocate(put.write_id, wanted))
+        return self.call(Allocate(wanted))
 
     def put(self, ids, length, number, ticket=None):
         write_id, data = self.begin(ids, length, ticket=ticket)

@@ -13,11 +13,11 @@ from dataplane_core.backends.ledger_backend import (
     NOT_BEGUN,
     CapacityOptions,
     LedgerBackend,
-    RefsGoneError,
     columns_of,
 )
 from dataplane_core.backends.row_store import RowStoreBackend, RowStoreOptions, framed_columns
 from dataplane_core.backends.spread import ledger_of, spread_over
+from dataplane_core.hosting.extents import RefsGoneError
 
 __all__ = [
     "LEDGER_CAPABILITIES",

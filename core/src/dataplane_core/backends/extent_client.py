@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from dataplane_core.backends.ledger_backend import RefsGoneError
-from dataplane_core.errors import BackendError, CorruptDataError
+from dataplane_core.errors import CorruptDataError
 from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
 from dataplane_core.host_memory.arena import Uses, extent_bytes
 from dataplane_core.host_memory.copying import Copy
@@ -25,14 +24,11 @@ from dataplane_core.hosting.extent_host import (
     CheckRoom,
     Drop,
     Fetch,
-    Fetched,
     Fill,
     Find,
-    Found,
-    PutWhole,
     Written,
 )
-from dataplane_core.hosting.extents import Column, Layout, Wanted, offsets_at
+from dataplane_core.hosting.extents import Column, Layout, Place, Wanted, offsets_at
 from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import decode_about
 from dataplane_core.hosting.session import Bytes, Pin, Session
@@ -138,10 +134,10 @@ class ExtentClient:
         if size_bytes <= _FEW_BYTES and not self.syncs:
             data = [b"".join(array.data for array in plan.whole()) for plan in plans]
             commits()
-            self.session.call_all(what, deadline, [*first, PutWhole(put, wanted, data), *last])
+            self.session.call_all(what, deadline, [*first, Allocate(wanted, data=data), *last])
             return
         if self.arena is None:
-            self.session.call_all(what, deadline, [*first, Allocate(put, wanted)])
+            self.session.call_all(what, deadline, [*first, Allocate(wanted)])
             sources = [array for plan in plans for array in plan.whole()]
             self.session.call(what, deadline, Fill(put), sources=sources)
             if last:
@@ -151,7 +147,7 @@ class ExtentClient:
         arena = self.arena
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up
         try:
-            *_, offsets = self.session.call_all(what, deadline, [*first, Allocate(put, wanted, held.number)])
+            *_, offsets = self.session.call_all(what, deadline, [*first, Allocate(wanted, held.number)])
             placed = list(zip(offsets, plans, strict=True))
             bounds = [(offset, offset + extent_bytes(plan.wanted.layout.size_bytes)) for offset, plan in placed]
             # no later owner of the memory gives it to others meanwhile
@@ -185,29 +181,27 @@ class ExtentClient:
         pin = self.session.new_pin()
         try:
             wanted = [(part.write_id, part.positions) for part in parts]
-            found = self.session.call("get_samples", deadline, Find(wanted, pin.number))
-            _refuse_gone(found.gone)
+            places = self.session.call("get_samples", deadline, Find(wanted, pin.number))
         except BaseException:
             pin.release()  # the traceback refers to it
             raise
-        return self._rows(parts, found, specs, pin)
+        return self._rows(parts, places, specs, pin)
 
     def _rows(
-        self, parts: Sequence[commands.Part], found: Found, specs: Mapping[str, FieldSpec], pin: Pin
+        self, parts: Sequence[commands.Part], places: Sequence[Place], specs: Mapping[str, FieldSpec], pin: Pin
     ) -> list[StoredRows]:
         if self._views and self._uses is not None:
-            bounds = [place.bounds for place in found.places.values()]
+            bounds = {place.bounds for place in places}
             self._uses.as_long_as(pin, bounds, lambda: self.check("get_samples"))
         memory = self._seen.window(owner=pin)
         stored = []
-        for part, rows in zip(parts, found.rows, strict=True):
-            place = found.places[part.write_id]
+        for part, place in zip(parts, places, strict=True):
             extent, layout = memory[slice(*place.bounds)], place.layout.columns
             columns = {
                 name: _stored(extent, layout[slot], place.num_rows, specs[name])
                 for name, slot in zip(part.fields, part.slots, strict=True)
             }
-            stored.append(StoredRows(columns, part.positions if rows is None else rows, part.rows, self._views))
+            stored.append(StoredRows(columns, place.rows_of(part.positions), part.rows, self._views))
         return stored
 
     def check(self, what: str) -> None:
@@ -229,26 +223,18 @@ class ExtentClient:
         """Gets rows over the wire."""
         stored: list[StoredRows] = []
 
-        def receive(fetched: Fetched, fill: Callable[[Bytes], None]) -> None:
-            _refuse_gone(fetched.gone)
-            if [len(columns) for columns in fetched.columns] != [len(part.slots) for part in parts]:
-                raise BackendError("a storage unit sent other columns than were asked for.")
-            for part, columns in zip(parts, fetched.columns, strict=True):
-                count = len(part.positions)
+        def receive(places: list[Place], fill: Callable[[Bytes], None]) -> None:
+            for part, place in zip(parts, places, strict=True):
+                count, layout = len(part.positions), place.layout.columns
                 received = {
-                    name: _stored(*_received(column, count, fill), count, specs[name])
-                    for name, column in zip(part.fields, columns, strict=True)
+                    name: _stored(*_received(layout[slot], count, fill), count, specs[name])
+                    for name, slot in zip(part.fields, part.slots, strict=True)
                 }
                 stored.append(StoredRows(received, range(count), part.rows, in_place=True))
 
         wanted = [(part.write_id, list(part.slots), part.positions) for part in parts]
         self.session.call("get_samples", deadline, Fetch(wanted), receive=receive)
         return stored
-
-
-def _refuse_gone(gone: Sequence[Ref]) -> None:
-    if gone:
-        raise RefsGoneError(f"{len(gone)} rows are gone", refs=gone)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from dataplane_core.errors import (
     AlreadyDoneError,
     BackendError,
     CapacityExceededError,
-    DataPlaneError,
     FrameError,
     InvalidRequestError,
     LostSamplesError,
@@ -38,6 +37,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
     preview,
 )
+from dataplane_core.hosting.extents import RefsGoneError
 from dataplane_core.ledger import Command, Located, Ref, Reply, backoff_s, commands
 from dataplane_core.ledger.queues import LEAST_ROOM_PAUSE_S
 from dataplane_core.spec import (
@@ -107,20 +107,6 @@ class CapacityOptions(BaseModel):
 
     capacity_bytes: SizeBytes | None = Field(default=None, gt=0)
     on_full: Literal["block", "raise"] = "block"
-
-
-class RefsGoneError(DataPlaneError):
-    """Located payload is gone: it was cleared or overwritten since then, or lost. `LedgerBackend` locates it again.
-
-    Attributes:
-        refs: The refs of what is gone, if known.
-        handles: For a `RowStoreBackend`, the handles of the rows that are gone.
-    """
-
-    def __init__(self, message: str, *, refs: Iterable[Ref] = (), handles: Iterable[int] = (), **kwargs: Any) -> None:
-        super().__init__(message, **kwargs)
-        self.refs = tuple(refs)
-        self.handles = tuple(handles)
 
 
 @dataclass(slots=True)

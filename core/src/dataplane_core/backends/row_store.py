@@ -17,7 +17,6 @@ from dataplane_core.backends.ledger_backend import (
     LEDGER_CAPABILITIES,
     CapacityOptions,
     LedgerBackend,
-    RefsGoneError,
     columns_of,
 )
 from dataplane_core.backends.owner import OwnerClient
@@ -30,6 +29,7 @@ from dataplane_core.errors import (
     StalePartitionError,
     UnsupportedOperationError,
 )
+from dataplane_core.hosting.extents import RefsGoneError
 from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply, commands
 from dataplane_core.spec import Capability, PutRequest, Scope, SharedRows, WireColumn, WireFormat
 

@@ -6,7 +6,7 @@ memory (`extents`, `extent_host`), also such that outlive their process (`kept_e
 are in another process use it.
 """
 
-from dataplane_core.hosting.extent_host import AboutExtents, Allocate, Drop, ExtentHost, Memory, PutWhole, Retain
+from dataplane_core.hosting.extent_host import AboutExtents, Allocate, Drop, ExtentHost, Memory, Retain
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics
 from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents, check_extents
 from dataplane_core.hosting.messages import Messages, Request, decode_about
@@ -26,7 +26,6 @@ __all__ = [
     "LedgerHost",
     "Memory",
     "Messages",
-    "PutWhole",
     "Request",
     "Retain",
     "Server",

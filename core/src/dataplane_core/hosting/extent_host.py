@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.host_memory.arena import Extent
-from dataplane_core.hosting.extents import Column, ExtentService, ExtentStatistics, Place, Wanted, arrays_of_rows
+from dataplane_core.hosting.extents import (
+    ExtentService,
+    ExtentStatistics,
+    Place,
+    RefsGoneError,
+    Wanted,
+    arrays_of_rows,
+)
 from dataplane_core.hosting.messages import Messages, Release, Request
 from dataplane_core.hosting.server import Client, Host, Receiving, Sending
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 
-#: The most rows of a write.
-_MOST_ROWS: Final = 1 << 24
 #: Seconds after which a put that found no room in the arena asks again.
 _ASK_AGAIN_S: Final = 0.02
 #: For how many seconds it is remembered that a write was dropped before it came, and for about how many at most.
@@ -48,34 +53,26 @@ class CheckRoom(Request[None], frozen=True):
 class Allocate(Request[list[int]], frozen=True):
     """Allocates an extent for each write of a put. Reply: where they begin in the arena.
 
-    They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`. Raises
-    `CapacityExceededError` if there is no room for all of them.
+    They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`. With the bytes themselves,
+    for few of them, the put is written at once. Raises `CapacityExceededError` if there is no room for all of them.
     """
 
-    put: int  # the id of its first write
     writes: list[Wanted]
     pin: int = 0  # of the session, which keeps the extents where they are while it writes to them; 0: it has none
+    data: list[bytes] | None = None
+
+    @property
+    def put(self) -> int:
+        """What the put is called: the id of its first write."""
+        return self.writes[0].write_id
 
     def check(self) -> None:
-        if len({write.write_id for write in self.writes}) != len(self.writes):
-            raise InvalidRequestError("a put has two writes of one id.")
-        for write in self.writes:
-            if not 1 <= write.num_rows <= _MOST_ROWS:
-                raise InvalidRequestError(f"a write has {write.num_rows} rows. Expected 1 to {_MOST_ROWS}.")
-            if not write.layout.fits(write.num_rows):
-                raise InvalidRequestError("a write has columns that do not lie in its extent.")
-
-
-class PutWhole(Request[None], frozen=True):
-    """`Allocate`, the bytes of the extents, and `Written`, in one request, for few bytes. Raises as `Allocate`."""
-
-    put: int
-    writes: list[Wanted]
-    data: list[bytes]
-
-    def check(self) -> None:
-        Allocate(self.put, self.writes).check()
-        if [len(data) for data in self.data] != [write.layout.size_bytes for write in self.writes]:
+        if not self.writes or len({write.write_id for write in self.writes}) != len(self.writes):
+            raise InvalidRequestError("a put has no writes, or two of one id.")
+        if not all(write.layout.fits(write.num_rows) for write in self.writes):
+            raise InvalidRequestError("a write has columns that do not lie in its extent.")
+        sizes = [write.layout.size_bytes for write in self.writes]
+        if self.data is not None and [len(data) for data in self.data] != sizes:
             raise InvalidRequestError("a put has other bytes than those of its layouts.")
 
 
@@ -93,35 +90,21 @@ class Fill(Request[None], frozen=True):
     put: int
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Where writes lie, by their ids. They are pinned until this session releases the pin."""
-
-    places: dict[int, Place]
-    rows: list[list[int] | None]  # of the extents, for the positions that were asked for; None: the same numbers
-    gone: list[Ref]  # what does not exist; if there is any, nothing is pinned
-
-
-class Find(Request[Found], frozen=True):
-    """Finds rows, ``wanted`` by write ids and positions, and pins their extents under a number that the session
-    draws."""
+class Find(Request[list[Place]], frozen=True):
+    """Finds rows, by write ids and positions, and pins their extents under a number that the session draws, until it
+    releases it. Raises `RefsGoneError`, and pins nothing, if some do not exist.
+    """
 
     wanted: list[tuple[int, list[int]]]
     pin: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """The columns of a `Fetch`. Their bytes follow one another: of each its table, if it has one, and its values."""
+class Fetch(Request[list[Place]], frozen=True):
+    """As `Find`, but the bytes of columns follow the reply, by their slots: of each its table, if it has one, and its
+    values. Nothing is pinned.
+    """
 
-    columns: list[list[Column]]  # of each read, as in their extent, so where they begin says nothing
-    gone: list[Ref]  # what does not exist; if there is any, no bytes follow
-
-
-class Fetch(Request[Fetched], frozen=True):
-    """Fetches rows over the wire: of each read the write id, columns by their slots, and positions in the write."""
-
-    reads: list[tuple[int, list[int], list[int]]]
+    reads: list[tuple[int, list[int], list[int]]]  # write id, slots, positions
 
 
 class Drop(Request[None], frozen=True):
@@ -147,19 +130,10 @@ class Memory(Request[ExtentStatistics], frozen=True):
 class _Put:
     """A put that is not written yet: whose it is, its writes, their extents, and its `Fill`, if that is under way."""
 
-    client: _Client
-    number: int
+    client: Client
     writes: list[Wanted]
     extents: list[Extent]
     fill: Receiving | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Client(Client):
-    """Also the puts that are not written yet, and number of a pin -> the extents that it reads or views."""
-
-    puts: dict[int, _Put] = field(default_factory=dict)
-    pins: dict[int, list[Extent]] = field(default_factory=dict)
 
 
 class ExtentHost(Host):
@@ -170,13 +144,16 @@ class ExtentHost(Host):
         settle: See `Host`: the ``commit_or_end`` of the notes, if the extents outlive this process.
     """
 
-    messages = Messages(CheckRoom, Allocate, PutWhole, Written, Fill, Find, Fetch, Drop, Retain, Memory)
+    messages = Messages(
+        *(CheckRoom, Allocate, Written, Fill, Find, Fetch, Drop, Retain, Memory), errors=[RefsGoneError]
+    )
 
     def __init__(self, extents: ExtentService, settle: Callable[[], object] | None = None) -> None:
         Host.__init__(self, settle)
         self._extents = extents
         self.descriptors = (extents.arena.fd,)
-        self._writers: dict[int, _Put] = {}  # write id -> its put that is not written yet
+        self._puts: dict[int, _Put] = {}  # write id -> its put that is not written yet
+        self._pins: dict[Client, dict[int, list[Extent]]] = {}  # client -> number of a pin -> what it reads or views
         self._late: tuple[set[int], set[int]] = (set(), set())  # write ids: the newer ones, and those before
         self._forget_at = time.monotonic() + _LATE_S
         extents.touch_ahead()
@@ -187,23 +164,19 @@ class ExtentHost(Host):
     def end_session(self, client: Client) -> None:
         """Also ends the client's pins, and drops what it has not written whole."""
         super().end_session(client)
-        assert isinstance(client, _Client)
-        for number in list(client.pins):
-            self._unpin(client, number)
-        for put in list(client.puts.values()):
+        for extents in self._pins.pop(client, {}).values():
+            self._extents.unpin(extents)
+        for put in {put for put in self._puts.values() if put.client is client}:
             self._end_put(put)
 
     def work_aside(self) -> bool:
         return self._extents.work_aside()
 
-    def _new_client(self, number: int) -> Client:
-        return _Client(number)
-
-    def _allocate(self, request: Allocate | PutWhole, client: _Client) -> list[int]:
+    def _allocate(self, request: Allocate, client: Client) -> list[int]:
         write_ids = [write.write_id for write in request.writes]
         if any(write_id in late for late in self._late for write_id in write_ids):
             raise BackendError("a put was dropped before it came.")
-        if request.put in client.puts or any(map(self._extents.holds, write_ids)):
+        if any(map(self._extents.holds, write_ids)):
             raise InvalidRequestError("a put was begun that had been begun before.")
         extents = self._extents.allocate(request.writes)
         if extents is None:
@@ -218,31 +191,29 @@ class ExtentHost(Host):
                 if size_bytes <= most_bytes
                 else "Write smaller batches, or raise the limit of the memory.",
             )
-        put = client.puts[request.put] = _Put(client, request.put, request.writes, extents)
-        self._writers.update(dict.fromkeys(write_ids, put))
-        if isinstance(request, Allocate) and request.pin > 0:
+        put = _Put(client, request.writes, extents)
+        self._puts.update(dict.fromkeys(write_ids, put))
+        if request.pin > 0:
             self._pin(client, request.pin, write_ids)
         self._extents.touch_ahead()
+        if request.data is not None:
+            if self.settle is not None:
+                self.settle()  # what lay there before is given up for good, as it is when a client writes
+            for extent, data in zip(extents, request.data, strict=True):
+                self._extents.bytes_of(extent)[: len(data)] = memoryview(data)
+            self._seal(put)
         return [extent.offset for extent in extents]
 
-    def _put_whole(self, request: PutWhole, client: _Client) -> None:
-        offsets = self._allocate(request, client)
-        if self.settle is not None:
-            self.settle()  # what lay there before is given up for good, as it is when a client writes
-        for offset, data in zip(offsets, request.data, strict=True):
-            self._extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
-        self._seal(client.puts[request.put])
-
-    def _written(self, request: Written, client: _Client) -> None:
+    def _written(self, request: Written, client: Client) -> None:
         self._seal(self._put_of(client, request.put), request.digests)
 
-    def _put_of(self, client: _Client, number: int) -> _Put:
-        put = client.puts.get(number)
-        if put is None or put.fill is not None:
+    def _put_of(self, client: Client, write_id: int) -> _Put:
+        put = self._puts.get(write_id)
+        if put is None or put.client is not client or put.fill is not None:
             raise StalePartitionError("put_samples refused: the put was given up before it was written.")
         return put
 
-    def _fill(self, request: Fill, client: _Client) -> Receiving:
+    def _fill(self, request: Fill, client: Client) -> Receiving:
         put = self._put_of(client, request.put)
         targets = [
             self._extents.bytes_of(extent)[: write.layout.size_bytes]
@@ -250,7 +221,7 @@ class ExtentHost(Host):
         ]
 
         def lost() -> None:
-            if client.puts.get(put.number) is put:
+            if put in self._puts.values():
                 self._end_put(put)
 
         put.fill = Receiving(targets, lambda: self._seal(put), lost)
@@ -271,76 +242,55 @@ class ExtentHost(Host):
         self._extents.unpin(put.extents)
 
     def _forget(self, put: _Put) -> None:
-        del put.client.puts[put.number]
         for write in put.writes:
-            del self._writers[write.write_id]
+            del self._puts[write.write_id]
 
-    def _pin(self, client: _Client, number: int, write_ids: Iterable[int]) -> None:
+    def _pin(self, client: Client, number: int, write_ids: Iterable[int]) -> None:
         """Pins writes under a number that the client draws. One that is used again holds what it names last."""
         extents = self._extents.pin(write_ids)
         self._unpin(client, number)  # only now: what both pins name must not slide in between
-        client.pins[number] = extents
+        self._pins.setdefault(client, {})[number] = extents
 
-    def _unpin(self, client: _Client, number: int) -> None:
-        self._extents.unpin(client.pins.pop(number, ()))
+    def _unpin(self, client: Client, number: int) -> None:
+        self._extents.unpin(self._pins.get(client, {}).pop(number, ()))
 
-    def _release(self, request: Release, client: _Client) -> None:
+    def _release(self, request: Release, client: Client) -> None:
         for number in request.pins:
             self._unpin(client, number)
 
-    def _find(self, request: Find, client: _Client) -> Found:
-        places: dict[int, Place] = {}
-        rows_found: list[list[int] | None] = []
-        gone: list[Ref] = []
-        for write_id, positions in request.wanted:
-            place, rows, gone_positions = self._extents.find(write_id, positions)
-            gone += [(write_id, position) for position in gone_positions]
-            if place is not None:
-                places[write_id] = place
-                rows_found.append(None if rows is positions else rows)
-        if gone:
-            return Found({}, [], gone)
-        self._pin(client, request.pin, places)
-        return Found(places, rows_found, [])
+    def _find(self, request: Find, client: Client) -> list[Place]:
+        places = self._extents.find(request.wanted)
+        self._pin(client, request.pin, {write_id for write_id, _ in request.wanted})
+        return places
 
-    def _fetch(self, request: Fetch, client: _Client) -> Fetched | Sending:
-        columns: list[list[Column]] = []
+    def _fetch(self, request: Fetch, client: Client) -> Sending:
+        places = self._extents.find([(write_id, positions) for write_id, _, positions in request.reads])
         sources: list[Bytes] = []
-        gone: list[Ref] = []
-        for write_id, slots, positions in request.reads:
-            place, rows, gone_positions = self._extents.find(write_id, positions)
-            gone += [(write_id, position) for position in gone_positions]
-            if place is None or gone:
-                continue
+        for place, (_, slots, positions) in zip(places, request.reads, strict=True):
             if not all(0 <= slot < len(place.layout.columns) for slot in slots):
                 raise InvalidRequestError("a put has other columns than those that are asked for.")
-            extent = self._extents.arena.bytes[slice(*place.bounds)]
-            columns.append([place.layout.columns[slot] for slot in slots])
-            for column in columns[-1]:
-                sources += arrays_of_rows(extent, column, place.num_rows, rows)
-        if gone:
-            return Fetched([], gone)
+            extent, rows = self._extents.arena.bytes[slice(*place.bounds)], place.rows_of(positions)
+            for slot in slots:
+                sources += arrays_of_rows(extent, place.layout.columns[slot], place.num_rows, rows)
         extents = self._extents.pin({write_id for write_id, _, _ in request.reads})
-        return Sending(Fetched(columns, []), sources, lambda: self._extents.unpin(extents))
+        return Sending(places, sources, lambda: self._extents.unpin(extents))
 
-    def _drop(self, request: Drop, client: _Client) -> None:
+    def _drop(self, request: Drop, client: Client) -> None:
         write_ids = {write_id for write_id, _ in request.refs}
-        for write_id in self._writers.keys() & write_ids:
-            if write_id in self._writers:  # else it ended with another write of its put
-                self._end_put(self._writers[write_id])
+        for put in {self._puts[write_id] for write_id in self._puts.keys() & write_ids}:
+            self._end_put(put)
         if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
             self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
         self._late[0].update(write_id for write_id in write_ids if not self._extents.holds(write_id))
         self._extents.drop(request.refs)
 
-    def _memory(self, request: Memory, client: _Client) -> ExtentStatistics:
+    def _memory(self, request: Memory, client: Client) -> ExtentStatistics:
         return self._extents.statistics()._replace(num_sessions=len(self._clients))
 
 
 ExtentHost.handlers = {
     CheckRoom: lambda host, request, client: host._extents.check_room(request.size_bytes),
     Allocate: ExtentHost._allocate,
-    PutWhole: ExtentHost._put_whole,
     Written: ExtentHost._written,
     Fill: ExtentHost._fill,
     Find: ExtentHost._find,

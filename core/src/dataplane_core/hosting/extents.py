@@ -14,16 +14,19 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
+from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import Extent, Extents
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 
+#: The most rows of a write.
+_MOST_ROWS: Final = 1 << 24
 #: Bytes of an extent without rows that are squeezed at least. Less is not worth the work.
 _LEAST_DEAD: Final = 64
 
@@ -153,20 +156,45 @@ class Wanted(NamedTuple):
 
     write_id: int
     layout: Layout
-    num_rows: int
+    num_rows: Annotated[int, msgspec.Meta(ge=1, le=_MOST_ROWS)]
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Where a write lies: the offset of its extent in the arena, its layout there, and how many rows the extent has."""
+    """Where rows of a write lie.
+
+    Attributes:
+        offset, layout: Of its extent in the arena, and of the columns there.
+        num_rows: How many rows the extent has.
+        rows: Those that were asked for. None: they have the same numbers as the positions.
+    """
 
     offset: int
     layout: Layout
     num_rows: int
+    rows: list[int] | None = None
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Where its extent begins and ends in the arena."""
         return self.offset, self.offset + self.layout.size_bytes
+
+    def rows_of(self, positions: list[int]) -> list[int]:
+        """The rows, given the positions that were asked for."""
+        return positions if self.rows is None else self.rows
+
+
+class RefsGoneError(DataPlaneError):
+    """Located payload is gone: it was cleared or overwritten since then, or lost. `LedgerBackend` locates it again.
+
+    Attributes:
+        refs: The refs of what is gone, if known.
+        handles: For a `RowStoreBackend`, the handles of the rows that are gone.
+    """
+
+    def __init__(self, message: str, *, refs: Iterable[Ref] = (), handles: Iterable[int] = (), **kwargs: Any) -> None:
+        super().__init__(message, **kwargs)
+        self.refs = tuple(refs)
+        self.handles = tuple(handles)
 
 
 class ExtentStatistics(NamedTuple):
@@ -190,6 +218,13 @@ class Payload:
     num_live: int  # of them, those that exist
     num_positions: int  # rows that the write had
     rows: list[int] | None = None  # position in the write -> row of the extent, -1 if it is gone; None: all, in order
+
+    def rows_at(self, positions: list[int]) -> list[int] | None:
+        """The rows of the extent at these positions, -1 for what is gone. None: they have the same numbers."""
+        if self.rows is None and (not positions or (min(positions) >= 0 and max(positions) < self.num_positions)):
+            return None
+        rows = range(self.num_positions) if self.rows is None else self.rows
+        return [rows[position] if 0 <= position < self.num_positions else -1 for position in positions]
 
     def drop(self, position: int) -> None:
         """Marks a row as gone. Ignores a position that does not exist."""
@@ -261,19 +296,22 @@ class ExtentService:
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:
         """Of what an earlier process left, only these positions exist. Here nothing is."""
 
-    def find(self, write_id: int, positions: list[int]) -> tuple[Place | None, list[int], list[int]]:
-        """Where rows of a write are: the place of the write, None if it is gone; the rows of its extent; and which
-        positions are gone."""
-        payload = self._payloads.get(write_id)
-        if payload is None:
-            return None, [], positions
-        place = Place(payload.extent.offset, payload.layout, payload.num_rows)
-        if positions and not (min(positions) >= 0 and max(positions) < payload.num_positions):
-            return place, [], [position for position in positions if not 0 <= position < payload.num_positions]
-        if payload.rows is None:
-            return place, positions, []
-        rows = [payload.rows[position] for position in positions]
-        return place, rows, [position for position, row in zip(positions, rows, strict=True) if row < 0]
+    def find(self, wanted: Sequence[tuple[int, list[int]]]) -> list[Place]:
+        """Where rows are, by write ids and positions. Raises `RefsGoneError`, which names all that do not exist."""
+        places: list[Place] = []
+        gone: list[Ref] = []
+        for write_id, positions in wanted:
+            payload = self._payloads.get(write_id)
+            if payload is None:
+                gone += [(write_id, position) for position in positions]
+                continue
+            rows = payload.rows_at(positions)
+            if rows is not None:
+                gone += [(write_id, position) for position, row in zip(positions, rows, strict=True) if row < 0]
+            places.append(Place(payload.extent.offset, payload.layout, payload.num_rows, rows))
+        if gone:
+            raise RefsGoneError(f"{len(gone)} rows are gone.", refs=gone)
+        return places
 
     def holds(self, write_id: int) -> bool:
         """Whether it has rows of a write."""

@@ -311,10 +311,11 @@ class KeptExtents(ExtentService):
         )
         self._notes.note(f"{_EXTENT_NOTE}{write_id:x}", msgspec.msgpack.encode(kept))
 
-    def find(self, write_id: int, positions: list[int]) -> tuple[Place | None, list[int], list[int]]:
-        """As `ExtentService.find`, after the bytes of the write were checked."""
-        self._is_whole(write_id)
-        return super().find(write_id, positions)
+    def find(self, wanted: Sequence[tuple[int, list[int]]]) -> list[Place]:
+        """As `ExtentService.find`, after the bytes of the writes were checked."""
+        for write_id, _ in wanted:
+            self._is_whole(write_id)
+        return super().find(wanted)
 
     def drop(self, refs: Iterable[Ref]) -> None:
         """As `ExtentService.drop`. A full file system gets the room back that no extent needs."""

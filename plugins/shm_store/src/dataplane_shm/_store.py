@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, StalePartitionError
-from dataplane_core.hosting import Allocate, Client, ExtentHost, ExtentService, LedgerHost, PutWhole
+from dataplane_core.hosting import Allocate, Client, ExtentHost, ExtentService, LedgerHost
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
 from dataplane_core.log import LoggedLedger
 from dataplane_shm._messages import About
@@ -65,7 +65,7 @@ class Store(LedgerHost, ExtentHost):
             raise StalePartitionError("put_samples refused: the put is not begun, or was aborted.")
         return put
 
-    def _allocate(self, request: Allocate | PutWhole, client: Any) -> list[int]:
+    def _allocate(self, request: Allocate, client: Client) -> list[int]:
         put = self._begun_by(request.put, client)
         try:
             return super()._allocate(request, client)
@@ -88,10 +88,10 @@ class Store(LedgerHost, ExtentHost):
             self._sweep()
         return []
 
-    def _abort(self, command: commands.AbortPut, client: Any) -> list[Ref]:
+    def _abort(self, command: commands.AbortPut, client: Client) -> list[Ref]:
         self._begun.pop(command.write_id, None)
-        if command.write_id in client.puts:
-            self._end_put(client.puts[command.write_id])
+        if command.write_id in self._puts:
+            self._end_put(self._puts[command.write_id])
         self._ledger.call(command)
         self._sweep()
         return []

@@ -17,9 +17,9 @@ from shm_case import rows_found
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import Uses, extent_bytes
-from dataplane_core.hosting import Allocate, KeptExtents, PutWhole, kept_extents
+from dataplane_core.hosting import Allocate, KeptExtents, kept_extents
 from dataplane_core.hosting.extent_host import CheckRoom, Find, Written
-from dataplane_core.hosting.extents import Layout, Wanted
+from dataplane_core.hosting.extents import Layout, RefsGoneError, Wanted
 from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import Together
 from dataplane_core.ledger import commands
@@ -90,7 +90,7 @@ class Life:
 
     def begin(self, ids, length):
         put, layout, wanted = self.put_of(ids, length)
-        (offset,) = self.call(CheckRoom(layout.size_bytes), put, Allocate(put.write_id, wanted))
+        (offset,) = self.call(CheckRoom(layout.size_bytes), put, Allocate(wanted))
         return put.write_id, self.store._extents.arena.bytes[offset : offset + layout.size_bytes]
 
     def put(self, ids, length, number):
@@ -108,7 +108,7 @@ class Life:
     def put_whole(self, ids, length, number):
         put, layout, wanted = self.put_of(ids, length)
         data = bytes([number]) * layout.size_bytes
-        self.call(put, PutWhole(put.write_id, wanted, [data]), commands.CommitPut(put.write_id))
+        self.call(put, Allocate(wanted, data=[data]), commands.CommitPut(put.write_id))
 
     def clear(self, ids):
         self.call(commands.ClearRequest("p", ids))
@@ -124,10 +124,11 @@ class Life:
         if not ids:
             return []
         parts = self.call(commands.Locate("p", ids, ["x"])).parts
-        found = self.call(Find([(part.write_id, part.positions) for part in parts], 1))
-        if found.gone:
-            return [None if len(ids) == 1 else self.read([each])[0] for each in ids]
-        rows = [bytes(each) for each in rows_found(self.store._extents.arena, parts, found, len(ids))]
+        try:
+            places = self.call(Find([(part.write_id, part.positions) for part in parts], 1))
+        except RefsGoneError:
+            return [None if len(ids) == 1 else self.read([sample_id])[0] for sample_id in ids]
+        rows = [bytes(row) for row in rows_found(self.store._extents.arena, parts, places, len(ids))]
         self.store._unpin(self.session, 1)
         return rows
 

@@ -91,9 +91,9 @@ class Life:
         wanted, data = [extents.Wanted(write_id, layout, len(ids))], bytes([number]) * layout.size_bytes
         try:
             if whole:
-                self.tell_unit(extent_host.PutWhole(write_id, wanted, [data]))
+                self.tell_unit(extent_host.Allocate(wanted, data=[data]))
             else:
-                (offset,) = self.tell_unit(extent_host.Allocate(write_id, wanted))
+                (offset,) = self.tell_unit(extent_host.Allocate(wanted))
                 self._opened.extents.arena.bytes[offset : offset + len(data)] = memoryview(data)
                 self.tell_unit(extent_host.Written(write_id))
         except CapacityExceededError:
@@ -117,11 +117,9 @@ class Life:
     def read(self, ids):
         rows = {}
         for part in self.call(commands.Locate("p", ids, ["x"])).parts if ids else ():
-            found = self.tell_unit(extent_host.Find([(part.write_id, list(part.positions))], 1))
-            assert not found.gone, f"rows of {ids} are lost"
-            place = found.places[part.write_id]
+            (place,) = self.tell_unit(extent_host.Find([(part.write_id, list(part.positions))], 1))
             (column,) = place.layout.columns
-            for row, there in zip(part.rows, found.rows[0] or part.positions, strict=True):
+            for row, there in zip(part.rows, place.rows_of(part.positions), strict=True):
                 start = place.offset + column.start + there * column.step
                 rows[row] = bytes(self._opened.extents.arena.bytes[start : start + column.step])
         return [rows[row] for row in range(len(ids))]

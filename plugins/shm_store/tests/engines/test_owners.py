@@ -69,8 +69,7 @@ time.sleep(1000)
         assert later.list_samples("p").sample_ids == []
 
 
-@pytest.mark.parametrize("with_watcher", [False, True])
-def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, with_watcher, python):
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, python):
     code = f"""
 import os, time
 from dataplane_core import connect
@@ -78,15 +77,12 @@ client = connect({fresh!r})
 child = os.fork()
 if child == 0:
     time.sleep(1000)
-process = client._connection.backend._process
-print(process.pid, process._watcher.pid, child, flush=True)
+print(client._connection.backend._process.pid, child, flush=True)
 time.sleep(1000)
 """
     owner = python.start("-c", code, stdout=subprocess.PIPE, text=True)
-    ledger, watcher, child = map(int, owner.stdout.readline().split())
+    ledger, child = map(int, owner.stdout.readline().split())
     try:
-        if with_watcher:
-            os.kill(watcher, signal.SIGKILL)
         owner.kill()
         owner.wait()
         eventually(lambda: not Path(f"/proc/{ledger}").exists(), WAIT_S)

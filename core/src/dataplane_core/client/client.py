@@ -11,11 +11,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import wrapt
+from msgspec.structs import replace
 
 from dataplane_core.arguments import (
     Count,
@@ -29,17 +32,18 @@ from dataplane_core.arguments import (
     checked_as,
 )
 from dataplane_core.client.claims import checked_claim, claim_now, settle
-from dataplane_core.client.connection import ClientFacts, Connection, note_step
+from dataplane_core.client.connection import ClientFacts, Connection, check_counts, note_step
 from dataplane_core.client.explaining import clients_of, judged, list_partitions
 from dataplane_core.client.partitions import (
-    clear,
+    HIDDEN,
+    common_fields,
     declared_fields,
-    describe,
+    encode,
     export,
-    get,
     list_fields,
-    list_samples,
+    opening,
     put,
+    read,
     register,
     set_cursor,
     tell_short_groups,
@@ -54,20 +58,27 @@ from dataplane_core.errors import (
     Verdict,
     preview,
 )
-from dataplane_core.meta import KVBatchMeta
+from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.spec import (
     Capability,
+    ClearRequest,
     ClientInfo,
+    InspectRequest,
+    ListRequest,
     ListUnitsRequest,
     PartitionDescription,
+    PutRequest,
     RegisterRequest,
+    SampleList,
     Sampler,
     TagFilter,
     TagValue,
     UnitInfo,
+    check_tag_filter,
     new_id,
 )
 from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest, Words
+from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:  # torch is imported by the first call that needs it
     from tensordict import TensorDict, TensorDictBase
@@ -260,7 +271,48 @@ class DataPlaneClient(ClientFacts):
             >>> meta.sequence_lengths
             [3, 2, 1, 2]
         """
-        return put(self._connection, partition_id, sample_ids, fields, tags)
+        from dataplane_core.codec.inputs import as_columns  # it imports torch
+
+        # isort: split
+        from tensordict import TensorDictBase  # after the codec, which delays its marks for the compiler
+
+        connection = self._connection
+        with connection.operation("put_samples", partition_id):
+            ids = checked_as("put_samples: sample_ids", list[Name], sample_ids)
+            where = f"put_samples('{partition_id}', {len(ids)} samples)"
+            if len(set(ids)) != len(ids):
+                repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
+                raise InvalidRequestError(
+                    f"{where} refused: sample ids repeat: {preview(repeated)}. Expected each id once."
+                )
+            rows = None if tags is None else check_tags(tags, len(ids))
+            if isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
+                raise InvalidRequestError(
+                    f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
+                    "row per sample id."
+                )
+            inputs = {} if fields is None else as_columns(where, fields, len(ids))
+            request = PutRequest(
+                partition_id=partition_id,
+                sample_ids=ids,
+                columns={},
+                specs={},
+                tags=rows,
+                strict=connection.config.strict_fields,
+            )
+            encode(connection, where, request, inputs)
+            if not ids:
+                return KVBatchMeta(partition_id, None, [])
+            names = list(request.columns)
+            if not names and rows is None:
+                raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
+            if connection.config.open_partitions:
+                request.opens = opening(connection, partition_id, names, [])
+            work = connection.work.begin("put_samples", partition_id, names)
+            put(connection, where, request, inputs)
+            work.served_at = time.monotonic()
+            lengths = None if rows is None else lengths_of(rows)
+            return KVBatchMeta(partition_id, None, ids, fields=names, sequence_lengths=lengths, tags=rows)
 
     def get_samples(
         self,
@@ -299,7 +351,33 @@ class DataPlaneClient(ClientFacts):
             >>> batch["reward"]
             tensor([0., 0.])
         """
-        return get(self._connection, partition_id, sample_ids, select_fields, share_rows=share_rows)
+        from dataplane_core.codec.rows import repeat_rows
+
+        # isort: split
+        from tensordict import TensorDict
+
+        connection = self._connection
+        with connection.operation("get_samples", partition_id):
+            ids = checked_as("get_samples: sample_ids", list[Name], sample_ids)
+            names = [] if select_fields is None else check_names("get_samples: select_fields", select_fields)
+            if select_fields is not None and not names:
+                raise InvalidRequestError(
+                    f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
+                    "names of the columns to read."
+                )
+            if not ids:
+                return TensorDict({}, batch_size=[0])
+            unique = list(dict.fromkeys(ids))
+            if select_fields is None:
+                what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
+                names = common_fields(list_fields(connection, what, partition_id, unique))
+                if not names:
+                    return TensorDict({}, batch_size=[len(ids)])
+            columns = read(connection, unique, partition_id, names, share_rows, connection.deadline())
+            if len(unique) != len(ids):
+                at = {sample_id: position for position, sample_id in enumerate(unique)}
+                columns = repeat_rows(columns, [at[sample_id] for sample_id in ids], share=share_rows)
+            return TensorDict(columns, batch_size=[len(ids)])
 
     def get_data(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None, share_rows: bool = False
@@ -480,7 +558,10 @@ class DataPlaneClient(ClientFacts):
         Examples:
             >>> client.clear_samples(["p0_g0"], "step-1")
         """
-        clear(self._connection, partition_id, sample_ids)
+        with self._connection.operation("clear_samples", partition_id):
+            ids = None if sample_ids is None else check_names("clear_samples: sample_ids", sample_ids)
+            if ids != []:
+                self._connection.call(ClearRequest(partition_id, ids))
 
     def save(
         self,
@@ -514,7 +595,7 @@ class DataPlaneClient(ClientFacts):
         with self._connection.naming_errors():
             from dataplane_core.client.saving import save  # it imports torch
 
-            save(self._connection, folder, metadata, partitions)
+            save(self, folder, metadata, partitions)
 
     def load(self, folder: str | os.PathLike[str], partitions: Sequence[str] | None = None) -> dict[str, Any]:
         """Loads partitions that `save` has saved, of this backend or another one. Leased samples are ready again.
@@ -546,7 +627,7 @@ class DataPlaneClient(ClientFacts):
         with self._connection.naming_errors():
             from dataplane_core.client.saving import load  # it imports torch
 
-            return load(self._connection, folder, partitions)
+            return load(self, folder, partitions)
 
     def ping(self) -> None:
         """Asks the store for a sign of life. Blocks until it answers, at most ``op_timeout_s``.
@@ -594,7 +675,12 @@ class DataPlaneClient(ClientFacts):
             >>> description.tasks["trainer"].num_consumed
             3
         """
-        return describe(self._connection, partition_id, count_rows=count_rows)
+        with self._connection.operation("describe", partition_id, needs=Capability.LISTING):
+            request = InspectRequest(partition_id, count_rows=count_rows)
+            description: PartitionDescription = self._connection.call(request)
+            specs = {name: spec for name, spec in description.specs.items() if not name.startswith(HIDDEN)}
+            num_rows = {name: count for name, count in description.num_rows.items() if name in specs}
+            return replace(description, specs=specs, num_rows=num_rows)
 
     def list_samples(
         self, partition_id: str, tag_filter: TagFilter | None = None, sample_ids: Sequence[str] | None = None
@@ -615,7 +701,17 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_samples("step-1", sample_ids=["p1_g1", "p9_g9"]).tags
             [{'input_lengths': 2}]
         """
-        return list_samples(self._connection, partition_id, tag_filter, sample_ids)
+        with self._connection.operation("list_samples", partition_id, needs=Capability.LISTING):
+            condition = check_tag_filter(tag_filter)
+            if condition is not None:
+                self._connection.require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
+            ids = None if sample_ids is None else check_names("list_samples: sample_ids", sample_ids)
+            if ids == []:
+                return KVBatchMeta(partition_id, None, [], tags=[])
+            listed: SampleList = self._connection.call(ListRequest(partition_id, condition, ids))
+            ids, rows = list(listed.sample_ids), [dict(row) for row in listed.tags]
+            check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(rows))
+            return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(rows), tags=rows)
 
     def list_sample_ids(
         self, partition_id: str, tag_filter: TagFilter | None = None, *, fields: Sequence[str] = ()

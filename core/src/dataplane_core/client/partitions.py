@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec.structs import replace
-
-from dataplane_core.arguments import Name, check_name, check_names, checked, checked_as
+from dataplane_core.arguments import check_name, checked
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.connection import Connection, check_counts
 from dataplane_core.errors import (
@@ -23,25 +20,18 @@ from dataplane_core.errors import (
     OpenCellsError,
     SchemaMismatchError,
     Shortfall,
-    preview,
     printable,
 )
-from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.spec import (
     Capability,
-    ClearRequest,
     FieldSpec,
     GetRequest,
-    ListRequest,
     PartitionDescription,
     PartitionInfo,
     PutRequest,
     Question,
     RegisterRequest,
-    SampleList,
-    TagFilter,
     WireBatch,
-    check_tag_filter,
     this_process,
 )
 from dataplane_core.spec.replies import FieldList, PartitionState, Replaced
@@ -53,15 +43,14 @@ from dataplane_core.spec.requests import (
     InspectRequest,
     SetCursorRequest,
 )
-from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:  # torch is imported by the first call that needs it
-    from tensordict import TensorDict
+    pass
 
 _log = logging.getLogger(__name__)
 
 #: Fields whose names begin with it belong to middleware. Callers do not see them.
-_HIDDEN: Final = "~"
+HIDDEN: Final = "~"
 _DAMAGED: Final = (
     "They were damaged in the store or on the way. Clear these samples and produce them again. The middleware "
     "wire_guard also finds damage that leaves the bytes readable."
@@ -153,131 +142,13 @@ def _dropped(partition_id: str, replaced: Replaced) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def put(connection: Connection, partition_id: str, sample_ids: Sequence[str], fields: Any, tags: Any) -> KVBatchMeta:
-    """Writes cells and tags. See `DataPlaneClient.put_samples`."""
-    from dataplane_core.codec.inputs import as_columns  # it imports torch
-
-    # isort: split
-    from tensordict import TensorDictBase  # after the codec, which delays its marks for the compiler
-
-    with connection.operation("put_samples", partition_id):
-        ids = checked_as("put_samples: sample_ids", list[Name], sample_ids)
-        where = f"put_samples('{partition_id}', {len(ids)} samples)"
-        if len(set(ids)) != len(ids):
-            repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
-            raise InvalidRequestError(
-                f"{where} refused: sample ids repeat: {preview(repeated)}. Expected each id once."
-            )
-        rows = None if tags is None else check_tags(tags, len(ids))
-        if isinstance(fields, TensorDictBase) and tuple(fields.batch_size) != (len(ids),):
-            raise InvalidRequestError(
-                f"{where} refused: fields have batch size {list(fields.batch_size)}. Expected [{len(ids)}], one "
-                "row per sample id."
-            )
-        inputs = {} if fields is None else as_columns(where, fields, len(ids))
-        request = PutRequest(
-            partition_id=partition_id,
-            sample_ids=ids,
-            columns={},
-            specs={},
-            tags=rows,
-            strict=connection.config.strict_fields,
-        )
-        _encode(connection, where, request, inputs)
-        if not ids:
-            return KVBatchMeta(partition_id, None, [])
-        fields = list(request.columns)
-        if not fields and rows is None:
-            raise InvalidRequestError(f"{where} refused: neither fields nor tags were given.")
-        if connection.config.open_partitions:
-            request.opens = opening(connection, partition_id, fields, [])
-        work = connection.work.begin("put_samples", partition_id, fields)
-        _put(connection, where, request, inputs)
-        work.served_at = time.monotonic()
-        lengths = None if rows is None else lengths_of(rows)
-        return KVBatchMeta(partition_id, None, ids, fields=fields, sequence_lengths=lengths, tags=rows)
-
-
-def get(
-    connection: Connection,
-    partition_id: str,
-    sample_ids: Sequence[str],
-    select_fields: Sequence[str] | None,
-    *,
-    share_rows: bool,
-) -> TensorDict:
-    """Reads rows. See `DataPlaneClient.get_samples`."""
-    from dataplane_core.codec.rows import repeat_rows
-
-    # isort: split
-    from tensordict import TensorDict
-
-    with connection.operation("get_samples", partition_id):
-        ids = checked_as("get_samples: sample_ids", list[Name], sample_ids)
-        names = [] if select_fields is None else check_names("get_samples: select_fields", select_fields)
-        if select_fields is not None and not names:
-            raise InvalidRequestError(
-                f"get_samples('{partition_id}', {len(ids)} samples) refused: select_fields is empty. Expected the "
-                "names of the columns to read."
-            )
-        if not ids:
-            return TensorDict({}, batch_size=[0])
-        unique = list(dict.fromkeys(ids))
-        if select_fields is None:
-            what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
-            names = common_fields(list_fields(connection, what, partition_id, unique))
-            if not names:
-                return TensorDict({}, batch_size=[len(ids)])
-        columns = _read(connection, unique, partition_id, names, share_rows, connection.deadline())
-        if len(unique) != len(ids):
-            at = {sample_id: position for position, sample_id in enumerate(unique)}
-            columns = repeat_rows(columns, [at[sample_id] for sample_id in ids], share=share_rows)
-        return TensorDict(columns, batch_size=[len(ids)])
-
-
-def clear(connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> None:
-    """Removes samples, or a partition. See `DataPlaneClient.clear_samples`."""
-    with connection.operation("clear_samples", partition_id):
-        ids = None if sample_ids is None else check_names("clear_samples: sample_ids", sample_ids)
-        if ids is not None and not ids:
-            return
-        connection.call(ClearRequest(partition_id, ids))
-
-
-def describe(connection: Connection, partition_id: str, *, count_rows: bool = True) -> PartitionDescription:
-    """Counts what a partition holds. See `DataPlaneClient.describe`."""
-    with connection.operation("describe", partition_id, needs=Capability.LISTING):
-        request = InspectRequest(partition_id, count_rows=count_rows)
-        description: PartitionDescription = connection.call(request)
-        specs = {name: spec for name, spec in description.specs.items() if not name.startswith(_HIDDEN)}
-        num_rows = {name: count for name, count in description.num_rows.items() if name in specs}
-        return replace(description, specs=specs, num_rows=num_rows)
-
-
-def list_samples(
-    connection: Connection, partition_id: str, tag_filter: TagFilter | None, sample_ids: Sequence[str] | None
-) -> KVBatchMeta:
-    """The ids and tags of samples. See `DataPlaneClient.list_samples`."""
-    with connection.operation("list_samples", partition_id, needs=Capability.LISTING):
-        condition = check_tag_filter(tag_filter)
-        if condition is not None:
-            connection.require(Capability.TAG_FILTERS, "list_samples(tag_filter=...)")
-        ids = None if sample_ids is None else check_names("list_samples: sample_ids", sample_ids)
-        if ids == []:
-            return KVBatchMeta(partition_id, None, [], tags=[])
-        listed: SampleList = connection.call(ListRequest(partition_id, condition, ids))
-        ids, tags = list(listed.sample_ids), [dict(row) for row in listed.tags]
-        check_counts(f"list_samples('{partition_id}')", len(ids), tags=len(tags))
-        return KVBatchMeta(partition_id, None, ids, sequence_lengths=lengths_of(tags), tags=tags)
-
-
-def _encode(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
+def encode(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
     """Adds columns to a put."""
     from dataplane_core.codec.wire import encode_columns
 
     for name in inputs.keys():
         check_name("field name", name)
-        if name.startswith(_HIDDEN):
+        if name.startswith(HIDDEN):
             raise InvalidRequestError(f"{where} refused: field name '{name}' is reserved ('~' is middleware's).")
     config = connection.config
     columns, specs = encode_columns(
@@ -294,7 +165,7 @@ def _encode(connection: Connection, where: str, request: PutRequest, inputs: Any
             request.strings[name] = strings
 
 
-def _read(
+def read(
     connection: Connection, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float
 ) -> dict[str, Any]:
     """The columns of different samples."""
@@ -306,7 +177,7 @@ def _read(
         with _naming_samples(partition_id, ids):
             batch: WireBatch = connection.call(request)
     except OpenCellsError as error:
-        parts = [_read(connection, list(group), partition_id, names, share_rows, deadline) for group in error.groups]
+        parts = [read(connection, list(group), partition_id, names, share_rows, deadline) for group in error.groups]
         places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
         order = [places[sample_id] for sample_id in ids]
         return {name: join_parts([part[name] for part in parts], order) for name in names}
@@ -327,7 +198,7 @@ def _read(
         )
 
 
-def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
+def put(connection: Connection, where: str, request: PutRequest, inputs: Any) -> None:
     """Puts. A list is written as its field's known spec says, if the store refuses what it became."""
     from dataplane_core.codec.inputs import list_as, misfit_of
     from dataplane_core.codec.rows import Columns
@@ -352,7 +223,7 @@ def _put(connection: Connection, where: str, request: PutRequest, inputs: Any) -
             if not fitting:
                 raise
             tried |= fitting.keys()
-            _encode(connection, where, request, fitting)
+            encode(connection, where, request, fitting)
 
 
 def _is_valid(text: str) -> bool:
@@ -382,7 +253,7 @@ def list_fields(connection: Connection, what: str, partition_id: str, sample_ids
                 f"{what}: the backend's reply holds {len(reply.patterns)} sets of fields, and names others. "
                 "Expected a set for each sample."
             )
-    patterns = [[name for name in names if not name.startswith(_HIDDEN)] for names in reply.patterns]
+    patterns = [[name for name in names if not name.startswith(HIDDEN)] for names in reply.patterns]
     return [patterns[place] for place in reply.index]
 
 

@@ -16,19 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from dataplane_core.arguments import check_names, checked
-from dataplane_core.client.connection import Connection
-from dataplane_core.client.explaining import list_partitions
-from dataplane_core.client.partitions import (
-    clear,
-    describe,
-    export,
-    get,
-    list_fields,
-    list_samples,
-    put,
-    register,
-    set_cursor,
-)
+from dataplane_core.client.partitions import export, list_fields, register, set_cursor
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -41,7 +29,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import group_of
 from dataplane_core.saves import SavedFile, pack_rows, tensor_rows, unpack_rows, write_save
-from dataplane_core.spec import Capability, FieldSpec, RegisterRequest, TagValue
+from dataplane_core.spec import FieldSpec, RegisterRequest, TagValue
 from dataplane_core.spec.replies import Registration
 
 _KIND: Final = "dataplane-partitions"
@@ -52,6 +40,8 @@ _MOST_ROWS: Final = 4096
 #: How often one row may change while it is read.
 _TRIES: Final = 100
 
+#: A `DataPlaneClient`, which imports this module.
+_Client: TypeAlias = Any
 #: Rows as they are listed: the tags, and the names of the fields, of each that is there.
 _Listed: TypeAlias = dict[str, tuple[Mapping[str, TagValue], Sequence[str]]]
 #: Rows, and the columns that all of them have.
@@ -83,7 +73,7 @@ class _Head(msgspec.Struct):
 
 
 def save(
-    connection: Connection,
+    client: _Client,
     folder: str | os.PathLike[str],
     metadata: Mapping[str, Any] | None,
     partitions: Sequence[str] | None,
@@ -94,23 +84,19 @@ def save(
         json.dumps(metadata)
     except (TypeError, ValueError) as error:
         raise InvalidTypeError(f"save refused: metadata must be a dict of JSON values: {error}.") from error
-    if partitions is None:
-        with connection.operation("list_partitions", needs=Capability.LISTING):
-            names = list_partitions(connection)
-    else:
-        names = check_names("save: partitions", partitions)
+    names = client.list_partitions() if partitions is None else check_names("save: partitions", partitions)
     entries: list[dict[str, Any]] = []
     body = {"metadata": metadata, "partitions": entries}  # filled while the blocks are written
-    write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(connection, name, entries)))
+    write_save(folder, _KIND, body, (block for name in names for block in _blocks_of(client, name, entries)))
 
 
-def _blocks_of(connection: Connection, partition_id: str, entries: list[dict[str, Any]]) -> Iterator[bytes]:
+def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``entries``."""
-    info = describe(connection, partition_id).info
-    listed = _list(connection, partition_id, None)
-    state = export(connection, "save", partition_id)  # after the list: so it knows what was cleared before
+    info = client.describe(partition_id).info
+    listed = _list(client, partition_id, None)
+    state = export(client._connection, "save", partition_id)  # after the list: so it knows what was cleared before
     consumed = _sets(state.consumed)
-    reader = _Reader(connection, partition_id)
+    reader = _Reader(client, partition_id)
     num_blocks = num_saved = 0
     ids = list(listed)
     start, num_rows = 0, _FIRST_ROWS
@@ -131,7 +117,7 @@ def _blocks_of(connection: Connection, partition_id: str, entries: list[dict[str
             num_saved += len(created)
             created = []
             block = pack_rows(
-                columns, len(rows_of_batch), msgspec.structs.asdict(head), allow_pickle=connection.config.allow_pickle
+                columns, len(rows_of_batch), msgspec.structs.asdict(head), allow_pickle=client.config.allow_pickle
             )
             size_bytes += len(block)
             num_blocks += 1
@@ -139,7 +125,7 @@ def _blocks_of(connection: Connection, partition_id: str, entries: list[dict[str
         start += len(portion)
         mean_bytes = max(1, size_bytes // max(1, len(portion)))
         num_rows = max(1, min(_MOST_ROWS, 4 * num_rows, _BLOCK_BYTES // mean_bytes))
-    if describe(connection, partition_id).info.epoch != info.epoch:
+    if client.describe(partition_id).info.epoch != info.epoch:
         raise StalePartitionError(
             f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
         )
@@ -157,12 +143,12 @@ def _blocks_of(connection: Connection, partition_id: str, entries: list[dict[str
     entries.append(msgspec.to_builtins(entry))
 
 
-def _list(connection: Connection, partition_id: str, sample_ids: Sequence[str] | None) -> _Listed:
+def _list(client: _Client, partition_id: str, sample_ids: Sequence[str] | None) -> _Listed:
     while True:
-        meta = list_samples(connection, partition_id, None, sample_ids)
+        meta = client.list_samples(partition_id, sample_ids=sample_ids)
         what = f"save: get_samples('{partition_id}', {meta.size} samples)"
         try:
-            fields = list_fields(connection, what, partition_id, meta.sample_ids) if meta.size else []
+            fields = list_fields(client._connection, what, partition_id, meta.sample_ids) if meta.size else []
         except UnknownPartitionError:
             raise
         except MissingDataError:
@@ -200,8 +186,8 @@ class _Reader:
         gone: The rows that were cleared meanwhile.
     """
 
-    def __init__(self, connection: Connection, partition_id: str) -> None:
-        self._connection = connection
+    def __init__(self, client: _Client, partition_id: str) -> None:
+        self._client = client
         self._partition_id = partition_id
         self._specs: dict[str, FieldSpec] = {}
         self.gone: list[str] = []
@@ -226,7 +212,7 @@ class _Reader:
             return []
         batches = self._columns(there, before)
         is_whole = batches is not None and (len(batches) < 2 or self._are_cells_of(batches, there, before))
-        after = _list(self._connection, self._partition_id, there)
+        after = _list(self._client, self._partition_id, there)
         if batches is None and after.keys() == set(there):
             self._columns(there, after, can_lack=False)  # raises if cells are lost; not if a row was written again
         if batches is not None and is_whole and _packed(after, there) == _packed(before, there):
@@ -251,7 +237,7 @@ class _Reader:
         ]
 
     def _consumed(self) -> dict[str, set[str]]:
-        return _sets(export(self._connection, "save", self._partition_id).consumed)
+        return _sets(export(self._client._connection, "save", self._partition_id).consumed)
 
     def _columns(self, ids: Sequence[str], listed: _Listed, *, can_lack: bool = True) -> list[_Batch] | None:
         """The columns of rows: fields that the same rows have are read together. None: some were cleared."""
@@ -271,9 +257,9 @@ class _Reader:
 
     def _read(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
         """The columns of rows: those that the store shares are read once, and saved once."""
-        columns = get(self._connection, self._partition_id, ids, names, share_rows=True)
+        columns = self._client.get_samples(ids, self._partition_id, names, share_rows=True)
         if any(name not in self._specs for name in names):
-            self._specs.update(describe(self._connection, self._partition_id).specs)
+            self._specs.update(self._client.describe(self._partition_id).specs)
         if not self._specs.keys() >= set(names):  # they were dropped since they were read
             raise MissingDataError(f"save: '{self._partition_id}' was cleared meanwhile.", missing_samples=ids)
         return tensor_rows(dict(columns.items()), self._specs)
@@ -281,7 +267,7 @@ class _Reader:
     def _are_cells_of(self, batches: list[_Batch], ids: Sequence[str], listed: _Listed) -> bool:
         """Whether the cells are still those that were read."""
         again = self._columns(ids, listed)
-        pickles = self._connection.config.allow_pickle
+        pickles = self._client.config.allow_pickle
         old, new = (
             [pack_rows(columns, len(rows), {}, allow_pickle=pickles) for rows, columns in read]
             for read in (batches, again or [])
@@ -297,7 +283,7 @@ def _packed(listed: _Listed, sample_ids: Sequence[str]) -> bytes:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def load(connection: Connection, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
+def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[str] | None) -> dict[str, Any]:
     """See `DataPlaneClient.load`."""
     wanted = None if partitions is None else check_names("load: partitions", partitions)
     with SavedFile(folder, _KIND) as saved:
@@ -313,17 +299,17 @@ def load(connection: Connection, folder: str | os.PathLike[str], partitions: Seq
             pass
         begun: list[str] = []
         try:
-            passes = [saved.blocks() for _ in range(2 if connection.config.open_partitions else 1)]
+            passes = [saved.blocks() for _ in range(2 if client.config.open_partitions else 1)]
             for entry in entries:
                 blocks = [islice(all_blocks, entry.num_blocks) for all_blocks in passes]
                 if wanted is None or entry.partition_id in wanted:
                     begun.append(entry.partition_id)
-                    _load_partition(connection, entry, *blocks)
+                    _load_partition(client, entry, *blocks)
                 deque(chain(*blocks), maxlen=0)  # those that were not read
         except BaseException:
             for partition_id in begun:
                 with suppress(DataPlaneError):  # the caller gets the error of the load
-                    clear(connection, partition_id, None)
+                    client.clear_samples(None, partition_id)
             raise
         metadata: dict[str, Any] = saved.body["metadata"]
         return metadata
@@ -348,7 +334,7 @@ def _entries_of(body: Mapping[str, Any], num_blocks: int, folder: str | os.PathL
 
 
 def _load_partition(
-    connection: Connection, entry: _Entry, blocks: Iterator[bytes], again: Iterator[bytes] | None = None
+    client: _Client, entry: _Entry, blocks: Iterator[bytes], again: Iterator[bytes] | None = None
 ) -> None:
     """Registers a partition without tasks, so that none can claim, writes its rows, and adds the tasks at last.
 
@@ -357,43 +343,41 @@ def _load_partition(
     """
     partition_id = entry.partition_id
     registration = {**entry.registration, "partition_id": partition_id, "consumer_tasks": []}
-    register(connection, checked("load", RegisterRequest, **registration))
-    _clear_again(connection, entry)
+    register(client._connection, checked("load", RegisterRequest, **registration))
+    _clear_again(client, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry.registration["consumer_tasks"]}
     num_loaded = 0
-    for columns, head in _unpacked(connection, partition_id, blocks):
+    for columns, head in _unpacked(client, partition_id, blocks):
         num_loaded += len(head.created)
         for task, ids in head.consumed.items():
             consumed.setdefault(task, []).extend(ids)
         whole = bool(columns) and head.sample_ids == head.created and again is None
         if head.created and not whole:
-            put(connection, partition_id, head.created, None, head.tags)
+            client.put_samples(head.created, partition_id, None, head.tags)
         if columns and again is None:
-            put(connection, partition_id, head.sample_ids, columns, head.tags if whole else None)
+            client.put_samples(head.sample_ids, partition_id, columns, head.tags if whole else None)
     if num_loaded != entry.num_samples:
         raise CorruptDataError(
             f"load: the save of partition '{partition_id}' has {num_loaded} samples. Expected {entry.num_samples}."
         )
     for task, ids in consumed.items():
-        set_cursor(connection, "load", partition_id, task, ids, create=True)
-    for columns, head in _unpacked(connection, partition_id, again or iter(())):
+        set_cursor(client._connection, "load", partition_id, task, ids, create=True)
+    for columns, head in _unpacked(client, partition_id, again or iter(())):
         if columns:
-            put(connection, partition_id, head.sample_ids, columns, None)
+            client.put_samples(head.sample_ids, partition_id, columns)
 
 
-def _unpacked(
-    connection: Connection, partition_id: str, blocks: Iterator[bytes]
-) -> Iterator[tuple[dict[str, Any], _Head]]:
+def _unpacked(client: _Client, partition_id: str, blocks: Iterator[bytes]) -> Iterator[tuple[dict[str, Any], _Head]]:
     """Columns and head of each block."""
     for block in blocks:
-        columns, head = unpack_rows(block, allow_pickle=connection.config.allow_pickle)
+        columns, head = unpack_rows(block, allow_pickle=client.config.allow_pickle)
         try:
             yield columns, msgspec.convert(head, _Head)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.") from error
 
 
-def _clear_again(connection: Connection, entry: _Entry) -> None:
+def _clear_again(client: _Client, entry: _Entry) -> None:
     """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken.
 
     A group that has neither rows nor known ids needs this only if ids of it may still be written.
@@ -409,5 +393,5 @@ def _clear_again(connection: Connection, entry: _Entry) -> None:
         ids = [ids[place] for ids in of_groups if place < len(ids)]
         for start in range(0, len(ids), _MOST_ROWS):
             portion = ids[start : start + _MOST_ROWS]
-            put(connection, entry.partition_id, portion, None, [{}] * len(portion))
-            clear(connection, entry.partition_id, portion)
+            client.put_samples(portion, entry.partition_id, None, [{}] * len(portion))
+            client.clear_samples(portion, entry.partition_id)

@@ -1,29 +1,20 @@
-"""How much of the house one operation enters: modules and functions of dataplane packages, in the caller's process.
-
-Two samples with two columns, one of them ragged; no announcements, no middleware. It counts Python's frames in all
-threads of the process, so the numbers are exact, and the same on every machine with the same Python: from 3.12 on, most
-comprehensions have no frame of their own. Usage, from the root of a checkout:
-
-    python benchmarks/entered.py
-    python benchmarks/entered.py --functions put   # and the functions of one operation on noop, in order
-"""
+"""What an operation enters."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 
+from benchmarks import bench
+from benchmarks.bench import Table, case
 from dataplane_core import DataPlaneClient, connect
 
-BACKENDS: dict[str, dict[str, Any]] = {"noop": {}, "shm_store": {"namespace": f"entered-{os.getpid()}"}}
 IDS = ["a", "b"]
 COLUMNS = {"input_ids": [[1, 2, 3], [4]], "reward": torch.tensor([0.5, 1.0])}
 
@@ -40,6 +31,10 @@ class Counting:
     def begin(self) -> None:
         threading.setprofile(self._note)
         sys.setprofile(self._note)
+
+    def end(self) -> None:
+        threading.setprofile(None)
+        sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         module = frame.f_globals.get("__name__", "")
@@ -68,24 +63,25 @@ def count(client: DataPlaneClient, counting: Counting) -> dict[str, Entered]:
     return entered
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--functions", metavar="OPERATION", choices=["put", "claim", "get", "ack"])
-    parser.add_argument("--backend", default="noop", choices=BACKENDS, help="the one whose functions are shown")
-    args = parser.parse_args()
+@case
+def entered(functions: str = "", backends: tuple[str, ...] = ("noop", "shm_store")) -> Iterator[Table]:
+    """How much of the house one operation enters: modules and functions of its packages, in the caller's process.
+
+    Two samples with two columns, one of them ragged; no announcements, no middleware. It counts Python's frames in all
+    threads of the process, so the numbers are exact, and the same on every machine with the same Python: from 3.12 on,
+    most comprehensions have no frame of their own. ``--functions put`` lists those of one operation, in order.
+    """
     counting = Counting()
     counting.begin()
-    print(f"{'backend':12}{'operation':12}{'modules':>8}{'functions':>11}{'calls':>7}")
-    for name, options in BACKENDS.items():
-        with connect({"backend": name, "announce_s": None, "options": options}) as client:
+    rows: list[Any] = []
+    for backend in backends:
+        with connect({**bench.config_of(backend), "announce_s": None}) as client:
             operations = count(client, counting)
-        for operation, entered in operations.items():
-            modules = {module for module, _ in entered}
-            print(f"{name:12}{operation:12}{len(modules):8}{len(entered):11}{entered.total():7}")
-        if args.functions and name == args.backend:
-            for (module, function), calls in operations[args.functions].items():
-                print(f"    {module} {function} {calls}")
-
-
-if __name__ == "__main__":
-    main()
+        for operation, calls in operations.items():
+            modules = {module for module, _ in calls}
+            rows.append([f"{backend}, {operation}", len(modules), len(calls), calls.total()])
+        if functions:
+            cells = [[module, function, times] for (module, function), times in operations[functions].items()]
+            yield Table(f"entered: {functions}", [f"{backend}, {functions}", "function", "calls"], cells)
+    counting.end()
+    yield Table("entered", ["", "modules", "functions", "calls"], rows)

@@ -1,28 +1,15 @@
-"""How each staleness rule changes the mix of prompts in training, and how long the trainer waits.
-
-Rollouts of different length through a real `ReplayBuffer` over the in-process store; only time is simulated, so a run
-takes seconds and repeats exactly. A group takes as long as its longest answer, one unit of time per 1,000 tokens; every
-group that the rule admits is generated at once, as an engine with continuous batching does. Lengths are log-normal:
-prompts have medians of their own (spread 0.6), and their 8 answers vary around them (spread 0.4).
-
-Per rule: groups trained on per unit of time; the share of time that the trainer waits; the groups evicted; the mean
-answer length of what was trained on, over that of all prompts drawn; the share that the longest tenth of the prompts
-has of what was trained on (10 % is fair); and the mean staleness of the shortest and of the longest quarter. The last
-groups, which are unfinished when the run ends, count neither as drawn nor as trained.
-
-Run it with ``python benchmarks/staleness.py``.
-"""
+"""A simulation of rollouts and a trainer, for the bias of staleness rules."""
 
 from __future__ import annotations
 
-import argparse
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from benchmarks.bench import Table, case
 from dataplane_core import DataPlaneClient, connect
 from dataplane_integrations.errors import ReplayTimeoutError
 from dataplane_integrations.replay import (
@@ -135,43 +122,33 @@ def figures(
     )
 
 
-def main() -> None:
-    """Prints a table for each allowed staleness."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=32, help="groups that a step trains on")
-    parser.add_argument("--step-time", type=float, default=1.0, help="what a training step takes")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
-    options = parser.parse_args()
-    lengths = draw_lengths(options.steps * options.groups * 8)
-    print(
-        f"{options.steps} steps of {options.groups} groups; a step takes {options.step_time:g}, the median group "
-        f"{np.median(lengths.max(axis=1)) / TOKENS_PER_TIME:.2f}, one in a hundred more than "
-        f"{np.quantile(lengths.max(axis=1), 0.99) / TOKENS_PER_TIME:.2f}"
-    )
-    heads = ("groups/time", "waits", "evicted", "length", "longest 10 %", "stale: short", "long")
-    for max_staleness in options.staleness:
-        print(f"\nmax_staleness {max_staleness}\n{'':24}" + "".join(f"{head:>14}" for head in heads))
-        settings = {"max_staleness": max_staleness, "groups_per_version": options.groups}
-        rows: dict[str, tuple[StalenessPolicy, bool]] = {
-            "in order": (InOrderPolicy(**settings), False),
-            "windowed": (WindowedPolicy(**settings), False),
-            "ready first": (ReadyFirstPolicy(**settings), False),
-            "ready first, requeued": (ReadyFirstPolicy(**settings), True),
+@case
+def staleness(
+    steps: int = 200, groups: int = 32, step_time: float = 1.0, versions: tuple[int, ...] = (1, 2, 4)
+) -> Iterator[Table]:
+    """How each staleness rule changes the mix of prompts in training, and how long the trainer waits.
+
+    Rollouts of different length through a real `ReplayBuffer` over noop; only time is simulated, so a run repeats
+    exactly. A group takes as long as its longest answer, one unit of time per 1,000 tokens; every group that the rule
+    admits is generated at once, as with continuous batching. Lengths are log-normal: prompts have medians of their own
+    (spread 0.6), and their 8 answers vary around them (spread 0.4). *Length* is the mean of the answers trained on over
+    that of all prompts drawn; the last groups, unfinished at the end, count neither as drawn nor as trained.
+    """
+    lengths, rows = draw_lengths(steps * groups * 8), []
+    for most in versions:
+        options = {"max_staleness": most, "groups_per_version": groups}
+        rules: dict[str, tuple[StalenessPolicy, bool]] = {
+            "in order": (InOrderPolicy(**options), False),
+            "windowed": (WindowedPolicy(**options), False),
+            "ready first": (ReadyFirstPolicy(**options), False),
+            "ready first, requeued": (ReadyFirstPolicy(**options), True),
         }
-        for name, (policy, requeue) in rows.items():
-            found = simulate(policy, lengths, options.steps, options.step_time, requeue)
-            cells = [
-                f"{found.groups_per_time:.1f}",
-                f"{found.waits:.1%}",
-                f"{found.evicted:.1%}",
-                f"{found.length_ratio:.3f}",
-                f"{found.longest_tenth:.1%}",
-                f"{found.staleness_short:.2f}",
-                f"{found.staleness_long:.2f}",
-            ]
-            print(f"{name:24}" + "".join(f"{cell:>14}" for cell in cells))
-
-
-if __name__ == "__main__":
-    main()
+        for name, (policy, requeue) in rules.items():
+            figures = simulate(policy, lengths, steps, step_time, requeue)
+            shares = [f"{share:.1%}" for share in (figures.waits, figures.evicted)]
+            stale = (figures.staleness_short, figures.staleness_long)
+            ratio, tenth = f"{figures.length_ratio:.3f}", f"{figures.longest_tenth:.1%}"
+            rows.append([most, name, figures.groups_per_time, *shares, ratio, tenth, stale])
+    heads = ["groups per 1,000 tokens of generation time", "trainer waits", "evicted", "length", "longest 10 %"]
+    stale_head = "mean staleness, shortest / longest quarter of answers"
+    yield Table("staleness", ["`max_staleness`", "rule", *heads, stale_head], rows)

@@ -1,0 +1,1 @@
+"""What the data plane costs: `python -m benchmarks` lists the cases. `bench` has what they share."""

@@ -1,0 +1,335 @@
+"""What the cases share: their table, stores, batches, processes and clocks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+import torch
+from tensordict import TensorDict
+
+from dataplane_core import DataPlaneClient
+from dataplane_core.batch import BatchedDataDict
+from dataplane_testkit import backend_of
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+#: A word, a number, or several numbers.
+Cell: TypeAlias = str | float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures. Where a page has a line ``<!-- name -->``, `--page` writes them below it."""
+
+    name: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+Case: TypeAlias = Callable[..., Iterator[Table]]
+#: Name -> function.
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    """Adds a case. Its name is that of the function, its help the docstring, and its options are the parameters."""
+    CASES[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def text_of(cell: Cell) -> str:
+    """A cell as it is printed."""
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, tuple):
+        return " / ".join(map(text_of, cell))
+    return f"{cell:,.{0 if isinstance(cell, int) or abs(cell) >= 1000 else 1 if abs(cell) >= 20 else 2}f}"
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "views": {"views": True},
+    "wire": {"share_memory": False},
+    "in TQ": {"instance": f"rows-{os.getpid()}", "storage": "transfer_queue"},
+}
+
+
+def config_of(name: str, number: int = 0, **options: Any) -> dict[str, Any]:
+    """The config of this program's own store: of a backend, or of a backend and one of three ways to use it.
+
+    ``views``: reads are views. ``wire``: memory is not shared. ``in TQ``: rows lie in a storage unit of TransferQueue.
+
+    Args:
+        name: Such as ``tq_simple wire``.
+        number: Stores with different ones share nothing.
+        options: Further options of the backend.
+    """
+    backend, _, way = name.partition(" ")
+    own = f"bench-{os.getpid()}-{number}"
+    options_of_backend: dict[str, dict[str, Any]] = {
+        "shm_store": {"namespace": own},
+        "redis_store": {"server": "private", "namespace": own},
+        "tq_simple": {"instance": own},
+        "tq_mooncake": {"instance": own},
+    }
+    options = {**options_of_backend.get(backend, {}), **_WAYS.get(way, {}), **options}
+    return {"backend": backend, "options": options, "op_timeout_s": 300.0}
+
+
+def attaching(client: DataPlaneClient, config: dict[str, Any]) -> dict[str, Any]:
+    """The config by which other processes attach to a client's store."""
+    options = getattr(backend_of(client), "attach_options", dict)()
+    return {**config, "options": {**config.get("options", {}), **options}}
+
+
+def start_ray(stack: ExitStack) -> Any:
+    """Ray with CPUs for all its actors, until the stack ends."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        stack.callback(ray.shutdown)
+    return ray
+
+
+def server_pids(client: DataPlaneClient) -> dict[str, int]:
+    """The processes that keep the store: name -> process id. With ``num_ledgers``, those of each of its stores."""
+    pids: dict[str, int] = {}
+
+    def add(name: str, pid: int) -> None:
+        pids[f"{name} {sum(other.startswith(name) for other in pids)}" if name in pids else name] = pid
+
+    for store in getattr(backend_of(client), "_stores", [backend_of(client)]):
+        instance = getattr(store, "_instance", None)
+        if instance is not None:  # a backend with a controller on Ray
+            import ray
+
+            add("controller", ray.get(instance.controller.__ray_call__.remote(lambda _: os.getpid())))
+    for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
+        words = " ".join(child.cmdline())
+        if "StorageUnit" in words:
+            add("unit", child.pid)
+        elif "redis-server" in child.name():
+            add("Redis", child.pid)
+        elif "dataplane_shm" in words:
+            add("ledger", child.pid)
+        elif "backends.owner" in words:
+            add("owner", child.pid)
+    return pids or {"process": os.getpid()}
+
+
+def ledger_pid(client: DataPlaneClient) -> int:
+    """The process that keeps the ledger; this one for noop."""
+    pids = server_pids(client)
+    return next(pids[name] for name in ("controller", "owner", "ledger", "process") if name in pids)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+BATCHES = ("A", "B", "images", "experts")
+_MAX_TOKENS = {"A": 2048, "B": 8192}
+_FLOAT_FIELDS = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
+
+
+def batch(name: str) -> TensorDict:
+    """The columns of a batch of `BATCHES`.
+
+    A: 512 samples, 6 jagged fields (1 int64, 5 float32) of 256 to 2,048 tokens and 2 per-sample fields, 16 MB. B: the
+    same up to 8,192 tokens, 61 MB. Images: 64 samples with an image of 1 MB. Experts: 512 samples of 50 to 400 tokens
+    with routed experts, 8 layers x 8 experts per token, int64 below 128, 59 MB.
+    """
+    if name == "images":
+        return TensorDict({"image": random_rows(64, 1 << 20)}, batch_size=[64])
+    generator = torch.Generator().manual_seed(0)
+    shortest, longest = (50, 400) if name == "experts" else (256, _MAX_TOKENS[name])
+    lengths = torch.randint(shortest, longest + 1, (512,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(offsets[-1])
+
+    def jagged(values: torch.Tensor) -> torch.Tensor:
+        ends = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+        return torch.nested.nested_tensor_from_jagged(values, offsets, **ends)
+
+    if name == "experts":
+        experts = jagged(torch.randint(0, 128, (total, 8, 8), generator=generator))
+        return TensorDict({"routed_experts": experts}, batch_size=[512])
+    columns = {"input_ids": jagged(torch.randint(0, 50_000, (total,), generator=generator))}
+    for number in range(5):
+        columns[f"column{number}"] = jagged(torch.randn(total, generator=generator))
+    columns["reward"] = torch.randn(512, generator=generator)
+    columns["input_lengths"] = lengths
+    return TensorDict(columns, batch_size=[512])
+
+
+def training_batch(num_rows: int) -> BatchedDataDict:
+    """A padded training batch: rows of 256 to 2,048 tokens, six token-aligned fields."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(256, 2049, (num_rows,), generator=generator)
+    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    columns: dict[str, Any] = {
+        name: torch.randn(inside.shape, generator=generator).where(inside, 0.0) for name in _FLOAT_FIELDS
+    }
+    columns["input_ids"] = torch.randint(0, 32000, inside.shape, generator=generator) * inside
+    columns["input_lengths"] = lengths
+    columns["sample_mask"] = torch.ones(num_rows)
+    return BatchedDataDict(columns)
+
+
+def random_rows(num_rows: int, num_bytes: int) -> torch.Tensor:
+    """Rows of random bytes."""
+    return torch.randint(0, 256, (num_rows, num_bytes), dtype=torch.uint8)
+
+
+def scalars(count: int, size: int = 1) -> TensorDict:
+    """``count`` rows of ``size`` float32."""
+    return TensorDict({"x": torch.ones(count, size)}, batch_size=[count])
+
+
+def size_bytes(columns: TensorDict) -> int:
+    """Payload bytes."""
+    return sum((column.values() if column.is_nested else column).nbytes for _, column in columns.items())
+
+
+def title(name: str, columns: TensorDict) -> str:
+    """The head of a batch's column."""
+    return f"{name}, {size_bytes(columns) / 1e6:.0f} MB"
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+Step: TypeAlias = Callable[[], Any]
+#: What is timed, and at the end what clears up, untimed.
+Steps: TypeAlias = tuple[Step, ...]
+
+
+def client_steps(client: DataPlaneClient, columns: Any, partition: str = "bench", **options: Any) -> Steps:
+    """Put, get and clear by the client. ``options`` are those of the get."""
+    names = list(columns.keys())
+    ids = [f"prompt{i // 8}_g{i % 8}" for i in range(len(columns[names[0]]))]
+    client.register_partition(partition, names, None, ["train"])
+    return (
+        lambda: client.put_samples(ids, partition, columns),
+        lambda: client.get_samples(ids, partition, names, **options),
+        lambda: client.clear_samples(ids, partition),
+    )
+
+
+def timed_ms(step: Step) -> float:
+    """How long a step takes."""
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def medians_ms(contestants: Mapping[str, Steps], rounds: int) -> dict[str, tuple[float, ...]]:
+    """Median milliseconds of each contestant's timed steps. They take turns; a round before the first warms up."""
+    times: dict[str, list[list[float]]] = {name: [] for name in contestants}
+    for _ in range(rounds + 1):
+        for name, (*steps, clear) in contestants.items():
+            times[name].append([timed_ms(step) for step in steps])
+            clear()
+    return {name: tuple(map(statistics.median, zip(*rows[1:], strict=True))) for name, rows in times.items()}
+
+
+def median_us(step: Callable[[int], Any], repeats: int = 500) -> float:
+    """Median microseconds of ``step(0)``, ``step(1)``, ..."""
+    return statistics.median(timed_ms(lambda number=number: step(number)) for number in range(repeats)) * 1e3
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process since its start, exact to nanoseconds (``CLOCK_PROCESS_CPUTIME_ID`` of it)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def private_bytes() -> int:
+    """Memory of this process that it shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_", "Swap:")))
+
+
+def watched(step: Step) -> tuple[Any, float, int]:
+    """What a step returns, its seconds, and how far this process's private memory grew at most while it ran."""
+    before, over, sizes = private_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not over.wait(0.003):
+            sizes.append(private_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    result = step()
+    seconds = time.perf_counter() - start
+    over.set()
+    watcher.join()
+    return result, seconds, max(*sizes, private_bytes()) - before
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+#: What a process does: a generator that yields answers, the first one when it is ready, and gets the next order.
+Work: TypeAlias = Callable[..., Generator[Any, Any, None]]
+
+
+class Processes:
+    """Spawned processes that all get the same orders: ``with Processes(work, 4, config) as members: members.ask()``.
+
+    Args:
+        work: Called with the number of the process and the arguments.
+    """
+
+    def __init__(self, work: Work, count: int, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._members = []
+        for number in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, work, number, arguments), daemon=True)
+            process.start()
+            there.close()
+            self._members.append((process, here))
+
+    def __enter__(self) -> Processes:
+        self._answers()
+        return self
+
+    def ask(self, order: Any = None) -> list[Any]:
+        """Gives all an order, and waits for their answers."""
+        for _, pipe in self._members:
+            pipe.send(order)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        return [pipe.recv() for _, pipe in self._members]
+
+    def __exit__(self, *_: object) -> None:
+        for _, pipe in self._members:
+            pipe.close()
+        for process, _ in self._members:
+            process.join(30)
+            process.kill()
+
+
+def _serve(pipe: Connection, work: Work, number: int, arguments: Any) -> None:
+    torch.set_num_threads(1)
+    with closing(work(number, *arguments)) as orders, suppress(EOFError):
+        answer = next(orders)
+        while True:
+            pipe.send(answer)
+            answer = orders.send(pipe.recv())

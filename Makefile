@@ -135,7 +135,7 @@ fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-g
 	$(BIN)/python tests/fuzz/run.py --inputs $(INPUTS)
 
 soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory, keys, descriptors, latency stay flat
-	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+	$(BIN)/python -m benchmarks soak --minutes $(MINUTES)
 
 # The tier of tests that `make mutants` runs: quick, or engines for all. Any other option of the program by MUTANTS=.
 TIER ?= quick

@@ -17,6 +17,7 @@ import inspect
 import json
 import pkgutil
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def help_of(name: str, whole: bool) -> str:
     """The first sentence about a case, or all that there is to say, and its options."""
     text = inspect.getdoc(CASES[name]) or ""
     options = " ".join(
-        f"[--{option.replace('_', '-')} {' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
+        f"[--{option.replace('_', '-')} {shlex.join(map(str, default if isinstance(default, tuple) else [default]))}]"
         for option, default in options_of(CASES[name]).items()
     )
     return f"{name} {options}\n    " + (text if whole else text.partition("\n")[0]).replace("\n", "\n    ")
@@ -47,40 +48,38 @@ def help_of(name: str, whole: bool) -> str:
 
 def parser_of_all() -> argparse.ArgumentParser:
     """The options of all cases. None has a default, so that a case keeps its own."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE", default=[])
+    usage = "python -m benchmarks CASE... [options]; --help lists the cases, and with cases their options"
+    parser = argparse.ArgumentParser(usage=usage, add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("cases", nargs="*", default=[])
     for name in ("help", "json", "page"):
         parser.add_argument(f"--{name}", action="store_true", default=False)
-    defaults = {option: default for case in CASES.values() for option, default in options_of(case).items()}
-    for option, default in sorted(defaults.items()):
-        several = isinstance(default, tuple)
-        kind = json.loads if isinstance(default, dict) else type(default[0] if several else default)
-        parser.add_argument(f"--{option.replace('_', '-')}", type=kind, **({"nargs": "+"} if several else {}))
+    kinds: dict[str, tuple[type, dict[str, str]]] = {}
+    for name, case in CASES.items():
+        for option, default in options_of(case).items():
+            several = isinstance(default, tuple)
+            kind = type(default[0] if several else default), {"nargs": "+"} if several else {}
+            assert kinds.setdefault(option, kind) == kind, f"{name}: --{option} is of another kind in another case"
+    for option, (kind, number) in kinds.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", type=kind, **number)
     return parser
 
 
-def printed(table: Table) -> str:
-    """A table in Markdown whose columns stand below each other."""
+def lines_of(table: Table, aligned: bool) -> str:
+    """A table in Markdown; if it is aligned, its columns stand below each other."""
     rows = [table.head, *([text_of(cell) for cell in row] for row in table.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    widths = [max(map(len, column)) if aligned else 0 for column in zip(*rows, strict=True)]
+    head, *lines = ("| " + " | ".join(map(str.ljust, row, widths)) + " |\n" for row in rows)
+    return "".join([head, "|" + "|".join("-" * max(3, width + 2) for width in widths) + "|\n", *lines])
 
 
 def write(table: Table) -> None:
     """Replaces the table below the line ``<!-- name -->`` of a page, if one has this line."""
-    head, *rows = (
-        f"| {' | '.join(cells)} |" for cells in (table.head, *([text_of(cell) for cell in row] for row in table.rows))
-    )
-    lines = "\n".join([head, "|---" * len(table.head) + "|", *rows, ""])
     for path in PAGES.glob("*.md"):
         page = path.read_text(encoding="utf-8")
-        above = re.search(rf"^<!-- {table.name} -->\n\n", page, re.M)
-        if above:
-            below = re.compile(r"(\|.*\n)+").match(page, above.end())
-            path.write_text(
-                page[: above.end()] + lines + page[below.end() if below else above.end() :], encoding="utf-8"
-            )
+        place = re.search(rf"(?<=^<!-- {re.escape(table.name)} -->\n\n)(\|.*\n)*", page, re.M)
+        if place:
+            text = page[: place.start()] + lines_of(table, aligned=False) + page[place.end() :]
+            path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -90,13 +89,15 @@ def main() -> None:
     parser = parser_of_all()
     options = vars(parser.parse_intermixed_args())
     names, as_json, to_page, asks = (options.pop(name) for name in ("cases", "json", "page", "help"))
+    if unknown := set(names) - CASES.keys():
+        parser.error(f"no case {', '.join(unknown)}. Expected some of {', '.join(CASES)}.")
     if asks or not names:
         print(__doc__ if not names else "", *(help_of(name, bool(names)) for name in names or CASES), sep="\n")
         print("\n--json prints the figures as JSON; --page writes the tables into docs/*.md.")
         return
     unused = options.keys() - {option for name in names for option in options_of(CASES[name])}
     if unused:
-        parser.error(f"--{unused.pop().replace('_', '-')}: not an option of {', '.join(names)}. Expected one below.")
+        parser.error(f"{', '.join(names)}: no --{unused.pop().replace('_', '-')}")
     torch.set_num_threads(1)
     figures: dict[str, list[Any]] = {}
     for name in names:
@@ -105,7 +106,7 @@ def main() -> None:
         for table in case(**{option: tuple(v) if isinstance(v, list) else v for option, v in chosen.items()}):
             figures.setdefault(name, []).append({"name": table.name, "head": table.head, "rows": table.rows})
             if not as_json:
-                print(f"\n{table.name}\n\n{printed(table)}", flush=True)
+                print(f"\n{table.name}\n\n{lines_of(table, aligned=True)}", flush=True)
             if to_page:
                 write(table)
     machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}

@@ -217,13 +217,13 @@ def columns(
 
 @case
 def claims(
-    samples: tuple[int, ...] = (10_000, 1_000_000), backends: tuple[str, ...] = ("redis_store",), rounds: int = 19
+    sizes: tuple[int, ...] = (10_000, 1_000_000), backends: tuple[str, ...] = ("redis_store",), rounds: int = 19
 ) -> Iterator[Table]:
     """Claims of 512 samples out of many that are ready: the first one, which finds them, and the median of others."""
     rows = []
     for backend in backends:
         with connect(bench.config_of(backend)) as client:
-            for size in samples:
+            for size in sizes:
                 client.register_partition(f"claims{size}", ["x"], None, ["train"])
                 for start in range(0, size, 10_000):
                     count = min(10_000, size - start)

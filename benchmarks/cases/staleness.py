@@ -124,7 +124,7 @@ def figures(
 
 @case
 def staleness(
-    steps: int = 200, groups: int = 32, step_time: float = 1.0, versions: tuple[int, ...] = (1, 2, 4)
+    steps: int = 200, groups: int = 32, step_time: float = 1.0, max_staleness: tuple[int, ...] = (1, 2, 4)
 ) -> Iterator[Table]:
     """How each staleness rule changes the mix of prompts in training, and how long the trainer waits.
 
@@ -135,7 +135,7 @@ def staleness(
     that of all prompts drawn; the last groups, unfinished at the end, count neither as drawn nor as trained.
     """
     lengths, rows = draw_lengths(steps * groups * 8), []
-    for most in versions:
+    for most in max_staleness:
         options = {"max_staleness": most, "groups_per_version": groups}
         rules: dict[str, tuple[StalenessPolicy, bool]] = {
             "in order": (InOrderPolicy(**options), False),

@@ -74,7 +74,7 @@ def consume(worker: Worker, client: DataPlaneClient, partition: str, fields: lis
 
 @case
 def read_ahead(
-    backends: tuple[str, ...] = ("shm_store", "redis_store"), batches: int = 12, rounds: int = 7, depth: int = 1
+    backends: tuple[str, ...] = ("shm_store", "redis_store"), num_batches: int = 12, rounds: int = 7, depth: int = 1
 ) -> Iterator[Table]:
     """How much of a fetch reading ahead hides: portions of a split step, and the batches of a stream.
 
@@ -85,7 +85,7 @@ def read_ahead(
     rows = []
     for backend in backends:
         with connect(bench.config_of(backend)) as client:
-            metas, idle = written(client, "portions", batches), Worker(client, 0.0)
+            metas, idle = written(client, "portions", num_batches), Worker(client, 0.0)
             fetch_ms, read_ms = (
                 statistics.median(bench.timed_ms(partial(idle._fetch, meta, layout=layout)) for meta in metas * 3)
                 for layout in ("padded", "jagged")
@@ -97,9 +97,9 @@ def read_ahead(
                     step = partial(walk, worker, metas, ahead)
                     if what == "batches of a stream":
                         partition = f"stream {number} {ahead}"
-                        written(client, partition, batches)
+                        written(client, partition, num_batches)
                         step = partial(consume, worker, client, partition, list(metas[0].fields or []), ahead)
-                    times[ahead].append(bench.timed_ms(step) / batches)
+                    times[ahead].append(bench.timed_ms(step) / num_batches)
                 plain, ahead_ms = (statistics.median(kept[1:]) for kept in times.values())  # the first warms up
                 hidden = f"{(plain - ahead_ms) / fetch_ms:.0%}"
                 rows.append([f"`{backend}`: {what}", fetch_ms, read_ms, plain, ahead_ms, hidden])

@@ -1,6 +1,6 @@
 """Hundreds of cycles of put, claim, ack and clear leave memory, keys, descriptors and threads as they were.
 
-`benchmarks/soak.py` does the same for longer, with several processes and kills.
+`python -m benchmarks soak` does the same for longer, with several processes and kills.
 """
 
 import gc

@@ -536,7 +536,7 @@ def writes_of(
         columns: The columns of the put, encoded. `SharedRows` are always apart.
         num_samples: N.
         row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
-            ``benchmarks/columns.py`` prints it. None: only `SharedRows` are apart.
+            ``python -m benchmarks columns`` prints it. None: only `SharedRows` are apart.
         apart_share: How much the rows of the columns that are apart may cost, as a share of the put.
 
     Raises:

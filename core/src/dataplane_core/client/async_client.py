@@ -150,7 +150,8 @@ class CallThreads:
     """Threads that run calls in the order in which they come. They start when they are needed.
 
     Calls that end at about the same time wake the event loop once. With the executor of the standard library, 500 tasks
-    moved a tenth to a quarter fewer small samples (``benchmarks/asyncio_client.py``, noop, 2 and 4 threads).
+    moved a tenth to a quarter fewer small samples (``benchmarks/asyncio_client.py`` of commit 12304f53, noop, 2 and 4
+    threads).
 
     Args:
         name: The names of the threads begin with it.

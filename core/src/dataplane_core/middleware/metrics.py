@@ -1,7 +1,7 @@
 """The metrics middleware: one event per operation, totals, and the bytes that this client put and has not cleared.
 
 It does not know what other clients clear: if they clear its samples, its live bytes only grow, and it keeps a small
-dict per sample. `benchmarks/settings.py` prints its cost.
+dict per sample. `python -m benchmarks settings` prints its cost.
 """
 
 from __future__ import annotations

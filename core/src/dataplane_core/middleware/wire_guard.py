@@ -12,7 +12,7 @@ deliberate changes.
 - With ``allow_pickle`` and a wire of native objects, an item outside the closed set has no bytes. Only its partition,
   sample, field and type are checked.
 
-`benchmarks/settings.py` prints its cost.
+`python -m benchmarks settings` prints its cost.
 """
 
 from __future__ import annotations

@@ -1,31 +1,20 @@
-"""The bias of the policies, in the simulation that `benchmarks/staleness.py` prints."""
+"""The bias of the policies, in the simulation that `python -m benchmarks staleness` prints."""
 
 from __future__ import annotations
-
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 from tiers import in_long
 
+from benchmarks.cases import staleness
 from dataplane_integrations.replay import InOrderPolicy, ReadyFirstPolicy, WindowedPolicy
-
-PROGRAM = Path(__file__).resolve().parents[4] / "benchmarks" / "staleness.py"
 
 
 @pytest.fixture(scope="module", params=[2, *in_long(1, 4)])
 def results(request):
-    spec = importlib.util.spec_from_file_location("staleness", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    sys.modules["staleness"] = program  # its dataclasses look themselves up there
-    spec.loader.exec_module(program)
-    lengths = program.draw_lengths(4000)
+    lengths = staleness.draw_lengths(4000)
     policies = {"in order": InOrderPolicy, "windowed": WindowedPolicy, "ready first": ReadyFirstPolicy}
     return {
-        name: program.simulate(policy(max_staleness=request.param, groups_per_version=16), lengths, 40, 1.0, False)
+        name: staleness.simulate(policy(max_staleness=request.param, groups_per_version=16), lengths, 40, 1.0, False)
         for name, policy in policies.items()
     }
 

@@ -23,15 +23,10 @@ class AsyncReference(griffe.Extension):
         client: Any = pkg["client.client.DataPlaneClient"]
         own: Any = pkg["client.async_client.AsyncDataPlaneClient"]
         for name, member in list(own.members.items()):
-            said = (
-                str(member.value) if member.is_attribute else " ".join(str(each.value) for each in _decorators(member))
-            )
-            if method := _MADE.match(said):
+            made_by = [member] if member.is_attribute else member.decorators if member.is_function else []
+            text = " ".join(str(part.value) for part in made_by)
+            if method := _MADE.match(text):
                 own.set_member(name, _coroutine(name, client.members[method[1]], member))
-
-
-def _decorators(member: Any) -> list[Any]:
-    return list(member.decorators) if member.is_function else []
 
 
 def _coroutine(name: str, method: Any, member: Any) -> griffe.Function:

@@ -20,15 +20,15 @@ _NOT_OURS = {"out", "site", "dist", "build"}
 
 def lines() -> dict[str, dict[str, int]]:
     """Part -> kind (``src``, ``tests`` or ``other``) -> its lines of Python and Lua, blank ones included."""
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     for path in sorted([*ROOT.rglob("*.py"), *ROOT.rglob("*.lua")]):
         place = path.relative_to(ROOT).parts
         if place[0] in _NOT_OURS or any(folder.startswith(".") for folder in place):
             continue
         part = "/".join(place[: 2 if place[0] in ("plugins", "examples") and len(place) > 2 else 1])
         kind = "tests" if "tests" in place[:-1] else "src" if "src" in place else "other"
-        found.setdefault(part, Counter())[kind] += path.read_bytes().count(b"\n")
-    return {part: dict(kinds) for part, kinds in found.items()}
+        counts.setdefault(part, Counter())[kind] += path.read_bytes().count(b"\n")
+    return {part: dict(kinds) for part, kinds in counts.items()}
 
 
 def budgets() -> dict[str, dict[str, int]]:

@@ -81,7 +81,7 @@ def simulate(policy: StalenessPolicy, lengths: np.ndarray, num_steps: int, step_
             in_training = None
             buffer.set_weight_version(step + 1)
         counts = buffer.counts
-        unfinished = {each.prompt for _, _, each in events}
+        unfinished = {reservation.prompt for _, _, reservation in events}
     return figures(trained, unfinished, lengths, now, waited, counts.evicted / counts.committed)
 
 

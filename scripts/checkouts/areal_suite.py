@@ -20,7 +20,7 @@ class Storage(MutableMapping):
         return get_backend().fetch([TensorShardInfo(shard_id, "")])[0]
 
     def __contains__(self, shard_id):
-        return any(each == shard_id for each in self)
+        return any(stored_id == shard_id for stored_id in self)
 
     def __setitem__(self, shard_id, tensor):
         from areal.infra.rpc.rtensor import get_backend

@@ -58,10 +58,10 @@ class TokenCaptureStore(adapter.DataPlaneTokenStore):
 
     def rows(self, rollout_id):
         try:
-            found = asyncio.run(self.client.list_samples(f"{self._partition}/{rollout_id}"))
+            samples = asyncio.run(self.client.list_samples(f"{self._partition}/{rollout_id}"))
         except KeyError:
             return {}
-        return dict(zip(found.sample_ids, found.tags, strict=True))
+        return dict(zip(samples.sample_ids, samples.tags, strict=True))
 
     def append(self, entry):
         asyncio.run(self.put(entry))
@@ -83,8 +83,8 @@ class TokenCaptureStore(adapter.DataPlaneTokenStore):
             where, row_ids = self._partition, [rollout_id]
         if not row_ids:
             return []
-        found = asyncio.run(self.client.get_samples(row_ids, where, adapter.FIELDS))
-        return [entry for calls in adapter.token_entries(found) for entry in calls]
+        columns = asyncio.run(self.client.get_samples(row_ids, where, adapter.FIELDS))
+        return [entry for calls in adapter.token_entries(columns) for entry in calls]
 
     def path_for(self, rollout_id):
         return File(self, rollout_id)

@@ -29,7 +29,7 @@ def owner():
 
 
 def pytest_unconfigure():
-    for each in OPENED:
-        each.close()
+    for client in OPENED:
+        client.close()
     if owner.cache_info().currsize:
         owner().close()

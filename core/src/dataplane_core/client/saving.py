@@ -102,12 +102,10 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
     start, num_rows = 0, _FIRST_ROWS
     while start < len(ids):
         portion = ids[start : start + num_rows]
-        parts = reader.read(portion, listed, consumed)
-        # the first block of a portion creates all of its rows, so that their order is kept
-        created = [row for part in parts for row in part.rows]
-        batches = [batch for part in parts for batch in part.batches] or ([([], {})] if created else [])
+        created, batches = reader.read(portion, listed, consumed)
         size_bytes = 0
-        for rows_of_batch, columns in batches:
+        # the first block of a portion creates all of its rows, so that their order is kept
+        for rows_of_batch, columns in batches or ([([], {})] if created else []):
             head = _Head(
                 sample_ids=rows_of_batch,
                 created=[row.sample_id for row in created],
@@ -168,19 +166,12 @@ class _Row(NamedTuple):
     tasks: set[str]
 
 
-class _Part(NamedTuple):
-    """Rows that were read together."""
-
-    rows: list[_Row]
-    batches: list[_Batch]
-
-
 class _Reader:
     """Reads rows of a partition while others write.
 
     Each row is as it was at one moment: its tags and the names of its fields are listed before its cursors and cells
-    are read, and once more afterwards. If they differ, it is read again. Cells of several reads are read twice: a put
-    may change cells and no tag. Such a put may be newer than the cursors.
+    are read, all of them at once, and once more afterwards. If they differ, it is read again. A put that changes cells
+    and no tag may be newer than the cursors.
 
     Attributes:
         gone: The rows that were cleared meanwhile.
@@ -194,8 +185,8 @@ class _Reader:
 
     def read(
         self, ids: Sequence[str], before: _Listed, consumed: Mapping[str, set[str]], tries: int = _TRIES
-    ) -> list[_Part]:
-        """Reads rows, in this order.
+    ) -> tuple[list[_Row], list[_Batch]]:
+        """Reads rows, in this order, and the columns of those that have the same.
 
         Args:
             ids: The rows.
@@ -209,13 +200,12 @@ class _Reader:
         there = [sample_id for sample_id in ids if sample_id in before]
         self.gone += [sample_id for sample_id in ids if sample_id not in before]
         if not there:
-            return []
+            return [], []
         batches = self._columns(there, before)
-        is_whole = batches is not None and (len(batches) < 2 or self._are_cells_of(batches, there, before))
         after = _list(self._client, self._partition_id, there)
         if batches is None and after.keys() == set(there):
             self._columns(there, after, can_lack=False)  # raises if cells are lost; not if a row was written again
-        if batches is not None and is_whole and _packed(after, there) == _packed(before, there):
+        if batches is not None and _packed(after, there) == _packed(before, there):
             tasks_of = [{task for task, ids in consumed.items() if sample_id in ids} for sample_id in there]
             if any(tasks_of):  # a row that was cleared and written as before since then is consumed no longer
                 consumed = self._consumed()
@@ -225,31 +215,26 @@ class _Reader:
                 for task in tasks
             ):
                 tags = [before[sample_id][0] for sample_id in there]
-                return [_Part(list(map(_Row, there, tags, tasks_of)), batches)]
+                return list(map(_Row, there, tags, tasks_of)), batches
         if not tries:
             raise StalePartitionError(f"save: sample '{there[0]}' is written all the time.", retryable=True)
         consumed = self._consumed()
         half = (len(there) + 1) // 2  # one of many changes at any time, one alone does not
-        return [
-            part
-            for rows in (there[:half], there[half:])
-            for part in self.read(rows, after, consumed, tries - (len(rows) == 1))
-        ]
+        (rows, columns), (more_rows, more_columns) = (
+            self.read(part, after, consumed, tries - (len(part) == 1)) for part in (there[:half], there[half:])
+        )
+        return rows + more_rows, columns + more_columns
 
     def _consumed(self) -> dict[str, set[str]]:
         return _sets(export(self._client._connection, "save", self._partition_id).consumed)
 
     def _columns(self, ids: Sequence[str], listed: _Listed, *, can_lack: bool = True) -> list[_Batch] | None:
-        """The columns of rows: fields that the same rows have are read together. None: some were cleared."""
-        rows_with: dict[str, list[str]] = {}
+        """The columns of rows: those that have the same fields are read together. None: some were cleared."""
+        rows_with: dict[tuple[str, ...], list[str]] = {}
         for sample_id in ids:
-            for name in listed[sample_id][1]:
-                rows_with.setdefault(name, []).append(sample_id)
-        by_rows: dict[tuple[str, ...], list[str]] = {}
-        for name, rows in rows_with.items():
-            by_rows.setdefault(tuple(rows), []).append(name)
+            rows_with.setdefault(tuple(listed[sample_id][1]), []).append(sample_id)
         try:
-            return [(list(rows), self._read(rows, names)) for rows, names in by_rows.items()]
+            return [(rows, self._read(rows, names)) for names, rows in rows_with.items() if names]
         except MissingDataError as error:
             if isinstance(error, UnknownPartitionError) or not can_lack:
                 raise
@@ -263,16 +248,6 @@ class _Reader:
         if not self._specs.keys() >= set(names):  # they were dropped since they were read
             raise MissingDataError(f"save: '{self._partition_id}' was cleared meanwhile.", missing_samples=ids)
         return tensor_rows(dict(columns.items()), self._specs)
-
-    def _are_cells_of(self, batches: list[_Batch], ids: Sequence[str], listed: _Listed) -> bool:
-        """Whether the cells are still those that were read."""
-        again = self._columns(ids, listed)
-        pickles = self._client.config.allow_pickle
-        old, new = (
-            [pack_rows(columns, len(rows), {}, allow_pickle=pickles) for rows, columns in read]
-            for read in (batches, again or [])
-        )
-        return old == new
 
 
 def _packed(listed: _Listed, sample_ids: Sequence[str]) -> bytes:

@@ -132,10 +132,10 @@ def load_config(source: ConfigSource) -> DataPlaneConfig:
         raise
 
 
-def _config_hint(given: str = "") -> str:
+def _config_hint(name: str = "") -> str:
     """The hint where no usable config was given: what a config is, and which backends are installed."""
     installed = list(dict.fromkeys(record.name for record in find_plugins()))
-    meant = nearest(given, installed) or ("noop" if "noop" in installed else next(iter(installed), "noop"))
+    meant = nearest(name, installed) or ("noop" if "noop" in installed else next(iter(installed), "noop"))
     return (
         f"A config is a dict such as {{'backend': '{meant}'}}, an OmegaConf config, a DataPlaneConfig, or the path of "
         f"a YAML file. Installed backends: {', '.join(installed) or 'none'}."

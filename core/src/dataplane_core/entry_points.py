@@ -69,7 +69,7 @@ KNOWN_COMMANDS: Final[dict[str, dict[str, tuple[str, str]]]] = {
 _PACKAGES: Final[dict[str, dict[str, str]]] = {
     "backend": KNOWN_BACKENDS,
     "middleware": _KNOWN_MIDDLEWARE,
-    "command": {name: known[0] for commands in KNOWN_COMMANDS.values() for name, known in commands.items()},
+    "command": {name: package for commands in KNOWN_COMMANDS.values() for name, (package, _) in commands.items()},
 }
 
 
@@ -106,9 +106,9 @@ def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
     return sorted(records.values(), key=lambda record: (record.name, record.distribution))
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar, or None if none is similar."""
-    by_lower = {each.lower(): each for each in known}
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of these names that is most similar, or None if none is similar."""
+    by_lower = {similar.lower(): similar for similar in names}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[near[0]] if near else None
 

@@ -12,7 +12,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, get_args, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, overload
 
 from dataplane_core.arguments import Index, PositiveSeconds, Seconds, checked_as
 from dataplane_core.client.async_client import AsyncDataPlaneClient
@@ -309,10 +310,7 @@ class AsyncStream:
         """Acks the batch that was given last, if it is not acked yet. Asking for the next batch also acks it."""
         if self._current is not None:
             current, self._current = self._current, None
-            await self._client.ack(current.meta)
-            self._feed.held.discard(current.meta)
-            if self._feed.terms.clear:
-                await self._client.clear_samples(current.meta.sample_ids, current.meta.partition_id)
+            await self._client._run("ack", partial(self._feed.ack, current), several=True)
 
     async def close(self) -> None:
         """Ends the stream, and gives back what is not acked. Idempotent.
@@ -363,26 +361,23 @@ class HeldMetas:
         self._client = client
         self._lease_s = lease_s
         # Changed by single steps only, and without a lock: a signal handler may come between any two.
-        # By the `id` of the claim's meta: that meta, so that no other one gets its id; and its samples whose leases are
-        # held
-        self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta]] = {}
-        self._renewed_at: dict[int, float] = {}  # by the same key: when the newest renewal that succeeded began
+        # By the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
+        # held; and when the newest renewal that succeeded began
+        self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
 
     def add(self, meta: KVBatchMeta) -> None:
         """Holds what was claimed. An empty batch has no leases."""
         if meta.sample_ids:
-            self._renewed_at[id(meta)] = time.monotonic()
-            self._held[id(meta)] = meta, meta
+            self._held[id(meta)] = meta, meta, time.monotonic()
 
     def discard(self, meta: KVBatchMeta) -> None:
         """Lets go of a meta that was acked."""
         self._held.pop(id(meta), None)
-        self._renewed_at.pop(id(meta), None)
 
     def check(self, meta: KVBatchMeta) -> None:
         """See `StreamBatch.check`."""
-        since_s = time.monotonic() - self._renewed_at.get(id(meta), -math.inf)
-        if id(meta) not in self._held or since_s >= self._lease_s:
+        _, _, renewed_at = self._held.get(id(meta), (meta, meta, -math.inf))
+        if time.monotonic() - renewed_at >= self._lease_s:
             raise LeaseExpiredError(
                 f"the lease on {meta.size} samples of '{meta.partition_id}' is held no longer, or was not renewed for "
                 f"lease_s, {self._lease_s:g} s.",
@@ -391,7 +386,7 @@ class HeldMetas:
 
     def renew(self) -> bool:
         """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
-        for key, (claimed, meta) in list(self._held.items()):
+        for key, (claimed, meta, _) in list(self._held.items()):
             asked_at = time.monotonic()
             try:
                 left = _of_held(lambda part: self._client.renew(part, self._lease_s), meta)
@@ -402,15 +397,13 @@ class HeldMetas:
             if left is None:
                 self._held.pop(key, None)
             elif key in self._held:  # if it is acked now, the next renewal drops it
-                self._held[key] = claimed, left
-                self._renewed_at[key] = asked_at
+                self._held[key] = claimed, left, asked_at
         return bool(self._held)
 
     def give_back(self, meta: KVBatchMeta | None = None) -> None:
         """Gives back one meta, or all. Blocks."""
         for key in list(self._held) if meta is None else [id(meta)]:
             held = self._held.pop(key, None)
-            self._renewed_at.pop(key, None)
             if held is not None:
                 with contextlib.suppress(DataPlaneError):  # the client or its store has ended
                     _of_held(self._client.nack, held[1])
@@ -466,15 +459,13 @@ class Terms:
         if self.fresh is not None and {"dp_rank", "tag_filter"} & self.claim.keys():
             raise InvalidRequestError("fresh says which samples a claim gives: leave out dp_rank and tag_filter.")
         checked_as("stream: lease_s", PositiveSeconds, self.lease_s)
-        if self.timeout_s is not None:
-            checked_as("stream: timeout_s", Seconds, self.timeout_s)
+        checked_as("stream: timeout_s", Seconds | None, self.timeout_s)
         checked_as("stream: prefetch", Index, self.prefetch)
         if not self.claim.keys() <= _CLAIM_ARGUMENTS:
             raise InvalidRequestError(
                 f"of claim_meta only {sorted(_CLAIM_ARGUMENTS)} can be given here, got {sorted(self.claim)}."
             )
-        if self.uneven is not None and self.uneven not in get_args(Uneven):
-            raise InvalidRequestError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {self.uneven!r}.")
+        checked_as("stream: uneven", Uneven | None, self.uneven)
         if self.uneven is not None and self.claim.get("dp_size") is None:
             raise InvalidRequestError(
                 "uneven says what ranks do that get no samples: it needs a dp_rank and a dp_size."

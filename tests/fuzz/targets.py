@@ -55,8 +55,8 @@ from dataplane_shm._messages import About
 from dataplane_shm._store import Store
 from dataplane_testkit import backend_of
 from dataplane_tq_simple import _messages as tq
-from dataplane_tq_simple._book import Started
 from dataplane_tq_simple._host import ControllerHost
+from dataplane_tq_simple._messages import Started
 
 __all__ = ["TARGETS", "Target", "resources"]
 

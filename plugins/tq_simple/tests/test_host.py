@@ -12,9 +12,8 @@ from dataplane_core.hosting import Client
 from dataplane_core.hosting.messages import ClaimOrWait
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple._book import LIFE_BITS, Started, UnitBook
-from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._messages import BeginNear, UnitRecords, UnitsGoneError, ViewUnits
+from dataplane_tq_simple._host import ControllerHost, UnitBook, make_ledger
+from dataplane_tq_simple._messages import LIFE_BITS, BeginNear, Started, UnitRecords, UnitsGoneError, ViewUnits
 
 X = {"x": FieldSpec("tensor", "int64", 1)}
 IDS = [f"s{row}" for row in range(6)]

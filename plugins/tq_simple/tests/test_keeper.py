@@ -13,14 +13,12 @@ import pytest
 import ray
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.hosting import Drop, Retain
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import ClearRequest, FieldSpec, RegisterRequest
-from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _keeper
-from dataplane_tq_simple._book import LIFE_BITS, Started
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _controller
+from dataplane_tq_simple._controller import Keeper
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._keeper import Keeper
-from dataplane_tq_simple._messages import BeginNear, UnitsGoneError
+from dataplane_tq_simple._messages import LIFE_BITS, BeginNear, Started, UnitsGoneError
 
 ROW_BYTES = 8
 
@@ -30,10 +28,20 @@ def ids(kind: str) -> list[str]:
 
 
 class Ref:
-    """A Ray reference to what is known already."""
+    """A Ray reference: of an answer, or of the end of a process."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, unit: Unit, value: Any) -> None:
+        self.unit, self.value = unit, value
+
+    @property
+    def is_known(self) -> bool:
+        return self.value is not None or self.unit.is_dead
+
+    def get(self) -> Any:
+        value = ray.exceptions.ActorDiedError() if self.unit.is_dead else self.value
+        if isinstance(value, ray.exceptions.RayError):
+            raise value
+        return value
 
 
 class Unit:
@@ -44,36 +52,35 @@ class Unit:
         self.serves: Started | None = None
         self.told: list[list[Any]] = []
         self.start = SimpleNamespace(remote=self._start)
-        self._port = next(cluster.ports)
+        self.end = SimpleNamespace(remote=lambda: Ref(self, None))
+        self.port = next(cluster.ports)
 
-    def _start(self, own: str, others: tuple[str, ...], new: str) -> Ref:
+    @property
+    def is_dead(self) -> bool:
+        return not self.alive or self.node not in self.cluster.nodes
+
+    def _start(self) -> Ref:
         cluster = self.cluster
-        if not self.alive or self.node not in cluster.nodes:
-            return Ref(ray.exceptions.ActorDiedError())
         if self.node in cluster.refuses:
-            return Ref(ray.exceptions.RayTaskError("start", "", cluster.refuses[self.node]))
-        if self.serves is None:
-            folders = cluster.nodes[self.node]
-            found = [own] if own and cluster.kept else [each for each in folders if each not in others]
-            if found and found[0] not in folders and cluster.kept:
-                return Ref(None)
-            if not found or not cluster.kept:
-                found = [new]
-                folders.append(new)
-            self.serves = Started(found[0], "10.0.0.1", self._port, self.node, size_bytes=1 << 30, kept=cluster.kept)
-        return Ref(self.serves)
+            return Ref(self, ray.exceptions.RayTaskError("start", "", cluster.refuses[self.node]))
+        if self.serves is None and not self.is_dead:
+            if not (cluster.kept and cluster.nodes[self.node]):
+                cluster.nodes[self.node] = f"token {next(cluster.ports)}"
+            token = cluster.nodes[self.node]
+            self.serves = Started(token, "10.0.0.1", self.port, self.node, size_bytes=1 << 30, kept=cluster.kept)
+        return Ref(self, self.serves)
 
-    def call(self, what: str, deadline: float, request: Retain | Drop) -> None:
-        if isinstance(request, Drop):
-            self.told.append(request.refs)
-            if len(self.told) <= self.cluster.retain_fails:
-                raise BackendUnavailableError("no room for notes")
+    def call_all(self, what: str, deadline: float, requests: list[Any]) -> None:
+        self.told.append(requests[1].refs)
+        if len(self.told) <= self.cluster.retain_fails:
+            raise BackendUnavailableError("no room for notes")
 
 
 class Cluster:
-    """Nodes with the folders that they have, and the keeper of their units.
+    """Nodes, each with what it keeps, and the keeper of their units.
 
     Attributes:
+        nodes: What identifies the rows that a node keeps; ``""``: it has none.
         kept: Whether units keep their rows in folders.
         refuses: Nodes whose units cannot open their folders, and why.
         retain_fails: How often a unit fails to drop rows.
@@ -82,63 +89,50 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, host: ControllerHost, *, kept: bool, wait_s: float) -> None:
         self.host, self.book, self.kept = host, host.book, kept
-        self.nodes: dict[str, list[str]] = {"node0": [], "node1": []}
+        self.nodes: dict[str, str] = {"node0": "", "node1": ""}
         self.refuses: dict[str, Exception] = {}
         self.retain_fails = 0
         self.units: dict[str, Unit] = {}
         self.ports = itertools.count(1)
-        self.num_created = self.num_closed = 0
+        self.killed: list[Unit] = []
+        self.num_created = 0
         fake = SimpleNamespace(
             exceptions=ray.exceptions,
-            wait=lambda refs, timeout=0: (refs, []),
-            get=self._get,
-            kill=lambda *_, **__: None,
+            wait=lambda refs, num_returns, timeout: ([ref for ref in refs if ref.is_known], []),
+            get=lambda ref, timeout: ref.get(),
+            kill=lambda unit, no_restart: self.killed.append(unit),
         )
-        monkeypatch.setattr(_keeper, "ray", fake)
-        monkeypatch.setattr(_keeper, "alive_nodes", lambda: set(self.nodes))
-        monkeypatch.setattr(_keeper, "nodes_for_units", lambda: list(self.nodes))
-        monkeypatch.setattr(_keeper, "named_actors", lambda prefix: [f"a/{node}" for node in self.book.nodes()])
-        monkeypatch.setattr(_keeper, "lookup", self._lookup)
-        monkeypatch.setattr(_keeper, "Session", self._session)
+        monkeypatch.setattr(_controller, "ray", fake)
+        monkeypatch.setattr(_controller, "alive_nodes", lambda: set(self.nodes))
+        monkeypatch.setattr(_controller, "nodes_for_units", lambda: list(self.nodes))
+        monkeypatch.setattr(_controller, "named_actors", lambda prefix: [f"a/{node}" for node in self.book.nodes()])
+        monkeypatch.setattr(_controller, "lookup", self._lookup)
+        monkeypatch.setattr(_controller, "Session", self._session)
         for name in ("_NODES_S", "_ASK_S", "_CREATE_AGAIN_S", "_RETAIN_AGAIN_S"):
-            monkeypatch.setattr(_keeper, name, 0.0)
+            monkeypatch.setattr(_controller, name, 0.0)
         self.keeper = Keeper(host, "a/", self._create, wait_s)
         client = host.begin_session()
         for partition in "pq":
             host.answer(RegisterRequest(partition, ["x"], None, ["t"], None, {}, f"epoch of {partition}"), client)
-
-    def _get(self, ref: Ref, timeout: float = 0.0) -> Any:
-        if isinstance(ref.value, ray.exceptions.RayError):
-            raise ref.value
-        return ref.value
 
     def _lookup(self, actor: str) -> Unit | None:
         unit = self.units.get(actor.removeprefix("a/"))
         return unit if unit is not None and unit.alive else None
 
     def _session(self, address: Any, messages: Any, deadline: float, failure: Any) -> Any:
-        unit = next(each for each in self.units.values() if each._port == address.port)
-
-        def check(what: str) -> None:
-            if not unit.alive:
-                raise BackendUnavailableError("it has ended")
-
-        def close() -> None:
-            self.num_closed += 1
-
-        check("connect")
-        return SimpleNamespace(check=check, close=close, call=unit.call)
+        unit = next(unit for unit in self.units.values() if unit.port == address.port)
+        return SimpleNamespace(call_all=unit.call_all, close=lambda: None)
 
     def _create(self, actor: str, node: str) -> Unit:
         self.num_created += 1
         self.units[node] = Unit(self, node)
         return self.units[node]
 
-    def turn(self, count: int = 6) -> None:
+    def look(self, count: int = 6) -> None:
         for _ in range(count):
-            self.keeper._turn()
+            self.keeper._look()
 
-    def dies(self, node: str) -> list[str]:
+    def dies(self, node: str) -> str:
         """A node dies. Returns what it had."""
         return self.nodes.pop(node)
 
@@ -163,7 +157,7 @@ class Cluster:
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     def make(host: ControllerHost | None = None, *, kept: bool = True, wait_s: float = 120.0) -> Cluster:
         cluster = Cluster(monkeypatch, host or ControllerHost(LedgerService()), kept=kept, wait_s=wait_s)
-        cluster.turn()
+        cluster.look()
         return cluster
 
     return make
@@ -173,14 +167,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
 def test_each_node_has_a_unit_also_one_that_comes_later(make: Callable[..., Cluster], kept: bool) -> None:
     cluster = make(kept=kept)
     assert set(cluster.served()) == {"node0", "node1"}
-    cluster.nodes["node2"] = []
-    cluster.turn()
+    cluster.nodes["node2"] = ""
+    cluster.look()
     assert set(cluster.served()) == {"node0", "node1", "node2"}
     assert [each.name for each in cluster.book.records()] == ["unit-0", "unit-1", "unit-2"]
     cluster.dies("node0")
-    cluster.turn()
-    cluster.nodes["node3"] = []
-    cluster.turn()
+    cluster.look()
+    cluster.nodes["node3"] = ""
+    cluster.look()
     assert set(cluster.served()) == {"node1", "node2", "node3"}, "no name is given twice"
 
 
@@ -193,7 +187,7 @@ def test_what_dies_in_memory_is_lost_and_only_that(make: Callable[..., Cluster],
         cluster.units["node1"].alive = False
     else:
         cluster.dies("node1")
-    cluster.turn()
+    cluster.look()
     assert cluster.lost() == 4
     assert set(cluster.served()) == ({"node0", "node1"} if what == "unit" else {"node0"})
     states = {each.node: (each.state, each.num_rows) for each in cluster.book.records()}
@@ -207,19 +201,20 @@ def test_a_unit_that_dies_brings_its_folder_back(make: Callable[..., Cluster]) -
     before = cluster.served()
     cluster.put("p", ids("before"))
     cluster.units["node1"].alive = False
-    cluster.turn()
+    cluster.look()
     assert cluster.served() == before
-    assert (cluster.lost(), cluster.num_created, cluster.num_closed) == (0, 3, 1)
+    assert (cluster.lost(), cluster.num_created, len(cluster.killed)) == (0, 3, 1), "Ray is to free its name"
     assert [each.num_starts for each in cluster.book.records()] == [1, 2]
 
 
-def test_a_connection_that_breaks_is_no_death(make: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize("error", [ray.exceptions.ActorUnavailableError("", None), ray.exceptions.GetTimeoutError()])
+def test_what_says_nothing_about_a_process_is_no_death(make: Callable[..., Cluster], error: Exception) -> None:
     cluster = make(kept=False)
     cluster.put("p", ids("before"))
-    for each in cluster.keeper._processes.values():
-        each.session = None
-    cluster.turn()
-    assert all(each.session for each in cluster.keeper._processes.values())
+    for process in cluster.keeper._processes.values():
+        process.asked.value = error
+    cluster.look()
+    assert not any(process.asked.is_known for process in cluster.keeper._processes.values()), "it is asked again"
     assert (cluster.lost(), cluster.num_created) == (0, 2)
 
 
@@ -227,12 +222,12 @@ def test_a_node_that_comes_back_under_another_id_brings_its_rows(make: Callable[
     cluster = make()
     cluster.put("p", ids("before"))
     folder = cluster.dies("node1")
-    cluster.turn()
+    cluster.look()
     assert set(cluster.served()) == {"node0"}
     assert (cluster.lost(), [each.state for each in cluster.book.records()]) == (0, ["serving", "starting"])
     cluster.nodes["node7"] = folder
-    cluster.turn()
-    assert cluster.served()["node7"] == folder[0]
+    cluster.look()
+    assert cluster.served()["node7"] == folder
     assert cluster.lost() == 0
 
 
@@ -240,32 +235,28 @@ def test_a_node_that_does_not_come_back_in_time_has_lost_its_rows(make: Callable
     cluster = make(wait_s=0.0)
     write_id = cluster.put("p", ids("before"))
     cluster.dies("node0")
-    cluster.turn()
+    cluster.look()
     assert [each.name for each in cluster.book.records()] == ["unit-1"], "a unit that had no rows is forgotten"
-    cluster.nodes["node0"] = []
+    cluster.nodes["node0"] = ""
     folder = cluster.dies("node1")
-    cluster.turn()
+    cluster.look()
     assert cluster.lost() == 4
-    cluster.nodes["node2"] = []
-    cluster.turn()
+    cluster.nodes["node2"] = ""
+    cluster.look()
     assert set(cluster.served()) == {"node0", "node2"}
     cluster.nodes["node3"] = folder
-    cluster.turn()
+    cluster.look()
     assert cluster.book.view().lives[write_id >> LIFE_BITS].served, "who comes later is welcome"
 
 
-def test_a_unit_waits_for_its_folder_and_then_begins_another(make: Callable[..., Cluster]) -> None:
+def test_a_unit_that_finds_no_folder_begins_another(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.put("p", ids("before"))
-    folder = list(cluster.nodes["node1"])
-    cluster.nodes["node1"].clear()
+    folder, cluster.nodes["node1"] = cluster.nodes["node1"], ""
     cluster.units["node1"].alive = False
-    cluster.turn()
-    assert (set(cluster.served()), cluster.lost()) == ({"node0"}, 0)
-    cluster.keeper._awaited = dict.fromkeys(cluster.keeper._awaited, 0.0)  # the wait is over
-    cluster.turn()
+    cluster.look()
     assert cluster.lost() == 4
-    assert cluster.served()["node1"] not in folder
+    assert cluster.served()["node1"] != folder
 
 
 def test_a_disk_that_is_full_is_waited_for_and_named(make: Callable[..., Cluster]) -> None:
@@ -273,49 +264,35 @@ def test_a_disk_that_is_full_is_waited_for_and_named(make: Callable[..., Cluster
     write_id = cluster.put("p", ids("before"))
     cluster.refuses["node1"] = BackendUnavailableError("its disk is full", retryable=False)
     cluster.units["node1"].alive = False
-    cluster.turn()
+    cluster.look()
     assert "its disk is full" in cluster.book.view().lives[write_id >> LIFE_BITS].why
     assert cluster.lost() == 0
     cluster.refuses.clear()
-    cluster.turn()
+    cluster.look()
     assert set(cluster.served()) == {"node0", "node1"}
     assert cluster.lost() == 0
 
 
-def test_units_of_nodes_that_share_a_folder_have_folders_of_their_own(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    shared = [*cluster.nodes["node0"], *cluster.nodes["node1"]]
-    cluster.nodes = {"node0": shared, "node1": shared, "node2": shared}
-    cluster.turn()
-    assert len(set(cluster.served().values())) == 3
-    before = cluster.served()
-    cluster.units["node1"].alive = False
-    cluster.nodes["node3"] = shared
-    cluster.turn()
-    assert before.items() <= cluster.served().items()
-    assert len(set(cluster.served().values())) == 4
-
-
 def test_a_bootstrap_says_which_unit_cannot_start(make: Callable[..., Cluster], monkeypatch: Any) -> None:
-    monkeypatch.setattr(Keeper, "start", lambda self: self._turn())
+    monkeypatch.setattr(Keeper, "start", lambda self: self._look())
     cluster = make()
     assert {each.node for each in cluster.keeper.begin(time.monotonic() + 60.0)} == {"node0", "node1"}
-    cluster.nodes["node2"] = []
+    cluster.nodes["node2"] = ""
     with pytest.raises(OperationTimeoutError, match="storage units of nodes 'node2' did not start in time"):
         cluster.keeper.begin(time.monotonic() + 0.1)
     cluster.refuses["node2"] = BackendUnavailableError("its disk is full", retryable=False)
-    cluster.turn()
+    cluster.look()
     with pytest.raises(BackendUnavailableError, match="its disk is full"):
         cluster.keeper.begin(time.monotonic() + 60.0)
 
 
 def test_a_bootstrap_says_on_which_node_no_unit_starts(make: Callable[..., Cluster], monkeypatch: Any) -> None:
-    monkeypatch.setattr(Keeper, "start", lambda self: self._turn())
+    monkeypatch.setattr(Keeper, "start", lambda self: self._look())
     cluster = make()
-    cluster.nodes["node2"] = []
-    cluster.keeper._turn()
+    cluster.nodes["node2"] = ""
+    cluster.keeper._look()
     cluster.units["node2"].alive = False
-    cluster.turn()
+    cluster.look()
     with pytest.raises(BackendUnavailableError, match="of node node2 did not start") as caught:
         cluster.keeper.begin(time.monotonic() + 60.0)
     assert "must be installed" in str(caught.value.hint)
@@ -331,12 +308,12 @@ def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_i
     first = cluster.put("q", ids("before"))
     cluster.units["node1"].alive = False
     cluster.keeper._create_actor = lambda *_: None  # it does not come yet
-    cluster.turn()
+    cluster.look()
     cluster.put("q", ids("before"))
     assert client.clear("p", ids("before")[:2]) == 2
     assert len(host.garbage()) == 6, "two rows that were cleared, four that were overwritten"
     cluster.keeper._create_actor = cluster._create
-    cluster.turn(12)
+    cluster.look(12)
     told = cluster.units["node1"].told
     assert len(told) == 3, "it is told again until it can"
     assert len(told[-1]) == 6
@@ -359,7 +336,7 @@ def test_a_controller_that_comes_back_finds_the_units_and_notices_who_died_meanw
     cluster.book = cluster.host.book
     cluster.keeper = Keeper(cluster.host, "a/", cluster._create, 120.0)
     cluster.keeper.come_back()
-    cluster.turn()
+    cluster.look()
     assert cluster.lost() == 4
     assert cluster.served()["node0"] == before["node0"]
     assert cluster.num_created == 3

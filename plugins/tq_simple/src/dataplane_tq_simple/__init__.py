@@ -1,10 +1,10 @@
 """A ledger and storage units on Ray: `TQSimpleBackend`.
 
 What runs where. In a client: ``_backend`` (the controller is asked), ``_units`` or ``_transfer_queue`` (rows). In the
-controller: ``_controller`` (the actor), ``_host`` (what it answers), ``_book`` (which unit has which rows),
-``_keeper`` (a unit on each node). In a unit: ``_storage_unit``, ``_folders``. Of the process that bootstraps:
-``_instance`` (starts, finds and ends the actors), ``_owners`` (so that others of the host find it). What they tell each
-other is in ``_messages``, and what all of them need of Ray in ``_ray``.
+controller: ``_controller`` (the actor, and a unit on each node), ``_host`` (what it answers, and which unit has which
+rows). In a unit: ``_storage_unit``, ``_folders``. Of the process that bootstraps: ``_instance`` (starts, finds and ends
+the actors), ``_owners`` (so that others of the host find it). What they tell each other is in ``_messages``, and what
+all of them need of Ray in ``_ray``.
 
 A backend whose rows lie elsewhere derives from `QueueBackend`, which has the calls to the ledger; its options derive
 from `QueueConfig`. `Instance` starts, finds and ends the actors: a subclass says what a storage unit is. Importing it,

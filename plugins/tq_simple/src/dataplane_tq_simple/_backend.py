@@ -34,8 +34,6 @@ _logger = logging.getLogger(__name__)
 _AGAIN_S: Final = 0.1
 #: Seconds before a call is repeated whose line broke.
 _REPEAT_S: Final = 0.02
-#: Seconds for which a call asks Ray whether the controller is dead whose line broke.
-_BROKEN_S: Final = 5.0
 
 _Reply = TypeVar("_Reply")
 
@@ -113,7 +111,12 @@ class QueueBackend(LedgerBackend):
     def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
         """Ray itself, the Ray cluster that would be used, its CPUs and this node's address in it; or the
         instance that runs on this host."""
-        return diagnose(config, deadline, cls.instance_class)
+        return diagnose(cls, config, deadline)
+
+    @classmethod
+    def diagnose_storage(cls, config: Any, deadline: float, connected: bool) -> Iterable[Finding]:
+        """Findings about where the rows are. ``connected``: this process is connected to the Ray cluster."""
+        return ()
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Starts the instance on Ray, or attaches to it.
@@ -193,9 +196,8 @@ class QueueBackend(LedgerBackend):
     ) -> _Reply:
         """Asks the host in the controller. Atomic: requests of all clients run one after the other.
 
-        It is not repeated here after a failure, unless the controller has a log: then it is repeated when the
-        controller was started again, until the deadline. The ledger does nothing twice. A request that was given up
-        before the controller read it is not executed.
+        A request whose connection broke is repeated until the deadline, unless the controller is dead for good. The
+        ledger does nothing twice. A request that was given up before the controller read it is not executed.
 
         Args:
             request: The request.
@@ -217,14 +219,12 @@ class QueueBackend(LedgerBackend):
                 if wake is None:
                     return session.call(what, deadline, request)
                 return session.call_waiting(what, deadline, cast("Command[_Reply]", request), wake)
-            except LineBrokenError:  # the controller may live, and answer elsewhere; or Ray may start it again
+            except LineBrokenError:  # the controller may live, here or elsewhere; or Ray may start it again
                 if self._closed:
                     raise ClientClosedError(f"{what}: this client is closed.") from None
                 if session is not None and self._session is session:
                     self._session = None
-                if self._instance.config.journal is None:
-                    self._refuse_dead(deadline)
-                if self._instance.config.journal is None or time.monotonic() + _REPEAT_S >= deadline:
+                if time.monotonic() + _REPEAT_S >= deadline:
                     raise
                 time.sleep(_REPEAT_S)
 
@@ -271,11 +271,3 @@ class QueueBackend(LedgerBackend):
             return self._session
         finally:
             self._finding.release()
-
-    def _refuse_dead(self, deadline: float) -> None:
-        """Raises `BackendUnavailableError` if the controller is known to be dead, soon after its line broke."""
-        try:
-            self._find_session(min(deadline, time.monotonic() + _BROKEN_S))
-        except DataPlaneError as error:
-            if not error.retryable:
-                raise

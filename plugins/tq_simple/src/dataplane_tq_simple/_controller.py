@@ -1,6 +1,7 @@
-"""The actor of the controller.
+"""The actor of the controller, and what it does about the storage units.
 
-A thread in its process serves the ledger and the book of storage units (`ControllerHost`).
+A thread in its process serves the ledger and the book of storage units (`ControllerHost`). Another one keeps a unit on
+each node (`Keeper`).
 
 If it keeps a journal, Ray starts it again where it died. It then has its ledger and its book of storage units from the
 journal, another port and another token, which clients ask for over Ray.
@@ -11,26 +12,61 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import ray
+import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dataplane_core.hosting import Server, listen_on, new_token
+from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError, preview
+from dataplane_core.hosting import Drop, ExtentHost, Retain, Server, Session, TcpAddress, listen_on, new_token
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._keeper import Keeper
 from dataplane_tq_simple._messages import Line, Started
-from dataplane_tq_simple._ray import NAMESPACE, own_address, remote, was_started_before
+from dataplane_tq_simple._ray import (
+    NAMESPACE,
+    alive_nodes,
+    cause,
+    data_plane_error,
+    lookup,
+    named_actors,
+    nodes_for_units,
+    own_address,
+    remote,
+    was_started_before,
+)
 from dataplane_tq_simple._storage_unit import StorageUnit, UnitOptions
 
+_logger = logging.getLogger(__name__)
+
 #: The notes of the journal: what attaching clients are told, and what the folders of units are marked with.
-_DESCRIPTION_NOTE = "description"
-_IDENTITY_NOTE = "identity"
+_DESCRIPTION_NOTE: Final = "description"
+_IDENTITY_NOTE: Final = "identity"
+
+#: Seconds between two looks at the storage units, and at the nodes.
+_LOOK_S: Final = 0.1
+_NODES_S: Final = 1.0
+#: Seconds between two questions to a unit that Ray cannot reach.
+_ASK_S: Final = 0.2
+#: Seconds between two processes of a node if the first one ended before it served.
+_CREATE_AGAIN_S: Final = 2.0
+#: Seconds that a unit may take to drop rows, and after which one that failed is told again.
+_RETAIN_S: Final = 10.0
+_RETAIN_AGAIN_S: Final = 5.0
+#: What Ray answers in the place of an actor that has ended. `ActorUnavailableError` is none of it.
+_ENDED: Final = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.RuntimeEnvSetupError,
+    ray.exceptions.ActorUnschedulableError,
+)
 
 
 class Controller:
@@ -115,8 +151,184 @@ class Controller:
 
     def _identity(self) -> str:
         """Identifies this instance, also in the processes that go on with it."""
-        found = self._host.noted(_IDENTITY_NOTE)
-        if found is None:
-            found = new_id().encode()
-            self._host.note(_IDENTITY_NOTE, found)
-        return found.decode()
+        identity = self._host.noted(_IDENTITY_NOTE)
+        if identity is None:
+            identity = new_id().encode()
+            self._host.note(_IDENTITY_NOTE, identity)
+        return identity.decode()
+
+
+# --- the units --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Process:
+    """The process of a node's unit."""
+
+    actor: Any = None  # None: it is to be created
+    act_at: float = 0.0  # when it is created, asked or told next
+    asked: Any = None  # to start; when it serves, to say when it ends. None: nothing
+    started: Started | None = None  # what it said, if it serves
+    settled: bool = False  # it serves, or cannot now: then rows that nobody serves may not come any more
+    retain: bool = False  # it is to be told which of its rows exist
+
+
+class Keeper:
+    """Keeps a storage unit on each node of the cluster, in a thread of the controller.
+
+    It starts them, and learns from Ray which have died. One thread judges for all clients, so they agree on which rows
+    are lost.
+
+    Args:
+        host: Has the book, and knows which rows are garbage.
+        prefix: What the actor names of the units start with. The id of the node follows.
+        create: Creates the actor of a unit, by its name and the id of its node.
+        wait_s: For so many seconds, rows that nobody serves are waited for.
+    """
+
+    def __init__(self, host: ControllerHost, prefix: str, create: Callable[[str, str], Any], wait_s: float) -> None:
+        self._host = host
+        self._book = host.book
+        self._prefix = prefix
+        self._create_actor = create
+        self._wait_s = wait_s
+        self._processes: dict[str, _Process] = {}  # by the id of the node
+        self._alive: set[str] = set()  # nodes
+        self._look_at = 0.0
+        self._awaited: dict[int, float] = {}  # lives that nobody serves -> until when they are waited for
+        self._failure: DataPlaneError | None = None
+
+    def begin(self, deadline: float) -> list[Started]:
+        """Starts the thread. Returns when the units of all nodes serve.
+
+        Raises:
+            DataPlaneError: One of them cannot.
+            OperationTimeoutError: They did not start in time.
+        """
+        self.start()
+        while time.monotonic() < deadline:
+            if self._failure is not None:
+                raise self._failure
+            processes = list(self._processes.values())
+            serving = [process.started for process in processes if process.started is not None]
+            if processes and len(serving) == len(processes):
+                return serving
+            time.sleep(_LOOK_S)
+        waiting = [node for node, process in self._processes.items() if process.started is None]
+        raise OperationTimeoutError(f"the storage units of nodes {preview(waiting)} did not start in time.")
+
+    def come_back(self) -> None:
+        """Takes over the units of the book, in a controller that was started again, and those that it does not know."""
+        actors = {actor.removeprefix(self._prefix) for actor in named_actors(self._prefix)}
+        for node in actors.union(self._book.nodes()):
+            process = self._processes[node] = _Process(lookup(self._prefix + node))
+            if process.actor is None:
+                self._book.ended(node)
+        self.start()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        threading.Thread(target=self._keep, name="dataplane-units", daemon=True).start()
+
+    def _keep(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:
+                _logger.exception("watching the storage units failed; trying again")
+            time.sleep(_LOOK_S)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._alive, self._look_at = alive_nodes(), now + _NODES_S
+            for node in nodes_for_units():
+                self._processes.setdefault(node, _Process())
+        asked = [process.asked for process in self._processes.values() if process.asked is not None]
+        answered = ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
+        for node, process in list(self._processes.items()):
+            if process.asked in answered:
+                self._hear(node, process)
+            elif now < process.act_at:
+                continue
+            elif process.actor is None:
+                self._create(node, process, now)
+            elif process.asked is None:
+                process.asked = process.actor.start.remote()
+            elif process.started is not None and process.retain:
+                self._retain(node, process, process.started)
+        self._give_up(now)
+
+    def _create(self, node: str, process: _Process, now: float) -> None:
+        if node not in self._alive:
+            self._book.left(node)
+            del self._processes[node]
+            return
+        process.act_at = now + _CREATE_AGAIN_S
+        with suppress(ValueError):  # Ray has not freed its name yet
+            process.actor, process.act_at = self._create_actor(self._prefix + node, node), now
+
+    def _hear(self, node: str, process: _Process) -> None:
+        """Takes the answer of a process."""
+        asked, process.asked = process.asked, None
+        process.act_at = time.monotonic() + _ASK_S
+        try:
+            started = ray.get(asked, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            return  # it may be starting, or its connection broke
+        except _ENDED as error:
+            what = f"the storage unit of node {node} did not start: {cause(error)}"
+            hint = "dataplane-tq-simple must be installed, in this version, on every node of the cluster."
+            self._ended(node, process, BackendUnavailableError(what, hint=hint))
+        except ray.exceptions.RayTaskError as error:
+            why = data_plane_error(error) or BackendUnavailableError(cause(error), retryable=False)
+            self._ended(node, process, why)
+        except ray.exceptions.RayError:
+            return  # says nothing about the actor
+        else:
+            process.asked, process.act_at = process.actor.end.remote(), 0.0
+            if process.started != started:
+                process.started, process.settled, process.retain = started, True, started.kept
+                self._book.started(started)
+
+    def _ended(self, node: str, process: _Process, why: DataPlaneError) -> None:
+        """A process has ended, or cannot serve, and then says why. The node gets another one."""
+        with suppress(Exception):
+            ray.kill(process.actor, no_restart=True)  # else Ray keeps its name
+        self._book.ended(node)
+        self._processes[node] = _Process()
+        if process.started is None and node in self._alive:
+            self._processes[node] = _Process(act_at=time.monotonic() + _CREATE_AGAIN_S, settled=True)
+            _logger.warning("node %s has no storage unit that serves, and gets another one: %s", node, why)
+            self._failure = self._failure or why
+            if not why.retryable:
+                self._book.waits(node, str(why))
+
+    def _retain(self, node: str, process: _Process, started: Started) -> None:
+        """Tells a unit that keeps rows which of those that an earlier process left there exist, and which were given up
+        while nobody served them. It serves already."""
+        rows, garbage = self._book.rows_on(node, self._host.garbage())
+        address, deadline = TcpAddress(started.ip, started.port, started.secret), time.monotonic() + _RETAIN_S
+        try:
+            with closing(Session(address, ExtentHost.messages, deadline, _failure)) as session:
+                session.call_all("retain", deadline, [Retain(rows), Drop(garbage)])
+        except DataPlaneError as error:  # else what nobody can read would fill its memory
+            process.act_at = time.monotonic() + _RETAIN_AGAIN_S
+            _logger.warning("node %s keeps rows that nobody needs, and is told again: %s", node, error)
+        else:
+            process.retain = False
+            self._host.collected(garbage)
+
+    def _give_up(self, now: float) -> None:
+        """Names the rows as lost for which the wait is over. Those of a unit that says why are waited for."""
+        settled = all(process.settled for process in self._processes.values())
+        before, self._awaited = self._awaited, {}
+        for life, why in self._book.awaited().items():
+            begins = why or not settled or life not in before
+            self._awaited[life] = now + self._wait_s if begins else before[life]
+            if settled and not why and now >= self._awaited[life]:
+                self._book.give_up(life)
+
+
+def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    return BackendUnavailableError(f"{what}: {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Final
 
@@ -15,14 +15,15 @@ from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
+    from dataplane_tq_simple._backend import QueueBackend
     from dataplane_tq_simple._instance import Instance
 
 #: Seconds that a Ray of this host has to accept a connection.
 _ANSWERS_S: Final = 5.0
 
 
-def diagnose(config: QueueConfig, deadline: float, find_class: Callable[[], type[Instance]]) -> Iterator[Finding]:
-    """Findings for these options; see `Backend.diagnose`. ``find_class`` gives the class of the instance."""
+def diagnose(backend: type[QueueBackend], config: QueueConfig, deadline: float) -> Iterator[Finding]:
+    """Findings for these options; see `Backend.diagnose`."""
     try:
         import_module("ray")
     except Exception as error:
@@ -30,16 +31,25 @@ def diagnose(config: QueueConfig, deadline: float, find_class: Callable[[], type
         yield Finding.error(f"ray cannot be imported: {type(error).__name__}: {error}", hint)
         return
     yield Finding.ok(f"Ray {metadata.version('ray')}.")
-    if getattr(config, "storage", None) == "memory":
-        yield Finding.ok("Rows are kept in the memory of storage units, one on each node (storage: memory).")
     durable = getattr(config, "durable", None)
     if durable is not None:
         yield Finding.ok(_durable(durable, config))
     if durable is None or config.journal != durable:
         yield _journal(config)
-    known = config.ray_address or os.environ.get("RAY_ADDRESS")
     try:
-        yield from _running(config, find_class(), deadline) if known else _of_this_host(config, find_class())
+        instance_class = backend.instance_class()
+        from dataplane_tq_simple._ray import RayConnection
+
+        if not (config.ray_address or os.environ.get("RAY_ADDRESS")):
+            yield from _of_this_host(config, instance_class)
+            yield from backend.diagnose_storage(config, deadline, connected=False)
+            return
+        connection = RayConnection.acquire(config, bootstrap=False, deadline=deadline)
+        try:
+            yield from _running(config, instance_class)
+            yield from backend.diagnose_storage(config, deadline, connected=True)
+        finally:
+            connection.release()
     except DataPlaneError as error:
         yield Finding.error(error.message, error.hint)
 
@@ -83,13 +93,13 @@ def _journal(config: QueueConfig) -> Finding:
 def _durable(folder: str, config: QueueConfig) -> str:
     """What lies in the durable folder of this node, and who has its journal open."""
     from dataplane_core.ownership import is_open, owner_of
-    from dataplane_tq_simple._folders import folder_of, folders_in, units_of
+    from dataplane_tq_simple._folders import folder_of, unit_of
 
     of_instance = folder_of(folder, config.instance)
     if not of_instance.is_dir():
         return f"There is no folder {of_instance} on this node yet. An instance that is bootstrapped begins it."
-    count = len(folders_in(units_of(folder, config.instance)))
-    what = f"The folder {of_instance} of this node has rows of {count} storage unit{'s' * (count != 1)}"
+    rows = "rows" if unit_of(folder, config.instance).is_dir() else "no rows"
+    what = f"The folder {of_instance} of this node has {rows}"
     owner = owner_of(of_instance)
     if owner is None:
         return f"{what}, and no journal: that is on another node."
@@ -136,25 +146,21 @@ def _of_this_host(config: QueueConfig, instance_class: type[Instance]) -> Iterat
         )
 
 
-def _running(config: QueueConfig, instance_class: type[Instance], deadline: float) -> Iterator[Finding]:
+def _running(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Finding]:
+    """What the Ray cluster is like that this process is connected to."""
     import ray
 
     from dataplane_tq_simple._instance import check_cpus
-    from dataplane_tq_simple._ray import RayConnection
 
-    connection = RayConnection.acquire(config, bootstrap=False, deadline=deadline)
-    try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        own = ray.get_runtime_context()
-        address = next(node["NodeManagerAddress"] for node in nodes if node["NodeID"] == own.get_node_id())
-        announced = check_announced_address(
-            address, "Ray", "Start Ray on this node with an address of its own: ray start --node-ip-address=ADDRESS"
-        )
-        if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
-            yield announced
-        cpus = ray.cluster_resources().get("CPU", 0.0)
-        check_cpus(config, instance_class.num_units(config), cpus, "the Ray cluster")
-        count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-        yield Finding.ok(f"The Ray cluster at {own.gcs_address} has {cpus:g} logical CPUs on {count}.")
-    finally:
-        connection.release()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    own = ray.get_runtime_context()
+    address = next(node["NodeManagerAddress"] for node in nodes if node["NodeID"] == own.get_node_id())
+    announced = check_announced_address(
+        address, "Ray", "Start Ray on this node with an address of its own: ray start --node-ip-address=ADDRESS"
+    )
+    if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
+        yield announced
+    cpus = ray.cluster_resources().get("CPU", 0.0)
+    check_cpus(config, instance_class.num_units(config), cpus, "the Ray cluster")
+    count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+    yield Finding.ok(f"The Ray cluster at {own.gcs_address} has {cpus:g} logical CPUs on {count}.")

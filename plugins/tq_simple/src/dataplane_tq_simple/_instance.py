@@ -36,7 +36,7 @@ from dataplane_core.errors import (
 from dataplane_core.host_memory import arena_bytes_for
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._controller import Controller
-from dataplane_tq_simple._folders import JOURNAL, folder_of, units_of
+from dataplane_tq_simple._folders import JOURNAL, folder_of, unit_of
 from dataplane_tq_simple._messages import Line, LineBrokenError
 from dataplane_tq_simple._ray import (
     NAMESPACE,
@@ -354,7 +354,7 @@ class SimpleInstance(InstanceOfStorage):
         units = UnitOptions(
             size_bytes=size_bytes,
             touch_ahead_bytes=config.touch_ahead_bytes,
-            folder=None if config.durable is None else str(units_of(config.durable, config.instance)),
+            folder=None if config.durable is None else str(unit_of(config.durable, config.instance)),
             sync=config.sync == "commit",
             num_cpus=config.unit_num_cpus,
             detached=config.journal is not None,

@@ -1,9 +1,9 @@
 """What the processes of an instance tell each other beside the commands of the ledger.
 
-A storage unit is a folder, or the memory of a node. A folder is served by one process after the other: after a while in
-which nobody has it, at another address, on another node. Memory ends with its process, and the node's next process
-begins anew. So rows belong to a *life*: of a folder, or of a process. All rows of a put go to one life, whose number is
-part of the ids of the put's writes. So an id says where its rows are.
+Each node has a storage unit, whose rows are in memory or in a folder. Memory ends with its process. A folder is served
+by one process after the other, also on a node that has it later. So rows belong to a *life*: of a folder, or of a
+process. All rows of a put go to one life, whose number is part of the ids of the put's writes. So an id says where its
+rows are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LineBrokenError(LostReplyError):
 class Started(NamedTuple):
     """What the process of a unit says about itself when it runs."""
 
-    token: str  # identifies the life; if the rows outlive the process, it is the name of their folder
+    token: str  # identifies the life
     ip: str
     port: int  # where it serves rows
     node: str  # the id of its node

@@ -5,6 +5,7 @@ Importing this module imports Ray.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._folders import folders_in, open_rows
+from dataplane_tq_simple._folders import open_unit
 from dataplane_tq_simple._messages import Started
 from dataplane_tq_simple._ray import NAMESPACE, lookup, own_address
 
@@ -40,7 +41,7 @@ class UnitOptions(NamedTuple):
 
     size_bytes: int | None  # of a unit's memory; None: half of what its node has available
     touch_ahead_bytes: int  # made ready before they are used
-    folder: str | None  # of the units on each node, in which they keep their rows
+    folder: str | None  # on each node, in which its unit keeps its rows
     sync: bool  # rows that are kept are on the disk before a put is answered
     num_cpus: float  # logical CPUs that Ray reserves for each
     detached: bool  # no process owns them: they outlive that of the controller, and end when it has ended for good
@@ -64,58 +65,41 @@ class StorageUnit:
             own = ray.get_runtime_context().get_actor_name()
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
-    def start(self, own: str = "", others: tuple[str, ...] = (), new: str = "") -> Started | None:
-        """Serves rows, from the first call on that can. Tries again to open a folder that could not be opened.
-
-        Args:
-            own: The name of the folder that this node's unit had. ``""``: any that is there, or a new one.
-            others: The names of those that are of other units: nodes may share a folder.
-            new: The name of a new one.
-
-        Returns:
-            Where it is reached, and its life. None: ``own`` is not there.
+    def start(self) -> Started:
+        """Serves rows, from the first call on. Returns where, and which.
 
         Raises:
-            BackendUnavailableError: As `open_rows`.
+            BackendUnavailableError, AlreadyRunningError: As `open_unit`. This process is of no use then.
         """
         if self._started is None:
-            folder = self._options.folder
-            if folder is None:
-                extents = ExtentService(
-                    Arena.create(self._options.size_bytes or _default_bytes()), self._options.touch_ahead_bytes
-                )
-                self._started = self._serve(new_id(), ExtentHost(extents), extents)
-            else:
-                units = Path(folder)
-                names = [own] if own else [each for each in folders_in(units) if each not in others]
-                if own and not units.joinpath(own).exists():
-                    return None
-                self._started = self._open(units, names, new)
+            self._started = self._serve()
         return self._started
 
-    def _open(self, units: Path, names: list[str], new: str) -> Started:
+    async def end(self) -> None:
+        """Returns never. So who waits for it learns that this process has ended."""
+        await asyncio.Event().wait()
+
+    def _serve(self) -> Started:
         options = self._options
-
-        def open_in(path: Path, notes: NotesLog) -> KeptExtents:
-            size_bytes = options.size_bytes or check_extents(path, notes.notes) or _default_bytes()
-            ahead = options.touch_ahead_bytes
-            return KeptExtents(path, size_bytes, notes, sync=options.sync, touch_ahead_bytes=ahead)
-
-        opened = open_rows(units, names, new, self._instance, open_in, sync=options.sync)
-        try:
-            host = ExtentHost(opened.extents, opened.notes.commit_or_end)
-            return self._serve(opened.name, host, opened.extents)
-        except BaseException:
-            opened.close()  # it is tried again
-            raise
-
-    def _serve(self, token: str, host: ExtentHost, extents: ExtentService) -> Started:
+        if options.folder is None:
+            arena = Arena.create(options.size_bytes or _default_bytes())
+            token, extents = new_id(), ExtentService(arena, options.touch_ahead_bytes)
+            host = ExtentHost(extents)
+        else:
+            token, extents, notes = open_unit(Path(options.folder), self._instance, self._extents_in, sync=options.sync)
+            host = ExtentHost(extents, notes.commit_or_end)
         ip, node = own_address(), ray.get_runtime_context().get_node_id()
         (name, memory), wire, secret = listen_unseen(), listen_on(ip), new_token()
         server = Server(host, memory, wire, token=secret)
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
-        port, kept = wire.getsockname()[1], self._options.folder is not None
+        port, kept = wire.getsockname()[1], options.folder is not None
         return Started(token, ip, port, node, name, secret, extents.most_bytes, kept)
+
+    def _extents_in(self, folder: Path, notes: NotesLog) -> KeptExtents:
+        options = self._options
+        size_bytes = options.size_bytes or check_extents(folder, notes.notes) or _default_bytes()
+        ahead_bytes = options.touch_ahead_bytes
+        return KeptExtents(folder, size_bytes, notes, sync=options.sync, touch_ahead_bytes=ahead_bytes)
 
 
 def _default_bytes() -> int:

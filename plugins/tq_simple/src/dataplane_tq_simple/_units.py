@@ -20,7 +20,6 @@ from dataplane_core.backends import (
     Backend,
     ExtentClient,
     Finding,
-    Level,
     RefsGoneError,
     StoredRows,
     columns_of,
@@ -90,26 +89,17 @@ class TQSimpleBackend(QueueBackend):
         return SimpleInstance
 
     @classmethod
-    def diagnose(cls, config: Any, *, deadline: float) -> Iterable[Finding]:
-        """As that of `QueueBackend`, and how rows get from the storage units of a running instance to this process, if
-        its cluster is named: that of an owner on this host may hang."""
-        findings = list(super().diagnose(config, deadline=deadline))
-        yield from findings
-        if any(finding.level is Level.ERROR for finding in findings):
-            return
-        from dataplane_tq_simple import _owners
-
-        if not _owners.cluster_is_known(config):
-            return
+    def diagnose_storage(cls, config: Any, deadline: float, connected: bool) -> Iterable[Finding]:
+        """How rows get from the storage units of a running instance to this process."""
+        yield Finding.ok("Rows are kept in the memory of storage units, one on each node (storage: memory).")
         backend = cls(config)
         try:
-            backend.start(bootstrap=False, deadline=deadline)
-            units = backend.list_units(ListUnitsRequest(deadline=deadline))
-            yield from unit_paths(units, backend._ray().node)
+            if connected:
+                backend.start(bootstrap=False, deadline=deadline)
+                units = backend.list_units(ListUnitsRequest(deadline=deadline))
+                yield from unit_paths(units, backend._ray().node)
         except BackendUnavailableError:  # none runs
             return
-        except DataPlaneError as error:
-            yield Finding.error(f"The storage units cannot be asked: {error.message}", error.hint)
         finally:
             backend.stop()
 

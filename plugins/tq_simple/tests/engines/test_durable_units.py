@@ -73,8 +73,8 @@ def states(client: DataPlaneClient) -> list[tuple[str, int]]:
     return [(each.state, each.num_starts) for each in client.list_units()]
 
 
-def folders(folder: Path) -> list[Path]:
-    return sorted((folder / NAME / "units").iterdir())
+def unit_in(folder: Path) -> Path:
+    return folder / NAME / "unit"
 
 
 def check(client: DataPlaneClient, load: Load) -> None:
@@ -100,12 +100,12 @@ def test_the_unit_and_the_controller_are_killed_under_load_one_and_both(
     check(client, load)
 
 
-def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
+def test_a_unit_says_what_is_wrong_with_its_folder(
     client: DataPlaneClient, tmp_path: Path, pid_of: Callable[[str], int]
 ) -> None:
     put(client, IDS)
     pid = pid_of(f"tq-{NAME}/")
-    (own,) = folders(tmp_path)
+    own = unit_in(tmp_path)
     assert owner_of(own).pid == pid
     aside = own.rename(tmp_path / "aside")
     own.write_text("this is no folder")
@@ -130,34 +130,26 @@ def test_a_unit_waits_for_its_folder_and_says_what_is_wrong_with_it(
     with pytest.raises(BackendUnavailableError, match="no storage unit takes rows"):
         put(client, ["more-1"])
     client.clear_samples([IDS[0]], "p")
-    own.unlink()  # now it waits for it
     client.clear_samples([IDS[1]], "p")
+    own.unlink()
     aside.rename(own)
     eventually(is_back, "it does not find it")
     assert [state for state, _ in states(client)] == ["serving"]
-    assert folders(tmp_path) == [own]
     eventually(lambda: sum(each.num_rows for each in client.list_units()) == 18, "what was cleared meanwhile is kept")
     client.clear_samples(None, "p")
     assert [each.num_rows for each in client.list_units()] == [0]
 
 
-def test_a_unit_whose_folder_does_not_come_begins_without_it(
-    config: dict[str, Any], tmp_path: Path, kill: Callable[..., None]
+def test_a_unit_that_finds_no_folder_begins_another(
+    client: DataPlaneClient, tmp_path: Path, kill: Callable[..., None]
 ) -> None:
-    config["options"]["node_wait_s"] = 0.0
-    with connect(config, bootstrap=True) as client:
-        client.register_partition("p", ["x"], None, TASKS)
-        put(client, IDS)
-        (first,) = folders(tmp_path)
-        aside = first.rename(tmp_path / first.name)
-        kill("/")
-        eventually(lambda: lost(client, IDS) == IDS, "it is waited for")
-        put(client, IDS)
-        assert right(client, IDS)
-        aside.rename(first)
-        kill("/")
-        eventually(lambda: states(client)[-1:] == [("serving", 2)], "it is not started again")
-        assert right(client, IDS), "it goes on with what it began"
+    put(client, IDS)
+    aside = unit_in(tmp_path).rename(tmp_path / "aside")
+    kill("/")
+    eventually(lambda: lost(client, IDS) == IDS, "its rows are not named")
+    put(client, IDS)
+    assert right(client, IDS)
+    assert aside.exists()
 
 
 # --- all processes end ------------------------------------------------------------------------------------------------
@@ -197,7 +189,7 @@ def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp
 
     assert "There is no folder" in said()
     filled(config)
-    nobody = "has rows of 1 storage unit. Its journal is open in no process. It was last in process"
+    nobody = "has rows. Its journal is open in no process. It was last in process"
     eventually(lambda: nobody in said(), "the controller's process does not end")
     with connect(config, bootstrap=True) as client:
         assert right(client, IDS[:18])
@@ -211,7 +203,7 @@ def test_who_bootstraps_again_has_what_was_committed(config: dict[str, Any], tmp
 def test_folders_that_are_removed_or_damaged_name_their_rows(config: dict[str, Any], tmp_path: Path) -> None:
     config["options"]["node_wait_s"] = 0.0
     filled(config)
-    shutil.rmtree(folders(tmp_path)[0])
+    shutil.rmtree(unit_in(tmp_path))
     for damage in (True, False):
         with connect(config, bootstrap=True) as client:
             eventually(lambda client=client: lost(client, IDS[:18]) == IDS[:18], "they are waited for")
@@ -219,19 +211,18 @@ def test_folders_that_are_removed_or_damaged_name_their_rows(config: dict[str, A
             put(client, IDS[:18])
             assert right(client, IDS[:18])
         if damage:
-            os.truncate(folders(tmp_path)[0] / "arena", 4096)
+            os.truncate(unit_in(tmp_path) / "arena", 4096)
     with connect(config, bootstrap=True) as client:
         assert right(client, IDS[:18])
-    assert [each for each in folders(tmp_path) if each.name.startswith("damaged-")], "nothing is deleted"
+    assert list((tmp_path / NAME).glob("damaged-*")), "nothing is deleted"
 
 
 def test_rows_whose_bytes_are_not_what_was_put_are_named(config: dict[str, Any], tmp_path: Path) -> None:
     filled(config)
-    for own in folders(tmp_path):
-        with (own / "arena").open("r+b") as file:
-            data = file.read(1 << 16)
-            file.seek(0)
-            file.write(bytes(each ^ 1 if at % 1024 == 0 else each for at, each in enumerate(data)))
+    with (unit_in(tmp_path) / "arena").open("r+b") as file:
+        data = file.read(1 << 16)
+        file.seek(0)
+        file.write(bytes(byte ^ 1 if at % 1024 == 0 else byte for at, byte in enumerate(data)))
     with connect(config, bootstrap=True) as client:
         assert lost(client, IDS[:18])
 
@@ -242,14 +233,12 @@ def test_a_journal_that_is_not_that_of_the_rows_is_refused(
     filled(config)
     journal = tmp_path / NAME / "journal"
     journal.rename(tmp_path / "aside")
-    with pytest.raises(BackendUnavailableError, match="holds 'units', and no store"):
+    with pytest.raises(BackendUnavailableError, match="holds 'unit', and no store"):
         connect(config, bootstrap=True)
     (tmp_path / NAME).rename(tmp_path / "first")
     filled(config)
-    for own in folders(tmp_path):
-        shutil.rmtree(own)
-    own = next((tmp_path / "first" / "units").iterdir())
-    shutil.copytree(own, tmp_path / NAME / "units" / own.name)
+    shutil.rmtree(unit_in(tmp_path))
+    shutil.copytree(tmp_path / "first" / "unit", unit_in(tmp_path))
     with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
         connect(config, bootstrap=True)
     eventually(lambda: not actors(f"tq-{NAME}"), "something is left behind")
@@ -261,7 +250,7 @@ def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_p
         connect(config, bootstrap=True)
     os.close(lock)
     with connect(config, bootstrap=True):
-        for folder, holds in [(tmp_path / NAME, "journal"), *((own, "notes") for own in folders(tmp_path))]:
+        for folder, holds in [(tmp_path / NAME, "journal"), (unit_in(tmp_path), "notes")]:
             with pytest.raises(AlreadyRunningError, match="in use by process"):
                 lock_folder(folder, holds, 0.0)
 

@@ -6,7 +6,6 @@ import random
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from power_loss import Disk
@@ -16,11 +15,10 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.hosting import ExtentHost, KeptExtents, extent_host, extents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
-from dataplane_tq_simple import _folders, _host, _storage_unit
-from dataplane_tq_simple._book import Started
-from dataplane_tq_simple._folders import folders_in, open_rows
+from dataplane_tq_simple import _folders, _host
+from dataplane_tq_simple._folders import open_unit
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._messages import BeginNear
+from dataplane_tq_simple._messages import BeginNear, Started
 
 X = {"x": FieldSpec("tensor", "uint8", 1)}
 SIZE = 1 << 14  # so little that rows are moved to make room
@@ -44,15 +42,14 @@ class Life:
         for module in (_host, _folders):
             monkeypatch.setattr(module, "lock_folder", self._lock)
         ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
-        units = folder / "units"
-        self._opened = open_rows(units, folders_in(units), "folder", "identity", opening(sync), sync=sync)
+        self._opened = open_unit(folder / "unit", "identity", opening(sync), sync=sync)
         self._controller = ControllerHost(ledger, self._log)
         self._unit = ExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
-        started = Started(self._opened.name, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
+        started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
         book = self._controller.book
         book.begin()
         book.started(started)
-        self._sessions = [each.begin_session() for each in (self._controller, self._unit)]
+        self._sessions = [host.begin_session() for host in (self._controller, self._unit)]
         self.together = False
         garbage = self._controller.garbage()
         rows, here = book.rows_on("node", garbage)
@@ -70,8 +67,8 @@ class Life:
         """As a SIGKILL of both: nothing is said, nothing is finished."""
         self._log.close()
         self._opened.notes.close()
-        for each in self._locks:
-            os.close(each)
+        for lock in self._locks:
+            os.close(lock)
 
     def call(self, command):
         reply = self._controller.answer(command, self._sessions[0])
@@ -131,7 +128,7 @@ AHEAD = {
     "nothing": lambda path: False,
     "the arena": lambda path: path.name == "arena",
     "the unit's notes": lambda path: "notes" in path.parts,
-    "the controller's journal": lambda path: "units" not in path.parts,
+    "the controller's journal": lambda path: "unit" not in path.parts,
 }
 
 
@@ -195,14 +192,30 @@ def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machi
         shutil.rmtree(image)
 
 
-def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_path, monkeypatch):
-    """This process tries it again until it can."""
+def test_a_folder_that_is_damaged_in_use_or_of_another_instance(tmp_path, monkeypatch):
+    locks = []
+    monkeypatch.setattr(_folders, "lock_folder", lambda *args: locks.append(lock_folder(*args)))
+    folder = tmp_path / "unit"
 
-    def open_it():
-        return open_rows(tmp_path, ["folder"], "new", "identity", opening())
+    def open_as(instance):
+        opened = open_unit(folder, instance, opening())
+        opened.notes.close()
+        return opened.token
 
-    open_it().close()
-    (tmp_path / "folder" / "arena").unlink()
+    def unlock():
+        while locks:
+            os.close(locks.pop())
+
+    first = open_as("identity")
+    with pytest.raises(AlreadyRunningError, match="is in use by process"):
+        open_as("identity")
+    unlock()
+    assert open_as("identity") == first
+    unlock()
+    with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
+        open_as("another")
+    unlock()
+    (folder / "arena").unlink()
 
     def full(path, target):
         raise OSError(errno.ENOSPC, "No space left on device", str(path), None, str(target))
@@ -212,48 +225,10 @@ def test_a_folder_that_cannot_be_set_aside_or_served_is_not_locked_for_ever(tmp_
         said = set()
         for _ in range(2):
             with pytest.raises(BackendUnavailableError, match="No space left on device") as caught:
-                open_it()
+                open_as("identity")
+            unlock()
             said.add(str(caught.value))
         assert len(said) == 1, "clients would be told something new again and again"
-
-    unit = _storage_unit.StorageUnit(
-        _storage_unit.UnitOptions(SIZE, 0, str(tmp_path), False, 0, False, 0.0), "identity"
-    )
-    node = SimpleNamespace(get_node_id=lambda: "node")
-    monkeypatch.setattr(_storage_unit, "ray", SimpleNamespace(get_runtime_context=lambda: node))
-    monkeypatch.setattr(_storage_unit, "own_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(_storage_unit, "Server", lambda *_, **__: SimpleNamespace(run=lambda: None))
-    monkeypatch.setattr(_storage_unit, "listen_unseen", lambda: ("name", None))
-    monkeypatch.setattr(_storage_unit, "listen_on", lambda ip: SimpleNamespace(getsockname=lambda: (ip, 1)))
-    with monkeypatch.context() as patch:
-
-        def no_port(ip):
-            raise OSError(errno.EMFILE, "Too many open files")
-
-        patch.setattr(_storage_unit, "listen_on", no_port)
-        for own in ("folder", ""):
-            with pytest.raises(OSError, match="Too many open files"):
-                unit.start(own, (), "new")
-    assert unit.start("folder", (), "newer") is None
-    assert unit.start("", (), "newer").token == "new", "a folder that is damaged is not made anew under its name"
-    assert [each for each in os.listdir(tmp_path) if each.startswith("damaged-folder-")]
-
-
-def test_a_unit_opens_a_folder_that_no_other_one_has(tmp_path):
-    """Nodes may share the folder in which they are. It waits for a process that ends."""
-
-    def open_one(names, new):
-        return open_rows(tmp_path, names, new, "identity", opening())
-
-    first = open_one([], "first")
-    second = open_one([], "second")
-    second.close()
-    again = open_one(folders_in(tmp_path), "third")
-    assert again.name == "second"
-    with pytest.raises(AlreadyRunningError):
-        open_one(folders_in(tmp_path), "third")
-    assert folders_in(tmp_path) == ["first", "second"]
-    first.close()
-    with pytest.raises(BackendUnavailableError, match="of an instance whose journal is not the one"):
-        open_rows(tmp_path, ["first"], "third", "another", opening())
-    again.close()
+    assert open_as("identity") != first
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["damaged", "unit"]
+    unlock()

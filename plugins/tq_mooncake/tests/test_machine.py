@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
@@ -134,7 +133,7 @@ def test_a_node_without_the_memory_is_named_with_the_numbers():
     instance.config = TQMooncakeConfig(segment_size_bytes=1024 * MIB)
     units = [Described("life", "one", "10.0.0.1", 2048 * MIB), Described("life", "two", "10.0.0.2", 2047 * MIB)] * 2
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2048 MiB, but has 2047 MiB") as error:
-        instance._prepare(units, deadline=time.monotonic() + 60.0)
+        instance._check_memory(units)
     assert "2 storage units of 1024 MiB (segment_size_bytes)" in str(error.value)
 
 

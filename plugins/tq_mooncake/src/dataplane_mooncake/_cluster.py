@@ -13,13 +13,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import memory_limit
@@ -29,7 +30,7 @@ from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig
 from dataplane_mooncake.machine import check_machine, check_memory
-from dataplane_tq_simple import Instance, get_within
+from dataplane_tq_simple import Instance, get_within, lookup, nodes_for_units
 from dataplane_tq_simple.addresses import announced_address
 
 _logger = logging.getLogger(__name__)
@@ -132,10 +133,9 @@ class MooncakeInstance(Instance):
     prefix = "tqm-"
     distribution = "dataplane-mooncake-backend"
     protocol = 11
-    unit_class = SegmentHost
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, config: Any, controller: Any = None) -> None:
+        super().__init__(config, controller)
         self._master: Master | None = None
         self._watch: UnitWatch | None = None
         self._mounted: dict[str, Segment] = {}  # by actor
@@ -152,22 +152,39 @@ class MooncakeInstance(Instance):
         """The segments that are mounted, as far as this process knows. See `refresh`."""
         return msgspec.convert(self.details["segments"], list[Segment])
 
-    @classmethod
-    def _unit_arguments(cls, config: TQMooncakeConfig) -> Mapping[str, Any]:
-        return {"config": config.model_dump()}
+    @property
+    def units(self) -> list[str]:
+        """The names of the units' actors."""
+        return [f"{self.controller_name(self.config)}/unit-{number}" for number in range(self.num_units(self.config))]
 
-    def _prepare(self, answers: Sequence[Described], deadline: float) -> None:
-        """Checks that the memory suffices, starts the master, and has the units mount their segments."""
-        config = self.config
+    @classmethod
+    def num_units(cls, config: TQMooncakeConfig) -> int:
+        """As the option says."""
+        return config.num_storage_units
+
+    def prepare(self, deadline: float) -> None:
+        """Starts the units, checks that the memory suffices, starts the master, and has the units mount their
+        segments."""
+        config, nodes = self.config, nodes_for_units()
+        units = [
+            self.start_actor(
+                unit,
+                SegmentHost,
+                {"config": config.model_dump()},
+                deadline,
+                num_cpus=config.unit_num_cpus,
+                memory=1,  # Ray starts an actor that reserves nothing on any node, unless the strategy is strict
+                max_restarts=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
+            )
+            for number, unit in enumerate(self.units)
+        ]
+        answers = self.when_started([unit.describe.remote() for unit in units], deadline)
         self._check_memory(answers)
         self._master = Master(this_nodes_address(config))
-        try:
-            self._master.start(min(deadline, time.monotonic() + config.master_start_s))
-            self.details = {"master": self._master.address, "prefix": f"{config.instance}/{new_id()}/"}
-            self._mount(self.units, deadline)
-        except BaseException:
-            self._master.stop()
-            raise
+        self._master.start(min(deadline, time.monotonic() + config.master_start_s))
+        self.details = {"master": self._master.address, "prefix": f"{config.instance}/{new_id()}/"}
+        self._mount(self.units, deadline)
         self._lives = {unit: answer.life for unit, answer in zip(self.units, answers, strict=True)}
 
     def _check_memory(self, answers: Sequence[Described]) -> None:
@@ -179,7 +196,7 @@ class MooncakeInstance(Instance):
         """Has units mount new segments."""
         prefix, dead = self.details["prefix"], sorted(self._dead)
         opening = [
-            self._handles[actor].open.remote(self.details["master"], f"{prefix}~{new_id()}", dead) for actor in actors
+            self._started[actor].open.remote(self.details["master"], f"{prefix}~{new_id()}", dead) for actor in actors
         ]
         self._mounted.update(zip(actors, get_within(opening, "mount the segments", deadline), strict=True))
         self._list_segments()
@@ -209,7 +226,8 @@ class MooncakeInstance(Instance):
 
     def ask_units(self) -> dict[str, Any]:
         """Asks all units whether they live. Returns Ray references to the answers, by the units' names in messages."""
-        return {f"storage {unit.rpartition('/')[2]}": self._handles[unit].__ray_ready__.remote() for unit in self.units}
+        actors = {f"storage {unit.rpartition('/')[2]}": lookup(unit) for unit in self.units}
+        return {name: actor.__ray_ready__.remote() for name, actor in actors.items() if actor is not None}
 
     # --- called by the watch -----------------------------------------------------------------------------------------
 
@@ -224,7 +242,7 @@ class MooncakeInstance(Instance):
     def unit_came_back(self, actor: str, deadline: float) -> None:
         """Has a unit that was started again mount a segment."""
         self.unit_died(actor, deadline)
-        answer = get_within(self._handles[actor].describe.remote(), "describe a storage unit", deadline)
+        answer = get_within(self._started[actor].describe.remote(), "describe a storage unit", deadline)
         self._check_memory([answer])
         self._mount([actor], deadline)
         self.publish(deadline=deadline)
@@ -281,7 +299,7 @@ class UnitWatch:
         if not ray.is_initialized():
             return
         for actor in self._lives.keys() - self._asked.keys():
-            self._asked[actor] = self._instance._handles[actor].life.remote()
+            self._asked[actor] = self._instance._started[actor].life.remote()
         answered, _ = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
         for actor in [actor for actor, ref in self._asked.items() if ref in answered]:
             try:

@@ -7,8 +7,8 @@ the actors), ``_owners`` (so that others of the host find it). What they tell ea
 all of them need of Ray in ``_ray``.
 
 A backend whose rows lie elsewhere derives from `QueueBackend`, which has the calls to the ledger; its options derive
-from `QueueConfig`. `Instance` starts, finds and ends the actors: a subclass says what a storage unit is. Importing it,
-or `get_within`, imports Ray. ``dataplane_mooncake`` is made so. It also uses the modules ``addresses`` and ``config``.
+from `QueueConfig`. `Instance` starts, finds and ends the controller: a subclass starts its storage units. Importing it,
+or a function, imports Ray. ``dataplane_mooncake`` is made so. It also uses the modules ``addresses`` and ``config``.
 """
 
 import importlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dataplane_tq_simple._backend import QueueBackend
     from dataplane_tq_simple._instance import Instance
     from dataplane_tq_simple._messages import UnitsGoneError
-    from dataplane_tq_simple._ray import get_within
+    from dataplane_tq_simple._ray import get_within, lookup, nodes_for_units
     from dataplane_tq_simple._units import TQSimpleBackend
     from dataplane_tq_simple.config import QueueConfig, TQSimpleConfig
 
@@ -30,10 +30,12 @@ __all__ = [
     "TQSimpleConfig",
     "UnitsGoneError",
     "get_within",
+    "lookup",
+    "nodes_for_units",
 ]
 
 #: In the order of ``__all__``.
-_MODULES: Final = ("_instance", "_backend", "config", "_units", "config", "_messages", "_ray")
+_MODULES: Final = ("_instance", "_backend", "config", "_units", "config", "_messages", "_ray", "_ray", "_ray")
 
 
 def __getattr__(name: str) -> Any:

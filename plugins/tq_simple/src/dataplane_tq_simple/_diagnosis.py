@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dataplane_core.backends import Finding, Level, check_announced_address
 from dataplane_core.errors import DataPlaneError, preview
@@ -15,15 +15,14 @@ from dataplane_tq_simple.addresses import host_and_port, refuses
 from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
-    from dataplane_tq_simple._backend import QueueBackend
     from dataplane_tq_simple._instance import Instance
 
 #: Seconds that a Ray of this host has to accept a connection.
 _ANSWERS_S: Final = 5.0
 
 
-def diagnose(backend: type[QueueBackend], config: QueueConfig, deadline: float) -> Iterator[Finding]:
-    """Findings for these options; see `Backend.diagnose`."""
+def diagnose(backend: type[Any], config: QueueConfig, deadline: float) -> Iterator[Finding]:
+    """Findings for these options of a `QueueBackend`; see `Backend.diagnose`."""
     try:
         import_module("ray")
     except Exception as error:
@@ -56,10 +55,10 @@ def diagnose(backend: type[QueueBackend], config: QueueConfig, deadline: float) 
 
 def unit_paths(units: Iterable[UnitInfo], node: str) -> Iterator[Finding]:
     """How rows get from storage units to this process, which is on this node."""
-    units = [each for each in units if each.path]
-    shared = [each.name for each in units if each.path == "memory"]
-    far = [each.name for each in units if each.path == "wire" and each.node != node]
-    apart = [each.name for each in units if each.path == "wire" and each.node == node]
+    units = list(units)
+    shared = [unit.name for unit in units if unit.path == "memory"]
+    far = [unit.name for unit in units if unit.path == "wire" and unit.node != node]
+    apart = [unit.name for unit in units if unit.path == "wire" and unit.node == node]
     if shared:
         yield Finding.ok(f"This process shares the memory of {preview(shared)}.")
     if far:
@@ -109,34 +108,28 @@ def _durable(folder: str, config: QueueConfig) -> str:
 
 
 def _of_this_host(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Finding]:
-    """What owners of this name have left on this host; if none runs, what a new one would find."""
+    """The instances of this name that run on this host; if none does, what a new one would find."""
     from dataplane_tq_simple import _owners
     from dataplane_tq_simple._instance import check_cpus
 
-    owners = _owners.look(instance_class.controller_name(config))
+    owners = _owners.running(instance_class.controller_name(config))
     instance = f"instance '{config.instance}'"
-    for owner in owners:
-        where = f"{instance} on this host, on the Ray at {owner.address}"
-        if not owner.runs:
-            yield Finding.warning(
-                f"The folder {owner.folder.path} is left from an owner of {instance} that was killed.",
-                f"The next process that attaches removes it. Or run: rm -r {owner.folder.path}",
-            )
-        elif refuses(*host_and_port(owner.address), _ANSWERS_S):
+    for address in owners:
+        where = f"{instance} on this host, on the Ray at {address}"
+        if refuses(*host_and_port(address), _ANSWERS_S):
             yield Finding.error(
                 f"A process of this user says that it runs {where}, but nothing listens there.",
                 "Its Ray has died. Close that process's client, or end the process; then bootstrap again.",
             )
         else:
             yield Finding.ok(f"A process of this user runs {where}. Others of this user find it by its name.")
-    num_running = sum(owner.runs for owner in owners)
-    if num_running > 1:
+    if len(owners) > 1:
         yield Finding.error(
-            f"{num_running} processes of this user run an {instance} on this host, so one that attaches by the name "
+            f"{len(owners)} processes of this user run an {instance} on this host, so one that attaches by the name "
             "alone is refused.",
             "Set ray_address to one of these addresses, or give each an `instance` of its own.",
         )
-    if not num_running:
+    if not owners:
         yield Finding.ok(f"No process of this user runs {instance} on this host.")
         cpus = len(os.sched_getaffinity(0)) if config.ray_num_cpus is None else config.ray_num_cpus
         check_cpus(config, getattr(config, "num_storage_units", 1), cpus, "a local Ray")

@@ -2,8 +2,8 @@
 
 An instance is one controller and its storage units: named Ray actors in the namespace ``dataplane``. The process that
 bootstrapped owns the controller: Ray ends it when that process closes its client, exits or crashes, and the units end
-with it. Other jobs reach the actors by name. In a `SimpleInstance`, the controller keeps a unit on each node. A package
-with another storage derives from `Instance`, and says what the units are that its bootstrapping process starts.
+with it. Other jobs reach the controller by name, which keeps a unit on each node. A package with another storage
+derives from `Instance`, and starts what keeps its rows.
 
 Importing this module imports Ray.
 """
@@ -76,7 +76,6 @@ class Instance:
 
     Attributes:
         config: The options that it was bootstrapped with.
-        units: The actor names of the storage units that the bootstrapping process started.
         details: Further values for attaching clients; of what msgpack has.
         controller: The actor of the controller.
     """
@@ -87,16 +86,12 @@ class Instance:
     distribution: ClassVar[str]
     #: A number that changes when clients of different versions of the distribution cannot share an instance.
     protocol: ClassVar[int]
-    #: The class of the units' actors, if the bootstrapping process starts them. It must be importable, so that a worker
-    #: reads its own environment. Its method ``describe`` answers when a unit runs.
-    unit_class: ClassVar[type | None] = None
 
-    def __init__(self, config: Any, units: Sequence[str], handles: dict[str, Any]):
+    def __init__(self, config: Any, controller: Any = None):
         self.config = config
-        self.units = tuple(units)
+        self.controller = controller
         self.details: dict[str, Any] = {}
-        self.controller = handles[self.controller_name(config)]
-        self._handles = handles  # by name: the controller, and the units
+        self._started: dict[str, Any] = {}  # the actors that this process started, by name: the controller is the first
         self._journal: Path | None = None  # that this process ends with the instance
 
     # --- what a subclass supplies -----------------------------------------------------------------------------------
@@ -104,20 +99,15 @@ class Instance:
     @classmethod
     def num_units(cls, config: Any) -> int:
         """How many storage units an instance on the cluster that this process is connected to starts with."""
-        return int(config.num_storage_units)
+        raise NotImplementedError
 
     @classmethod
-    def _unit_arguments(cls, config: Any) -> Mapping[str, Any]:
-        """Keyword arguments of a unit."""
-        return {}
-
-    @classmethod
-    def _controller_arguments(cls, config: Any) -> Mapping[str, Any]:
+    def controller_arguments(cls, config: Any) -> Mapping[str, Any]:
         """Further keyword arguments of the controller."""
         return {}
 
-    def _prepare(self, answers: Sequence[Any], deadline: float) -> None:
-        """Called by the bootstrapping process when the actors run, with the units' answers."""
+    def prepare(self, deadline: float) -> None:
+        """Called by the bootstrapping process while the controller starts."""
 
     # --- bootstrapping -----------------------------------------------------------------------------------------------
 
@@ -134,72 +124,101 @@ class Instance:
             BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
             OperationTimeoutError: The actors did not start in time.
             ConfigError: A process announces an address that other nodes cannot reach.
-            DataPlaneError: What `_prepare` raises.
+            DataPlaneError: What `prepare` raises.
         """
         check_cpus(config, cls.num_units(config), ray.cluster_resources().get("CPU", 0.0), "the Ray cluster")
-        handles: dict[str, Any] = {}
         durable = getattr(config, "durable", None)
         journal = _journal_of(config, durable)
+        instance, name = cls(config), cls.controller_name(config)
+        instance._journal = journal if durable is None else None
         try:
-            name = cls.controller_name(config)
-            arguments = {
-                "journal": journal,
-                "capacity_bytes": config.capacity_bytes,
-                "sync": config.journal_sync if durable is None else config.sync == "commit",
-                "durable": durable is not None,
-                **cls._controller_arguments(config),
-            }
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            options = {
-                "num_cpus": config.controller_num_cpus,
-                "max_restarts": -1 if journal else 0,
-                # where its journal is
-                "scheduling_strategy": here if durable is not None and config.journal == durable else None,
-            }
-            handles[name] = _create_actor(config, name, Controller, arguments, options, deadline)
-            refs = {name: handles[name].start.remote(max(0.0, deadline - time.monotonic()))}
-            nodes = nodes_for_units()
-            for index in range(cls.num_units(config) if cls.unit_class else 0):
-                unit, node = f"{name}/unit-{index}", nodes[index % len(nodes)]
-                options = {
-                    "num_cpus": config.unit_num_cpus,
-                    # Ray starts an actor that reserves nothing on any node, unless the strategy is strict
-                    "memory": 1,
-                    "max_restarts": -1,
-                    "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
-                }
-                arguments = dict(cls._unit_arguments(config))
-                handles[unit] = _create_actor(config, unit, cls.unit_class, arguments, options, deadline)
-                refs[unit] = handles[unit].describe.remote()
-            (line, kept), *answers = get_within(
-                list(refs.values()),
-                f"start {preview(list(refs))}",
+            instance.controller = instance.start_actor(
+                name,
+                Controller,
+                {
+                    "journal": journal,
+                    "capacity_bytes": config.capacity_bytes,
+                    "sync": config.journal_sync if durable is None else config.sync == "commit",
+                    "durable": durable is not None,
+                    **cls.controller_arguments(config),
+                },
                 deadline,
-                hint=f"{cls.distribution} must be installed, in this version, on every node of the Ray cluster. Free "
-                f"there: {ray.available_resources()}.",
+                num_cpus=config.controller_num_cpus,
+                max_restarts=-1 if journal else 0,
+                # where its journal is
+                scheduling_strategy=here if durable is not None and config.journal == durable else None,
             )
+            started = instance.controller.start.remote(max(0.0, deadline - time.monotonic()))
+            instance.prepare(deadline)
+            line, units = instance.when_started([started], deadline)[0]
             num_nodes = len(alive_nodes())
             check_address(line[0], num_nodes=num_nodes, of="the address of the controller")
-            for each in kept:
-                check_address(each.ip, num_nodes=num_nodes, of=f"the address of the storage unit of node {each.node}")
-            instance = cls(config, list(handles)[1:], handles)
-            instance._journal = journal if durable is None else None
-            instance._prepare(answers, deadline)
+            for unit in units:
+                check_address(unit.ip, num_nodes=num_nodes, of=f"the address of the storage unit of node {unit.node}")
         except BaseException as error:
-            _kill(handles)
-            _delete(journal if durable is None else None)
+            instance.stop()
             if isinstance(error, DataPlaneError) or not isinstance(error, Exception):
                 raise
             message = f"starting instance {config.instance!r} failed: {type(error).__name__}: {error}"
             raise BackendError(message) from error
         return instance
 
+    def start_actor(
+        self, name: str, actor_class: type, arguments: Mapping[str, Any], deadline: float, **options: Any
+    ) -> Any:
+        """Creates a named actor, which ends with the instance. Waits a little while one that has just died still holds
+        the name.
+
+        Args:
+            name: That of the controller, or one that begins with it and ``/``.
+            actor_class: It must be importable, so that a worker reads its own environment.
+            arguments: Keyword arguments of the actor.
+            deadline: On `time.monotonic`'s clock, in seconds.
+            options: Of Ray.
+
+        Raises:
+            AlreadyRunningError: An instance of that name runs.
+        """
+        env = {"env_vars": {variable: os.environ.get(variable, value) for variable, value in _ACTOR_ENV.items()}}
+        actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
+        wait_until = min(deadline, time.monotonic() + _SETTLE_S)
+        while True:
+            try:
+                self._started[name] = actor.remote(**arguments)
+                return self._started[name]
+            except ValueError as error:
+                holder = lookup(name)
+                if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
+                    raise
+                if holder is not None and not _is_dead(holder, deadline):
+                    raise AlreadyRunningError(
+                        f"instance {self.config.instance!r} is already running on the Ray cluster at "
+                        f"{ray.get_runtime_context().gcs_address!r}.",
+                        retryable=True,
+                        hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another "
+                        "name for `instance`.",
+                    ) from error
+                if time.monotonic() >= wait_until:
+                    raise AlreadyRunningError(
+                        f"instance {self.config.instance!r} is broken: its controller is dead, but its storage units "
+                        "or the process that bootstrapped it still run.",
+                        hint="Close the client that bootstrapped it, or end its process; then bootstrap again.",
+                    ) from error
+                time.sleep(0.1)
+
+    def when_started(self, answers: Sequence[Any], deadline: float) -> list[Any]:
+        """What actors answer to their first calls. Raises as `get_within`."""
+        hint = f"{self.distribution} must be installed, in this version, on every node of the Ray cluster. Free there: "
+        what = f"start {preview(list(self._started))}"
+        answered: list[Any] = get_within(list(answers), what, deadline, f"{hint}{ray.available_resources()}.")
+        return answered
+
     def publish(self, *, deadline: float) -> None:
         """Makes the instance visible to attaching clients."""
         description = {
             "protocol": self.protocol,
             "config": self.config.model_dump(),
-            "units": self.units,
             "details": self.details,
         }
         get_within(self.controller.store_config.remote(description), "publish the instance", deadline)
@@ -245,7 +264,7 @@ class Instance:
         """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
         try:
             if ray.is_initialized():
-                _kill(self._handles)
+                _kill(self._started)
         finally:
             _delete(self._journal)
 
@@ -261,7 +280,7 @@ class Instance:
             wait_s: How long to wait for an instance that does not exist yet, in seconds.
 
         Raises:
-            BackendUnavailableError: There is no such instance, or its storage units are gone for good.
+            BackendUnavailableError: There is no such instance.
             OperationTimeoutError: Its controller does not answer, or never became ready.
         """
         name = cls.controller_name(config)
@@ -287,18 +306,9 @@ class Instance:
                 retryable=False,
                 hint=f"Install the same version of {cls.distribution} everywhere.",
             )
-        units = description["units"]
-        handles = {name: controller, **{unit: lookup(unit) for unit in units}}
-        gone = [unit for unit in units if handles[unit] is None]
-        if gone:
-            raise BackendUnavailableError(
-                f"instance {config.instance!r} is broken: {preview(gone)} of {len(units)} died.",
-                retryable=False,
-                hint="Close the client that bootstrapped it and bootstrap it again.",
-            )
-        found = cls(type(config)(**description["config"]), units, handles)
-        found.details = description["details"]
-        return found
+        instance = cls(type(config)(**description["config"]), controller)
+        instance.details = description["details"]
+        return instance
 
     @classmethod
     def _not_found(cls, config: QueueConfig, *, starting: bool) -> DataPlaneError:
@@ -318,36 +328,38 @@ class Instance:
         return f"{cls.prefix}{config.instance}"
 
 
-class InstanceOfStorage(Instance):
-    """What instances of all values of the option ``storage`` have in common: names that do not repeat."""
+class TQSimpleInstance(Instance):
+    """An instance of ``tq_simple``.
+
+    With ``storage: memory``, the controller keeps a storage unit on each node. With ``storage: transfer_queue``,
+    ``details`` has ``partition``, that of its rows in TransferQueue.
+    """
 
     prefix = "tq-"
     distribution = "dataplane-tq-simple"
-    protocol = 13
+    protocol = 14
 
     @classmethod
     def find(cls, config: TQSimpleConfig, *, deadline: float, wait_s: float = 0.0) -> Self:
         """As `Instance.find`. Raises `ConfigError` if its storage is not that of ``config``."""
-        found = super().find(config, deadline=deadline, wait_s=wait_s)
-        if found.config.storage != config.storage:
+        instance = super().find(config, deadline=deadline, wait_s=wait_s)
+        if instance.config.storage != config.storage:
             raise ConfigError(
-                f"instance {config.instance!r} runs with storage: {found.config.storage}, and this client has storage: "
-                f"{config.storage}.",
-                hint=f"Set storage: {found.config.storage}.",
+                f"instance {config.instance!r} runs with storage: {instance.config.storage}, and this client has "
+                f"storage: {config.storage}.",
+                hint=f"Set storage: {instance.config.storage}.",
             )
-        return found
-
-
-class SimpleInstance(InstanceOfStorage):
-    """An instance of ``storage: memory``: the controller keeps a storage unit on each node."""
+        return instance
 
     @classmethod
     def num_units(cls, config: TQSimpleConfig) -> int:
-        """One for each node."""
-        return len(nodes_for_units())
+        """One for each node, unless TransferQueue has the units."""
+        return len(nodes_for_units()) if config.storage == "memory" else 0
 
     @classmethod
-    def _controller_arguments(cls, config: TQSimpleConfig) -> Mapping[str, Any]:
+    def controller_arguments(cls, config: TQSimpleConfig) -> Mapping[str, Any]:
+        if config.storage != "memory":
+            return {}
         size_bytes = config.unit_bytes
         if size_bytes is None and config.capacity_bytes is not None:
             size_bytes = arena_bytes_for(config.capacity_bytes)
@@ -361,15 +373,6 @@ class SimpleInstance(InstanceOfStorage):
             node_wait_s=config.node_wait_s,
         )
         return {"units": units}
-
-
-class TransferQueueInstance(InstanceOfStorage):
-    """A controller, without storage units. ``details`` has ``partition``, that of its rows in TransferQueue."""
-
-    @classmethod
-    def num_units(cls, config: TQSimpleConfig) -> int:
-        """TransferQueue has the units."""
-        return 0
 
 
 # --- the controller --------------------------------------------------------------------------------------------------
@@ -446,42 +449,6 @@ def _journal_of(config: QueueConfig, durable: str | None) -> Path | None:
 def _delete(journal: Path | None) -> None:
     if journal is not None:
         shutil.rmtree(journal, ignore_errors=True)
-
-
-def _create_actor(
-    config: QueueConfig,
-    name: str,
-    actor_class: Any,
-    arguments: Mapping[str, Any],
-    options: Mapping[str, Any],
-    deadline: float,
-) -> Any:
-    """Creates a named actor. Waits a little while an actor that has just died still holds the name."""
-    env = {"env_vars": {each: os.environ.get(each, value) for each, value in _ACTOR_ENV.items()}}
-    actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
-    wait_until = min(deadline, time.monotonic() + _SETTLE_S)
-    while True:
-        try:
-            return actor.remote(**arguments)
-        except ValueError as error:
-            holder = lookup(name)
-            if holder is None and not isinstance(error, ray.exceptions.ActorAlreadyExistsError):
-                raise
-            if holder is not None and not _is_dead(holder, deadline):
-                raise AlreadyRunningError(
-                    f"instance {config.instance!r} is already running on the Ray cluster at "
-                    f"{ray.get_runtime_context().gcs_address!r}.",
-                    retryable=True,
-                    hint="Attach to it (bootstrap=False), close the client that bootstrapped it, or choose another "
-                    "name for `instance`.",
-                ) from error
-            if time.monotonic() >= wait_until:
-                raise AlreadyRunningError(
-                    f"instance {config.instance!r} is broken: its controller is dead, but its storage units or the "
-                    "process that bootstrapped it still run.",
-                    hint="Close the client that bootstrapped it, or end its process; then bootstrap again.",
-                ) from error
-            time.sleep(0.1)
 
 
 def _is_dead(actor: Any, deadline: float) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
 import ray
 
@@ -47,63 +47,51 @@ def leave(name: str, address: str, deadline: float) -> PrivateFolder | None:
     return folder
 
 
-class Owner(NamedTuple):
-    """A process of this user that has bootstrapped an instance.
-
-    Attributes:
-        folder: What it left.
-        address: Of its Ray.
-        runs: Whether it runs. If not, it was killed.
-    """
-
-    folder: PrivateFolder
-    address: str
-    runs: bool
-
-
-def look(name: str) -> list[Owner]:
-    """What owners of instances of this name have left on this host. Changes nothing.
+def running(name: str) -> dict[str, PrivateFolder]:
+    """The owners of instances of this name that run on this host: the address of the Ray of each -> what it left.
+    Removes what killed owners left.
 
     Raises:
         BackendUnavailableError: Other users can access the folder; not retryable.
     """
-    home = PrivateFolder("ray", name)
+    home, owners = PrivateFolder("ray", name), {}
     if not home.path.parent.exists():
-        return []
+        return {}
     home.check_home()
-    left = [each.name for each in sorted(home.path.parent.glob(f"{name}{_MARK}*"))]
-    folders = [PrivateFolder("ray", each) for each in left]
-    return [Owner(each, each.path.name.split(_MARK)[1], each.is_owned) for each in folders]
+    for path in sorted(home.path.parent.glob(f"{name}{_MARK}*")):
+        folder = PrivateFolder("ray", path.name)
+        if folder.is_owned:
+            owners[path.name.split(_MARK)[1]] = folder
+            continue
+        with contextlib.suppress(DataPlaneError, OSError):
+            folder.claim(time.monotonic())
+            folder.release()
+    return owners
 
 
 def find(config: QueueConfig, name: str) -> str:
-    """The address of the Ray on which an instance of this user runs. Removes what killed owners left.
+    """The address of the Ray on which an instance of this user runs.
 
     Raises:
-        BackendUnavailableError: None runs on this host; retryable. Or as `look`.
+        BackendUnavailableError: None runs on this host; retryable. Or as `running`.
         ConfigError: Several of this name run, each on a Ray of its own.
     """
-    owners = look(name)
-    for owner in owners:
-        if not owner.runs:
-            with contextlib.suppress(DataPlaneError, OSError):
-                owner.folder.claim(time.monotonic())
-                owner.folder.release()
-    found = [owner for owner in owners if owner.runs]
-    if not found:
+    owners = running(name)
+    if not owners:
         raise BackendUnavailableError(
             f"cannot attach to instance {config.instance!r}: no process of this user runs one on this host, and no "
             "address of a Ray cluster is configured.",
             hint="Bootstrap it first (bootstrap=True, in a process that stays). If it runs on another host, or is "
             "another user's, set ray_address (host:port) or RAY_ADDRESS, or call ray.init first.",
         )
-    if len(found) > 1:
+    if len(owners) > 1:
         raise ConfigError(
-            f"cannot attach to instance {config.instance!r}: {len(found)} of that name run on this host, on the Rays "
-            f"at {', '.join(owner.address for owner in found)}.",
+            f"cannot attach to instance {config.instance!r}: {len(owners)} of that name run on this host, on the Rays "
+            f"at {', '.join(owners)}.",
             hint="Set ray_address to one of them, or give each an `instance` of its own.",
         )
-    if found[0].folder.path.name.endswith(_SECURED):
+    ((address, folder),) = owners.items()
+    if folder.path.name.endswith(_SECURED):
         # else Ray, which is given an address, would not use the user's token, though the owner's Ray asks for it
         with contextlib.suppress(ImportError):  # an older Ray uses a token only where RAY_AUTH_MODE says so
             from ray._private.authentication.authentication_token_setup import (
@@ -111,4 +99,4 @@ def find(config: QueueConfig, name: str) -> str:
             )
 
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    return found[0].address
+    return address

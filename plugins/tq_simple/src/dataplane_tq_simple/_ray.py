@@ -68,7 +68,7 @@ def lookup(name: str) -> Any | None:
 def named_actors(prefix: str) -> list[str]:
     """The names of our actors that begin so."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [each["name"] for each in actors if each["namespace"] == NAMESPACE and each["name"].startswith(prefix)]
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix)]
 
 
 def alive_nodes() -> set[str]:

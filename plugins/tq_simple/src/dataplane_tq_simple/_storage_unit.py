@@ -112,8 +112,8 @@ def _follow(own: str, controller: str, actor_id: str) -> None:
     while num_missed < 2:
         time.sleep(_FOLLOW_S)
         try:
-            found = lookup(controller)
+            actor = lookup(controller)
         except Exception:  # Ray does not answer: says nothing about the controller
             continue
-        num_missed = 0 if found is not None and found._actor_id.hex() == actor_id else num_missed + 1
+        num_missed = 0 if actor is not None and actor._actor_id.hex() == actor_id else num_missed + 1
     ray.kill(ray.get_actor(own, namespace=NAMESPACE), no_restart=True)

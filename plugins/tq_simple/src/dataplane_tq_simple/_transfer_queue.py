@@ -135,9 +135,9 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
     def instance_class(cls) -> type[Instance]:
         """As that of `QueueBackend`. Raises `ConfigError` if TransferQueue is not installed."""
         load_library()
-        from dataplane_tq_simple._instance import TransferQueueInstance
+        from dataplane_tq_simple._instance import TQSimpleInstance
 
-        return TransferQueueInstance
+        return TQSimpleInstance
 
     @classmethod
     def diagnose_storage(cls, config: Any, deadline: float, connected: bool) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ from dataplane_tq_simple._messages import LIFE_BITS, BeginNear, Life, UnitRecord
 from dataplane_tq_simple.config import TQSimpleConfig
 
 if TYPE_CHECKING:
-    from dataplane_tq_simple._instance import SimpleInstance
+    from dataplane_tq_simple._instance import TQSimpleInstance
 
 #: Seconds for which puts avoid a unit that had no room.
 _FULL_S: Final = 1.0
@@ -83,10 +83,10 @@ class TQSimpleBackend(QueueBackend):
         self._current = threading.local()  # what a thread does with several units: whether it is to end
 
     @classmethod
-    def instance_class(cls) -> type[SimpleInstance]:
-        from dataplane_tq_simple._instance import SimpleInstance
+    def instance_class(cls) -> type[TQSimpleInstance]:
+        from dataplane_tq_simple._instance import TQSimpleInstance
 
-        return SimpleInstance
+        return TQSimpleInstance
 
     @classmethod
     def diagnose_storage(cls, config: Any, deadline: float, connected: bool) -> Iterable[Finding]:
@@ -216,18 +216,8 @@ class TQSimpleBackend(QueueBackend):
             if left:  # this client may not know that they are served again
                 self.refresh(deadline)
                 drops, left = self._drops(refs, deadline)
-            while True:
-                try:
-                    self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
-                    return left
-                except UnitsGoneError:
-                    raise
-                except BackendUnavailableError:  # one that was served a moment ago cannot bring its rows back
-                    before = drops.keys()
-                    self.refresh(deadline)
-                    drops, left = self._drops(refs, deadline)
-                    if drops.keys() == before:
-                        raise
+            self._each(drops, lambda _, unit, some: unit.drop(some, deadline), deadline)
+            return left
 
         return self._while_units_end(delete, deadline)
 
@@ -306,7 +296,7 @@ class TQSimpleBackend(QueueBackend):
         if len(work) == 1:
             one(*next(iter(work.items())))
         elif work:
-            in_threads([partial(one, *each) for each in work.items()], min(len(work), _AT_ONCE), ends.set)
+            in_threads([partial(one, *item) for item in work.items()], min(len(work), _AT_ONCE), ends.set)
 
     def _unit(self, number: int, deadline: float) -> ExtentClient:
         """The connection to a life of a unit."""

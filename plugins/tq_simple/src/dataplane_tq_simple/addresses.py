@@ -70,13 +70,13 @@ def parse_announced(option: str) -> _Network:
 def this_nodes_addresses() -> list[str]:
     """The IP addresses of this node's interfaces that are up, in the system's order."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = []
+    texts = []
     for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            text = each.address.partition("%")[0]
+        for address in addresses:
+            text = address.address.partition("%")[0]
             if name in up and _parsed(text) is not None:
-                found.append(text)
-    return found
+                texts.append(text)
+    return texts
 
 
 def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: Iterable[str] | None = None) -> str:
@@ -96,7 +96,7 @@ def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: 
         return ray_ip
     network = parse_announced(option)
     addresses = list(dict.fromkeys(this_nodes_addresses() if mine is None else mine))
-    fitting = [each for each in addresses if ipaddress.ip_address(each) in network]
+    fitting = [address for address in addresses if ipaddress.ip_address(address) in network]
     if len(fitting) != 1:
         raise ConfigError(
             f"announce_address '{option}' fits {len(fitting)} of this node's addresses ({', '.join(addresses)}). "

@@ -90,8 +90,7 @@ class TQSimpleConfig(QueueConfig):
     something, returns when that is on the disk: it also survives the end of the machine."""
 
     node_wait_s: float = Field(default=120.0, ge=0)
-    """Only with ``durable``. For so many seconds, rows whose node died, or whose folder is not there, are waited for.
-    Then they are named as lost."""
+    """Only with ``durable``. For so many seconds, rows whose node died are waited for. Then they are named as lost."""
 
     share_memory: bool = True
     """Whether this client shares the memory of the units on its node. If not, or where it cannot, rows go over the

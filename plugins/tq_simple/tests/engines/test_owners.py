@@ -99,10 +99,8 @@ def test_the_owner_that_runs_is_found_and_no_other(start, find, doctor, tmp_path
         assert "error: 2 processes of this user run an instance 'default'" in said
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        assert "warning: The folder" in doctor()
         assert find() == address
         assert "error" not in doctor()
-        assert "warning: The folder" not in doctor()
     (home,) = tmp_path.iterdir()
     assert [each.name for each in home.iterdir() if not each.name.startswith(".")] == [f"tq-default@{address}"]
     home.chmod(0o755)

@@ -7,11 +7,11 @@ import errno
 import os
 import random
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 
 import pytest
-from power_loss import Disk
+from power_loss import survives_at_each_sync
 from shm_case import rows_found
 
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
@@ -93,7 +93,12 @@ class Life:
         (offset,) = self.call(CheckRoom(layout.size_bytes), put, Allocate(wanted))
         return put.write_id, self.store._extents.arena.bytes[offset : offset + layout.size_bytes]
 
-    def put(self, ids, length, number):
+    def put(self, ids, length, number, *, whole=False):
+        if whole:
+            put, layout, wanted = self.put_of(ids, length)
+            data = bytes([number]) * layout.size_bytes
+            self.call(put, Allocate(wanted, data=[data]), commands.CommitPut(put.write_id))
+            return
         write_id, data = self.begin(ids, length)
         data[:] = number
         digests = None
@@ -105,18 +110,12 @@ class Life:
             digests = [digest_of(arena.bytes[start:end])]
         self.call(Written(write_id, digests), commands.CommitPut(write_id))
 
-    def put_whole(self, ids, length, number):
-        put, layout, wanted = self.put_of(ids, length)
-        data = bytes([number]) * layout.size_bytes
-        self.call(put, Allocate(wanted, data=[data]), commands.CommitPut(put.write_id))
-
     def clear(self, ids):
         self.call(commands.ClearRequest("p", ids))
 
-    def has_partition(self):
-        return bool(self.call(commands.ListPartitionsRequest()))
-
     def ids_there(self):
+        if not self.call(commands.ListPartitionsRequest()):
+            return []
         return list(self.call(commands.ListRequest("p")).sample_ids)
 
     def read(self, ids):
@@ -362,14 +361,13 @@ def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatc
 def test_a_put_whose_place_cannot_be_noted_is_not_committed_and_may_come_again(folder, monkeypatch, whole):
     life = Life(folder)
     life.register()
-    put = life.put_whole if whole else life.put
     with monkeypatch.context() as patch:
         patch.setattr(life.store._log, "note", disk_is_full)
         with pytest.raises(BackendUnavailableError):
-            put(["a"], 100, 1)
+            life.put(["a"], 100, 1, whole=whole)
     assert life.ids_there() == []
     life.call(commands.AbortPut(life.session.number << 40 | 1))
-    put(["a"], 100, 2)
+    life.put(["a"], 100, 2, whole=whole)
     life.kill()
     assert Life(folder).read(["a"]) == [bytes([2]) * 100]
 
@@ -465,61 +463,7 @@ AHEAD = {
 
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machine(folder, monkeypatch, ahead):
-    """At every sync, the disk is looked at as it would be if the power were cut then: with nothing that was not synced,
-    or with all of the arena, or with all of the journal."""
-    disk = Disk(monkeypatch, folder)
-    model, unsure, images, squeezed = {}, set(), [], []
-    capacity = CAPACITY // 64  # so little that rows are moved to make room
+    def start(folder, sync):
+        return Life(folder, CAPACITY // 64, sync=sync)  # so little that rows are moved to make room
 
-    def look():
-        if folder in disk.folders:
-            image = folder.with_name(f"image {len(images)}")
-            disk.restore(image, *AHEAD[ahead])
-            images.append((image, dict(model), set(unsure)))
-
-    squeeze = KeptExtents._squeeze
-    monkeypatch.setattr(KeptExtents, "_squeeze", lambda *args: squeezed.append(squeeze(*args)) or squeezed[-1])
-    disk.at_each_sync = look
-    life = Life(folder, capacity, sync=True)
-    life.register()
-    rng = random.Random(1)
-    for number in range(1, 60):
-        made = [] if not model else rng.sample(sorted(model), min(len(model), rng.randint(0, 2)))
-        ids = [*made, *(f"s{number}-{each}" for each in range(rng.randint(1, 3)))]
-        length = rng.choice([10, 1500])
-        unsure |= set(ids)
-        with suppress(CapacityExceededError):
-            if rng.random() < 0.5:
-                life.put(ids, length, number)
-            else:
-                life.put_whole(ids, length, number)
-            model.update(dict.fromkeys(ids, bytes([number]) * length))
-        unsure.clear()
-        if len(model) > 8:
-            # one that is cleared and one that is put, settled together
-            unsure |= set(gone := rng.sample(sorted(model), 4))
-            unsure.add(new := f"n{number}")
-            with life.settled_together(), suppress(CapacityExceededError):
-                life.clear(gone)
-                for each in gone:
-                    del model[each]
-                life.put_whole([new], 10, number)
-                model[new] = bytes([number]) * 10
-            unsure.clear()
-    life.kill()
-    monkeypatch.undo()
-    monkeypatch.setattr(_durable, "_ENDING_S", 0.0)
-    monkeypatch.setattr(_durable, "arena_bytes_for", lambda capacity_bytes: capacity_bytes)
-    assert len(images) > 100
-    assert any(squeezed)
-    for image, wanted, under_way in images:
-        life = Life(image, capacity)
-        if life.has_partition():
-            there = set(life.ids_there())
-            assert there ^ wanted.keys() <= under_way
-            known = sorted((there & wanted.keys()) - under_way)
-            assert life.read(known) == [wanted[each] for each in known]
-            assert None not in life.read(sorted(there))
-        else:
-            assert not wanted
-        life.kill()
+    survives_at_each_sync(monkeypatch, folder, start, [AHEAD[ahead]])

@@ -2,13 +2,11 @@
 
 import errno
 import os
-import random
-import shutil
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from power_loss import Disk
+from power_loss import survives_at_each_sync
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
@@ -50,7 +48,6 @@ class Life:
         book.begin()
         book.started(started)
         self._sessions = [host.begin_session() for host in (self._controller, self._unit)]
-        self.together = False
         garbage = self._controller.garbage()
         rows, here = book.rows_on("node", garbage)
         assert here == garbage
@@ -69,6 +66,12 @@ class Life:
         self._opened.notes.close()
         for lock in self._locks:
             os.close(lock)
+
+    def register(self):
+        self.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e1"))
+
+    def settled_together(self):
+        return nullcontext()
 
     def call(self, command):
         reply = self._controller.answer(command, self._sessions[0])
@@ -125,71 +128,26 @@ class Life:
 lock_folder = _folders.lock_folder
 
 AHEAD = {
-    "nothing": lambda path: False,
-    "the arena": lambda path: path.name == "arena",
-    "the unit's notes": lambda path: "notes" in path.parts,
-    "the controller's journal": lambda path: "unit" not in path.parts,
+    "nothing": (lambda path: False, 0.0),
+    "the arena": (lambda path: path.name == "arena", 0.0),
+    "the unit's notes": (lambda path: "notes" in path.parts, 0.0),
+    "the controller's journal": (lambda path: "unit" not in path.parts, 0.0),
 }
 
 
 @pytest.mark.parametrize("ahead", [*in_long(*AHEAD), "a short run"])
 def test_with_sync_at_commit_all_that_was_answered_survives_the_end_of_the_machines(tmp_path, monkeypatch, ahead):
-    """At every sync, the disks are looked at as they would be if the power were cut then."""
-    num_steps = 12 if ahead == "a short run" else 60
-    folder = tmp_path / "kept"
-    disk = Disk(monkeypatch, folder)
-    model = {}
-    unsure = set()
-    images = []
-    squeezed = []
-    begun = False
-
-    def look():
-        if begun:
-            image = tmp_path / f"image {len(images)}"
-            some = list(AHEAD.values())[len(images) % len(AHEAD)] if ahead == "a short run" else AHEAD[ahead]
-            disk.restore(image, some)
-            images.append((image, dict(model), set(unsure)))
-
-    squeeze = KeptExtents._squeeze
-    monkeypatch.setattr(KeptExtents, "_squeeze", lambda *args: squeezed.append(squeeze(*args)) or squeezed[-1])
-    disk.at_each_sync = look
-    with monkeypatch.context() as patch:
-        life = Life(folder, patch, sync=True)
-        begun = True  # a folder without a journal is refused, and is one that no row was ever in
-        life.call(commands.RegisterRequest("p", ["x"], None, ["t"], None, {}, "e1"))
-        rng = random.Random(1)
-        for number in range(1, num_steps):
-            made = rng.sample(sorted(model), min(len(model), rng.randint(0, 2)))
-            ids = [*made, *(f"s{number}-{each}" for each in range(rng.randint(1, 3)))]
-            length = rng.choice([10, 1500])
-            unsure |= set(ids)
-            with suppress(CapacityExceededError):
-                life.put(ids, length, number, whole=rng.random() < 0.5)
-                model.update(dict.fromkeys(ids, bytes([number]) * length))
-            unsure.clear()
-            if len(model) > 8:
-                unsure |= set(gone := rng.sample(sorted(model), 4))
-                life.clear(gone)
-                for each in gone:
-                    del model[each]
-                unsure.clear()
-        life.kill()
-    monkeypatch.undo()
-    for module in (_host, _folders):
-        monkeypatch.setattr(module, "ENDING_S", 0.0)
-    assert len(images) > 4 * num_steps
-    assert any(squeezed) or num_steps < 60
-    for image, wanted, under_way in images:
-        with monkeypatch.context() as patch:
-            life = Life(image, patch)
-            there = life.ids_there()
-            assert there ^ wanted.keys() <= under_way
-            known = sorted((there & wanted.keys()) - under_way)
-            assert life.read(known) == [wanted[each] for each in known]
-            assert len(life.read(sorted(there))) == len(there)
-            life.kill()
-        shutil.rmtree(image)
+    short = ahead == "a short run"
+    looks = list(AHEAD.values()) if short else [AHEAD[ahead]]
+    with monkeypatch.context() as patch:  # a folder without a journal is refused, and is one that no row was ever in
+        survives_at_each_sync(
+            monkeypatch,
+            tmp_path / "kept",
+            lambda folder, sync: Life(folder, patch, sync=sync),
+            looks,
+            num_steps=12 if short else 60,
+            opens=False,
+        )
 
 
 def test_a_folder_that_is_damaged_in_use_or_of_another_instance(tmp_path, monkeypatch):

@@ -143,11 +143,6 @@ class MooncakeInstance(Instance):
         self._lives: dict[str, str] = {}  # by actor: the id of its process
 
     @property
-    def master_pid(self) -> int | None:
-        """Process id of the master, or None if this process did not start it."""
-        return None if self._master is None else self._master.pid
-
-    @property
     def segments(self) -> list[Segment]:
         """The segments that are mounted, as far as this process knows. See `refresh`."""
         return msgspec.convert(self.details["segments"], list[Segment])
@@ -157,14 +152,8 @@ class MooncakeInstance(Instance):
         """The names of the units' actors."""
         return [f"{self.controller_name(self.config)}/unit-{number}" for number in range(self.num_units(self.config))]
 
-    @classmethod
-    def num_units(cls, config: TQMooncakeConfig) -> int:
-        """As the option says."""
-        return config.num_storage_units
-
     def prepare(self, deadline: float) -> None:
-        """Starts the units, checks that the memory suffices, starts the master, and has the units mount their
-        segments."""
+        """Starts the units, checks their nodes' memory, starts the master, and has the units mount their segments."""
         config, nodes = self.config, nodes_for_units()
         units = [
             self.start_actor(
@@ -185,7 +174,7 @@ class MooncakeInstance(Instance):
         self._master.start(min(deadline, time.monotonic() + config.master_start_s))
         self.details = {"master": self._master.address, "prefix": f"{config.instance}/{new_id()}/"}
         self._mount(self.units, deadline)
-        self._lives = {unit: answer.life for unit, answer in zip(self.units, answers, strict=True)}
+        self._lives = dict(zip(self.units, [answer.life for answer in answers], strict=True))
 
     def _check_memory(self, answers: Sequence[Described]) -> None:
         num_units = collections.Counter(answer.node for answer in answers)
@@ -194,10 +183,8 @@ class MooncakeInstance(Instance):
 
     def _mount(self, actors: Sequence[str], deadline: float) -> None:
         """Has units mount new segments."""
-        prefix, dead = self.details["prefix"], sorted(self._dead)
-        opening = [
-            self._started[actor].open.remote(self.details["master"], f"{prefix}~{new_id()}", dead) for actor in actors
-        ]
+        master, prefix, dead = self.details["master"], self.details["prefix"], sorted(self._dead)
+        opening = [self._started[actor].open.remote(master, f"{prefix}~{new_id()}", dead) for actor in actors]
         self._mounted.update(zip(actors, get_within(opening, "mount the segments", deadline), strict=True))
         self._list_segments()
 
@@ -223,11 +210,6 @@ class MooncakeInstance(Instance):
     def watch_call(self, check_master: Callable[[], None]) -> CallWatch:
         """Watches the master and the units while a call takes long."""
         return CallWatch(self, check_master)
-
-    def ask_units(self) -> dict[str, Any]:
-        """Asks all units whether they live. Returns Ray references to the answers, by the units' names in messages."""
-        actors = {f"storage {unit.rpartition('/')[2]}": lookup(unit) for unit in self.units}
-        return {name: actor.__ray_ready__.remote() for name, actor in actors.items() if actor is not None}
 
     # --- called by the watch -----------------------------------------------------------------------------------------
 
@@ -270,7 +252,6 @@ class UnitWatch:
 
     def __init__(self, instance: MooncakeInstance) -> None:
         self._instance = instance
-        self._lives = dict(instance._lives)
         self._asked: dict[str, Any] = {}  # by actor
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch of a tq_mooncake instance", daemon=True)
@@ -298,7 +279,7 @@ class UnitWatch:
     def _look(self) -> None:
         if not ray.is_initialized():
             return
-        for actor in self._lives.keys() - self._asked.keys():
+        for actor in self._instance._lives.keys() - self._asked.keys():
             self._asked[actor] = self._instance._started[actor].life.remote()
         answered, _ = ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
         for actor in [actor for actor, ref in self._asked.items() if ref in answered]:
@@ -309,9 +290,9 @@ class UnitWatch:
                 continue
             except ray.exceptions.RayError:
                 continue  # says nothing about the unit
-            if life != self._lives[actor]:
+            if life != self._instance._lives[actor]:
                 self._instance.unit_came_back(actor, time.monotonic() + self._instance.config.master_start_s)
-                self._lives[actor] = life
+                self._instance._lives[actor] = life
                 _logger.warning("a storage unit (%s) died, and was started again", actor)
 
 
@@ -324,7 +305,8 @@ class CallWatch:
         self._alive: list[str] = []
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
-                self.asked = instance.ask_units()
+                actors = {f"storage {unit.rpartition('/')[2]}": lookup(unit) for unit in instance.units}
+                self.asked = {name: actor.__ray_ready__.remote() for name, actor in actors.items() if actor is not None}
 
     def check(self) -> None:
         """Raises `BackendUnavailableError` if the master is dead. Does not block for long."""

@@ -36,7 +36,7 @@ class TestTQMooncake(BackendConformance):
 
     def held_bytes(self, backend):
         """What the master says is allocated in the segments."""
-        words = psutil.Process(backend._instance.master_pid).cmdline()
+        words = psutil.Process(backend._instance._master.pid).cmdline()
         (port,) = (word.partition("=")[2] for word in words if word.startswith("--metrics_port="))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()

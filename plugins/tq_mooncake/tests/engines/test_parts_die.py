@@ -36,7 +36,7 @@ def both(connect_for_all, ray_address, runs, tmp_path_factory):
     options = {"ray_address": ray_address, "instance": "again", "num_storage_units": 2, "on_full": "raise"}
     owner = connect_for_all(journal=str(tmp_path_factory.mktemp("journals")), **options)
     yield owner, connect_for_all(bootstrap=False, **options)
-    master = instance(owner).master_pid
+    master = instance(owner)._master.pid
     owner.close()
     assert not runs(master)
     eventually(lambda: ray.util.list_named_actors(all_namespaces=True) == [], 60.0)  # Ray learns of it a moment later
@@ -179,7 +179,7 @@ def test_the_death_of_the_master_under_load_ends_the_store_for_all_and_it_can_be
             assert failures == []
         finally:
             address = instance(owner).details["master"]
-            os.kill(instance(owner).master_pid, signal.SIGKILL)
+            os.kill(instance(owner)._master.pid, signal.SIGKILL)
             told = json.loads(process.stdout.readline())
             for thread in threads:
                 thread.join(60.0)

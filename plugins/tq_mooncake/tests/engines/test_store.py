@@ -459,7 +459,7 @@ from dataplane_mooncake import TQMooncakeBackend
 options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20,
            "master_start_s": 85}
 client = connect_backend(TQMooncakeBackend, DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90))
-print(client._connection.backend._instance.master_pid, flush=True)
+print(client._connection.backend._instance._master.pid, flush=True)
 time.sleep(300)
 """
 

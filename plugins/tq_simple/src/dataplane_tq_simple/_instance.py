@@ -99,7 +99,7 @@ class Instance:
     @classmethod
     def num_units(cls, config: Any) -> int:
         """How many storage units an instance on the cluster that this process is connected to starts with."""
-        raise NotImplementedError
+        return int(config.num_storage_units)
 
     @classmethod
     def controller_arguments(cls, config: Any) -> Mapping[str, Any]:

@@ -18,7 +18,6 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
-from dataplane_core.hosting.session import _Line
 from dataplane_core.spec import GetRequest
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
@@ -189,33 +188,6 @@ except ConnectionError:
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_opens_a_client_of_its_own_and_does_not_hold_its_parents_session(owner, config):
-    put(owner)
-    attached = connect(config, bootstrap=False)
-    go_on, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            with connect(config, bootstrap=False) as client:
-                good = client.get_samples(IDS, "p", ["y"])["y"].tolist() == [0.0, 1.0, 2.0, 3.0]
-                os.read(go_on, 1)
-            time.sleep(3600 if good else 0)
-        os._exit(status)
-    try:
-        eventually(lambda: statistics(owner).num_sessions == 3, WAIT_S)
-        os.write(tell, b".")
-        eventually(lambda: statistics(owner).num_sessions == 2, WAIT_S)
-        attached.close()
-        del attached
-        eventually(lambda: statistics(owner).num_sessions == 1, WAIT_S)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(go_on)
-        os.close(tell)
-
-
 def test_a_closed_client_has_no_session_though_its_errors_are_kept(owner, config):
     put(owner)
     errors = []
@@ -260,23 +232,6 @@ def test_a_pin_that_ends_while_nothing_can_be_sent_ends_with_a_later_request(own
         assert statistics(owner).pinned_bytes > 0
         client.list_samples("p")
         assert statistics(owner).pinned_bytes == 0
-
-
-def test_a_pin_that_ends_while_all_sockets_are_in_use_ends_when_one_is_free(owner, config, monkeypatch):
-    put(owner)
-    with viewing(config) as client:
-        message = _Line.message
-        views = [client.get_samples(IDS, "p", ["y"])]
-
-        def drop(line):
-            views.clear()
-            gc.collect()
-            return message(line)
-
-        monkeypatch.setattr(_Line, "message", drop)
-        client.list_samples("p")
-        monkeypatch.undo()
-        eventually(lambda: statistics(owner).pinned_bytes == 0, WAIT_S)
 
 
 def test_the_memory_is_not_inherited_and_the_ledgers_process_imports_no_torch(owner, config):

@@ -9,7 +9,6 @@ import pytest
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, DataPlaneError, InvalidRequestError
 from dataplane_core.hosting import Client
-from dataplane_core.hosting.messages import ClaimOrWait
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple._host import ControllerHost, UnitBook, make_ledger
@@ -111,22 +110,6 @@ def test_the_number_of_a_life_is_never_used_again(controller):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_call_that_is_repeated_is_done_once(controller, killed):
-    def twice(request):
-        first = controller.call(request)
-        if killed:
-            controller.again()
-        return first, controller.call(request)
-
-    begun = controller.begin()
-    twice(commands.CommitPut(begun))
-    assert sum(unit.num_rows for unit in controller.units()) == 6
-    claim = commands.ClaimRequest("p", "t", ["x"], 4, all_or_nothing=True, lease_s=None, token="k")
-    first, second = twice(claim)
-    assert first.sample_ids == second.sample_ids
-
-
-@pytest.mark.parametrize("killed", [False, True])
 def test_a_put_that_was_refused_is_refused_again(controller, killed):
     """The refusal aborts the put. A repeated call does not take what the abort freed for a commit."""
     begun = controller.begin()
@@ -149,17 +132,6 @@ def test_a_call_that_was_done_is_answered_though_the_book_cannot_be_saved(contro
     assert controller.call(commands.ListPartitionsRequest()) == ["p"]
     with pytest.raises(BackendUnavailableError):
         controller.call(ViewUnits(-1))  # a controller that is started again would not know it
-
-
-def test_a_claim_that_waits_is_woken_also_where_a_journal_is_kept(controller):
-    woken = []
-    client = Client(2)
-    client.wake = lambda token: woken.append(token) or True
-    waits = commands.ClaimRequest("p", "t", ["x"], 6, all_or_nothing=True, lease_s=None, token="k")
-    assert not controller.host.answer(ClaimOrWait(waits), client).answered
-    controller.put()
-    assert woken == ["k"]
-    assert len(controller.host.answer(ClaimOrWait(waits), client).sample_ids) == 6
 
 
 def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path):
@@ -276,14 +248,6 @@ def test_who_bootstraps_again_finds_what_it_finds(durable):
     lives = durable.call(ViewUnits(-1)).lives
     assert first >> LIFE_BITS not in lives
     assert lives[second >> LIFE_BITS].node == "m1"
-
-
-def test_a_unit_that_begins_another_folder_has_lost_its_own(durable):
-    write_id = durable.put()
-    durable.host.book.ended("n0")
-    durable.host.book.started(kept(0, "b"))
-    assert write_id >> LIFE_BITS not in durable.call(ViewUnits(-1)).lives
-    assert held(durable)[0] == (0, 6)
 
 
 def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():

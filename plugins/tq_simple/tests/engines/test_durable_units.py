@@ -140,18 +140,6 @@ def test_a_unit_says_what_is_wrong_with_its_folder(
     assert [each.num_rows for each in client.list_units()] == [0]
 
 
-def test_a_unit_that_finds_no_folder_begins_another(
-    client: DataPlaneClient, tmp_path: Path, kill: Callable[..., None]
-) -> None:
-    put(client, IDS)
-    aside = unit_in(tmp_path).rename(tmp_path / "aside")
-    kill("/")
-    eventually(lambda: lost(client, IDS) == IDS, "its rows are not named")
-    put(client, IDS)
-    assert right(client, IDS)
-    assert aside.exists()
-
-
 # --- all processes end ------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,20 +23,6 @@ from dataplane_tq_simple._messages import LineBrokenError, UnitRecords
 
 def soon(seconds=240.0):
     return time.monotonic() + seconds
-
-
-_WORKER = """
-import sys, time
-from dataplane_core import connect
-from dataplane_core.ledger import commands
-from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
-
-address, deadline = sys.argv[1], time.monotonic() + 240
-backend = TQSimpleBackend(TQSimpleConfig(instance="engine", ray_address=address))
-backend.start(bootstrap=False, deadline=deadline)
-backend.call(commands.RegisterRequest("job", ["x"], None, [], None, {}, "e"), deadline)
-backend.stop()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -59,37 +44,6 @@ def client(request, engine, ray_cluster):
 
 IDS = [f"s{row}" for row in range(20)]
 ROWS = torch.arange(20 * 5000).view(20, 5000)
-
-
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-
-def test_calls_from_threads_tasks_actors_and_other_jobs(engine, ray_cluster, python, note):
-    def attach_and_note(name):
-        backend = TQSimpleBackend(TQSimpleConfig(instance="engine"))
-        backend.start(bootstrap=False, deadline=soon())
-        note(backend, name)
-        backend.stop()
-
-    @ray.remote(num_cpus=0)
-    class Client:
-        def note(self, name):
-            attach_and_note(name)
-
-    @ray.remote(num_cpus=0)
-    def note_in_task(name):
-        attach_and_note(name)
-
-    client = Client.remote()
-    with ThreadPoolExecutor(9) as pool:
-        other_job = pool.submit(python.run, "-c", _WORKER, ray_cluster)
-        in_ray = [client.note.remote("actor"), note_in_task.remote("task")]
-        for call in [pool.submit(note, engine, f"thread{number}") for number in range(20)]:
-            call.result()
-        ray.get(in_ray, timeout=60)
-        other_job.result()
-    noted = engine.call(commands.ListPartitionsRequest(), soon())
-    assert sorted(noted) == sorted(["actor", "task", "job", *(f"thread{number}" for number in range(20))])
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

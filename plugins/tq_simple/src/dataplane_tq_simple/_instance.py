@@ -11,7 +11,6 @@ Importing this module imports Ray.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import time
@@ -263,10 +262,25 @@ class Instance:
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
         try:
-            if ray.is_initialized():
-                _kill(self._started)
+            if self._started and ray.is_initialized():
+                end_within(_END_ACTORS_S, f"end the actors {preview(list(self._started))}", self._kill)
         finally:
-            _delete(self._journal)
+            if self._journal is not None:
+                shutil.rmtree(self._journal, ignore_errors=True)
+
+    def _kill(self) -> None:
+        """Ends the actors, the controller first, and the units that this has started."""
+        for actor in self._started.values():
+            with contextlib.suppress(Exception):  # dead already
+                ray.kill(actor, no_restart=True)
+        units = named_actors(f"{self.controller_name(self.config)}/")
+        for name in units:
+            with contextlib.suppress(Exception):
+                ray.kill(lookup(name), no_restart=True)
+        give_up = time.monotonic() + _SETTLE_S
+        for name in [*self._started, *units]:
+            while lookup(name) is not None and time.monotonic() < give_up:
+                time.sleep(0.02)
 
     # --- attaching ---------------------------------------------------------------------------------------------------
 
@@ -446,11 +460,6 @@ def _journal_of(config: QueueConfig, durable: str | None) -> Path | None:
     return Path(config.journal, f"{config.instance}-{new_id()}")
 
 
-def _delete(journal: Path | None) -> None:
-    if journal is not None:
-        shutil.rmtree(journal, ignore_errors=True)
-
-
 def _is_dead(actor: Any, deadline: float) -> bool:
     timeout_s = max(0.0, min(_SETTLE_S, deadline - time.monotonic()))
     try:
@@ -476,25 +485,3 @@ def check_cpus(config: QueueConfig, num_units: int, num_cpus: float, whose: str)
             retryable=False,
             hint="Set controller_num_cpus and unit_num_cpus to 0, or give Ray more logical CPUs (ray_num_cpus).",
         )
-
-
-def _kill(handles: dict[str, Any]) -> None:
-    """Ends the actors of an instance, the controller first, and the units that this has started."""
-    if handles:
-        what = f"end the actors {preview(list(handles))}"
-        end_within(_END_ACTORS_S, what, functools.partial(_kill_all, handles))
-
-
-def _kill_all(handles: dict[str, Any]) -> None:
-    names, (controller, *_) = list(handles), handles
-    for handle in handles.values():
-        with contextlib.suppress(Exception):  # dead already
-            ray.kill(handle, no_restart=True)
-    for name in named_actors(f"{controller}/"):
-        with contextlib.suppress(Exception):
-            ray.kill(lookup(name), no_restart=True)
-        names.append(name)
-    give_up = time.monotonic() + _SETTLE_S
-    for name in names:
-        while lookup(name) is not None and time.monotonic() < give_up:
-            time.sleep(0.02)

@@ -20,7 +20,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -46,7 +46,7 @@ from dataplane_core.log import LoggedLedger
 from dataplane_core.log.engine import newest_record
 from dataplane_core.saves import SavedFile, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, Ragged, WireFormat
-from dataplane_integrations._packed_weights import next_version, read_version
+from dataplane_integrations._packed_weights import BYTES, _digest_of, next_version, read_version
 from dataplane_observe import Recording
 from dataplane_observe._lines import sealed, unsealed
 from dataplane_redis import _protocol as redis_protocol
@@ -725,32 +725,31 @@ def _read_arrays(data: bytes) -> None:
 
 
 def _versions_of_weights() -> list[Any]:
-    """The versions 0 to 2, each with its header and its bytes: an anchor and two deltas, with chunks of most kinds."""
+    """The versions 0 to 2, each with its cells: an anchor and two deltas, with chunks of most kinds."""
     found, base = [], None
     for number in range(3):
         many, few = torch.arange(600, dtype=torch.int32) * (1 + number), torch.zeros(3000, dtype=torch.bfloat16)
         few[: 40 * number : 7] = 1.0
         weights = {"many": many, "few": few, "tied": few, "step": torch.tensor(number), "none": torch.ones(9, 2)}
-        base, header, data = next_version(base, number, {**weights, "extra": {"a": [1]}}, anchor=False)
-        found.append((number, header, data.copy()))
+        base, cells = next_version(base, number, {**weights, "extra": {"a": [1]}})
+        found.append((number, cells | {BYTES: cells[BYTES].copy()}))
     return found
 
 
 def _weights() -> list[bytes]:
     anchor, _, delta = _versions_of_weights()
-    return [codec.encode_item({"header": header, "data": data.tobytes()}) for _, header, data in (anchor, delta)]
+    return [codec.encode_item(cells | {BYTES: cells[BYTES].tobytes()}) for _, cells in (anchor, delta)]
 
 
 def _read_weights(data: bytes) -> object:
-    row = codec.decode_item(data)
-    if not isinstance(row, dict) or not isinstance(row.get("data"), bytes):
+    cells = codec.decode_item(data)
+    if not isinstance(cells, dict) or not isinstance(cells.get(BYTES), bytes):
         raise FrameError("not a row")
     base = None
-    for number, header, payload in _versions_of_weights()[:2]:
-        base = read_version(base, number, header, [payload])
-    version = read_version(base, 2, row.get("header"), [np.frombuffer(row["data"], dtype=np.uint8)])
-    version.has_its_digest()
-    return version.weights()
+    for number, earlier in _versions_of_weights()[:2]:
+        base = read_version(base, number, earlier)
+    version = read_version(base, 2, cells | {BYTES: np.frombuffer(cells[BYTES], dtype=np.uint8)})
+    return replace(version, digest=_digest_of(version.forms, version.tied, version.data)).weights()
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,7 +36,7 @@ from dataplane_core.errors import (
     UnknownTaskError,
     preview,
 )
-from dataplane_integrations._packed_weights import Version, next_version, read_version
+from dataplane_integrations._packed_weights import BYTES, HEADER, Version, next_version, read_version
 
 __all__ = ["WEIGHTS", "WeightReader", "open_weights", "publish_weights"]
 
@@ -48,21 +48,8 @@ _VERSION: Final = "weight_version"
 _ANCHOR: Final = "weight_anchor"
 #: The tag that holds the digest of the weights of a row with an anchor.
 _DIGEST: Final = "weight_digest"
-#: The other fields of rows with an anchor: what the bytes are, and the bytes. Further columns of bytes have a number.
-_HEADER: Final = "weight_header"
-_BYTES: Final = "weight_bytes"
-_FIELDS: Final = frozenset({_VERSION, _HEADER, _BYTES})
-#: A column of bytes has at most so many in a row. Redis takes at most 512 MiB.
-_PART_BYTES: Final = 128 << 20
 #: Without names, a partition takes all, also from clients with ``strict_fields``. Those of the weights come later.
 _NO_FIELDS: Final = ()
-
-
-class _Row(NamedTuple):
-    """What the tags of a version say. Both are None if it has a column for each weight."""
-
-    anchor: int | None
-    digest: str | None
 
 
 @dataclass
@@ -164,21 +151,29 @@ def publish_weights(
         )
     # taken out: a call that fails leaves none, and the next version is an anchor
     chain = _chains.get(client, {}).pop(partition_id, None)
+    tags: dict[str, Any] = {_VERSION: version, _ANCHOR: None, _DIGEST: None}
+    cells = weights
     if delta:
-        chain, columns = _next(held, chain, version, weights, anchor_every)
-        held[version] = _Row(min(chain.rows), chain.rows[version])
+        if chain is not None and not (
+            chain.rows == {number: held[number][_DIGEST] for number in _rows_of(held, max(held, default=-1))}
+            and len(chain.rows) < anchor_every
+            and version > chain.newest.number
+        ):
+            chain = None
+        newest, cells = next_version(None if chain is None else chain.newest, version, weights)
+        earlier = {} if chain is None or cells[HEADER]["base"] is None else chain.rows
+        chain = _Chain({**earlier, version: newest.digest.hex()}, newest)
+        tags |= {_ANCHOR: min(chain.rows), _DIGEST: chain.rows[version]}
     else:
-        chain = None
         _check_names(client, version, weights, partition_id)
-        columns = {name: _column(value) for name, value in weights.items()}
-        held[version] = _Row(None, None)
+    columns = {name: _column(cell) for name, cell in cells.items()}
     columns[_VERSION] = torch.tensor([version], device="cpu")
-    tags = {_VERSION: version, _ANCHOR: held[version].anchor, _DIGEST: held[version].digest}
     client.put_samples([_row(version)], partition_id, columns, tags=[tags])
-    if chain is not None:
+    if delta and chain is not None:
         _chains.setdefault(client, {})[partition_id] = chain
-    oldest = min(_rows_of(held, each)[0] for each in sorted(held)[-keep:])
-    client.clear_samples([_row(each) for each in held if each < oldest], partition_id)
+    held[version] = tags
+    oldest = min(_rows_of(held, number)[0] for number in sorted(held)[-keep:])
+    client.clear_samples([_row(number) for number in held if number < oldest], partition_id)
 
 
 def _check_names(client: DataPlaneClient, version: int, weights: Mapping[str, Any], partition_id: str) -> None:
@@ -190,27 +185,6 @@ def _check_names(client: DataPlaneClient, version: int, weights: Mapping[str, An
             f"{' and '.join(f'{verb} {preview(sorted(names))}' for verb, names in differs.items() if names)}. Expected "
             "the names of the first version. Nothing was written."
         )
-
-
-def _next(
-    held: Mapping[int, _Row], chain: _Chain | None, version: int, weights: Mapping[str, Any], anchor_every: int
-) -> tuple[_Chain, dict[str, Any]]:
-    """The chain with one version more, and the columns of its row."""
-    goes_on = (
-        chain is not None
-        and chain.rows == {each: held[each].digest for each in _rows_of(held, max(held, default=-1))}
-        and len(chain.rows) < anchor_every
-        and version > max(chain.rows)
-    )
-    base = None if chain is None else chain.newest
-    newest, header, data = next_version(base, version, weights, anchor=not goes_on)
-    parts = {
-        f"{_BYTES}.{at}" if at else _BYTES: torch.from_numpy(data[at : at + _PART_BYTES])[None]
-        for at in range(0, max(1, len(data)), _PART_BYTES)
-    }
-    rows = {} if chain is None or header["base"] is None else chain.rows
-    columns = {_HEADER: _column(header | {"parts": list(parts)}), **parts}
-    return _Chain({**rows, version: newest.digest.hex()}, newest), columns
 
 
 class WeightReader:
@@ -245,14 +219,13 @@ class WeightReader:
         Raises:
             UnknownPartitionError: The partition is not open, or the run is over.
             LostSamplesError: The store has lost the weights, or the anchor or a delta that they build on.
-            MissingDataError: The newest row lacks cells: something else than `publish_weights` wrote or changed it.
-            CorruptDataError: What the deltas give has not the digest of what was published.
+            CorruptDataError: The row, or one that it builds on, is not as `publish_weights` wrote it.
         """
         return self._newest(float("inf"))
 
     def _newest(self, give_up: float) -> dict[str, Any] | None:
         """As `newest`. Also None if versions are dropped while they are read, until ``give_up`` (monotonic)."""
-        tried: dict[int, _Row] | None = None
+        tried: dict[int, dict[str, Any]] | None = None
         again = True
         while True:
             held = _held(self._client, self._partition_id)
@@ -261,7 +234,7 @@ class WeightReader:
                 return None
             try:
                 epoch = self._client.describe(self._partition_id).info.epoch
-                found = self._whole(newest) if held[newest].anchor is None else self._by_deltas(held, newest)
+                weights = self._take(held, newest)
             except LostSamplesError:
                 raise
             except MissingDataError:  # newer versions have come meanwhile
@@ -278,40 +251,25 @@ class WeightReader:
                 again = False
                 continue
             self.version, self._epoch = newest, epoch
-            return found
+            return weights
 
-    def _whole(self, version: int) -> dict[str, Any]:
-        self._base = None
-        columns = self._client.get_samples([_row(version)], self._partition_id, None)
-        return {str(name): columns[name][0] for name in columns.keys() if not _is_own(name)}
-
-    def _by_deltas(self, held: Mapping[int, _Row], version: int) -> dict[str, Any]:
-        rows = _rows_of(held, version)
-        base = self._base
+    def _take(self, held: Mapping[int, Mapping[str, Any]], version: int) -> dict[str, Any]:
+        """Reads a version of the store, from the last one on if it builds on that."""
+        base, rows = self._base, _rows_of(held, version)
         if base is not None and base.number in rows[:-1]:
             rows = rows[rows.index(base.number) + 1 :]
-        for each in rows:
-            header, parts = self._read(each)
-            self._base = None  # if this raises, its bytes are those of no version
-            self._base = base = read_version(base, each, header, parts)
+        for number in rows:
+            columns = self._client.get_samples([_row(number)], self._partition_id, None)
+            cells = {str(name): columns[name][0] for name in columns.keys()}
+            self._base = None  # if what follows raises, its bytes are those of no version
+            if held[version][_ANCHOR] is None:
+                return {name: cell for name, cell in cells.items() if not _is_own(name)}
+            self._base = base = read_version(base, number, cells)
         assert base is not None
-        if not base.has_its_digest():
-            self._base = None
-            raise CorruptDataError(f"the weights of version {version} have not the digest of what was published.")
-        return base.weights()
-
-    def _read(self, version: int) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-        """The header of a row and its bytes, in parts."""
-        columns = self._client.get_samples([_row(version)], self._partition_id, [_HEADER, _BYTES])
-        header, parts = columns[_HEADER][0], [columns[_BYTES][0].numpy()]
-        try:
-            more = list(header["parts"])[1:]
-        except (KeyError, TypeError) as error:
-            raise CorruptDataError(f"the header of version {version} of the weights is damaged: {error!r}") from error
-        if more:
-            columns = self._client.get_samples([_row(version)], self._partition_id, more)
-            parts += [columns[name][0].numpy() for name in more]
-        return header, parts
+        self._base = None
+        weights = base.weights()
+        self._base = base
+        return weights
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """Waits for a version that is newer than `version`, and takes the newest. The trainer may start later.
@@ -328,9 +286,9 @@ class WeightReader:
         if not self._joined:
             self._join()  # the trainer may open the partition later
         while True:
-            found = self._newest(give_up)
-            if found is not None:
-                return found
+            weights = self._newest(give_up)
+            if weights is not None:
+                return weights
             if time.monotonic() >= give_up:
                 raise ClaimTimeoutError(
                     f"no weights newer than version {self.version} were published within {timeout_s} s."
@@ -367,16 +325,15 @@ def _column(value: Any) -> Any:
 
 def _is_own(field: str) -> bool:
     """Whether a field is none of a weight."""
-    return field in _FIELDS or (isinstance(field, str) and field.startswith(f"{_BYTES}."))
+    return field in (_VERSION, HEADER, BYTES) or (isinstance(field, str) and field.startswith(f"{BYTES}."))
 
 
-def _held(client: DataPlaneClient, partition_id: str) -> dict[int, _Row]:
-    """The versions in the store."""
-    tags = client.list_samples(partition_id).tags or []
-    return {int(each[_VERSION]): _Row(each.get(_ANCHOR), each.get(_DIGEST)) for each in tags}
+def _held(client: DataPlaneClient, partition_id: str) -> dict[int, dict[str, Any]]:
+    """The versions in the store, with their tags."""
+    return {int(tags[_VERSION]): dict(tags) for tags in client.list_samples(partition_id).tags or []}
 
 
-def _rows_of(held: Mapping[int, _Row], version: int) -> list[int]:
+def _rows_of(held: Mapping[int, Mapping[str, Any]], version: int) -> list[int]:
     """The versions in the store of which a version is made, ascending. None of them has to be there."""
-    anchor = held[version].anchor if version in held else None
-    return sorted(each for each in held if (version if anchor is None else anchor) <= each <= version)
+    anchor = held[version].get(_ANCHOR) if version in held else None
+    return sorted(number for number in held if (version if anchor is None else anchor) <= number <= version)

@@ -179,7 +179,7 @@ def test_what_the_newest_versions_build_on_is_kept_and_nothing_else(noop, monkey
 
 
 def test_bytes_of_many_parts(client, monkeypatch):
-    monkeypatch.setattr(module, "_PART_BYTES", 1000, raising=False)
+    monkeypatch.setattr(_packed_weights, "_CELL_BYTES", 1000)
     reader = WeightReader(client, "r")
 
     def check(version, size, *, delta=True, **options):
@@ -188,7 +188,7 @@ def test_bytes_of_many_parts(client, monkeypatch):
         reader.version = None
         for each in (reader, WeightReader(client, "late")):
             assert_same(each.newest(), weights)
-        return delta and client.get_samples([f"v{version}"], WEIGHTS, ["weight_header"])["weight_header"][0]["parts"]
+        return delta and client.get_samples([f"v{version}"], WEIGHTS, ["weight_header"])["weight_header"][0]["cells"]
 
     parts = check(0, 4096)
     assert len(parts) == 10  # of 9.1 kB
@@ -368,7 +368,7 @@ def test_clients_that_are_strict_about_fields(caplog, strict, delta):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("damage", [None, {}, {"parts": 3}, "a bit of the bytes"])
+@pytest.mark.parametrize("damage", [None, {}, {"cells": 3}, "a bit of the bytes"])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_damaged_version_is_never_given_as_weights(noop, which, damage):
     for version in range(3):
@@ -382,7 +382,7 @@ def test_a_damaged_version_is_never_given_as_weights(noop, which, damage):
         header = np.empty(1, dtype=object)
         header[0] = damage
         noop.put_samples([f"v{which}"], WEIGHTS, {"weight_header": header})
-        named = f"header of version {which}"
+        named = f"version {which} of the weights is damaged"
     reader = WeightReader(noop, "r")
     with pytest.raises(CorruptDataError, match=named):
         reader.newest()
@@ -479,18 +479,3 @@ def test_writers_and_readers_that_are_killed_in_the_middle(python, rounds):
             assert torch.count_nonzero(found["w"]) == watcher.version % 199_000
             assert WeightReader(client, "late").newest()["step"].item() == watcher.version
             first = watcher.version + 1
-
-
-_WITHOUT = """
-import sys
-sys.modules["zstandard"] = None
-try:
-    import dataplane_integrations.weights
-except ImportError as error:
-    print(error)
-"""
-
-
-def test_without_zstandard_an_error_says_what_to_install(python):
-    done = python.run("-c", _WITHOUT)
-    assert "pip install zstandard" in done.stdout

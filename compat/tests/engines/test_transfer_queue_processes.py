@@ -25,9 +25,9 @@ tq.close()
 def test_an_actor_of_ray_that_is_not_there_in_time_is_an_error_of_ours(ray_address):
     with pytest.raises(OperationTimeoutError, match=r"'TransferQueueController'.* within 0 s"):
         _directory.publish({}, 0.0)
-    assert _directory.publish({"polling_mode": True}, 120.0)
+    actor = _directory.publish({"polling_mode": True}, 120.0)
     assert _directory.look_up() is None, "TransferQueue's own controller has another config"
-    _directory.withdraw()
+    _directory.withdraw(actor)
 
 
 @pytest.fixture

@@ -33,20 +33,22 @@ def _ray() -> Any:
     return ray if ray is not None and ray.is_initialized() else None
 
 
-def publish(config: dict[str, Any], timeout_s: float) -> bool:
-    """Starts the actor. It ends with this process. Returns whether Ray is in use.
+def publish(config: dict[str, Any], timeout_s: float) -> Any:
+    """Starts the actor, and returns it. It lives as long as its handle. Without Ray: None.
 
     Raises:
         OperationTimeoutError: The actor did not start in time.
     """
     ray = _ray()
     if ray is None:
-        return False
-    withdraw()
+        return None
     actor = ray.remote(_Directory).options(name=_NAME, namespace=_NAMESPACE, num_cpus=0).remote(config)
-    globals()["_held"] = actor  # the actor lives as long as its handle, and has its name until it is withdrawn
-    _ask(actor, timeout_s)
-    return True
+    try:
+        _ask(actor, timeout_s)
+    except BaseException:
+        withdraw(actor)  # or the next one could not have its name
+        raise
+    return actor
 
 
 def _ask(actor: Any, timeout_s: float) -> Any:
@@ -79,8 +81,8 @@ def cluster_address() -> str | None:
     return None if ray is None else str(ray.get_runtime_context().gcs_address)
 
 
-def withdraw() -> None:
-    """Ends the actor that this process started."""
-    held, ray = globals().pop("_held", None), _ray()
-    if held is not None and ray is not None:
-        ray.kill(held)
+def withdraw(actor: Any) -> None:
+    """Ends an actor of `publish`, if there is one."""
+    ray = _ray()
+    if actor is not None and ray is not None:
+        ray.kill(actor)

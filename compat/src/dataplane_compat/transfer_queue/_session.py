@@ -33,13 +33,13 @@ class Session:
         config: Its config.
         client: Its client.
         pid: The process that opened it.
-        published: Whether it tells other processes of the Ray cluster its config.
+        published: The actor that tells other processes of the Ray cluster its config, or None.
     """
 
     config: DataPlaneConfig
     client: TransferQueueClient
     pid: int
-    published: bool = False
+    published: Any = None
 
 
 _lock = threading.RLock()
@@ -72,7 +72,7 @@ def start(conf: Any) -> Session:
                 settings = controller if store.bootstrapped else None
                 client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
                 shown = _shown(config, controller)
-                published = store.bootstrapped and _directory.publish(shown, config.op_timeout_s)
+                published = _directory.publish(shown, config.op_timeout_s) if store.bootstrapped else None
                 session = _session = Session(config, client, os.getpid(), published)
                 opened.pop_all()
         return session
@@ -97,8 +97,7 @@ def end() -> None:
     with _lock:
         session, _session = current(), None
         if session is not None:
-            if session.published:
-                _directory.withdraw()
+            _directory.withdraw(session.published)
             session.client.close()
             end_threads()
 

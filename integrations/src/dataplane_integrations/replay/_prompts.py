@@ -292,7 +292,8 @@ class PromptSource(DataPlaneClientMixin):
         try:
             client.renew(claimed, self._lease_s)  # from here on no other process claims these prompts for a while
         except LeaseExpiredError as error:
-            raise self._lost([self._group_of_row(row, reservations) for row in error.sample_ids]) from error
+            groups = {reservation.row: reservation.group for reservation in reservations}
+            raise self._lost([groups[row] for row in error.sample_ids]) from error
         client.put_samples(wanted, self.partition_id, tags=tags)
         with suppress(LeaseExpiredError):  # the trainer has taken them already
             client.ack(claimed)
@@ -512,10 +513,6 @@ class PromptSource(DataPlaneClientMixin):
             groups=groups,
             hint="Clear the rows: abandon(reservations) does.",
         )
-
-    @staticmethod
-    def _group_of_row(row: str, reservations: Sequence[Reservation]) -> str:
-        return next(reservation.group for reservation in reservations if reservation.row == row)
 
     def _forget(self, reservations: Sequence[Reservation]) -> None:
         with self._lock:

@@ -128,18 +128,14 @@ class RunState(PromptSource):
         self._trained_since = 0
         self._next_prompt = 0
         self._next_order = 0
-        self._next_commit = 0
         self._counts = BufferCounts()
         self._given_up: Counter[int] = Counter()  # target step -> prompts given up, from this version on
         self._written: dict[str, TagValue] = {}  # the newest tags of the row of the run
         # what the newest look showed
         self._groups: dict[str, _Group] = {}  # those that were started
         self._waiting: dict[str, dict[str, Any]] = {}  # rows of prompts that were not
-        self._commits: dict[str, int] = {}  # ready or selected group -> the number of its commit
         self._failures: dict[str, str] = {}  # collector -> why it failed
         self._num_running = 0
-        self._orphans: list[str] = []  # rows of answers, and of prompts, to clear
-        self._orphan_rows: list[str] = []
         # what only this process knows
         self._selected: dict[str, _Group] = {}
         self._left_out: set[str] = set()  # groups that have left a selection which goes on
@@ -165,7 +161,10 @@ class RunState(PromptSource):
     def counts(self) -> BufferCounts:
         """The counts so far; a copy."""
         with self._lock:
-            return dataclasses.replace(self._counts)
+            counts = self._counts
+            held = sum(group.view.committed is not None for group in self._groups.values())
+            committed = counts.trained + counts.discarded + counts.evicted + counts.lost + held
+            return dataclasses.replace(counts, committed=committed)
 
     @property
     def finished(self) -> bool:
@@ -187,8 +186,6 @@ class RunState(PromptSource):
         """
         client = self._require_dp_client()
         self._write_run()  # what was trained on counts as such before it is cleared
-        with suppress(DataPlaneError):
-            self._clear()
         answers = client.list_samples(self.partition_id)
         prompts = client.list_samples(self.prompts_id)
         rows = dict(zip(prompts.sample_ids, prompts.tags or (), strict=True))
@@ -198,14 +195,12 @@ class RunState(PromptSource):
             name.removeprefix(COLLECTOR_ROW): tags["failed"] for name, tags in collectors.items() if tags.get("failed")
         }
         # notes of collectors on prompts that were gone
-        self._orphan_rows = [
-            row for row, tags in rows.items() if "order" not in tags and row not in {*collectors, RUN_ROW}
-        ]
-        self._match(self._sort(rows, answers), answers)
+        notes = [row for row, tags in rows.items() if "order" not in tags and row not in {*collectors, RUN_ROW}]
+        orphans = self._match(self._sort(rows, answers), answers)
         evicted = self._evict()
         self._mark_in_vain(rows)
         with suppress(DataPlaneError):  # the next look tries again
-            self._clear()
+            self._clear(notes, orphans)
         self._admit()
         self._write_run()
         self._looked_at = time.monotonic()
@@ -258,36 +253,26 @@ class RunState(PromptSource):
             group.failures,
         )
 
-    def _match(self, started: dict[str, _Group], answers: KVBatchMeta) -> None:
-        """Finds the answers of started prompts, and those of no prompt, which killed or late collectors leave."""
-        of_group: dict[str, list[tuple[str, dict[str, TagValue]]]] = {}
+    def _match(self, started: dict[str, _Group], answers: KVBatchMeta) -> list[str]:
+        """Finds the answers of started prompts. Returns those of no prompt, which killed or late collectors leave."""
+        of_group: dict[str, dict[str, dict[str, Any]]] = {}
         for sample_id, tags in zip(answers.sample_ids, answers.tags or [{}] * answers.size, strict=True):
-            of_group.setdefault(group_of(sample_id), []).append((sample_id, tags))
-        for name, group in started.items():
-            members = of_group.get(name, [])
-            if len(members) == self.group_size and all(tags.get(COMMITTED_TAG) for _, tags in members):
-                members.sort(key=lambda member: int(member[0].rpartition("_g")[2]))
-                started[name] = dataclasses.replace(
-                    group, sample_ids=tuple(name for name, _ in members), tags=tuple(tags for _, tags in members)
-                )
-        for name in of_group:  # in the order of their first write
-            if name in started and started[name].sample_ids and name not in self._commits:
-                self._commits[name] = self._next_commit
-                self._next_commit += 1
-                self._counts.committed += 1
-        for name, group in started.items():
-            if group.sample_ids:
-                ends: list[Any] = [tags[END_WEIGHT_VERSION_TAG] for tags in group.tags]
-                view = dataclasses.replace(group.view, committed=self._commits[name], end_weight_version=max(ends))
-                started[name] = dataclasses.replace(group, view=view)
+            of_group.setdefault(group_of(sample_id), {})[sample_id] = tags
+        for number, (name, members) in enumerate(of_group.items()):  # in the order of their first write
+            whole = len(members) == self.group_size and all(tags.get(COMMITTED_TAG) for tags in members.values())
+            if name in started and whole:
+                ids = sorted(members, key=lambda sample_id: int(sample_id.rpartition("_g")[2]))
+                end = max(tags[END_WEIGHT_VERSION_TAG] for tags in members.values())
+                view = dataclasses.replace(started[name].view, committed=number, end_weight_version=end)
+                tags_of_rows = tuple(members[sample_id] for sample_id in ids)
+                started[name] = dataclasses.replace(started[name], view=view, sample_ids=tuple(ids), tags=tags_of_rows)
         groups = {**started, **self._selected}
         self._groups = dict(sorted(groups.items(), key=lambda item: item[1].view.order))
-        self._commits = {name: number for name, number in self._commits.items() if name in self._groups}
-        self._orphans = [
+        return [
             sample_id
             for name, members in of_group.items()
             if name not in self._groups and name not in self._gone
-            for sample_id, _ in members
+            for sample_id in members
             if SAMPLE_ID.fullmatch(sample_id)
         ]
 
@@ -312,18 +297,18 @@ class RunState(PromptSource):
         if told:
             self._require_dp_client().put_samples(told, self.prompts_id, tags=[{"in_vain": True}] * len(told))
 
-    def _clear(self) -> None:
-        """Clears the rows of removed groups and those of no prompt, and has prompts generated again."""
+    def _clear(self, notes: Sequence[str] = (), orphans: Sequence[str] = ()) -> None:
+        """Clears the rows of removed groups, and these of prompts and answers. Has prompts generated again."""
         client = self._require_dp_client()
         again = [(group.prompt, group.attempt, group.failures) for group, requeue in self._gone.values() if requeue]
         self._put_prompts(again)
         self._gone = {name: (group, False) for name, (group, _) in self._gone.items()}
         # first the prompts: without its prompt an answer counts no more
-        if rows := [*self._orphan_rows, *(group.row for group, _ in self._gone.values())]:
+        if rows := [*notes, *(group.row for group, _ in self._gone.values())]:
             client.clear_samples(rows, self.prompts_id)
-        if ids := [*self._orphans, *(f"{name}_g{index}" for name in self._gone for index in range(self.group_size))]:
+        if ids := [*orphans, *(f"{name}_g{index}" for name in self._gone for index in range(self.group_size))]:
             client.clear_samples(ids, self.partition_id)
-        self._gone, self._orphans, self._orphan_rows = {}, [], []
+        self._gone = {}
 
     def _admit(self) -> None:
         """Puts the prompts that the rule admits, and says for which step those that wait are."""
@@ -437,7 +422,6 @@ class RunState(PromptSource):
         rows = {row: rows[row] for row in newest.values()}
         answers = client.list_samples(self.partition_id)
         self._match(self._sort(rows, answers), answers)
-        self._counts.committed = json.loads(run["counts"])["committed"]  # those that are ready were counted
         done = set(client.list_consumed(self.prompts_id, ROLLOUT_TASK))
         self._gone.update(
             (name, (group, True))

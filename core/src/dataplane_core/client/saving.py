@@ -170,8 +170,8 @@ class _Reader:
     """Reads rows of a partition while others write.
 
     Each row is as it was at one moment: its tags and the names of its fields are listed before its cursors and cells
-    are read, all of them at once, and once more afterwards. If they differ, it is read again. A put that changes cells
-    and no tag may be newer than the cursors.
+    are read, and once more afterwards. If they differ, it is read again. Cells of several reads are read twice: a put
+    may change cells and no tag. Such a put may be newer than the cursors.
 
     Attributes:
         gone: The rows that were cleared meanwhile.
@@ -186,7 +186,7 @@ class _Reader:
     def read(
         self, ids: Sequence[str], before: _Listed, consumed: Mapping[str, set[str]], tries: int = _TRIES
     ) -> tuple[list[_Row], list[_Batch]]:
-        """Reads rows, in this order, and the columns of those that have the same.
+        """Reads rows, in this order, and columns of those that have them.
 
         Args:
             ids: The rows.
@@ -202,10 +202,11 @@ class _Reader:
         if not there:
             return [], []
         batches = self._columns(there, before)
+        is_whole = batches is not None and (len(batches) < 2 or self._are_cells_of(batches, there, before))
         after = _list(self._client, self._partition_id, there)
         if batches is None and after.keys() == set(there):
             self._columns(there, after, can_lack=False)  # raises if cells are lost; not if a row was written again
-        if batches is not None and _packed(after, there) == _packed(before, there):
+        if batches is not None and is_whole and _packed(after, there) == _packed(before, there):
             tasks_of = [{task for task, ids in consumed.items() if sample_id in ids} for sample_id in there]
             if any(tasks_of):  # a row that was cleared and written as before since then is consumed no longer
                 consumed = self._consumed()
@@ -229,12 +230,17 @@ class _Reader:
         return _sets(export(self._client._connection, "save", self._partition_id).consumed)
 
     def _columns(self, ids: Sequence[str], listed: _Listed, *, can_lack: bool = True) -> list[_Batch] | None:
-        """The columns of rows: those that have the same fields are read together. None: some were cleared."""
-        rows_with: dict[tuple[str, ...], list[str]] = {}
+        """The columns of rows: fields that the same rows have are read together, since rows of one read share equal
+        cells. None: some were cleared."""
+        rows_with: dict[str, list[str]] = {}
         for sample_id in ids:
-            rows_with.setdefault(tuple(listed[sample_id][1]), []).append(sample_id)
+            for name in listed[sample_id][1]:
+                rows_with.setdefault(name, []).append(sample_id)
+        by_rows: dict[tuple[str, ...], list[str]] = {}
+        for name, rows in rows_with.items():
+            by_rows.setdefault(tuple(rows), []).append(name)
         try:
-            return [(rows, self._read(rows, names)) for names, rows in rows_with.items() if names]
+            return [(list(rows), self._read(rows, names)) for rows, names in by_rows.items()]
         except MissingDataError as error:
             if isinstance(error, UnknownPartitionError) or not can_lack:
                 raise
@@ -248,6 +254,16 @@ class _Reader:
         if not self._specs.keys() >= set(names):  # they were dropped since they were read
             raise MissingDataError(f"save: '{self._partition_id}' was cleared meanwhile.", missing_samples=ids)
         return tensor_rows(dict(columns.items()), self._specs)
+
+    def _are_cells_of(self, batches: list[_Batch], ids: Sequence[str], listed: _Listed) -> bool:
+        """Whether the cells are still those that were read."""
+        again = self._columns(ids, listed)
+        pickles = self._client.config.allow_pickle
+        old, new = (
+            [pack_rows(columns, len(rows), {}, allow_pickle=pickles) for rows, columns in read]
+            for read in (batches, again or [])
+        )
+        return old == new
 
 
 def _packed(listed: _Listed, sample_ids: Sequence[str]) -> bytes:

@@ -508,7 +508,6 @@ _STORE: Final = Store.messages
 def _store_requests() -> list[bytes]:
     wanted = [hosting.extents.Wanted(1000, _layout(2), 2), hosting.extents.Wanted(1003, _ragged_layout(2), 2)]
     made: list[Any] = [
-        hosting.extent_host.CheckRoom(100),
         hosting.Allocate(wanted),
         hosting.Allocate(wanted, data=[bytes(each.layout.size_bytes) for each in wanted]),
         hosting.extent_host.Written(1000, [bytes(16)]),

@@ -274,7 +274,7 @@ def test_closing_ends_the_calls_of_other_threads(hosted):
 
 
 def test_a_call_that_waits_long_watches_the_host(hosted, monkeypatch):
-    monkeypatch.setattr("dataplane_core.hosting.session._PATIENCE_S", 0.0)
+    monkeypatch.setattr("dataplane_core.hosting.session._PATIENCE_S", 0.01)
     host, _, address = hosted
 
     class Watch:

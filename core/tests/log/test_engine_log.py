@@ -10,8 +10,8 @@ from dataplane_core import log as room
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
 from dataplane_core.ledger import commands
 from dataplane_core.log import LoggedLedger, engine as engine_log
-from dataplane_core.log.base import TakenError
 from dataplane_core.log.engine import EngineLog, newest_record
+from dataplane_core.log.ledger import TakenError
 
 PLACE = ("127.0.0.1", 1, b"token", "")
 
@@ -156,9 +156,9 @@ def test_an_owner_that_is_late_answers_nothing_and_ends(engine, owner, monkeypat
     with pytest.raises(TakenError):
         owner.put("b") if says == "a put" else owner.log.commit()
     ended = []
-    monkeypatch.setattr(room.base.os, "_exit", ended.append)
+    monkeypatch.setattr(room.ledger.os, "_exit", ended.append)
     owner.log.commit_or_end()
-    assert ended == [room.base.EXIT_STATUS]
+    assert ended == [room.ledger.EXIT_STATUS]
     assert engine.records == records
     assert again.ids() == ["a"]
 
@@ -296,7 +296,7 @@ def test_a_record_that_is_missing_or_damaged_is_named(engine, owner, damage, say
 
 @pytest.mark.parametrize("what", ["puts", "beats"])
 def test_a_log_stays_short(engine, owner, monkeypatch, what):
-    monkeypatch.setattr(room.base, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 2000)
     monkeypatch.setattr(engine_log, "_BEAT_S", 0.0)
     owner.log.begin()
     owner.put("a")
@@ -312,7 +312,7 @@ def test_a_log_stays_short(engine, owner, monkeypatch, what):
 
 @pytest.mark.parametrize("fault", [full, unforeseen])
 def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch, fault):
-    monkeypatch.setattr(room.base, "TAIL_BYTES", 0)
+    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 0)
     owner.log.begin()
     right = engine._append
 

@@ -7,8 +7,8 @@ import pytest
 from tiers import in_long
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.log import FolderLog, NotesLog, base as log_base, folder as folder_log
-from dataplane_core.log.base import TakenError
+from dataplane_core.log import FolderLog, NotesLog, folder as folder_log, ledger as logged_ledger
+from dataplane_core.log.ledger import TakenError
 
 
 class Logs:
@@ -257,7 +257,7 @@ def test_a_log_is_opened_again_whose_end_found_a_full_disk(tmp_path, monkeypatch
 
 
 def test_notes_stay_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_base, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(logged_ledger, "TAIL_BYTES", 2000)
     log = NotesLog(tmp_path)
     for number in range(500):
         log.note(f"n{number}", b"x" * 40)
@@ -270,7 +270,7 @@ def test_a_log_that_cannot_be_shortened_goes_on_growing(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(log_base, "TAIL_BYTES", 500)
+    monkeypatch.setattr(logged_ledger, "TAIL_BYTES", 500)
     log, tries = NotesLog(tmp_path), []
     with monkeypatch.context() as patch:
         patch.setattr(folder_log, "write_file", lambda *words: tries.append(words) or refuse())

@@ -18,7 +18,7 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.log import FolderLog, LoggedLedger, ledger as logged_ledger
-from dataplane_core.log.base import TakenError
+from dataplane_core.log.ledger import TakenError
 from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
 
@@ -37,7 +37,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(room.folder, "time", made)
-    monkeypatch.setattr(room.base, "time", made)
+    monkeypatch.setattr(room.ledger, "time", made)
     return made
 
 
@@ -91,7 +91,7 @@ def made(tmp_path):
 @pytest.mark.timeout(by_profile(600, 600, 3600))
 def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp_path, clock, monkeypatch):
     """Whether its process was killed or ended well, and however short its log is: also its times are the same."""
-    monkeypatch.setattr(room.base, "TAIL_BYTES", 1000)
+    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 1000)
     begun, begin_log = [], FolderLog.begin
     monkeypatch.setattr(FolderLog, "begin", lambda log: begun.append(log) or begin_log(log))
     for seed in range(by_profile(4, 20, 1_000)):
@@ -350,7 +350,7 @@ def test_a_ledger_whose_log_was_taken_answers_nothing(made):
 
 
 def test_a_log_stays_short(made, monkeypatch, clock):
-    monkeypatch.setattr(room.base, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 3000)
     made.again()
     for turn in range(100):
         clock.now += 30.0  # requests are known for a while

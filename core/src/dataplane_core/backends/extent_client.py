@@ -21,7 +21,6 @@ from dataplane_core.host_memory.copying import Copy
 from dataplane_core.hosting.extent_host import (
     AboutExtents,
     Allocate,
-    CheckRoom,
     Drop,
     Fetch,
     Fill,
@@ -129,7 +128,7 @@ class ExtentClient:
         plans = [_Plan(write_id, list(columns)) for write_id, columns in writes.items()]
         wanted = [plan.wanted for plan in plans]
         put, size_bytes = wanted[0].write_id, sum(write.layout.size_bytes for write in wanted)
-        first: list[Any] = [] if begin is None else [CheckRoom(size_bytes), begin]
+        first: list[Any] = [] if begin is None else [begin]
         last: list[Any] = [] if begin is None else [commands.CommitPut(put)]
         if size_bytes <= _FEW_BYTES and not self.syncs:
             data = [b"".join(array.data for array in plan.whole()) for plan in plans]

@@ -32,9 +32,8 @@ from dataplane_core.hosting.messages import Messages, decode_about
 from dataplane_core.hosting.server import Client, LedgerHost, Server, listen_on, new_tls, new_token
 from dataplane_core.hosting.session import Session, TcpAddress
 from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log.base import EXIT_STATUS, TakenError
 from dataplane_core.log.engine import EngineLog, Lease, newest_record
-from dataplane_core.log.ledger import LoggedLedger
+from dataplane_core.log.ledger import EXIT_STATUS, LoggedLedger, TakenError
 from dataplane_core.spec import new_id
 
 _MESSAGES: Final = Messages()
@@ -43,8 +42,6 @@ _OPEN_S: Final = 30.0
 #: Seconds between two looks of an owner at its log and its clients, and of a client for an owner.
 _BEAT_S: Final = 0.3
 _LOOK_S: Final = 0.02
-#: Seconds between two looks of a client at an owner that does not answer.
-_WATCH_S: Final = 0.5
 #: Seconds that an owner waits for its first client, and that a client waits for a connection to an owner.
 _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
@@ -75,12 +72,8 @@ class _Watch:
 
     def __init__(self, engine: Store, lease: Lease, address: TcpAddress) -> None:
         self._engine, self._lease, self._address = engine, lease, address
-        self._look_at = 0.0
 
     def check(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + _WATCH_S
         try:
             number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
         except (BackendUnavailableError, OperationTimeoutError) as error:

@@ -44,12 +44,6 @@ class AboutExtents(msgspec.Struct, array_like=True):
     syncs: bool  # bytes must be on the disk when a put is written; a client that shares the memory sees to it
 
 
-class CheckRoom(Request[None], frozen=True):
-    """Raises `CapacityExceededError` if it is known that so many bytes get no room now."""
-
-    size_bytes: int
-
-
 class Allocate(Request[list[int]], frozen=True):
     """Allocates an extent for each write of a put. Reply: where they begin in the arena.
 
@@ -144,9 +138,7 @@ class ExtentHost(Host):
         settle: See `Host`: the ``commit_or_end`` of the notes, if the extents outlive this process.
     """
 
-    messages = Messages(
-        *(CheckRoom, Allocate, Written, Fill, Find, Fetch, Drop, Retain, Memory), errors=[RefsGoneError]
-    )
+    messages = Messages(Allocate, Written, Fill, Find, Fetch, Drop, Retain, Memory, errors=[RefsGoneError])
 
     def __init__(self, extents: ExtentService, settle: Callable[[], object] | None = None) -> None:
         Host.__init__(self, settle)
@@ -172,6 +164,9 @@ class ExtentHost(Host):
     def work_aside(self) -> bool:
         return self._extents.work_aside()
 
+    def _begin(self, put: int) -> None:
+        """A put has its memory. A host that has the ledger too begins it there."""
+
     def _allocate(self, request: Allocate, client: Client) -> list[int]:
         write_ids = [write.write_id for write in request.writes]
         if any(write_id in late for late in self._late for write_id in write_ids):
@@ -195,6 +190,11 @@ class ExtentHost(Host):
         self._puts.update(dict.fromkeys(write_ids, put))
         if request.pin > 0:
             self._pin(client, request.pin, write_ids)
+        try:
+            self._begin(request.put)
+        except BaseException:
+            self._end_put(put)
+            raise
         self._extents.touch_ahead()
         if request.data is not None:
             if self.settle is not None:
@@ -289,7 +289,6 @@ class ExtentHost(Host):
 
 
 ExtentHost.handlers = {
-    CheckRoom: lambda host, request, client: host._extents.check_room(request.size_bytes),
     Allocate: ExtentHost._allocate,
     Written: ExtentHost._written,
     Fill: ExtentHost._fill,

@@ -280,9 +280,6 @@ class ExtentService:
                 self._payloads[write.write_id] = Payload(extent, write.layout, *(write.num_rows,) * 3)
         return extents
 
-    def check_room(self, size_bytes: int) -> None:
-        """Raises `CapacityExceededError` if it is known that a put of so many bytes can get no room now."""
-
     def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
         """The bytes of writes are there, whose extents are still pinned. What outlives its process notes where.
 

@@ -184,8 +184,6 @@ class KeptExtents(ExtentService):
         self._undigested: dict[int, bytes | None] = {}  # write id -> the digest that it must have; None: to be made
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
         self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
-        #: The size of the last put that got no room of the file system, and how much that had left.
-        self._refused: tuple[int, int] | None = None
         status = os.fstat(arena.fd)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         now = _Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id)
@@ -272,16 +270,13 @@ class KeptExtents(ExtentService):
         except OSError as error:
             self.unpin(extents or ())
             self.forget(write.write_id for write in wanted)
-            self._refused = sum(write.layout.size_bytes for write in wanted), self.arena.free_bytes
-            raise _full() from error
+            raise CapacityExceededError(
+                "the file system of the durable folder has no room for this put.",
+                retryable=True,
+                ask_again_s=_ASK_AGAIN_S,
+                hint="Make room there, or clear samples.",
+            ) from error
         return extents
-
-    def check_room(self, size_bytes: int) -> None:
-        """As `ExtentService.check_room`: the file system had no room for so many, and nothing was freed since then."""
-        if self._refused is not None:
-            refused_bytes, free_bytes = self._refused
-            if size_bytes >= refused_bytes and self.arena.free_bytes <= free_bytes + _BLOCK:
-                raise _full()
 
     def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
         """As `ExtentService.keep`. With ``sync``, returns when the bytes are on the disk. Raises `OSError`."""
@@ -339,12 +334,11 @@ class KeptExtents(ExtentService):
         digest = self._undigested.get(write_id)
         if digest is None:
             return True
-        is_whole = digest == digest_of(self.bytes_of(self._payloads[write_id].extent))
-        if is_whole:
-            self._end_hashing(write_id)
-        else:
+        if digest != digest_of(self.bytes_of(self._payloads[write_id].extent)):
             self._lose(write_id)
-        return is_whole
+            return False
+        self._end_hashing(write_id)
+        return True
 
     def work_aside(self) -> bool:
         """Makes or checks a part of a digest. False: there is nothing to do."""
@@ -434,7 +428,6 @@ class KeptExtents(ExtentService):
         return extent
 
     def _free(self, extent: Extent) -> None:
-        self._refused = None
         if self._is_used(extent):
             self._left.append(extent)
         else:
@@ -475,15 +468,6 @@ class KeptExtents(ExtentService):
             with suppress(OSError):
                 self.arena.give_back(start * _BLOCK, min(stop * _BLOCK, self.arena.size_bytes))
                 self._has_room[start:stop] = False
-
-
-def _full() -> CapacityExceededError:
-    return CapacityExceededError(
-        "the file system of the durable folder has no room for this put.",
-        retryable=True,
-        ask_again_s=_ASK_AGAIN_S,
-        hint="Make room there, or clear samples.",
-    )
 
 
 def _blocks(start: int, stop: int) -> tuple[int, int]:

@@ -160,15 +160,8 @@ def encode(message: Any, first: bytes = b"") -> bytes:
         InvalidRequestError: It holds what msgpack cannot carry, such as invalid Unicode, or is larger than 4 GiB.
     """
     try:
-        body = first + _packed(message)
+        body = first + _encoder.encode(message)
         return len(body).to_bytes(4, "little") + body
-    except OverflowError as error:
-        raise errors.InvalidRequestError(f"the request cannot be sent: {error}") from error
-
-
-def _packed(message: Any) -> bytes:
-    try:
-        return _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:
         raise errors.InvalidRequestError(f"the request cannot be sent: {error}") from error
 

@@ -58,9 +58,8 @@ _MOST_ARRAYS: Final = 512
 _POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
 _RELEASE_S: Final = 1.0
-#: Seconds without an answer after which a call begins to watch the host, and between two looks.
+#: Seconds in which nothing moves, after each of which a call looks whether the host is alive.
 _PATIENCE_S: Final = 1.0
-_LOOK_S: Final = 0.1
 #: The most descriptors that a host passes.
 _MOST_DESCRIPTORS: Final = 4
 
@@ -181,7 +180,7 @@ class Watch(Protocol):
     """Checks whether a host is alive whose answer a call waits for."""
 
     def check(self) -> None:
-        """Called several times a second. Must not block. Raises `BackendUnavailableError` if it is dead."""
+        """Called each second. Must not block. Raises `BackendUnavailableError` if it is dead."""
 
     def describe(self) -> str:
         """What is known about it, as a sentence for the timeout's error."""
@@ -512,7 +511,6 @@ class _Line:
     _deadline: float
     _make_watch: Callable[[], Watch] | None
     _watch: Watch | None = None
-    _moved_at: float = field(default_factory=time.monotonic)
     _received: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
 
@@ -563,16 +561,13 @@ class _Line:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError("" if self._watch is None else self._watch.describe())
-            self._channel.settimeout(left_s if self._make_watch is None else min(left_s, _LOOK_S))
+            self._channel.settimeout(left_s if self._make_watch is None else min(left_s, _PATIENCE_S))
             try:
-                moved = act()
+                return act()
             except TimeoutError:
-                if self._make_watch is not None and time.monotonic() - self._moved_at >= _PATIENCE_S:
+                if self._make_watch is not None:
                     self._watch = self._watch or self._make_watch()
                     self._watch.check()
-                continue
-            self._moved_at, self._watch = time.monotonic(), None
-            return moved
 
 
 def _end_session(first: socket.socket, idle: deque[socket.socket]) -> None:

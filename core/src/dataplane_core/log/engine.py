@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
-from dataplane_core.log.base import Log, TakenError
+from dataplane_core.log.ledger import Log, TakenError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -35,9 +35,8 @@ _SURE_S: Final = 2.5
 #: Seconds that the engine may take for a call, and until it is tried again.
 _ENGINE_S: Final = 10.0
 _AGAIN_S: Final = 0.1
-#: Seconds after which an engine that refuses what it is asked is believed, and one that does not answer is given up.
+#: Seconds after which an engine that refuses what it is asked is believed.
 _REFUSED_S: Final = 1.0
-_GIVE_UP_S: Final = 600.0
 #: Seconds for which a process that is to be the owner waits for an engine that does not answer.
 _START_S: Final = 30.0
 #: A generation is greater than the one before by a number of at most this many bits, drawn at random.
@@ -187,7 +186,7 @@ class EngineLog(Log):
 
         Raises:
             BackendUnavailableError: It has ended, or refuses what it is asked, as one whose disk is full.
-            OperationTimeoutError: Nobody waits for this owner any more, or it has waited for long.
+            OperationTimeoutError: Nobody waits for this owner any more.
         """
         since = math.inf
         while True:
@@ -200,8 +199,8 @@ class EngineLog(Log):
                     _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
                 since = min(since, time.monotonic())
                 is_refused = isinstance(error, BackendUnavailableError) and error.outcome == "not_done"
-                patience_s = _REFUSED_S if is_refused else _GIVE_UP_S
-                if time.monotonic() - since > patience_s or not error.retryable or not self.is_needed():
+                is_believed = is_refused and time.monotonic() - since > _REFUSED_S
+                if is_believed or not error.retryable or not self.is_needed():
                     raise
                 time.sleep(_AGAIN_S)
 

@@ -27,7 +27,7 @@ import msgspec
 from dataplane_core.digests import fast_digest
 from dataplane_core.durable_files import disk_hint, sync_path, write_file
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.log.base import Log, TakenError
+from dataplane_core.log.ledger import Log, TakenError
 
 _log = logging.getLogger(__name__)
 

@@ -52,12 +52,11 @@ class Store(LedgerHost, ExtentHost):
             self._abort(commands.AbortPut(write_id), client)
 
     def _begin_put(self, put: commands.BeginPut, client: Client) -> int:
-        write_id = self._ledger.call(put)
-        self._begun[write_id] = client, put
+        # the ledger begins it once it has its memory: one that gets none leaves nothing, and keeps its turn
+        self._ledger.changes(put)  # raises what the ledger would
         self._sweep()  # the ledger gave up puts of before
-        if put.ticket is not None:
-            client.tickets.discard(put.ticket)
-        return write_id
+        self._begun.setdefault(put.write_id or 0, (client, put))  # clients of a store draw it
+        return put.write_id or 0
 
     def _begun_by(self, write_id: int, client: Client) -> commands.BeginPut:
         owner, put = self._begun.get(write_id, (None, None))
@@ -71,13 +70,13 @@ class Store(LedgerHost, ExtentHost):
             return super()._allocate(request, client)
         except CapacityExceededError as error:
             del self._begun[request.put]
-            self._ledger.call(commands.Collected(self._ledger.call(commands.AbortPut(request.put))))
-            if error.retryable and put.ticket is not None:
-                # it left the queue when the ledger had room: it takes the next place
-                client.tickets.add(put.ticket)
-                self._ledger.call(commands.WaitForRoom(put.ticket, put.size_bytes, wait_s=put.ttl_s))
             error.message = f"put_samples('{put.partition_id}', {len(put.sample_ids)} samples) refused: {error.message}"
             raise
+
+    def _begin(self, put: int) -> None:
+        client, begin = self._begun[put]
+        self._ledger.call(begin)
+        client.tickets.discard(begin.ticket or "")
 
     def _commit(self, command: commands.CommitPut, client: Client) -> list[Ref]:
         self._begun_by(command.write_id, client)

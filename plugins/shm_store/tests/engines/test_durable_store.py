@@ -18,7 +18,7 @@ from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import Uses, extent_bytes
 from dataplane_core.hosting import Allocate, KeptExtents, kept_extents
-from dataplane_core.hosting.extent_host import CheckRoom, Find, Written
+from dataplane_core.hosting.extent_host import Find, Written
 from dataplane_core.hosting.extents import Layout, RefsGoneError, Wanted
 from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import Together
@@ -90,7 +90,7 @@ class Life:
 
     def begin(self, ids, length):
         put, layout, wanted = self.put_of(ids, length)
-        (offset,) = self.call(CheckRoom(layout.size_bytes), put, Allocate(wanted))
+        (offset,) = self.call(put, Allocate(wanted))
         return put.write_id, self.store._extents.arena.bytes[offset : offset + layout.size_bytes]
 
     def put(self, ids, length, number, *, whole=False):

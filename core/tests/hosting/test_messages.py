@@ -55,7 +55,7 @@ def written():
 
 
 def test_the_bytes_of_messages_change_only_with_their_version():
-    """If they do, raise `VERSION`, and `COMMANDS_VERSION` if they are of a command, and write the file anew."""
+    """If they do, raise `VERSION`, and `COMMANDS_FORM` if they are of a command, and write the file anew."""
     lines = [f"{name} {data.hex()}" for name, data in written().items()]
     assert lines == Path(__file__).with_name(f"messages_{VERSION}.txt").read_text().splitlines()
 

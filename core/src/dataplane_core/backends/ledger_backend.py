@@ -90,7 +90,7 @@ NOT_BEGUN: Final = (
 _REFUSALS: Final = (*NOT_BEGUN, StalePartitionError)
 
 #: How much the rows of columns that are apart may cost, as a share of the put.
-APART_SHARE: Final = 0.04
+_APART_SHARE: Final = 0.04
 #: Columns whose cells have fewer bytes on average are never apart.
 _LEAST_APART_BYTES: Final = 1024
 
@@ -130,7 +130,6 @@ class LedgerBackend(Backend, ABC):
     capabilities = LEDGER_CAPABILITIES
     #: See `writes_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
     row_cost_bytes: ClassVar[int | None] = None
-    apart_share: ClassVar[float] = APART_SHARE
     # annotated, so that a subclass may have options without a default
     Config: ClassVar[type[CapacityOptions]] = CapacityOptions
 
@@ -212,7 +211,7 @@ class LedgerBackend(Backend, ABC):
                 return num_samples
             if self._not_undone:
                 self._finish_undoing(request.deadline)
-            writes = writes_of(request.columns, num_samples, self.row_cost_bytes, self.apart_share)
+            writes = writes_of(request.columns, num_samples, self.row_cost_bytes)
             try:
                 freed = self.put_once(request, writes, None)
             except CapacityExceededError as error:
@@ -525,10 +524,7 @@ def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) ->
 
 
 def writes_of(
-    columns: Mapping[str, WireColumn | SharedRows],
-    num_samples: int,
-    row_cost_bytes: int | None,
-    apart_share: float = APART_SHARE,
+    columns: Mapping[str, WireColumn | SharedRows], num_samples: int, row_cost_bytes: int | None
 ) -> list[commands.Write]:
     """The writes of a put: first the columns that are stored together, if there are any, then each one that is apart.
 
@@ -537,7 +533,6 @@ def writes_of(
         num_samples: N.
         row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
             ``python -m benchmarks columns`` prints it. None: only `SharedRows` are apart.
-        apart_share: How much the rows of the columns that are apart may cost, as a share of the put.
 
     Raises:
         BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
@@ -548,7 +543,7 @@ def writes_of(
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
         return [commands.Write(tuple(plain), row_nbytes(plain, num_samples))] if plain else []
     sizes = {name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples) for name, column in plain.items()}
-    apart = _columns_apart(sizes, num_samples, row_cost_bytes, apart_share)
+    apart = _columns_apart(sizes, num_samples, row_cost_bytes)
     together = tuple(name for name in plain if name not in apart)
     row_bytes = sum((sizes[name] for name in together), np.zeros(num_samples, dtype=np.int64))
     writes = [commands.Write(together, row_bytes.tolist())] if together else []
@@ -576,13 +571,11 @@ def _check_index(name: str, column: SharedRows, num_rows: int, num_samples: int)
         )
 
 
-def _columns_apart(
-    sizes: Mapping[str, Any], num_samples: int, row_cost_bytes: int | None, apart_share: float
-) -> list[str]:
+def _columns_apart(sizes: Mapping[str, Any], num_samples: int, row_cost_bytes: int | None) -> list[str]:
     """The largest columns, as many as the budget allows. ``sizes``: the bytes of each column's cells."""
     if row_cost_bytes is None or len(sizes) < 2:
         return []
     totals = {name: int(cells.sum()) for name, cells in sizes.items()}
-    most = int(apart_share * sum(totals.values()) / (row_cost_bytes * num_samples))
+    most = int(_APART_SHARE * sum(totals.values()) / (row_cost_bytes * num_samples))
     largest = sorted(totals, key=lambda name: -totals[name])[: min(most, len(totals) - 1)]
     return [name for name in largest if totals[name] >= _LEAST_APART_BYTES * num_samples]

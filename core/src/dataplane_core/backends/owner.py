@@ -340,7 +340,3 @@ def _serve(backend: Store, owner: str, dead: int) -> None:
     threading.Thread(target=beat, name="dataplane-beat", daemon=True).start()
     server.run()
     log.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from dataplane_core.ledger import Ref
 
 #: The most rows of a write.
 _MOST_ROWS: Final = 1 << 24
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 #: Bytes of an extent without rows that are squeezed at least. Less is not worth the work.
 _LEAST_DEAD: Final = 64
 
@@ -39,10 +40,10 @@ class Column(msgspec.Struct, array_like=True, frozen=True):
     then its rows end to end.
     """
 
-    start: int  # where its values begin in the extent
-    step: int  # bytes of one row (dense), or of one element of the ragged dim
+    start: _Count  # where its values begin in the extent
+    step: _Count  # bytes of one row (dense), or of one element of the ragged dim
     table: int = -1  # where its offsets begin in the extent; -1 for a dense column
-    length: int = 0  # size of the first dim of each cell of a dense column of rank 1 or more
+    length: _Count = 0  # size of the first dim of each cell of a dense column of rank 1 or more
     dtype: int = 0  # what the writer says of the dtype of its cells, for the reader; 0: it is that of the field
 
 
@@ -77,18 +78,17 @@ class Layout(msgspec.Struct, array_like=True):
     def fits(self, num_rows: int) -> bool:
         """Whether all columns lie in its bytes."""
         return all(
-            min(column.start, column.step, column.length) >= 0
-            and (
-                column.start + num_rows * column.step <= self.size_bytes
-                if column.table < 0
-                else max(column.start, column.table + 8 * (num_rows + 1)) <= self.size_bytes
-            )
+            column.start + num_rows * column.step <= self.size_bytes
+            if column.table < 0
+            else max(column.start, column.table + 8 * (num_rows + 1)) <= self.size_bytes
             for column in self.columns
         )
 
 
 def offsets_at(extent: Bytes, column: Column, num_rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The table of a ragged column; a view."""
+    """Where the rows of a column begin and end, in steps. Of a ragged column it is the table; a view."""
+    if column.table < 0:
+        return np.arange(num_rows + 1)
     return extent[column.table : column.table + 8 * (num_rows + 1)].view(np.int64)
 
 
@@ -96,18 +96,14 @@ def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[
     """The bytes of some rows of a column, in any order: the table of their offsets, if it has one, and then the rows,
     in runs."""
     wanted = np.asarray(rows, dtype=np.int64)
+    offsets = offsets_at(extent, column, num_rows)
+    begins, ends = offsets[wanted], offsets[wanted + 1]
     arrays: list[Bytes] = []
-    if column.table < 0:
-        begins = wanted * column.step
-        ends = begins + column.step
-    else:
-        offsets = offsets_at(extent, column, num_rows)
-        begins, ends = offsets[wanted], offsets[wanted + 1]
+    if column.table >= 0:
         table = np.zeros(len(wanted) + 1, dtype=np.int64)
         np.cumsum(ends - begins, out=table[1:])
         arrays.append(table.view(np.uint8))
-        begins, ends = begins * column.step, ends * column.step
-    for begin, end in runs(begins, ends):
+    for begin, end in runs(begins * column.step, ends * column.step):
         arrays.append(extent[column.start + begin : column.start + end])
     return arrays
 
@@ -120,19 +116,18 @@ def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -
     kept = np.asarray(rows, dtype=np.int64)
     squeezed = Layout([])
     for column in layout.columns:
+        offsets = offsets_at(extent, column, num_rows)
+        begins, ends = offsets[kept], offsets[kept + 1]  # copies: the table is overwritten
         if column.table < 0:
             new = squeezed.add_dense(len(kept), column.step, column.length, column.dtype)
-            begins, sizes = kept * column.step, np.full(len(kept), column.step)
         else:
-            offsets = offsets_at(extent, column, num_rows).copy()
-            lengths = np.diff(offsets)[kept]
-            new = squeezed.add_ragged(len(kept), int(lengths.sum()), column.step, column.dtype)
+            new = squeezed.add_ragged(len(kept), int((ends - begins).sum()), column.step, column.dtype)
             table = offsets_at(extent, new, len(kept))
             table[0] = 0
-            np.cumsum(lengths, out=table[1:])
-            begins, sizes = offsets[kept] * column.step, lengths * column.step
+            np.cumsum(ends - begins, out=table[1:])
         target = new.start
-        for begin, end in runs(begins, begins + sizes):  # ascending, to lower offsets; numpy copies overlaps right
+        # ascending, to lower offsets; numpy copies overlaps right
+        for begin, end in runs(begins * column.step, ends * column.step):
             extent[target : target + end - begin] = extent[column.start + begin : column.start + end]
             target += end - begin
     return squeezed

@@ -24,7 +24,7 @@ from dataplane_core.spec.requests import Command
 #: Clients and hosts speak the same version. It changes with the form of any message.
 VERSION: Final = 18
 #: The version of the ledger's commands as messages, which logs keep.
-COMMANDS_VERSION: Final = 17
+COMMANDS_FORM: Final = 17
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, DataPlaneError, InvalidRequestError
-from dataplane_core.hosting.messages import COMMANDS_VERSION, Messages
+from dataplane_core.hosting.messages import COMMANDS_FORM, Messages
 from dataplane_core.ledger import Command, Ledger, LedgerService, Ref, Reply, commands
 from dataplane_core.ledger.state import pack_state, unpack_state
 
@@ -28,7 +28,7 @@ TAIL_BYTES: Final = 1 << 20
 TAIL_SHARE: Final = 0.25
 _MESSAGES: Final = Messages()
 #: Which version the state is of, and which the records.
-_VERSIONS: Final = (3, COMMANDS_VERSION)
+_VERSIONS: Final = (3, COMMANDS_FORM)
 _decode: Final = msgspec.msgpack.Decoder(tuple[tuple[int, int], msgspec.Raw]).decode
 #: Commands that make room, which a full disk must not keep from it.
 _FREES: Final = (commands.AbortPut, commands.ClearRequest, commands.Collected)

@@ -40,10 +40,6 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
     """All clients of an instance connect to one controller, and to Mooncake's segments on any node of the cluster."""
 
     Config = TQMooncakeConfig
-    # an object costs the master and the transfer engine far more than a row costs a storage unit, so whole reads of
-    # large rows may take longer, for reads of a few fields that take a tenth of the time
-    row_cost_bytes = 40 << 10
-    apart_share = 0.25
     why_not_declared: ClassVar[Mapping[str, str]] = {
         **QueueBackend.why_not_declared,
         Capability.UNITS: "Mooncake's master places the rows, and does not say how many a storage unit holds",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import html
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,14 +95,6 @@ class KVBatchMeta:
         return iter(self.sample_ids)
 
     def __repr__(self) -> str:
-        return "\n  ".join(self._described())
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        first, *others = (html.escape(line) for line in self._described())
-        return f"<b>{first}</b><ul>{''.join(f'<li>{line}</li>' for line in others)}</ul>"
-
-    def _described(self) -> list[str]:
         task = "" if self.task_name is None else f", task '{self.task_name}'"
         rows = f"{self.size} row{'s' * (self.size != 1)}"
         ids = f": {preview(self.sample_ids, _SHOWN)}" if self.sample_ids else ""
@@ -117,11 +108,12 @@ class KVBatchMeta:
             facts.append("leased")
         if self.extra_info:
             facts.append(f"extra_info: {_names(self.extra_info)}")
-        return [
+        lines = [
             f"{type(self).__name__}('{printable(self.partition_id)}'{printable(task)}): {rows}{ids}",
             f"fields: {'not known' if self.fields is None else _names(self.fields)}",
             *(["; ".join(facts)] if facts else []),
         ]
+        return "\n  ".join(lines)
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """The rows at ``indices``, in that order; repeats are allowed.

@@ -157,9 +157,9 @@ def pad_columns(
     """
     check_meta("pad_columns: meta", meta)
     if pad_to_seqlen is None:
-        pad_to_seqlen = meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0
+        pad_to_seqlen = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0)
     pad_to_seqlen = checked_as("read_columns: pad_to_seqlen", Index, pad_to_seqlen)
-    multiple = checked_as(f"read_columns: {PAD_TO_MULTIPLE}", Count, meta.extra_info.get(PAD_TO_MULTIPLE) or 1)
+    multiple = checked_as(f"read_columns: {PAD_TO_MULTIPLE}", Count, int(meta.extra_info.get(PAD_TO_MULTIPLE) or 1))
     meta.token_starts = None
     lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
     tokens = token_columns(

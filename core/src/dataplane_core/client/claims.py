@@ -44,13 +44,17 @@ Step: TypeAlias = ClaimRequest | tuple[Any, float] | Callable[[], Any]
 
 
 def checked_claim(
-    connection: Connection, timeout_s: float, batch_index: int | None, tag_filter: TagFilter | None, **claim: Any
+    connection: Connection,
+    *,
+    timeout_s: float = 0.0,
+    batch_index: int | None = None,
+    tag_filter: TagFilter | None = None,
+    **claim: Any,
 ) -> ClaimRequest:
     """The request of a claim, from the arguments of `claim_meta`, checked."""
     connection.require(Capability.CLAIMS, "claim_meta")
     checked_as("claim_meta: timeout_s", Seconds, timeout_s)
-    condition = None if tag_filter is None else check_tag_filter(tag_filter)
-    request = checked("claim_meta", ClaimRequest, tag_filter=condition, **claim)
+    request = checked("claim_meta", ClaimRequest, tag_filter=check_tag_filter(tag_filter), **claim)
     request.required_fields = list(dict.fromkeys(request.required_fields))
     request.strict = connection.config.strict_fields
     if connection.config.open_partitions:

@@ -460,9 +460,9 @@ class DataPlaneClient(ClientFacts):
         with self._connection.operation("claim_meta", partition_id):
             request = checked_claim(
                 self._connection,
-                timeout_s,
-                batch_index,
-                tag_filter,
+                timeout_s=timeout_s,
+                batch_index=batch_index,
+                tag_filter=tag_filter,
                 partition_id=partition_id,
                 task_name=task_name,
                 required_fields=required_fields,

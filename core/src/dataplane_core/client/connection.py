@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import errno
 import math
 import os
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 
 from dataplane_core.arguments import check_name
 from dataplane_core.backends import Backend
-from dataplane_core.client.announcing import Announcer, Phases, RunningCall, WorkLog
+from dataplane_core.client.announcing import Announcer, Phases, RunningCall, WorkLog, program_name
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.durable_files import FULL
 from dataplane_core.errors import (
@@ -247,20 +246,27 @@ class Connection:
         backend: Backend,
         manager: pluggy.PluginManager,
         middleware: Sequence[Any],
-        context: MiddlewareContext,
         bootstrap: bool,
         deadline: float,
     ) -> Self:
         """Starts the backend and the middleware."""
         connection = cls(config, backend, manager.hook, bootstrap)
         connection.entrance.guard(manager, backend)
+        context = MiddlewareContext(
+            backend=config.backend,
+            wire=connection.wire,
+            role=config.role or program_name(),
+            moved_rows=backend.moved_rows,
+            waiting=connection.work.waiting,
+            describe=lambda request: backend.describe_partition(request),  # type: ignore[attr-defined] # a hook
+        )
         starting = "the backend"
         try:
             backend.start(bootstrap=bootstrap, deadline=deadline)
             for plugin in middleware:
                 starting = f"middleware {type(plugin).__name__}"
                 if hasattr(plugin, "start"):
-                    plugin.start(dataclasses.replace(context, waiting=connection.work.waiting))
+                    plugin.start(context)
                 connection.middleware.append(plugin)
                 connection.to_stop.insert(-1, plugin)
         except BaseException as error:

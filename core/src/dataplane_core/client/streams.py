@@ -493,8 +493,6 @@ class Terms:
         claim = {"tag_filter": {tag: (">=", bound) for tag, bound in self.bounds().items()} or None, **self.claim}
         return checked_claim(
             client._connection,
-            0.0,
-            None,
             partition_id=self.partition_id,
             task_name=self.task_name,
             required_fields=self.fields,

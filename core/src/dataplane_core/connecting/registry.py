@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from dataplane_core.arguments import Count, checked_as
 from dataplane_core.backends import Backend, spread_over
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.client.announcing import program_name
 from dataplane_core.client.async_client import AsyncDataPlaneClient
 from dataplane_core.client.connection import Connection, refuse_in_fork
 from dataplane_core.config import ConfigSource, DataPlaneConfig, load_config, validate_model
@@ -28,7 +27,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     PluginSignatureError,
 )
-from dataplane_core.middleware import Middleware, MiddlewareContext
+from dataplane_core.middleware import Middleware
 from dataplane_core.spec import Scope
 from dataplane_core.spec.operations import CONTRACT_VERSION, OPERATIONS, required_operations
 
@@ -173,13 +172,6 @@ def connect_backend(
             backend=backend,
             manager=manager,
             middleware=middleware,
-            context=MiddlewareContext(
-                backend=config.backend,
-                wire=cls.wire,
-                role=config.role or program_name(),
-                moved_rows=backend.moved_rows,
-                describe=lambda request: backend.describe_partition(request),  # type: ignore[attr-defined] # a hook
-            ),
             bootstrap=bootstrap,
             deadline=deadline,
         )

@@ -73,7 +73,9 @@ lock:  ## Pin the newest versions that the requirements accept, in requirements-
 	rm -rf .venv-lock
 
 demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a picture under out/
-	$(BIN)/python examples/grpo/train.py --config examples/grpo/config.yaml
+	$(BIN)/python examples/grpo.py
+	$(BIN)/dataplane audit out/events --html out/run.html
+	PYTHONPATH=examples $(BIN)/dataplane read out/last_step --tokenizer grpo:decode --html out/answers.html
 
 test: setup  ## Run the quick tests (5 minutes on 2 cores)
 	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) loadfile

@@ -1,224 +1,147 @@
-"""Runs of the GRPO example as a program, and those that tests share, as fixtures."""
+"""Runs of `examples/grpo.py` on a Ray that is there: over a backend, or without a data plane, to be compared with."""
 
-import contextlib
-import json
-import re
-import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import grpo
 import psutil
-import pytest
+import ray
 import torch
-import yaml
-from filelock import FileLock
-from grpo.task import Problem, decode, reward as task_reward
 
-from dataplane_core import connect
+from dataplane_core.batch import BatchedDataDict
+from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, padded_length
+from dataplane_integrations import DataPlanePolicy
+from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
+from dataplane_integrations.rollout import RolloutReceipt
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo"
-TRAIN = EXAMPLE / "train.py"
-
-#: A run of seconds: a tiny model, and few steps. Everything else is the real thing.
-SHORT_RUN = {
-    "seed": 5,
-    "data": {"file": "prompts.jsonl", "eval_prompts": 8},
-    "model": {"width": 32, "layers": 1, "heads": 2},
-    "grpo": {"steps": 4, "prompts_per_step": 8, "answers_per_prompt": 4, "learning_rate": 3.0e-3},
-    "rollouts": {"prompts_per_put": 2},
-    "dynamic_batching": {"max_tokens_per_microbatch": 64},
-}
+EXAMPLES = Path(grpo.__file__).parent
+SEED = 5
+STEPS = 3
+#: What a step computed, without what it took.
+Results = list[dict[str, Any]]
 
 
-def write_config(folder, **sections):
-    """A configuration of `SHORT_RUN` with some keys replaced, and the prompts it names, in ``folder``."""
-    config = {
-        name: {**value, **sections.get(name, {})} if isinstance(value, dict) else value
-        for name, value in SHORT_RUN.items()
-    }
-    config |= {name: value for name, value in sections.items() if name not in SHORT_RUN}
-    shutil.copy(EXAMPLE / "prompts.jsonl", folder)
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+def actor(cls: type, *arguments: Any) -> Any:
+    """Starts an actor that finds the examples, and the modules beside the tests."""
+    python_path = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    return ray.remote(cls).options(num_cpus=0.5, runtime_env={"env_vars": variables}).remote(*arguments)
 
 
-def start(config, out, *arguments, path="in-memory", python=None):
-    """Starts the program over ``path``: ``in-memory``, or a backend's name. With the fixture `python`, it has the
-    imports behind it."""
-    over = ["--in-memory"] if path == "in-memory" else ["--backend", path]
-    words = [str(TRAIN), "--config", str(config), *over, "--out", str(out), *arguments]
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": out.parent}
-    return subprocess.Popen([sys.executable, *words], **how) if python is None else python.start(*words, **how)
+def policy_workers(folder: Path, cls: type = grpo.PolicyWorker, *arguments: Any) -> list[Any]:
+    """Starts the ranks, which meet in a folder that has seen no others."""
+    ranks = range(grpo.NUM_WORKERS)
+    return [actor(cls, rank, SEED, str(folder / "rendezvous"), *arguments) for rank in ranks]
 
 
-def finish(process, timeout_s=400.0):
-    """Exit status, standard output, standard error; a run that does not end is ended and fails the test."""
+def results_of(records: Any) -> Results:
+    """The steps' results."""
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+def run_over(
+    plane: dict[str, Any],
+    folder: Path,
+    *,
+    rollout: type = grpo.RolloutWorker,
+    worker: type = grpo.PolicyWorker,
+    arguments: Sequence[Any] = (),
+    dp_ranks: Sequence[int] | None = None,
+    batching: Any = grpo.BATCHING,
+    on_step: Callable[[DataPlanePolicy, dict[str, Any]], None] = lambda policy, record: None,
+) -> Results:
+    """A run over a data plane."""
+    workers, generator = policy_workers(folder, worker, *arguments), actor(rollout, SEED)
     try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"the run did not end within {timeout_s:g} s")
+        with DataPlanePolicy(RayWorkerGroup(workers, dp_ranks), plane, batching=batching) as policy:
+            ray.get(generator.setup_data_plane.remote(policy.client.config))
+            records = []
+            for record in grpo.train(policy, generator, workers, SEED, STEPS):
+                records.append(record)
+                on_step(policy, record)
+        return results_of(records)
     finally:
-        if process.returncode is None:  # that, or the test's own time is up
-            process.kill()
-            process.communicate()
-    return process.returncode, out, err
+        end([generator, *workers])
 
 
-@dataclass
-class Finished:
-    """A run that ended well: its folder and what it printed."""
-
-    folder: Path
-    printed: str
-
-    @property
-    def metrics(self):
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def results(self):
-        """What was computed, without what it took."""
-        costs = {"seconds", "spans", "bytes_put", "bytes_get", "path"}
-        return [{name: value for name, value in record.items() if name not in costs} for record in self.metrics]
-
-    @property
-    def evaluation(self):
-        return json.loads((self.folder / "summary.json").read_text())["evaluation"]
-
-
-def run(config, out, *arguments, path="in-memory", python=None):
-    """Runs the program to its end, which must be a good one."""
-    code, printed, err = finish(start(config, out, *arguments, path=path, python=python))
-    assert (code, err) == (0, "")
-    return Finished(out, printed)
-
-
-@dataclass
-class Running:
-    """A run in the middle of its steps.
-
-    Attributes:
-        process: The program.
-        pids: Process ids of its actors, by name.
-        family: All processes that descend from it.
-    """
-
-    process: subprocess.Popen[str]
-    pids: dict[str, int]
-    family: list[psutil.Process]
-
-
-@contextlib.contextmanager
-def running_past(step, process):
-    """Waits until a run has reported ``step``; ends it, with all that descends from it, on the way out."""
-    family = []
+def run_in_memory(folder: Path) -> Results:
+    """The same without a data plane: whole batches go through the driver."""
+    workers, generator = policy_workers(folder), actor(InMemoryRollout, SEED)
     try:
-        assert process.stdout is not None
-        pids = {}
-        printed = ""
-        for line in process.stdout:
-            pids |= {name: int(pid) for name, pid in re.findall(r"([a-z]+ worker(?: \d)?) \(pid (\d+)\)", line)}
-            printed += line
-            if re.match(rf"step +{step}/", line):
-                break
-        else:
-            _, err = process.communicate()
-            raise AssertionError(f"the run ended before step {step}, and printed:\n{printed}\n{err}")
-        assert set(pids) == {"rollout worker", "policy worker 0", "policy worker 1"}
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield Running(process, pids, family)
+        return results_of(grpo.train(InMemoryPolicy(workers), generator, workers, SEED, STEPS))  # type: ignore[arg-type]
     finally:
-        for member in [process, *(p for p in family if p.is_running())]:
-            member.kill()
-        process.communicate()
+        end([generator, *workers])
 
 
-def assert_gone(family):
-    assert len(family) >= 5  # Ray's own daemons and the actors
-    _, alive = psutil.wait_procs(family, timeout=150)
-    left = [" ".join(process.cmdline()) for process in alive]
-    assert not left, f"still there: {left}"
+def end(actors: Sequence[Any]) -> None:
+    """Ends actors, and waits until their processes are gone."""
+    processes = [psutil.Process(pid) for pid in ray.get([handle.__ray_call__.remote(_pid) for handle in actors])]
+    for handle in actors:
+        ray.kill(handle)
+    psutil.wait_procs(processes, timeout=60)
 
 
-def without_ray_agents(family):
-    """All but two helpers of a raylet: killed while they start, it leaves them calling it for a minute."""
-
-    def is_agent(process):
-        try:
-            arguments = process.cmdline()
-        except psutil.Error:  # gone already
-            return False
-        starting = any(each.endswith(("/dashboard/agent.py", "/runtime_env/agent/main.py")) for each in arguments)
-        return starting or any(each.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent")) for each in arguments)
-
-    return [process for process in family if not is_agent(process)]
+def _pid(_: Any) -> int:
+    return os.getpid()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+class InMemoryRollout(grpo.RolloutWorker):
+    """Gives its rows to the driver, in place of a meta."""
+
+    def _first_write(self, rows: Any, *, carry_fields: Sequence[str], **_: Any) -> RolloutReceipt:
+        return RolloutReceipt(meta=rows, carry={name: rows[name].tolist() for name in carry_fields})
 
 
-def _shared_run(factory, worker_id, ray_server, python, *arguments, path):
-    """A run that nothing disturbed. Processes that run tests side by side share it."""
-    base = factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / path
-    printed = folder / "printed.txt"
-    with FileLock(f"{folder}.lock"):
-        if not printed.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed in another process
-            folder.mkdir()
-            config = write_config(folder, ray={"address": ray_server})
-            printed.write_text(run(config, folder / "out", *arguments, path=path, python=python).printed)
-    return Finished(folder / "out", printed.read_text())
+class InMemoryPolicy:
+    """What `grpo.train` calls of a `DataPlanePolicy`; a meta is here the batch itself."""
 
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = workers
 
-@pytest.fixture(scope="session")
-def in_memory(tmp_path_factory, worker_id, ray_server, python):
-    """A run without a data plane: what others are compared with."""
-    return _shared_run(tmp_path_factory, worker_id, ray_server, python, path="in-memory")
+    def prepare_step(self, **_: Any) -> str:
+        return ""
 
+    def write_to_dataplane(self, rows: BatchedDataDict, columns: dict[str, torch.Tensor]) -> BatchedDataDict:
+        width = padded_length(int(rows["input_lengths"].max()), 4)
+        inside_ns = torch.arange(width) < rows["input_lengths"].unsqueeze(1)
+        batch = BatchedDataDict()
+        for name, column in {**rows, **columns}.items():
+            if column.dim() > 1:
+                column = torch.nn.functional.pad(column, (0, max(0, width - column.shape[1])))[:, :width]
+                column = torch.where(inside_ns, column, torch.zeros_like(column))
+            batch[name] = column
+        return batch
 
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory, worker_id, ray_server, python):
-    """A run over shm_store, with a recording."""
-    return _shared_run(tmp_path_factory, worker_id, ray_server, python, "--record", path="shm_store")
+    def get_logprobs_from_meta(self, batch: BatchedDataDict) -> BatchedDataDict:
+        return self._with_column(batch, "get_logprobs", "logprobs", "prev_logprobs")
 
+    def get_reference_policy_logprobs_from_meta(self, batch: BatchedDataDict) -> BatchedDataDict:
+        names = "get_reference_policy_logprobs", "reference_logprobs", "reference_policy_logprobs"
+        return self._with_column(batch, *names)
 
-def assert_like(in_memory, over, backend):
-    """The run over a backend has the results of that in memory, and wrote its pages and the rows of its last step."""
-    assert f"running over {backend}: " in over.printed
-    records = over.metrics
-    assert {record["path"] for record in records} == {backend}
-    assert all(record["bytes_put"] > 0 and record["bytes_get"] > 0 for record in records)
-    assert (over.results, over.evaluation) == (in_memory.results, in_memory.evaluation)
-    run = (over.folder / "run.html").read_text()
-    assert run.count(": 4 steps,") == 1
-    assert "put advantages" in run  # of the driver
-    assert "put input_ids +4" in run  # of the rollout worker
-    assert "put prev_logprobs" in run  # of the policy workers
-    assert not (in_memory.folder / "run.html").exists()
-    assert_kept(over.folder / "last_step", records[-1]["reward"])
-    assert "<title>train: 32 samples" in (over.folder / "answers.html").read_text()
-    assert not (in_memory.folder / "last_step").exists()
+    def train_from_meta(self, batch: BatchedDataDict, loss_fn: Any) -> dict[str, Any]:
+        results, _ = self._call("train", batch, DP_TRAIN_FIELDS, loss_fn)
+        names = results[0]["all_mb_metrics"]
+        metrics = {name: [value for result in results for value in result["all_mb_metrics"][name]] for name in names}
+        return {**results[0], "loss": results[0]["global_loss"], "all_mb_metrics": metrics}
 
+    def _with_column(self, batch: BatchedDataDict, method: str, key: str, name: str) -> BatchedDataDict:
+        results, came_from = self._call(method, batch, LP_SEED_FIELDS)
+        joined = BatchedDataDict.from_batches([BatchedDataDict(result) for result in results])
+        joined.reorder_data(came_from)
+        return BatchedDataDict({**batch, name: joined[key]})
 
-def assert_kept(save, reward):
-    """The save has all rows of a step, with prompts, answers and rewards for people to read."""
-    with connect({"backend": "noop"}) as client:
-        client.load(save)
-        rows = client.get_samples(client.list_sample_ids("train"), "train", ["input_ids", "token_mask", "reward"])
-    assert rows["reward"].mean().item() == reward
-    answers_of = {}
-    for ids, mask, score in zip(rows["input_ids"], rows["token_mask"], rows["reward"].tolist(), strict=True):
-        prompt, answer = decode(ids[mask == 0].tolist()), decode(ids[mask == 1].tolist())
-        answers_of.setdefault(prompt, []).append(answer)
-        right = "".join(str((int(digit) + 1) % 10) for digit in prompt.removesuffix("="))
-        assert task_reward(Problem(prompt, right), answer) == pytest.approx(score)
-    assert [len(answers) for answers in answers_of.values()] == [4] * 8
+    def _call(self, method: str, batch: BatchedDataDict, fields: Sequence[str], *arguments: Any) -> Any:
+        """Each rank works on its shard. Returns the results, and where each row of the joined shards came from."""
+        columns = BatchedDataDict({name: batch[name] for name in fields})
+        plan = grpo.BATCHING.shard_args("train")
+        shards, came_from = columns.shard_by_batch_size(len(self._workers), **plan)
+        calls = {
+            f"policy worker {rank}": getattr(worker, method).remote(shard, *arguments)
+            for rank, (worker, shard) in enumerate(zip(self._workers, shards, strict=True))
+        }
+        return wait_for_all(calls, timeout_s=400, doing=method), came_from

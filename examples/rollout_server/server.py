@@ -2,7 +2,7 @@
 
     python examples/rollout_server/server.py --config examples/rollout_server/config.yaml --name server-0
 
-``POST /generate`` with ``{"step": 3, "id": "p7", "prompt": "2749=", "answer": "3850"}`` generates a group of answers,
+``POST /generate`` with ``{"step": 3, "id": "p7", "prompt": "2749="}`` generates a group of answers,
 puts them, and then replies with them. So an answer that somebody has seen is in the data plane. Many requests are
 generated together. All calls of the data plane are made on the event loop, by `AsyncDataPlaneClient`: while one waits
 for the store, the server goes on to answer others.
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import random
 import signal
 import statistics
 import sys
@@ -27,15 +28,14 @@ if __name__ == "__main__":
 
 import torch
 from aiohttp import web
-from grpo.generate import generate
-from grpo.task import Problem, decode, encode, reward
+from grpo import Transformer, reward
 from torch import Tensor
 
 from dataplane_core import AsyncDataPlaneClient, connect, connect_async
 from dataplane_core.errors import DataPlaneError, UnknownPartitionError
 from dataplane_integrations.rollout import mint_sample_ids
 from dataplane_integrations.weights import WeightReader
-from rollout_server.settings import model_of, partition_of, read_config
+from rollout_server.settings import partition_of, read_config
 
 #: Requests that are generated together.
 _MOST_AT_ONCE = 64
@@ -48,27 +48,25 @@ class Generator:
     Args:
         seed: Of the model's first weights, and of what is drawn.
         answers: Answers to each prompt.
-        max_new_tokens: The most tokens of an answer.
     """
 
-    def __init__(self, seed: int, answers: int, max_new_tokens: int) -> None:
+    def __init__(self, seed: int, answers: int) -> None:
         self.version = -1
-        self._model = model_of(seed).eval()
+        self._model = Transformer(seed)
         self._answers = answers
-        self._max_new_tokens = max_new_tokens
-        self._random = torch.Generator().manual_seed(seed)
-        self._requests: asyncio.Queue[tuple[Problem, asyncio.Future[Any]]] = asyncio.Queue()
+        self._random = random.Random(seed)
+        self._requests: asyncio.Queue[tuple[str, asyncio.Future[Any]]] = asyncio.Queue()
         self._weights: tuple[int, dict[str, Tensor]] | None = None
 
     def replace_weights(self, version: int, weights: dict[str, Tensor]) -> None:
         """The next batch is generated with these weights. Any thread may call it."""
         self._weights = version, weights
 
-    async def answer(self, problem: Problem) -> tuple[dict[str, list[Any]], int]:
-        """The columns of the answers to a prompt, a row per answer, and the version of the weights that gave them."""
+    async def answer(self, prompt: str) -> tuple[dict[str, list[Any]], list[str], int]:
+        """The columns of the answers to a prompt, a row per answer; the answers; the version of the weights."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self._requests.put((problem, done))
-        result: tuple[dict[str, list[Any]], int] = await done
+        await self._requests.put((prompt, done))
+        result: tuple[dict[str, list[Any]], list[str], int] = await done
         return result
 
     async def run(self) -> None:
@@ -78,7 +76,7 @@ class Generator:
             while not self._requests.empty() and len(batch) < _MOST_AT_ONCE:
                 batch.append(self._requests.get_nowait())
             try:
-                groups = await asyncio.to_thread(self._generate, [problem for problem, _ in batch])
+                groups = await asyncio.to_thread(self._generate, [prompt for prompt, _ in batch])
             except Exception as error:
                 groups = [error] * len(batch)
             for (_, done), group in zip(batch, groups, strict=True):
@@ -87,30 +85,25 @@ class Generator:
                 if isinstance(group, Exception):
                     done.set_exception(group)
                 else:
-                    done.set_result((group, self.version))
+                    done.set_result((*group, self.version))
 
-    def _generate(self, problems: list[Problem]) -> list[Any]:
+    def _generate(self, prompts: list[str]) -> list[Any]:
         if self._weights is not None:
             (self.version, weights), self._weights = self._weights, None
             self._model.load_state_dict(weights)
-        prompts = [encode(problem.prompt) for problem in problems for _ in range(self._answers)]
-        found = generate(
-            self._model, prompts, max_new_tokens=self._max_new_tokens, temperature=1.0, generator=self._random
-        )
+        repeated = [prompt for prompt in prompts for _ in range(self._answers)]
+        rows, answers = self._model.answer(repeated, self._random.getrandbits(60))
+        lengths = rows["input_lengths"].tolist()
         groups = []
-        for index, problem in enumerate(problems):
-            rows = range(index * self._answers, (index + 1) * self._answers)
-            lengths = [int(found.input_lengths[row]) for row in rows]
-            ids = [found.input_ids[row, :length].tolist() for row, length in zip(rows, lengths, strict=True)]
-            prompt = len(prompts[rows[0]])
-            groups.append(
-                {
-                    "input_ids": ids,
-                    "logprobs": [found.logprobs[row, :end].tolist() for row, end in zip(rows, lengths, strict=True)],
-                    "prompt_length": [prompt] * self._answers,
-                    "reward": [reward(problem, decode(each[prompt:])) for each in ids],
-                }
-            )
+        for first, prompt in zip(range(0, len(repeated), self._answers), prompts, strict=True):
+            group = range(first, first + self._answers)
+            columns = {
+                "input_ids": [rows["input_ids"][row, : lengths[row]].tolist() for row in group],
+                "logprobs": [rows["generation_logprobs"][row, : lengths[row]].tolist() for row in group],
+                "prompt_length": [len(prompt)] * self._answers,
+                "reward": [reward(prompt, answers[row]) for row in group],
+            }
+            groups.append((columns, [answers[row] for row in group]))
         return groups
 
 
@@ -128,8 +121,7 @@ class Server:
     async def generate(self, request: web.Request) -> web.Response:
         """``POST /generate``: a group of answers, once it is in the data plane."""
         body = await request.json()
-        problem = Problem(body["prompt"], body["answer"])
-        columns, version = await self._generator.answer(problem)
+        columns, answers, version = await self._generator.answer(body["prompt"])
         ids = mint_sample_ids([body["id"]], len(columns["reward"]))
         told = {"weight_version": version, "server": self._name}
         tags = [{**told, "input_lengths": len(row)} for row in columns["input_ids"]]
@@ -138,7 +130,6 @@ class Server:
         except UnknownPartitionError:  # the step is over: another server was asked the same, and was faster
             return web.json_response({"error": "the step is over"}, status=410)
         self._num_requests += 1
-        answers = [decode(row[columns["prompt_length"][0] :]) for row in columns["input_ids"]]
         return web.json_response({"answers": answers, "weight_version": version})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -174,7 +165,7 @@ def follow_weights(config: Any, name: str, generator: Generator, ended: threadin
 def application(config: dict[str, Any], name: str) -> web.Application:
     """The server as an aiohttp application."""
     run = config["run"]
-    generator = Generator(run["seed"], run["answers_per_prompt"], run["max_new_tokens"])
+    generator = Generator(run["seed"], run["answers_per_prompt"])
     plane_config = config["data_plane"].model_copy(update={"role": name})
     server = Server(name, generator)
     app = web.Application()

@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from grpo.config import ModelConfig
-from grpo.model import Transformer, build_model
 
 from dataplane_core.config import load_config
 
-__all__ = ["FIELDS", "TASK", "model_of", "partition_of", "read_config"]
+__all__ = ["FIELDS", "TASK", "partition_of", "read_config"]
 
 #: What a server writes of each answer: the tokens of prompt and answer, the log-probability of each token of the answer
 #: (0 for those of the prompt), the length of the prompt, and the reward.
 FIELDS: Final = ["input_ids", "logprobs", "prompt_length", "reward"]
 #: The consumer task of the trainer.
 TASK: Final = "train"
-_MODEL: Final = ModelConfig()
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -31,8 +28,3 @@ def read_config(path: Path) -> dict[str, Any]:
 def partition_of(step: int) -> str:
     """The partition of a step's answers."""
     return f"answers-{step}"
-
-
-def model_of(seed: int) -> Transformer:
-    """A model with the weights that this seed gives."""
-    return build_model(_MODEL, seed)

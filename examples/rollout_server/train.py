@@ -26,16 +26,13 @@ if __name__ == "__main__":
 
 import aiohttp
 import torch
-from grpo.generate import generate
-from grpo.loss import group_advantages
-from grpo.model import Transformer, token_logprobs
-from grpo.task import Problem, decode, encode, is_exact, read_problems, split_problems
+from grpo import Transformer, group_advantages, reward
 from torch import Tensor, nn
 
 from dataplane_core import DataPlaneClient, connect, materialize, stream
 from dataplane_core.client import StreamBatch
 from dataplane_integrations.weights import open_weights, publish_weights
-from rollout_server.settings import FIELDS, TASK, model_of, partition_of, read_config
+from rollout_server.settings import FIELDS, TASK, partition_of, read_config
 
 _HERE = Path(__file__).resolve().parent
 _RETRY_S = 0.2
@@ -50,23 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     config = read_config(args.config)
     run = config["run"]
-    model = model_of(run["seed"])
-    most = run["max_new_tokens"]
-    file = _HERE.parent / "grpo" / "prompts.jsonl"
-    read = read_problems(file, max_prompt_chars=model.config.context - most, max_answer_chars=most - 1)
-    problems, held_out = split_problems(read, run["eval_prompts"])
-    before = evaluate(model, held_out, most)
+    model = Transformer(run["seed"])
+    prompts = (_HERE.parent / "prompts.txt").read_text().split()
+    held_out, prompts = prompts[: run["eval_prompts"]], prompts[run["eval_prompts"] :]
+    before = evaluate(model, held_out)
     with (
         connect(config["data_plane"].model_copy(update={"role": "trainer"})) as client,
         servers_of(args.config, run["servers"]) as servers,
     ):
         start = time.monotonic()
-        rewards = train(client, model, problems, servers, run)
+        rewards = train(client, model, prompts, servers, run)
         wall_s = time.monotonic() - start
         health = servers.health()
     summary = {
         "exact_before": before,
-        "exact_after": evaluate(model, held_out, most),
+        "exact_after": evaluate(model, held_out),
         "reward_of_step": rewards,
         "answers_per_s": round(len(rewards) * run["prompts_per_step"] * run["answers_per_prompt"] / wall_s, 1),
         "servers": health,
@@ -83,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(
-    client: DataPlaneClient, model: Transformer, problems: list[Problem], servers: Servers, run: dict[str, Any]
+    client: DataPlaneClient, model: Transformer, prompts: list[str], servers: Servers, run: dict[str, Any]
 ) -> list[float]:
     """Trains the model in place. Returns the mean reward of each step's answers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=run["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0)
@@ -97,7 +92,7 @@ def train(
         while asked < min(step + run["ahead"] + 1, run["steps"]):
             num_samples = run["prompts_per_step"] * run["answers_per_prompt"]
             client.register_partition(partition_of(asked), FIELDS, num_samples, [TASK], run["answers_per_prompt"])
-            servers.ask(asked, rng.sample(problems, run["prompts_per_step"]))
+            servers.ask(asked, rng.sample(prompts, run["prompts_per_step"]))
             asked += 1
         rewards.append(train_step(client, model, optimizer, step, run))
         schedule.step()
@@ -131,12 +126,11 @@ def train_step(
 def loss_of(model: Transformer, batch: StreamBatch, run: dict[str, Any]) -> Tensor:
     """The clipped policy loss of whole groups: a mean over answers, of means over their tokens."""
     columns = materialize(batch.columns)
-    ids_ns = columns["input_ids"]
     lengths_n = torch.tensor(batch.meta.sequence_lengths)
-    position_s = torch.arange(ids_ns.shape[1])
+    position_s = torch.arange(columns["input_ids"].shape[1])
     prompt_n1, lengths_n1 = columns["prompt_length"].unsqueeze(1), lengths_n.unsqueeze(1)
     mask_ns = ((position_s >= prompt_n1) & (position_s < lengths_n1)).float()
-    logprobs_ns = token_logprobs(model(ids_ns), ids_ns, lengths_n)
+    logprobs_ns = model.token_logprobs({"input_ids": columns["input_ids"], "input_lengths": lengths_n})
     ratio_ns = (logprobs_ns - columns["logprobs"]).exp()
     clipped_ns = ratio_ns.clamp(1.0 - run["clip_ratio"], 1.0 + run["clip_ratio"])
     advantages_n1 = group_advantages(columns["reward"].float(), run["answers_per_prompt"]).unsqueeze(1)
@@ -144,17 +138,10 @@ def loss_of(model: Transformer, batch: StreamBatch, run: dict[str, Any]) -> Tens
     return ((policy_ns * mask_ns).sum(1) / mask_ns.sum(1)).mean()
 
 
-def evaluate(model: Transformer, problems: list[Problem], max_new_tokens: int) -> float:
-    """The share of answers that are exact: one to each problem, drawn as in training."""
-    found = generate(
-        model,
-        [encode(problem.prompt) for problem in problems],
-        max_new_tokens=max_new_tokens,
-        temperature=1.0,
-        generator=torch.Generator().manual_seed(0),
-    )
-    rows = zip(problems, found.input_ids, found.prompt_lengths, found.input_lengths, strict=True)
-    return sum(is_exact(problem, decode(ids[start:end].tolist())) for problem, ids, start, end in rows) / len(problems)
+def evaluate(model: Transformer, prompts: list[str]) -> float:
+    """The share of answers that are exact: one to each prompt, drawn as in training."""
+    _, answers = model.answer(prompts, seed=0)
+    return list(map(reward, prompts, answers)).count(1.0) / len(prompts)
 
 
 # --- the servers ------------------------------------------------------------------------------------------------------
@@ -174,10 +161,10 @@ class Servers:
         self._thread.start()
         self._session: aiohttp.ClientSession = self._run(_session())
 
-    def ask(self, step: int, problems: Sequence[Problem]) -> None:
+    def ask(self, step: int, prompts: Sequence[str]) -> None:
         """Sends the prompts of a step, all at once, to all servers in turns. Does not wait for the answers."""
-        for number, problem in enumerate(problems):
-            body = {"step": step, "id": f"s{step}p{number}", "prompt": problem.prompt, "answer": problem.answer}
+        for number, prompt in enumerate(prompts):
+            body = {"step": step, "id": f"s{step}p{number}", "prompt": prompt}
             asyncio.run_coroutine_threadsafe(self._ask(body, number), self._loop)
 
     def health(self) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """The loss of the example with generation servers."""
 
 import pytest
-from rollout_server.settings import FIELDS, TASK, model_of
+from grpo import Transformer
+from rollout_server.settings import FIELDS, TASK
 from rollout_server.train import loss_of
 
 from dataplane_core import connect, stream
@@ -20,6 +21,6 @@ def test_answers_are_trained_on_whether_their_lengths_differ_or_not(lengths):
         client.put_samples(["p_g0", "p_g1"], "answers", rows, tags=[{"input_lengths": length} for length in lengths])
         with stream(client, "answers", TASK, FIELDS, 2) as batches:
             [batch] = batches
-            loss = loss_of(model_of(0), batch, {"clip_ratio": 0.2, "answers_per_prompt": 2})
+            loss = loss_of(Transformer(0), batch, {"clip_ratio": 0.2, "answers_per_prompt": 2})
     assert loss.isfinite()
     assert loss.requires_grad

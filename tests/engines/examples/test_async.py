@@ -1,0 +1,30 @@
+"""`examples/async.py`: one of its rollout processes is killed, and the run goes on to its end."""
+
+import re
+import subprocess
+
+import psutil
+import pytest
+from grpo_runs import EXAMPLES
+
+
+@pytest.mark.timeout(540)
+def test_a_killed_rollout_process_costs_no_prompt(python):
+    run = python.start(EXAMPLES / "async.py", "--steps", "6", stdout=subprocess.PIPE, text=True)
+    lines, family = [], []
+    try:
+        for line in run.stdout:
+            lines.append(line)
+            family += psutil.Process(run.pid).children(recursive=True) if len(lines) == 1 else []
+        assert run.wait() == 0, "".join(lines)
+    finally:
+        run.kill()
+        run.stdout.close()
+    printed = "".join(lines)
+    assert re.findall(r"^step +(\d+)/6  reward ", printed, re.MULTILINE) == ["1", "2", "3", "4", "5", "6"]
+    killed = int(re.search(r"^killed rollout-0, process (\d+)$", printed, re.MULTILINE)[1])
+    assert killed in [process.pid for process in family]
+    assert lines[-1] == "trained on 192 of 192 prompts; rollout-0: -9\n"
+    assert "rollout-1" in lines[-2]
+    assert "rollout-0" not in lines[-2]
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)

@@ -37,7 +37,7 @@ OUTSIDE = {
     "packages/tq_simple.md": "plugins/tq_simple/README.md",
     "packages/tq_mooncake.md": "plugins/tq_mooncake/README.md",
     "packages/integrations.md": "integrations/README.md",
-    "examples/README.md": "examples/README.md",
+    "examples/programs.md": "examples/README.md",
     "examples/grafana.md": "examples/grafana/README.md",
     "examples/trl.md": "examples/trl/README.md",
     "examples/rollout_server.md": "examples/rollout_server/README.md",

@@ -309,10 +309,10 @@ def test_ids_are_forgotten_when_their_time_is_over():
     now = 5.0 + KEPT_S - 1
     for each in (made, saved_and_loaded(made)):
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="x", left_s=0.0), now)
-        assert {f"r{number}" for number in range(100)} < set(each._done._ends)
+        assert {f"r{number}" for number in range(100)} < set(each._done.kept)
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="y", left_s=0.0), now + 2)
-        assert not each._done._replies
-        assert {name for name in each._done._ends if name[0] == "r"} == {f"r{number}" for number in range(0, 100, 5)}
+        assert "clear" not in each._done
+        assert {name for name in each._done.kept if name[0] == "r"} == {f"r{number}" for number in range(0, 100, 5)}
 
 
 # --- a saved state ----------------------------------------------------------------------------------------------------

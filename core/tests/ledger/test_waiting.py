@@ -176,7 +176,7 @@ def test_puts_that_wait_for_room_are_woken_when_it_is_there():
     begun("a", 50)
     assert made.woken == ["a", "b", "b"]  # its turn
     made.service.call(commands.WaitForRoom("b", 50, wait_s=0.0))
-    assert not made.service._room_wakes
+    assert not made.service.ledger.room.waiting
 
 
 def test_puts_whose_clients_are_gone_are_forgotten():
@@ -185,8 +185,8 @@ def test_puts_whose_clients_are_gone_are_forgotten():
         made.now = float(second)
         for name in ("a", f"gone {second}"):
             made.service.call(commands.WaitForRoom(name, 200, wait_s=60.0), made.wake(name))
-    assert len(made.service._room_wakes) < 6
-    assert "a" in made.service._room_wakes
+    assert len(made.service.ledger.room.waiting) < 6
+    assert "a" in made.service.ledger.room.waiting
 
 
 # --- what a question costs, counted in looks at rows and not in time --------------------------------------------------

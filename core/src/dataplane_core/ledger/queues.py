@@ -4,7 +4,7 @@ ledger.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice, takewhile
@@ -48,6 +48,7 @@ class _Put:
     since: float
     expires_at: float
     passed_bytes: int = 0
+    wake: Callable[[], bool] | None = None  # as `LedgerService.call` was given it
 
 
 @dataclass(slots=True)
@@ -121,43 +122,28 @@ class DoneRequests:
     """The ids of requests that were carried out, until their time is over, with what msgpack can keep of replies."""
 
     def __init__(self) -> None:
-        self._replies: dict[str, Any] = {}  # of those whose reply is more than None
-        self._ends: dict[str, float] = {}  # id -> when its time is over
-        self._heap: list[tuple[float, str]] = []  # the same, the first end first
+        self.kept: dict[str, tuple[float, Any]] = {}  # id -> when its time is over, what is kept of its reply
+        self._heap: list[tuple[float, str]] = []  # the first end first
 
     def __contains__(self, request_id: str | None) -> bool:
-        return request_id in self._ends
+        return request_id in self.kept
 
     def reply(self, request_id: str | None) -> Any:
         """What is kept of the reply to a request. None: nothing, or it is not known."""
-        return None if request_id is None else self._replies.get(request_id)
+        return None if request_id is None else self.kept.get(request_id, (0.0, None))[1]
 
     def add(self, request_id: str | None, left_s: float, now: float, reply: Any = None) -> None:
-        """A request was carried out whose deadline is in ``left_s`` seconds. Forgets those whose time is over.
-
-        Args:
-            request_id: Its id. None: it is not repeated.
-            left_s: Seconds until its deadline.
-            now: The time.
-            reply: What its repetition is answered from.
-        """
-        if request_id is not None and request_id not in self._ends:
+        """A request was carried out whose deadline is in ``left_s`` seconds; None: it is not repeated. Forgets those
+        whose time is over."""
+        if request_id is not None and request_id not in self.kept:
             self.keep(request_id, now + KEPT_S + min(max(0.0, left_s), _MOST_LEFT_S), reply)
         while self._heap and self._heap[0][0] <= now:
-            _, forgotten = heappop(self._heap)
-            del self._ends[forgotten]
-            self._replies.pop(forgotten, None)
+            del self.kept[heappop(self._heap)[1]]
 
     def keep(self, request_id: str, ends_at: float, reply: Any) -> None:
         """Keeps an id until then."""
         heappush(self._heap, (ends_at, request_id))
-        self._ends[request_id] = ends_at
-        if reply is not None:
-            self._replies[request_id] = reply
-
-    def kept(self) -> Iterator[tuple[str, float, Any]]:
-        """Each id, when its time is over, and what is kept of its reply."""
-        return ((request_id, ends_at, self._replies.get(request_id)) for request_id, ends_at in self._ends.items())
+        self.kept[request_id] = ends_at, reply
 
 
 # --- claims that wait for samples -------------------------------------------------------------------------------------

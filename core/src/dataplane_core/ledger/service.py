@@ -65,7 +65,6 @@ class LedgerService:
         self._shortfalls: dict[tuple[Any, ...], tuple[Shortfall, float]] = {}
         self._waiting = WaitingClaims()
         self._clients = ClientRegister()
-        self._room_wakes: dict[str, Callable[[], bool]] = {}  # ticket of a put that waits for room -> how to wake it
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Runs a command now. All callers use this method.
@@ -76,7 +75,7 @@ class LedgerService:
                 when it may go on, until it has done so or `stop_waiting`. It must not block, nor call the service.
                 False: nobody waits any longer.
         """
-        if not (self._waiting.by_token or self._room_wakes or isinstance(command, commands.WaitForRoom)):
+        if not (self._waiting.by_token or self.ledger.room.waiting or isinstance(command, commands.WaitForRoom)):
             return self._run(command, wake)  # nobody is to be woken
         changes, held_bytes = self._changed_by(command), self.ledger.held_bytes
         try:
@@ -89,12 +88,13 @@ class LedgerService:
             self._wake_claims(changes)
         if self._waiting.by_token and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
             self._tell_of_leases(command.partition_id)
-        if self._room_wakes and (self.ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom)):
+        if self.ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom):
             self._wake_for_room()
 
     def stop_waiting(self, token: str) -> None:
         """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""
-        self._room_wakes.pop(token, None)
+        if (put := self.ledger.room.waiting.get(token)) is not None:
+            put.wake = None
         partition_id = self._waiting.drop(token)
         if partition_id is not None:
             self._wake_claims(partition_id)
@@ -116,16 +116,16 @@ class LedgerService:
                 for key in [key for key in self._shortfalls if key[0] == command.partition_id]:
                     del self._shortfalls[key]
             case commands.BeginPut():
+                waited = command.ticket in self.ledger.room.waiting
                 write_id = self.ledger.apply(command, self._clock())
-                if command.ticket is not None and self._room_wakes.pop(command.ticket, None) is not None:
+                if waited:  # the next in the queue may go on
                     self._wake_for_room()
                 return cast("Reply", write_id)
-            case commands.WaitForRoom() if command.wait_s <= 0:
-                self._room_wakes.pop(command.ticket, None)
-            case commands.WaitForRoom() if wake is not None:
-                queue = self.ledger.room.waiting  # clients of others are gone
-                self._room_wakes = {ticket: self._room_wakes[ticket] for ticket in queue if ticket in self._room_wakes}
-                self._room_wakes[command.ticket] = wake
+            case commands.WaitForRoom():
+                self.ledger.apply(command, self._clock())
+                if (put := self.ledger.room.waiting.get(command.ticket)) is not None:
+                    put.wake = wake
+                return cast("Reply", None)
         return self.ledger.apply(command, self._clock())
 
     def changes(self, command: Command[Any]) -> bool:
@@ -165,10 +165,9 @@ class LedgerService:
         self._waiting.wake(partition_id, self._num_ready, self._clock())
 
     def _wake_for_room(self) -> None:
-        for ticket in list(islice(self.ledger.room.waiting, _NUM_HEAD)):
-            wake = self._room_wakes.get(ticket)
-            if wake is not None and not wake():
-                del self._room_wakes[ticket]
+        for put in islice(self.ledger.room.waiting.values(), _NUM_HEAD):
+            if put.wake is not None and not put.wake():
+                put.wake = None
 
     def garbage(self) -> list[Ref]:
         """`Ledger.garbage` now."""

@@ -73,7 +73,7 @@ def pack_state(ledger: Ledger) -> bytes:
         [_pack_partition(partition, places) for partition in ledger._partitions.values()],
         ledger._pending,
         [(*ref, put) for ref, put in ledger._garbage.items()],
-        {request_id: (ends_at, reply) for request_id, ends_at, reply in ledger._done.kept()},
+        ledger._done.kept,
     )
     return _encode(state)
 

@@ -235,25 +235,6 @@ def test_tensors_are_right_padded_on_dim_1_to_the_widest_with_the_columns_own_pa
     assert torch.equal(joined["deep"], torch.cat([torch.cat([narrow, torch.full((1, 2, 3, 2), 9)], dim=1), wide]))
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.int64, torch.float32),
-        (torch.bfloat16, torch.float16),
-        (torch.bool, torch.int32),
-        (torch.float32, torch.float64, torch.int64),
-        *((dtype, dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.uint16, torch.complex64)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("shapes", [[(2,)] * 3, [(2, 3)] * 3, [(2, 3), (1, 5), (1, 2)]], ids=["1-D", "2-D", "padded"])
-def test_dtypes_are_kept_and_mixed_ones_promoted_as_torch_cat_does(dtypes, shapes):
-    parts = [torch.ones(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
-    joined = BatchedDataDict.from_batches([{"x": part} for part in parts], pad_value_dict={"x": 1})["x"]
-    assert joined.dtype == torch.cat([part.flatten() for part in parts]).dtype
-    assert (joined.to(torch.complex64) == 1).all()
-
-
 # --- joining ragged columns -------------------------------------------------------------------------------------------
 
 PIXELS = [torch.arange(6 * count).view(count, 3, 2).to(torch.bfloat16) for count in (4, 0, 2, 3)]

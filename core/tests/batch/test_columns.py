@@ -55,16 +55,6 @@ def test_lengths_may_come_in_any_form(lengths):
     assert [len(row) for row in rows_of(to_nested_by_length(torch.zeros(4, 5), lengths))] == LENGTHS
 
 
-def test_views_and_gradients_are_taken_and_the_result_is_a_detached_copy():
-    column = to_nested_by_length(torch.arange(20.0, requires_grad=True).view(5, 4).t(), LENGTHS)
-    assert not column.requires_grad
-    assert rows_of(column)[0] == [0, 4, 8]
-    source = torch.zeros(2, 3)
-    column = to_nested_by_length(source, [3, 3])
-    source += 1
-    assert rows_of(column) == [[0, 0, 0]] * 2
-
-
 def test_a_column_that_is_jagged_already_passes_if_its_lengths_are_these():
     column = to_nested_by_length(torch.ones(4, 5), LENGTHS)
     assert rows_of(pack_per_token_field(column, LENGTHS)) == rows_of(column)
@@ -116,24 +106,6 @@ def test_pad_values_go_by_field_and_default_to_zero():
     assert isinstance(batch, BatchedDataDict)
     assert batch["ids"][1].tolist() == [-100] * 5
     assert batch["logprobs"][1].tolist() == [0] * 5
-
-
-@pytest.mark.parametrize(
-    ("named", "shapes"),
-    [(None, [(4, 8), (4, 8, 2), (4,), (4, 12)]), (["dense"], [(4, 5), (4, 8, 2), (4,), (4, 12)])],
-    ids=["all", "named"],
-)
-def test_columns_of_two_dims_or_more_are_padded_to_a_larger_length_unless_others_are_named(named, shapes):
-    fields = {"jagged": jagged(), "dense": torch.ones(4, 6, 2), "scalar": torch.ones(4), "wide": torch.ones(4, 12)}
-    batch = materialize(fields, pad_to_seqlen=8, token_aligned_fields=named)
-    assert [tuple(batch[name].shape) for name in fields] == shapes
-
-
-@pytest.mark.parametrize("layout", ["padded", "jagged"])
-@pytest.mark.parametrize("items", [["a", {"k": 1}, None], [[1, 2], [3, 4], [5, 6]], [[], [], []]], ids=str)
-def test_objects_become_object_arrays_of_one_dim(layout, items):
-    column = materialize(TensorDict({"x": NonTensorStack(*items)}, batch_size=[3]), layout)["x"]
-    assert (type(column), column.dtype, column.shape, list(column)) == (np.ndarray, object, (3,), items)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -285,30 +285,6 @@ def test_rows_of_a_list_that_are_the_same_large_tensor_are_stored_once_without_a
         client.clear_samples(IDS, "train")
 
 
-@pytest.mark.parametrize("width", [1, 20_000])
-def test_token_lists_are_cut_as_tensors_are_and_read_back_padded(client, width):
-    tokens = [[5, 6, 0], [7, 0, 0], [8, 9, 1]]
-    rows = [torch.ones(3, width), torch.ones(3, width), torch.ones(3, width)]
-    batch = {"input_ids": tokens, "input_lengths": [2, 1, 3], "token_mask": [[1.0, 1.0, 0.0]] * 3, "jagged": TOKENS}
-    meta = kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train")
-    assert meta.sequence_lengths == META.sequence_lengths == [2, 1, 3]
-    kv_first_write(
-        {"first": rows, "input_lengths": [2, 1, 3]},
-        sample_ids=IDS,
-        dp_client=client,
-        partition_id="train",
-        token_aligned_fields=["first"],
-    )
-    more = {"advantages": [[0.5] * 3] * 3, "later": rows}
-    write_columns(client, meta, more, token_aligned_fields=list(more))
-    lengths = {"input_ids": [2, 1, 3], "first": [2, 1, 3], "advantages": [2, 1, 3], "later": [2, 1, 3]}
-    columns = client.get_samples(IDS, "train", list(lengths))
-    assert {name: [len(row) for row in columns.get(name).unbind()] for name in lengths} == lengths
-    read = read_columns(client, meta, ["input_ids", "jagged"])
-    assert read["input_ids"].tolist() == tokens
-    assert values(read["jagged"]) == TOKENS
-
-
 def test_turns_of_message_logs_whose_contents_are_numbers_stay_as_they_are(client):
     logs = [[{"role": "user", "content": number, "token_ids": [number, 8]}] for number in range(3)]
     columns = {**split_message_logs(logs), "input_ids": torch.tensor([[0, 8], [1, 8], [2, 8]])}

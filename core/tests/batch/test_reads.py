@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 from token_rows import form, jagged, rows_of
 
 from dataplane_core.batch import (
-    SlicedDataDict,
     kv_first_write,
     read_columns,
     rebuild_message_logs,
@@ -129,15 +128,6 @@ def test_parts_of_a_meta_are_padded_as_the_whole_and_values_are_kept(client, met
     assert [form(part[name]) for name in names] == [(2, 8), (2, 4, 2, 3), (2, 1, 3), [3, 1]]
 
 
-@pytest.mark.parametrize("lengths", [[6, 6], [1, 2]])
-def test_padding_does_not_depend_on_how_long_the_rows_are(client, lengths):
-    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
-    batch = {"input_ids": mask.long(), "input_lengths": lengths, "position_ids": torch.arange(6).expand(2, 6)}
-    meta = kv_first_write(batch, sample_ids=["x", "y"], dp_client=client, partition_id="train")
-    read = read_columns(client, meta, pad_to_seqlen=8)
-    assert [form(read[name]) for name in batch] == [(2, 8), (2,), (2, 8)]
-
-
 def test_a_column_that_is_as_long_as_the_tokens_by_chance_is_kept_where_it_is_named(client, meta):
     write_columns(client, meta, {"pixel_values": jagged(LENGTHS, 2, 3), "boxes": jagged(LENGTHS, 4).bfloat16()})
     names = ["pixel_values", "boxes"]
@@ -232,29 +222,6 @@ def test_without_any_lengths_all_that_has_the_dim_counts():
     columns = {"scores": torch.zeros(3, 4), "pixel_values": torch.zeros(3, 4), "reward": torch.zeros(3), "text": ["a"]}
     assert token_columns(columns) == ["scores"]
     assert token_columns(columns, token_aligned_fields=["reward", "not there"]) == ["reward"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "ragged", "expected"),
-    [
-        # the rows of `input_ids` say how long the samples are, so nothing else is guessed to be as long
-        (
-            jagged([3, 5, 2]),
-            (),
-            {"input_ids": [3, 5, 2], "advantages": (3, 5), "embedding": (3, 16), "boxes": (3, 6, 4)},
-        ),
-        (torch.zeros(3, 6), (), {"input_ids": (3, 5), "advantages": (3, 5), "embedding": (3, 16), "boxes": (3, 5, 4)}),
-        # as `read_columns` does: a column that it kept must not be cut afterwards
-        (torch.zeros(3, 6), ["boxes"], {"input_ids": (3, 5), "boxes": (3, 6, 4)}),
-    ],
-    ids=["jagged", "padded", "kept"],
-)
-def test_microbatches_are_cut_by_the_same_rule(ids, ragged, expected):
-    columns = {"advantages": torch.zeros(3, 8), "embedding": torch.zeros(3, 16), "boxes": torch.zeros(3, 6, 4)}
-    batch = SlicedDataDict(input_ids=ids, **columns)
-    batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 3]]], [[5]]
-    [part] = batch.make_microbatch_iterator_with_dynamic_shapes(ragged_fields=ragged)
-    assert {name: form(part[name]) for name in expected} == expected
 
 
 # --- message logs -----------------------------------------------------------------------------------------------------

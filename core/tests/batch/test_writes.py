@@ -222,14 +222,6 @@ def test_what_is_computed_from_rows_that_were_read_begins_at_0(client):
     assert rows_stored(client, "prev_logprobs") == [[7 / 8, 1], [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8]]
 
 
-def test_whatever_lies_beyond_right_padded_tokens_is_cut_off_later_writes(client):
-    meta = put(client, batch_of([[5, 6, 7, 0, 0], [1, 2, 3, 4, 9]], [3, 5]))
-    assert meta.token_starts is None
-    values = torch.randn(2, 5)
-    write_columns(client, meta, {"prev_logprobs": values})
-    assert rows_stored(client, "prev_logprobs") == [values[0, :3].tolist(), values[1].tolist()]
-
-
 #: What is put, a column, and its rows as they are rows_stored.
 ROWS = [[7, 8, 0, 0, 0], [1, 2, 3, 0, 0]]
 SOME = {"attention_mask": tensor([[1, 0, 0, 0, 0], [0, 1, 1, 0, 0]])}
@@ -321,17 +313,3 @@ def test_rows_that_would_lose_tokens_are_refused(client, kind):
 def test_declared_columns_are_cut_whatever_they_hold(client):
     put(client, {**LEFT, **MASK, **POSITIONS}, token_aligned_fields=["input_ids", "position_ids"])
     assert rows_stored(client, "position_ids") == [[3, 4], [0, 1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("row", "place"),
-    [(row, place + 355 * (row == 0 and place > 0)) for row in (0, 3) for place in (-1, -2, 255, 256, 300)],
-)
-def test_every_place_beyond_the_tokens_is_looked_at(client, row, place, warnings):
-    lengths = tensor([600, 128, 255, 200])
-    ids = torch.where(torch.arange(700) < lengths[:, None], 5, 9)
-    put(client, {"input_ids": ids, "input_lengths": lengths})
-    assert not warnings()
-    ids[row, place] = 8
-    put(client, {"input_ids": ids, "input_lengths": lengths}, ids="efgh")
-    assert f"row {row} " in warnings()[0]

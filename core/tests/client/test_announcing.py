@@ -40,22 +40,6 @@ def announcer_threads():
     return [each for each in threading.enumerate() if each.name == "dataplane-announce"]
 
 
-def test_the_operations_that_began_first_are_named(client, said):
-    for number in range(20):
-        call = announcing.RunningCall("put_samples", f"p{number}")
-        call.began_at -= number
-        client._connection.calls.add(call)
-    announcer = announcing.Announcer(client._connection, 0.01)
-    eventually(lambda: said, within_s=STARTS_S, what="an announcement")
-    announcer.stop()
-    client._connection.calls.clear()
-    told = said[0].client
-    assert (told.num_calls >= 20, told.role, told.pid) == (True, "r", os.getpid())
-    assert [each.partition_id for each in told.calls] == [f"p{number}" for number in range(19, 11, -1)]
-    assert told.calls[0].running_s >= 19.0
-    assert said[-1].ttl_s == 0.0
-
-
 def test_the_more_clients_the_less_often(client, faults, said, monkeypatch):
     pauses = []
     announcer = announcing.Announcer(client._connection, 5.0)
@@ -81,21 +65,6 @@ def test_work_that_is_under_way_is_not_forgotten():
     assert [(work.began_s, work.ended_s, work.fields) for work in claims] == [(5.0, None, wide)]
     assert [work.partition_id for work in announced[:2]] == ["p99", "p98"]
     assert len(announced) < 30
-
-
-def test_of_claims_that_wait_side_by_side_the_first_counts():
-    log = announcing.WorkLog()
-    claims = [ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True) for _ in range(2)]
-    first = log.begin_claim(claims[0])
-    began_at = first.began_at
-    second = log.begin_claim(claims[1])
-    second.served_at = began_at + 1.0
-    log.end_claim(second, claims[1])
-    (work,) = log.announced(began_at + 9.0)
-    assert (first is second, work.began_s, work.ended_s, round(work.served_s or 0)) == (True, 9.0, None, 8)
-    log.end_claim(first, claims[0])
-    (work,) = log.announced(began_at + 9.0)
-    assert work.ended_s is not None
 
 
 def test_how_long_a_task_got_nothing_is_told_over_all_its_claims(opened):
@@ -269,14 +238,6 @@ async def test_each_task_has_its_own_and_none_of_the_groups_of_a_phase_that_it_o
         assert names(phases) == ["upload"]
     leave.set()
     await task
-
-
-def test_a_phase_may_be_begun_again(phases, within):
-    phase = within("generate", "q1")
-    for _ in range(2):
-        with phase, phase:
-            assert told(phases) == [("generate", ["q1"])]
-        assert told(phases) == []
 
 
 async def _close(generator):

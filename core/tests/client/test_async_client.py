@@ -197,20 +197,6 @@ async def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_b
     await client.close()
 
 
-async def test_a_claim_that_finds_no_free_thread_times_out_by_its_own_time():
-    gate = Gate("claim", before=False)
-    async with await _open(gate, op_timeout_s=25.0, threads=1) as client:
-        await _put(client, "a", "b")
-        first = asyncio.create_task(client.claim_meta("p", "t", ["x"], 1))
-        await gate.is_entered()
-        ping = asyncio.create_task(client.ping())
-        with pytest.raises(OperationTimeoutError, match=BUSY):
-            await client.claim_meta("p", "t", ["x"], 1, timeout_s=0.1)
-        assert not ping.done()
-        gate.opened.set()
-        await asyncio.gather(first, ping)
-
-
 async def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
     gate, deadlines = Gate("put_samples"), []
     async with await _open(gate, op_timeout_s=30.0, threads=1) as client:

@@ -15,8 +15,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
     RoomTimeoutError,
 )
-from dataplane_core.middleware import Middleware
-from dataplane_core.spec import Capability, hookimpl
+from dataplane_core.spec import Capability
 from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
 
@@ -71,21 +70,6 @@ def test_a_lost_reply_is_repeated_with_the_same_id_however_the_store_fails_meanw
         puts, acks = backend.requests[:4], backend.requests[4:6]
         assert (len(set(puts)), len(set(acks)), len(set(backend.requests))) == (1, 1, 3)
         assert all(len(each) == 32 for each in backend.requests)
-
-
-def test_what_a_put_registers_is_the_same_in_each_repetition_whatever_middleware_does_to_it():
-    seen = []
-
-    class Changes(Middleware):
-        @hookimpl(wrapper=True)
-        def put_samples(self, request):
-            request.opens.fields.append("more")
-            seen.append(request.opens.fields)
-            return (yield)
-
-    with opened(middleware=[Changes()], open_partitions=True) as client:
-        put(client, LostReplyError("lost"), None)
-        assert seen == [["x", "more"]] * 2
 
 
 def test_what_was_not_sent_or_may_not_be_repeated_is_not_repeated():

@@ -67,19 +67,6 @@ def test_a_step_that_is_marked_has_what_streams_gave_before(client):
     assert _consumed(client) == IDS[:4]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_step_that_is_marked_has_what_a_stream_gave_if_another_ones_lease_was_lost(client, number):
-    with (
-        client.stream("p", "t", ["x"], 4, prefetch=0) as first,
-        client.stream("p", "t", ["x"], 4, prefetch=0) as second,
-    ):
-        given = [next(first).meta, next(second).meta]
-        client.nack(given.pop(number))
-        with pytest.raises(LeaseExpiredError):
-            client.mark_step(1)
-        assert _consumed(client) == given[0].sample_ids
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_each_sample_comes_once_and_a_batch_is_acked_when_the_next_is_asked_for(client, prefetch):
     seen = []

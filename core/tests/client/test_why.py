@@ -88,15 +88,6 @@ def test_a_claim_that_waits_tells_why_and_again_later(caplog, opened):
     assert {each.op for each in events if each.verdict is not None} == {"why"}
 
 
-def test_no_claim_tells_it_if_nobody_wants_to_know(caplog):
-    events = []
-    silent = config(Metrics(on_event=events.append), warn_after_s=None)
-    with connect(silent) as client, pytest.raises(ClaimTimeoutError):
-        filled(client).claim_meta(*CLAIM, timeout_s=0.5)
-    assert not [each for each in events if each.verdict is not None]
-    assert not caplog.records
-
-
 @pytest.mark.usefixtures("thorough")
 def test_an_error_has_the_verdict_if_the_claim_had_waited(monkeypatch, opened):
     with opened(config()) as client:
@@ -139,15 +130,6 @@ def test_a_claim_that_ends_says_what_holds_the_other_samples_back():
             client.claim_meta("p", "t", ["x", "y"], 2, **asked)
     for said in ("2 are leased", "2 are passed over by the tag filter", "1 is in groups", "2 are held back by fields"):
         assert said in str(caught.value)
-
-
-def test_ready_counts_what_the_task_claims():
-    with connect(config()) as client:
-        filled(client)
-        assert [each.num_ready for each in client.why("p")] == [0, 0]  # all registered fields
-        assert client.claim_meta("p", "score", ["x"], 1).size == 1
-        score = client.why("p", "score")[0]
-        assert (score.state, score.backlog, score.num_ready) == ("moves", 1, 1)
 
 
 @pytest.mark.usefixtures("thorough")
@@ -569,11 +551,6 @@ def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_not_called_sta
 def test_it_is_over_if_those_that_are_waited_for_have_ended_and_not_if_they_are_slow(is_over, row):
     _, found, clients, facts = row
     assert verdict(found, *clients, **facts).is_over is is_over
-
-
-def test_a_task_has_waited_since_it_asked_first():
-    assert verdict(partition(), client("trainer", asks()), writer(state="gone"), **LACKING).waited_s == 30.5
-    assert verdict(OF_TASK, TRAINER, task="trian").backlog == 4
 
 
 @pytest.mark.parametrize("fate", ["gone", "closed", "silent"])

@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from msgspec import structs
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
 from dataplane_core import connect
 from dataplane_core.codec import (
     DTYPE_OF_CODE,
-    Columns,
     as_columns,
     cell_digests,
     compact,
@@ -119,24 +117,6 @@ def test_columns_are_sent_narrow_and_come_back_unless_they_may_not(wire):
     columns, specs = encode_columns({"s": scalars}, MANY, wire)
     assert dtypes_of(columns["s"]) == {torch.uint8}
     assert torch.equal(decode_columns(columns, specs, MANY, wire)["s"], scalars)
-
-
-@WIRES
-def test_ints_of_lists_leave_their_field_open(wire):
-    given = Columns({"x": torch.arange(20_000).view(4, -1) % 7}, {"x": []}, ints=["x"])
-    columns, specs = encode_columns(given, 4, wire)
-    assert specs["x"] == FieldSpec.of_ints(1)
-    assert dtypes_of(columns["x"]) == {torch.uint8}
-    read = {"x": structs.replace(specs["x"], dtype="float32")}
-    assert torch.equal(decode_columns(columns, read, 4, wire)["x"], given["x"].float())
-
-
-@WIRES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint32, torch.int64, torch.bool], ids=str)
-def test_what_is_no_narrower_integer_is_refused(wire, dtype):
-    columns, _ = encode_columns({"x": torch.ones(3, 2, dtype=dtype)}, 3, wire)
-    with pytest.raises(BackendError, match=r"'x' has .*Expected int32|Expected int32"):
-        decode_columns(columns, {"x": FieldSpec("tensor", "int32", 1)}, 3, wire)
 
 
 def test_frames_may_differ_in_their_width_and_in_no_more():

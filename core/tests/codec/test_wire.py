@@ -59,12 +59,6 @@ def test_rows_travel_dense_if_they_are_equally_long_and_else_end_to_end():
     assert [encoded(torch.zeros(3, *cell), PROMOTED).shape for cell in ((), (1,))] == [(3, 1)] * 2
 
 
-def test_promoted_scalars_come_back_as_scalars_and_wide_cells_as_wide():
-    columns, specs = encode_columns({"scalar": torch.zeros(3), "wide": torch.zeros(3, 1)}, 3, PROMOTED)
-    decoded = decode_columns(columns, specs, 3, PROMOTED)
-    assert (decoded["scalar"].shape, decoded["wide"].shape) == ((3,), (3, 1))
-
-
 def test_objects_travel_as_items_or_as_bytes_and_bytes_wires_get_one_frame_per_cell():
     stack = NonTensorStack("x", [1, 2])
     assert encoded(stack, NATIVE) == ["x", [1, 2]]

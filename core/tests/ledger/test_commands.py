@@ -140,24 +140,6 @@ def test_a_command_whose_parts_do_not_fit_is_refused(command):
         read(command)
 
 
-def test_what_clients_make_is_accepted():
-    for command in (
-        *(
-            a_put(),
-            a_put(writes=[commands.Write(["x", "y"], [8], [0, 0])]),
-            a_put(specs={}, writes=[]),
-            apart([8, 8], None),
-        ),
-        *(
-            a_claim(),
-            a_claim(sampler="balanced", dp_rank=1, dp_size=2),
-            a_claim(lease_s=None, dp_rank=7),
-        ),
-        *(commands.AckRequest("p", "t", ["a", "a"], ["k", "k"]), commands.WaitForRoom("k", 8, wait_s=-1.0)),
-    ):
-        assert read(command) == command
-
-
 def test_a_write_id_is_used_once():
     made = ledger()
     made.apply(a_put(), 0.0)

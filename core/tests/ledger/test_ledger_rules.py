@@ -1,4 +1,4 @@
-"""Rules of the ledger that neither the kit nor the comparison with Redis scripts sees, and what a saved state keeps."""
+"""Rules of the ledger that the kit does not see."""
 
 import pickle
 
@@ -71,37 +71,6 @@ def test_an_abandoned_put_is_reaped_with_its_payload():
         made.apply(commands.CommitPut(begun), 0.0)
     made.apply(commands.Collected([(begun, 0), (begun, 1)]), 0.0)
     assert made.garbage(11.0) == []
-
-
-def test_aborting_a_committed_put_frees_nothing():
-    made = ledger()
-    write_id, _ = put(made, ["a"])
-    assert made.apply(commands.AbortPut(write_id), 0.0) == []
-    assert made.apply(commands.Locate("p", ["a"], ["x"]), 0.0).parts[0].write_id == write_id
-
-
-# --- rows that samples share ------------------------------------------------------------------------------------------
-
-
-def put_shared(made, ids, positions, row_bytes, now=0.0):
-    """A put of ``x`` with a row for each sample, and of ``y`` with rows that samples share."""
-    both = commands.BeginPut(
-        "p",
-        ids,
-        {"x": INT, "y": INT},
-        [commands.Write(["x"], [1] * len(ids)), commands.Write(["y"], row_bytes, positions)],
-        ttl_s=10.0,
-    )
-    write_id = made.apply(both, now)
-    made.apply(commands.CommitPut(write_id), now)
-    return write_id
-
-
-def test_ids_of_the_writes_of_a_put_are_not_given_again():
-    made = ledger()
-    first = put_shared(made, ["a", "b"], [0, 1], [5, 5])
-    second = put_shared(made, ["c"], None, [5])
-    assert second >= first + 4
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------
@@ -243,7 +212,7 @@ def test_batches_of_any_index_are_refused_once_they_are_gone_and_no_others(open_
             assert claim_batch(open_ledger, number) == []
 
 
-# --- how far small puts pass a large one that waits for room; Redis scripts judge the order of the queue --------------
+# --- how far small puts pass a large one that waits for room ----------------------------------------------------------
 
 
 class Puts:
@@ -313,33 +282,3 @@ def test_ids_are_forgotten_when_their_time_is_over():
         each.apply(commands.PutTags("p", ["a"], [{}], request_id="y", left_s=0.0), now + 2)
         assert "clear" not in each._done
         assert {name for name in each._done.kept if name[0] == "r"} == {f"r{number}" for number in range(0, 100, 5)}
-
-
-# --- a saved state ----------------------------------------------------------------------------------------------------
-
-LARGE = 1 << 62
-
-
-@pytest.fixture
-def two_samples():
-    """With two samples."""
-    two_samples = ledger()
-    put(two_samples, ["a", "b"], write_id=LARGE)
-    return two_samples
-
-
-def test_garbage_stays_until_it_is_collected(two_samples):
-    two_samples.apply(commands.ClearRequest("p", ["b"]), 0.0)
-    loaded = saved_and_loaded(two_samples)
-    assert loaded.garbage(0.0) == [(LARGE, 1)]
-    loaded.apply(commands.Collected([(LARGE, 1)]), 0.0)
-    assert saved_and_loaded(loaded).garbage(0.0) == []
-
-
-def test_what_an_abandoned_put_left_is_found_by_its_id_after_loading():
-    two_samples = ledger()
-    write = commands.Write(["x"], [8], [0, 0])
-    two_samples.apply(replace(begin(["a", "b"], write_id=100, ttl_s=1.0), writes=[write]), 0.0)
-    two_samples.garbage(2.0)
-    for each in (two_samples, saved_and_loaded(two_samples)):
-        assert each.apply(commands.AbortPut(100), 3.0) == [(100, 0)]

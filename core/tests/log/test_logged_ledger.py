@@ -13,7 +13,6 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
     CorruptDataError,
-    LeaseExpiredError,
     StalePartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
@@ -123,32 +122,6 @@ def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp
     assert len(begun) > by_profile(4, 10, 10) + len(set(map(id, begun)))  # also those that were shortened
 
 
-def test_a_lease_has_what_was_left_of_it(made, clock):
-    """The time in which no process runs is not counted, whatever the clock of the next one says."""
-    made.again()
-    made.put("a", "b")
-    made.claim("t1", lease_s=10.0, count=1)
-    clock.now += 6.0
-    made.put("c")
-    clock.now = 5.0  # another machine, which started just now
-    made.again()
-    clock.now += 3.0
-    made.call(commands.RenewRequest("p", "t", ["a"], ["t1"], 4.0))
-    clock.now += 3.0
-    made.again()
-    clock.now += 3.0
-    made.call(commands.AckRequest("p", "t", ["a"], ["t1"]))
-    made.claim("t2", lease_s=10.0, count=1)
-    clock.now += 11.0
-    made.again()
-    assert made.claim("t3", count=1) == ["c"], "the time since the last record is not counted"
-    clock.now += 11.0
-    assert made.call(commands.InspectRequest("p")).tasks["t"].num_leased == 1  # not the one that has ended
-    assert made.claim("t4", count=1) == ["b"]
-    with pytest.raises(LeaseExpiredError):
-        made.call(commands.AckRequest("p", "t", ["b"], ["t2"]))
-
-
 @pytest.mark.parametrize("lease_s", [each / 10 + 0.05 for each in range(10)])
 def test_a_claim_that_finds_nothing_is_not_recorded_and_finds_nothing_when_it_runs(made, monkeypatch, lease_s):
     """Whenever the lease ends: the clock goes on at each look."""
@@ -163,59 +136,6 @@ def test_a_claim_that_finds_nothing_is_not_recorded_and_finds_nothing_when_it_ru
     assert made.log._size > size
     made.again()
     assert made.claim("t3") == []
-
-
-def test_what_a_put_left_that_was_given_up_is_collected_once(made, clock):
-    made.again()
-    write_id = made.call(begin(["a"], ttl_s=1.0))
-    clock.now += 2.0
-    refs = made.logged.garbage()
-    assert refs == [(write_id, 0)]
-    made.call(commands.Collected(refs))
-    made.again()
-    assert made.logged.garbage() == []
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_call_whose_reply_was_lost_comes_again_and_is_done_once(made, killed):
-    """Whether the reply was lost on the way or with the process."""
-
-    def twice(command):
-        reply = made.call(command)
-        if killed:
-            made.again()
-        return reply, made.call(command)
-
-    put = begin(["a"], request_id="r1")
-    assert twice(put) == (1, 1)
-    assert twice(commands.CommitPut(1)) == ([], [])
-    assert twice(begin(["a"], request_id="r2", write_id=100)) == (100, 100)
-    assert twice(commands.CommitPut(100)) == ([(1, 0)], [])
-    made.call(commands.PutTags("p", ["b", "c"], [{"n": 1}, {}]))
-    first, second = twice(claim(2, token="t1", lease_s=60.0, fields=()))
-    assert first == second
-    assert first.sample_ids == ["a", "b"]
-    first, second = twice(claim(1, token="t2", fields=()))
-    assert (first.sample_ids, first) == (["c"], second)
-    nack = commands.NackRequest("p", "t", ["a"], ["t1"])
-    assert twice(nack) == (1, 1)
-    assert made.claim("t3") == ["a"]
-    assert twice(nack) == (1, 1)
-    with pytest.raises(LeaseExpiredError):
-        made.call(commands.AckRequest("p", "t", ["a"], ["t1"]))
-    clear = commands.ClearRequest("p", ["a"])
-    assert [count for count, _ in twice(clear)] == [1, 1]
-    made.put("a")
-    assert made.call(clear)[0] == 1
-    assert made.call(commands.CommitPut(100)) == []
-    assert made.ids() == ["b", "c", "a"]
-    (info, _), (again, _) = twice(register(epoch="e2"))
-    assert info == again
-    assert (info.epoch, info.replaced.num_samples) == ("e2", 3)
-    made.call(register(epoch="e3"))
-    assert made.call(claim(1, token="t2", fields=())).sample_ids == []
-    assert made.call(register(epoch="e2"))[0] == info
-    assert made.call(commands.DescribeRequest("p")).epoch == "e3"
 
 
 def test_a_put_that_fills_the_store_may_be_begun_again_and_one_that_was_done_is_done(tmp_path):

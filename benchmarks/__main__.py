@@ -7,9 +7,13 @@ machine slows all alike; compare figures only with others of the same run.
 from __future__ import annotations
 
 import os
+import secrets
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process, as in trainers; before torch is loaded
+# before torch and Ray are loaded, and before processes are started, which have it too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process, as in trainers
 os.environ.setdefault("TQ_NUM_THREADS", "2")  # else TransferQueue warns at every request
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 import argparse
 import importlib
@@ -49,7 +53,7 @@ def help_of(name: str, whole: bool) -> str:
 def parser_of_all() -> argparse.ArgumentParser:
     """The options of all cases. None has a default, so that a case keeps its own."""
     usage = "python -m benchmarks CASE... [options]; --help lists the cases, and with cases their options"
-    parser = argparse.ArgumentParser(usage=usage, add_help=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser("benchmarks", usage, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("cases", nargs="*", default=[])
     for name in ("help", "json", "page"):
         parser.add_argument(f"--{name}", action="store_true", default=False)

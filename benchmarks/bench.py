@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -289,21 +290,36 @@ Work: TypeAlias = Callable[..., Generator[Any, Any, None]]
 
 
 class Processes:
-    """Spawned processes that all get the same orders: ``with Processes(work, 4, config) as members: members.ask()``.
+    """Processes that all get the same orders: ``with Processes(work, 4, config) as members: members.ask()``.
 
     Args:
         work: Called with the number of the process and the arguments.
     """
 
     def __init__(self, work: Work, count: int, *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._members = []
-        for number in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, work, number, arguments), daemon=True)
-            process.start()
-            there.close()
-            self._members.append((process, here))
+        self._context = multiprocessing.get_context("forkserver")  # whose processes have torch at once
+        self._context.set_forkserver_preload(["benchmarks.bench"])
+        self._work, self._arguments, self._numbers = work, arguments, itertools.count()
+        self._members: list[tuple[Any, Connection]] = []
+        for _ in range(count):
+            self._start()
+
+    def _start(self) -> None:
+        here, there = self._context.Pipe()
+        arguments = (there, self._work, next(self._numbers), self._arguments)
+        process = self._context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        there.close()
+        self._members.append((process, here))
+
+    def replace_one(self) -> None:
+        """Kills the oldest process, and starts another one."""
+        process, pipe = self._members.pop(0)
+        process.kill()
+        process.join()
+        pipe.close()
+        self._start()
+        self._members[-1][1].recv()
 
     def __enter__(self) -> Processes:
         self._answers()

@@ -32,13 +32,15 @@ def measured(stores: Sequence[str], batches: Sequence[str], rounds: int) -> Medi
         if any(name.startswith("tq_") for name in stores):
             bench.start_ray(stack)
         steps_of: dict[str, Any] = {}
-        for name in stores:
+        if any(name.endswith("in TQ") for name in stores) and "TransferQueue" not in stores:
+            stack.enter_context(PEERS["TransferQueue"]())
+        for name in sorted(stores, key=lambda name: name != "TransferQueue"):
             if name in PEERS:
                 steps_of[name] = stack.enter_context(PEERS[name]())
             else:
                 client = stack.enter_context(connect(bench.config_of(name), "auto"))
                 steps_of[name] = partial(bench.client_steps, client)
-        return medians_of(steps_of, batches, rounds)
+        return medians_of({name: steps_of[name] for name in stores}, batches, rounds)
 
 
 def medians_of(steps_of: Mapping[str, Callable[[Any], bench.Steps]], batches: Sequence[str], rounds: int) -> Medians:

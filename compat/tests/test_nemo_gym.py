@@ -1,6 +1,6 @@
 """The token store for NeMo Gym, over a small stand-in for its records.
 
-`scripts/checkouts/test_nemo_gym_checkout.py` runs NeMo Gym's own tests, where a checkout of it is given.
+`scripts/checkouts/test_trainer_checkouts.py` runs NeMo Gym's own tests, where a checkout of it is given.
 """
 
 import asyncio

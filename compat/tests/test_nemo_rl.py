@@ -1,6 +1,6 @@
 """The adapter for NeMo RL, over a small stand-in for its interface.
 
-`scripts/checkouts/test_nemo_rl_checkout.py` runs NeMo RL's own tests, where a checkout of it is given.
+`scripts/checkouts/test_trainer_checkouts.py` runs NeMo RL's own tests, where a checkout of it is given.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""A pytest plugin that puts our token store under NeMo Gym's own tests, for `test_nemo_gym_checkout.py`.
+"""A pytest plugin that puts our token store under NeMo Gym's own tests, for `test_trainer_checkouts.py`.
 
 Where a test makes a ``TokenCaptureStore`` of a folder, it gets a `DataPlaneTokenStore` whose partition has the name of
 that folder.

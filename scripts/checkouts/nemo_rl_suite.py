@@ -1,4 +1,4 @@
-"""A pytest plugin that puts the adapter under NeMo RL's own tests. `test_nemo_rl_checkout.py` runs pytest with it.
+"""A pytest plugin that puts the adapter under NeMo RL's own tests. `test_trainer_checkouts.py` runs pytest with it.
 
 Where a test makes NeMo RL's in-memory client or its TransferQueue client, it gets the adapter. Tests that cannot run so
 are deselected.

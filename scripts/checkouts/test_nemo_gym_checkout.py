@@ -1,27 +1,6 @@
-"""NeMo Gym's own tests of its token capture, over our store. See docs/trainers.md and `checkouts.py`."""
+"""NeMo Gym's names are those that the adapter uses. See docs/trainers.md and `checkouts.py`."""
 
-import pytest
-import yaml
-from checkouts import check_output, needs_checkout, run, run_tests
-
-pytestmark = needs_checkout("NEMO_GYM")
-FILES = [f"tests/unit_tests/{name}.py" for name in ("test_token_id_capture", "test_trajectory_builder")]
-
-
-@pytest.fixture
-def config(tmp_path, request):
-    """The file of a config."""
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"backend": request.param}))
-    return path
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("config", ["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"], indirect=True)
-def test_nemo_gyms_own_tests_pass_over_our_store(tmp_path, config):
-    arguments = ["-p", "nemo_gym_suite", "--confcutdir=tests/unit_tests", *FILES]
-    run_tests("NEMO_GYM", tmp_path, *arguments, expected=97, DATAPLANE_CONFIG=str(config))
-
+from checkouts import check_output, needs_checkout, run
 
 NAMES = """
 import asyncio, dataclasses, inspect
@@ -72,7 +51,9 @@ print("as expected")
 """
 
 
-@pytest.mark.parametrize("config", ["noop"], indirect=True)
-def test_nemo_gyms_names_are_those_that_the_adapter_uses(config):
+@needs_checkout("NEMO_GYM")
+def test_nemo_gyms_names_are_those_that_the_adapter_uses(tmp_path):
     """And its config makes our sink, into which its capture writes, and from which its builder reads."""
+    config = tmp_path / "config.yaml"
+    config.write_text("backend: noop\n")
     check_output(run("NEMO_GYM", "-c", NAMES, DATAPLANE_CONFIG=str(config)), "as expected")

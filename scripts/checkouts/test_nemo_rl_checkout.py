@@ -1,4 +1,4 @@
-"""NeMo RL's own tests of its data plane, over the adapter; and a worker of NeMo RL in a Ray actor.
+"""NeMo RL's interface, a worker of it in a Ray actor, and its packed tensors, over the adapter.
 
 See docs/trainers.md and `checkouts.py`.
 """
@@ -6,31 +6,10 @@ See docs/trainers.md and `checkouts.py`.
 import json
 import os
 
-import pytest
-import yaml
-from checkouts import COMPAT_TESTS, check_output, needs_checkout, run, run_tests
+from checkouts import COMPAT_TESTS, check_output, needs_checkout, run
 from test_nemo_rl import OF_0_8_0, OF_ALL_VERSIONS
 
 pytestmark = needs_checkout("NEMO_RL")
-
-CONFIGS = {
-    "noop": {},
-    "redis_store": {"namespace": "nemo-suite"},
-    "shm_store": {"namespace": "nemo-suite"},
-    "tq_mooncake": {"instance": "nemo-suite", "segment_size_bytes": 256 * 2**20},
-    "tq_simple": {"instance": "nemo-suite"},
-}
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", CONFIGS)
-def test_nemo_rls_own_tests_pass_over_the_adapter(tmp_path, backend):
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"backend": backend, "options": CONFIGS[backend]}))
-    # above this folder is a conftest that needs GPU monitoring and a logger of the whole trainer
-    folder = ["--confcutdir=tests/unit/data_plane", "tests/unit/data_plane"]
-    run_tests("NEMO_RL", tmp_path, "-p", "nemo_rl_suite", *folder, expected=156, DATAPLANE_CONFIG=str(config))
-
 
 SIGNATURES = """
 import json

@@ -1,4 +1,4 @@
-"""A pytest plugin that puts our two classes under TRL's own tests of AsyncGRPOTrainer. `test_trl_checkout.py` uses it.
+"""A pytest plugin that puts our two classes under TRL's own tests of AsyncGRPOTrainer, for `test_trainer_checkouts.py`.
 
 The samples are those of TRL's stub. A thread with a client of its own writes them, as a rollout process would, with the
 version of the weights that it has read. The tests download a model and data, and need a GPU: instead, they get the

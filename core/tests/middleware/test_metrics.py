@@ -150,7 +150,7 @@ def test_a_config_can_name_it_and_the_function_that_gets_the_events(caplog, sepa
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("dataplane_core.nothing:f", "was not found"), ("dataplane_core.middleware", "is a module")]
+    ("name", "said"), [("dataplane_core.nothing:f", "No module named"), ("dataplane_core.middleware", "callable")]
 )
 def test_a_function_that_is_not_there_is_refused_before_anything_starts(name, said):
     with pytest.raises(ConfigError, match=said):

@@ -6,14 +6,13 @@ dict per sample. `python -m benchmarks settings` prints its cost.
 
 from __future__ import annotations
 
-import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ImportString
 
 from dataplane_core.arguments import check_list
 from dataplane_core.errors import InvalidRequestError, Verdict
@@ -28,24 +27,9 @@ class MetricsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    on_event: Callable[[OperationEvent], None] | str | None = None
+    on_event: ImportString[Callable[[OperationEvent], None]] | None = None
     """Called with every `OperationEvent`, in the thread of the operation. Its exceptions reach the caller. In a config
     file, the name of a function that every process can import: ``package.module:function``, or with dots only."""
-
-    @field_validator("on_event")
-    @classmethod
-    def _is_a_function(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            function = pkgutil.resolve_name(value)
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ValueError(
-                f"on_event {value!r} was not found: {error}. Expected 'package.module:function'."
-            ) from error
-        if not callable(function):
-            raise ValueError(f"on_event {value!r} is a {type(function).__name__}. Expected a function.")
-        return function
 
 
 @dataclass(slots=True)

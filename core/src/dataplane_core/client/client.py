@@ -40,7 +40,6 @@ from dataplane_core.client.partitions import (
     declared_fields,
     encode,
     export,
-    list_fields,
     opening,
     put,
     read,
@@ -49,6 +48,7 @@ from dataplane_core.client.partitions import (
     tell_short_groups,
 )
 from dataplane_core.errors import (
+    BackendError,
     InvalidRequestError,
     InvalidTypeError,
     MissingDataError,
@@ -63,6 +63,7 @@ from dataplane_core.spec import (
     Capability,
     ClearRequest,
     ClientInfo,
+    FieldsRequest,
     InspectRequest,
     ListRequest,
     ListUnitsRequest,
@@ -77,6 +78,7 @@ from dataplane_core.spec import (
     check_tag_filter,
     new_id,
 )
+from dataplane_core.spec.replies import FieldList
 from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest, Words
 from dataplane_core.spec.tags import check_tags
 
@@ -369,8 +371,8 @@ class DataPlaneClient(ClientFacts):
                 return TensorDict({}, batch_size=[0])
             unique = list(dict.fromkeys(ids))
             if select_fields is None:
-                what = f"get_samples('{partition_id}', {len(unique)} samples, select_fields=None)"
-                names = common_fields(list_fields(connection, what, partition_id, unique))
+                connection.require(Capability.LISTING, f"get_samples('{partition_id}', select_fields=None)")
+                names = common_fields(self.list_fields(unique, partition_id))
                 if not names:
                     return TensorDict({}, batch_size=[len(ids)])
             columns = read(connection, unique, partition_id, names, share_rows, connection.deadline())
@@ -735,9 +737,8 @@ class DataPlaneClient(ClientFacts):
         wanted = check_names("list_sample_ids: fields", fields)
         ids = self.list_samples(partition_id, tag_filter).sample_ids
         while wanted and ids:
-            what = f"list_sample_ids('{partition_id}', fields={wanted})"
             try:
-                has = list_fields(self._connection, what, partition_id, ids)
+                has = self.list_fields(ids, partition_id)
                 return [sample_id for sample_id, names in zip(ids, has, strict=True) if set(wanted) <= set(names)]
             except UnknownPartitionError:
                 raise
@@ -756,16 +757,22 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_fields(["p1_g0"], "step-1")
             [['input_ids', 'reward']]
         """
-        check_name("partition_id", partition_id)
-        ids = checked_as("list_fields: sample_ids", list[Name], sample_ids)
-        if not ids:
-            return []
-        unique = list(dict.fromkeys(ids))
-        fields = list_fields(
-            self._connection, f"list_fields('{partition_id}', {len(unique)} samples)", partition_id, unique
-        )
-        fields_of = dict(zip(unique, fields, strict=True))
-        return [fields_of[sample_id] for sample_id in ids]
+        with self._connection.operation("list_fields", partition_id, needs=Capability.LISTING):
+            ids = checked_as("list_fields: sample_ids", list[Name], sample_ids)
+            if not ids:
+                return []
+            unique = list(dict.fromkeys(ids))
+            reply: FieldList = self._connection.call(FieldsRequest(partition_id, unique))
+            where = f"list_fields('{partition_id}', {len(unique)} samples)"
+            check_counts(where, len(unique), samples=len(reply.index))
+            if not 0 <= min(reply.index) <= max(reply.index) < len(reply.patterns):
+                raise BackendError(
+                    f"{where}: the backend's reply holds {len(reply.patterns)} sets of fields, and names others. "
+                    "Expected a set for each sample."
+                )
+            patterns = [[name for name in names if not name.startswith(HIDDEN)] for names in reply.patterns]
+            place_of = dict(zip(unique, reply.index, strict=True))
+            return [patterns[place_of[sample_id]] for sample_id in ids]
 
     def list_consumed(self, partition_id: str, task_name: str) -> list[str]:
         """The held samples that a task was given for good (without a lease, or acked), in order of first write.

@@ -34,12 +34,11 @@ from dataplane_core.spec import (
     WireBatch,
     this_process,
 )
-from dataplane_core.spec.replies import FieldList, PartitionState, Replaced
+from dataplane_core.spec.replies import PartitionState, Replaced
 from dataplane_core.spec.requests import (
     MOST_LETTERS,
     MOST_WORDS,
     ExportRequest,
-    FieldsRequest,
     InspectRequest,
     SetCursorRequest,
 )
@@ -240,21 +239,6 @@ def _strings_of(column: Any) -> list[str] | None:
             if len(item) > MOST_LETTERS or len(strings) > MOST_WORDS or not _is_valid(item):
                 return None
     return list(strings)
-
-
-def list_fields(connection: Connection, what: str, partition_id: str, sample_ids: list[str]) -> list[list[str]]:
-    """For each sample the fields that it has, without those of middleware. Equal lists are the same object."""
-    with connection.operation("list_fields", partition_id):
-        connection.require(Capability.LISTING, what)
-        reply: FieldList = connection.call(FieldsRequest(partition_id, sample_ids))
-        check_counts(what, len(sample_ids), samples=len(reply.index))
-        if reply.index and not 0 <= min(reply.index) <= max(reply.index) < len(reply.patterns):
-            raise BackendError(
-                f"{what}: the backend's reply holds {len(reply.patterns)} sets of fields, and names others. "
-                "Expected a set for each sample."
-            )
-    patterns = [[name for name in names if not name.startswith(HIDDEN)] for names in reply.patterns]
-    return [patterns[place] for place in reply.index]
 
 
 def export(connection: Connection, what: str, partition_id: str) -> PartitionState:

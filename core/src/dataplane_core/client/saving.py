@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from dataplane_core.arguments import check_names, checked
-from dataplane_core.client.partitions import export, list_fields, register, set_cursor
+from dataplane_core.client.partitions import export, register, set_cursor
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -144,9 +144,8 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
 def _list(client: _Client, partition_id: str, sample_ids: Sequence[str] | None) -> _Listed:
     while True:
         meta = client.list_samples(partition_id, sample_ids=sample_ids)
-        what = f"save: get_samples('{partition_id}', {meta.size} samples)"
         try:
-            fields = list_fields(client._connection, what, partition_id, meta.sample_ids) if meta.size else []
+            fields = client.list_fields(meta.sample_ids, partition_id)
         except UnknownPartitionError:
             raise
         except MissingDataError:

@@ -136,12 +136,10 @@ class ExtentClient:
             self.session.call_all(what, deadline, [*first, Allocate(wanted, data=data), *last])
             return
         if self.arena is None:
-            self.session.call_all(what, deadline, [*first, Allocate(wanted)])
+            assert begin is None, "who has the ledger too serves this host only"
+            self.session.call(what, deadline, Allocate(wanted))
             sources = [array for plan in plans for array in plan.whole()]
             self.session.call(what, deadline, Fill(put), sources=sources)
-            if last:
-                commits()
-                self.session.call_all(what, deadline, last)
             return
         arena = self.arena
         held = self.session.new_pin()  # nobody gets the memory while it is written, even if the put is given up

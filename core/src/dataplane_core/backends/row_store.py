@@ -122,8 +122,9 @@ class RowStoreBackend(LedgerBackend):
     def append(self, number: int, record: bytes, deadline: float) -> bool:
         """Adds a record to the log, if ``number`` is the newest record's number and one; 1 if there is none.
 
-        Returns when no crash can lose it. Of several processes that append the same number, one gets True. The number
-        of the newest record counts also if `trim` was called since.
+        Returns when no crash can lose it. Each change of the ledger waits for it, so its cost must not grow with the
+        log. Of several processes that append the same number, one gets True. The number of the newest record counts
+        also if `trim` was called since.
         """
         raise UnsupportedOperationError(f"{type(self).__name__} keeps no log.")
 

@@ -269,10 +269,20 @@ class ExtentService:
 
     def allocate(self, wanted: Sequence[Wanted]) -> list[Extent] | None:
         """Extents for the writes of a put, pinned. None: there is no room for all of them."""
-        extents = self._allocate_all([write.layout.size_bytes for write in wanted])
-        if extents is not None:
-            for write, extent in zip(wanted, extents, strict=True):
-                self._payloads[write.write_id] = Payload(extent, write.layout, *(write.num_rows,) * 3)
+        extents: list[Extent] = []
+        refused_before = self._least_refused
+        for write in wanted:
+            extent = self._allocate(write.layout.size_bytes)
+            if extent is None:
+                for extent in extents:
+                    self._extents.free(extent)
+                if extents:  # the size was refused for want of the room that these had
+                    self._least_refused = refused_before
+                return None
+            extents.append(extent)
+        for write, extent in zip(wanted, extents, strict=True):  # not before: an extent slides to make room for others
+            extent.pins += 1
+            self._payloads[write.write_id] = Payload(extent, write.layout, *(write.num_rows,) * 3)
         return extents
 
     def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
@@ -374,22 +384,6 @@ class ExtentService:
             start, self.touch_until = self.touch_until, min(high_water + ahead, size_bytes)
             with contextlib.suppress(RuntimeError):  # no more threads are allowed: memory is ready when it is used
                 self._toucher = self.arena.touch_in_background(start, self.touch_until)
-
-    def _allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
-        extents: list[Extent] = []
-        refused_before = self._least_refused
-        for size_bytes in sizes:
-            extent = self._allocate(size_bytes)
-            if extent is None:
-                for extent in extents:
-                    self._extents.free(extent)
-                if extents:  # the size was refused for want of the room that these had
-                    self._least_refused = refused_before
-                return None
-            extents.append(extent)
-        for extent in extents:  # not before: an extent slides to make room for the others
-            extent.pins += 1
-        return extents
 
     def _allocate(self, size_bytes: int) -> Extent | None:
         extent = self._extents.allocate(size_bytes)

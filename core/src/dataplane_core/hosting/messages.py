@@ -124,14 +124,6 @@ class _Failure(msgspec.Struct, array_like=True):
     attributes: dict[str, Any]
 
 
-class _Kind(msgspec.Struct):
-    """A kind of request, and how it and its reply are read."""
-
-    number: int
-    request: Any
-    reply: Any
-
-
 def _reply_type(request: type[Any]) -> Any:
     """The type that a request is answered with: the argument of ``Request[...]`` or ``Command[...]``."""
     for cls in request.__mro__:
@@ -175,17 +167,19 @@ class Messages:
     """
 
     def __init__(self, *own: type[Request[Any]], errors: Iterable[type[DataPlaneError]] = ()) -> None:
-        self._kinds: dict[type[Any], _Kind] = {}
-        self._by_number: dict[int, _Kind] = {}
+        self._numbers: dict[type[Any], int] = {}
+        self._requests: dict[int, Any] = {}  # number -> what reads the request
+        self._replies: dict[type[Any], Any] = {}  # request -> what reads its reply
         for first, kinds in ((_WING, _OF_THE_WING), (_COMMANDS, commands.COMMANDS), (_OWN, own)):
             for number, request in enumerate(kinds, first):
-                kind = _Kind(number, _decoder(request), _decoder(_reply_type(request)))
-                self._kinds[request] = self._by_number[number] = kind
+                self._numbers[request] = number
+                self._requests[number] = _decoder(request)
+                self._replies[request] = _decoder(_reply_type(request))
         self._errors = {each.__name__: each for each in errors}
 
     def encode_request(self, request: Request[Any] | Command[Any]) -> bytes:
         """A request as it goes over a socket."""
-        return encode(request, bytes((self._kinds[type(request)].number,)))
+        return encode(request, bytes((self._numbers[type(request)],)))
 
     def decode_request(self, message: bytes) -> Any:
         """Reads a request.
@@ -194,9 +188,7 @@ class Messages:
             InvalidRequestError: It is no request, or its parts do not fit together.
         """
         try:
-            number, body = message[0], memoryview(message)[1:]
-            kind = self._by_number[number]
-            request = kind.request.decode(body)
+            request = self._requests[message[0]].decode(memoryview(message)[1:])
         except (*_UNREADABLE, KeyError) as error:
             raise errors.InvalidRequestError(f"a message is no request: {error}.") from error
         request.check()
@@ -223,7 +215,7 @@ class Messages:
         try:
             body = memoryview(message)[1:]
             if not message[0]:
-                reply: Reply = self._kinds[type(request)].reply.decode(body)
+                reply: Reply = self._replies[type(request)].decode(body)
                 return reply
             error = self._error(_failure_decoder.decode(body))
         except _UNREADABLE as cause:

@@ -48,6 +48,7 @@ from dataplane_core.hosting.session import (
     check_user,
     next_arrays,
     set_tcp_options,
+    take_bytes,
     take_message,
 )
 from dataplane_core.ledger import Command, LedgerService, commands
@@ -585,15 +586,8 @@ class Server:
     def _begin_receiving(self, connection: _Connection, receiving: Receiving) -> None:
         connection.receiving = receiving
         connection.arrays = _views(receiving.into)
-        came = memoryview(bytes(connection.received))  # with the request
-        connection.received.clear()
-        while came and connection.arrays:
-            target = connection.arrays[0]
-            count = min(len(came), len(target))
-            target[:count] = came[:count]
-            came = came[count:]
-            advance(connection.arrays, count)
-        if came:
+        take_bytes(connection.received, connection.arrays)
+        if connection.received:  # more than the request says
             raise EOFError
         self._end_receiving(connection, receiving)
 

@@ -92,6 +92,15 @@ def advance(arrays: deque[memoryview], count: int) -> None:
         count -= len(first)
 
 
+def take_bytes(received: bytearray, arrays: deque[memoryview]) -> None:
+    """Moves what came with a message into the arrays that follow it."""
+    while received and arrays:
+        count = min(len(received), len(arrays[0]))
+        arrays[0][:count] = received[:count]
+        del received[:count]
+        advance(arrays, count)
+
+
 def check_user(channel: socket.socket) -> None:
     """Raises `PermissionError` if at the other end of a Unix socket is a process of another user."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -544,17 +553,13 @@ class _Line:
 
     def fill(self, array: Bytes) -> None:
         """Fills an array with the bytes that follow."""
-        target = array.data
-        count = min(len(target), len(self._received))
-        if count:
-            target[:count] = self._received[:count]
-            del self._received[:count]
-            target = target[count:]
-        while target:
-            count = self._move(partial(self._channel.recv_into, target))
+        left = deque([array.data] if len(array) else [])
+        take_bytes(self._received, left)
+        while left:
+            count = self._move(partial(self._channel.recv_into, left[0]))
             if not count:
                 raise EOFError("the connection was closed")
-            target = target[count:]
+            advance(left, count)
 
     def _move(self, act: Callable[[], _Moved]) -> _Moved:
         while True:

@@ -78,7 +78,7 @@ def put_get(
 
 @case
 def wire(
-    stores: tuple[str, ...] = ("TCP", "TCP x 4", "Unix", "Unix x 4", "tq_simple wire", "redis_store"), rounds: int = 11
+    stores: tuple[str, ...] = ("Unix", "Unix x 4", "TCP", "TCP x 4", "redis_store", "tq_simple wire"), rounds: int = 11
 ) -> Iterator[Table]:
     """What connections of this host's loopback carry of batch B, beside what backends over a socket make of them."""
     ((head, medians),) = measured(stores, ["B"], rounds).items()

@@ -1,4 +1,4 @@
-"""Rows of 1 GiB, many readers of a batch, single columns, equal cells, and claims out of many rows."""
+"""Rows of 1 GiB, many readers of a batch, the cost of a row, and claims out of many rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import statistics
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch
 
 from benchmarks import bench
 from benchmarks.bench import Processes, Step, Steps, Table, case, client_steps, medians_ms, random_rows
-from dataplane_core import DataPlaneClient, connect
-from dataplane_testkit import backend_of
+from dataplane_core import connect
 
 COPY = "copy"
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 # --- large rows -------------------------------------------------------------------------------------------------------
 
@@ -126,93 +124,28 @@ def readers(
     yield Table("readers", [f"{readers} readers", "ms", "times the copies"], rows)
 
 
-# --- columns and cells ------------------------------------------------------------------------------------------------
-
-
-def row_costs(client: DataPlaneClient, rounds: int) -> tuple[float, ...]:
-    """How many KiB a put and a get move in the time that one more row takes."""
-    small, large = random_rows(4000, 512), random_rows(256, MIB // 4)
-    batches = {"small": small, "half": small[:2000], "large": large, "few": large[:64]}
-    took = medians_ms(
-        {name: client_steps(client, {"x": rows}, f"cost-{name}") for name, rows in batches.items()}, rounds
-    )
-    costs = []
-    for small_ms, half_ms, large_ms, few_ms in zip(*took.values(), strict=True):
-        kib_ms = (large_ms - few_ms) / (192 * MIB // 4 / KIB)
-        costs.append((small_ms - half_ms) / 2000 / kib_ms - 0.5)
-    return tuple(costs)
-
-
-def slowest_field(client: DataPlaneClient, rounds: int) -> float:
-    """Of reads of one field of ten, each relative to a store that holds nothing else, the slowest."""
-    fields = {f"{size} KB": random_rows(64, size * KIB) for size in (4, 8, 12, 16, 24, 32, 1024)}
-    fields |= {f"scalar {number}": torch.arange(64) for number in range(3)}
-    ids = [f"s{i}" for i in range(64)]
-    client.register_partition("all", list(fields), None, ["train"])
-    client.put_samples(ids, "all", fields)
-    ratios = []
-    for name, column in fields.items():
-        client.register_partition("one", [name], None, ["train"])
-        client.put_samples(ids, "one", {name: column})
-        reads: dict[str, Steps] = {
-            partition: (lambda partition=partition: client.get_samples(ids, partition, [name]), lambda: None)  # noqa: B023
-            for partition in ("all", "one")
-        }
-        (from_all,), (alone,) = medians_ms(reads, 2 * rounds).values()
-        ratios.append(from_all / alone)
-    for partition in ("all", "one"):
-        client.clear_samples(None, partition)
-    return max(ratios)
-
-
-def equal_cells(client: DataPlaneClient, rounds: int) -> dict[str, tuple[float, ...]]:
-    """Puts and gets of groups of 16 samples with one image of 1 MB, relative to as many images of one sample each."""
-    images = random_rows(64, MIB)
-    batches: dict[str, Any] = {
-        "one": {"image": list(images)},
-        "groups whose rows are the same tensor: put, get": {"image": [images[i // 16] for i in range(1024)]},
-        "groups of equal bytes, 16 times in memory: put, get": {"image": images.repeat_interleave(16, 0)},
-    }
-    steps = {
-        name: client_steps(client, rows, name.partition(":")[0], share_rows=True) for name, rows in batches.items()
-    }
-    took = medians_ms(steps, rounds)
-    one = took.pop("one")
-    ratios = {name: tuple(a / b for a, b in zip(ms, one, strict=True)) for name, ms in took.items()}
-    put, _, clear = steps["one"]
-    connection = client._connection
-    looks = connection.wire
-
-    def put_without() -> None:
-        connection.wire = replace(looks, shared_rows=False)
-        put()
-        connection.wire = looks
-
-    (looked,), (not_looked,) = medians_ms({"looked": (put, clear), "not": (put_without, clear)}, rounds).values()
-    return {**ratios, "no equal cells: a put that looks for them": (looked / not_looked,)}
+# --- the cost of a row, and claims out of many ------------------------------------------------------------------------
 
 
 @case
-def columns(
-    backends: tuple[str, ...] = ("noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"), rounds: int = 15
-) -> Iterator[Table]:
-    """Reads of single columns, equal cells that are stored once, and what a stored row costs beside its bytes.
+def row_cost(backends: tuple[str, ...] = ("redis_store", "tq_mooncake"), rounds: int = 15) -> Iterator[Table]:
+    """What a stored row costs beside its bytes: the KiB that a put and a get move in the time that one more row takes.
 
-    Single columns: 64 samples with six fields of 4 to 32 KB per cell, one of 1 MB and three scalars, each read alone.
-    Equal cells: 64 groups of 16 samples with one image of 1 MB, read with ``share_rows``. The cost of a row is given as
-    the KiB that move in the same time (`row_cost_bytes` of a backend), not for those that address cells.
+    It is the `row_cost_bytes` of a backend. From puts and gets of thousands of small rows, and of a few large ones.
     """
-    by_backend: list[dict[str, Any]] = []
-    for name in backends:
-        torch.manual_seed(0)
-        with connect(bench.config_of(name)) as client:
-            ratios: dict[str, Any] = {"slowest read of one field, relative to a store with only this field": 0.0}
-            ratios = dict.fromkeys(ratios, slowest_field(client, rounds)) | equal_cells(client, rounds)
-            by_cell = getattr(backend_of(client), "row_cost_bytes", None) is None
-            ratios["a row costs, KiB: put, get"] = "" if by_cell else row_costs(client, rounds)
-            by_backend.append(ratios)
-    rows = [[what, *(ratios[what] for ratios in by_backend)] for what in by_backend[0]]
-    yield Table("columns", ["", *backends], rows)
+    small, large = random_rows(4000, 512), random_rows(256, MIB // 4)
+    batches = {"small": small, "half": small[:2000], "large": large, "few": large[:64]}
+    rows = []
+    for backend in backends:
+        with connect(bench.config_of(backend)) as client:
+            steps = {name: client_steps(client, {"x": batch}, name) for name, batch in batches.items()}
+            took = medians_ms(steps, rounds)
+        costs = []
+        for small_ms, half_ms, large_ms, few_ms in zip(*took.values(), strict=True):
+            kib_ms = (large_ms - few_ms) / (192 * 256)
+            costs.append((small_ms - half_ms) / 2000 / kib_ms - 0.5)
+        rows.append([backend, *costs])
+    yield Table("row-cost", ["a row costs", "of a put, KiB", "of a get, KiB"], rows)
 
 
 @case

@@ -532,7 +532,7 @@ def writes_of(
         columns: The columns of the put, encoded. `SharedRows` are always apart.
         num_samples: N.
         row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
-            ``python -m benchmarks columns`` prints it. None: only `SharedRows` are apart.
+            ``python -m benchmarks row-cost`` prints it. None: only `SharedRows` are apart.
 
     Raises:
         BackendError: Shared rows do not give each sample a row, or have rows that no sample has.

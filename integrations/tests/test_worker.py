@@ -224,8 +224,8 @@ def test_a_result_may_be_any_mapping_and_carry_a_graph(worker, write_rows, clien
         ([torch.ones(2, 2)], InvalidTypeError, "returned list.*Expected a mapping"),
         ({"logits": torch.ones(2, 2)}, InvalidRequestError, "no key 'logprobs'. Found: 'logits'"),
         ({"logprobs": [[0.0]]}, InvalidTypeError, "'logprobs' is list. Expected a tensor of 2 rows"),
-        ({"logprobs": torch.ones(3, 2)}, InvalidRequestError, r"shape \(3, 2\). Expected a batch size of 2"),
-        ({"logprobs": torch.tensor(1.0)}, InvalidRequestError, r"shape \(\). Expected a batch size of 2"),
+        ({"logprobs": torch.ones(3, 2)}, InvalidRequestError, "'prev_logprobs' has 3 rows. Expected 2"),
+        ({"logprobs": torch.tensor(1.0)}, InvalidRequestError, "'prev_logprobs' has 0 rows. Expected 2"),
     ],
 )
 def test_a_wrong_result_is_refused(worker, write_rows, result, error, message):

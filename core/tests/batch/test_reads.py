@@ -179,7 +179,7 @@ def test_a_value_per_sample_passes_under_the_name_of_a_token_column(client, meta
 REFUSED = [
     (BARE, torch.ones(4, 5), InvalidRequestError, "name 'x', but the meta has no sequence_lengths"),
     ({}, torch.ones(4, 4), InvalidRequestError, r"write_columns\('train', 4 samples\) refused: field 'x'.*length 5"),
-    ({}, torch.ones(2, 5), InvalidRequestError, r"field 'x': 4 lengths for 2 rows"),
+    ({}, torch.ones(2, 5), InvalidRequestError, r"field 'x' has 2 rows. Expected 4"),
     ({}, "text", InvalidTypeError, "non-tensor"),
 ]
 

@@ -135,6 +135,12 @@ def find_cut(
     if not lengths:
         return named if lengths is None else [], None
     counts = np.asarray(lengths, dtype=np.int64)
+    for name, column in columns.items():
+        rows = len(counts)
+        if isinstance(column, torch.Tensor):
+            rows = column.size(0) if column.dim() else 0
+        if rows != len(counts):
+            raise InvalidRequestError(f"{where} refused: field '{name}' has {rows} rows. Expected {len(counts)}.")
     starts = _starts_of_mask(where, columns.get(ATTENTION_MASK_FIELD), counts)
     if starts is None and began is not None:
         starts = np.asarray(began, dtype=np.int64)

@@ -462,12 +462,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 f"write-back of '{tq_field}' refused: '{result_key}' is {type(column).__name__}. Expected a tensor of "
                 f"{meta.size} rows."
             )
-        if column.dim() == 0 or column.shape[0] != meta.size:
-            raise InvalidRequestError(
-                f"write-back of '{tq_field}' refused: '{result_key}' has shape {tuple(column.shape)}. Expected a batch "
-                f"size of {meta.size}, one row per sample id of the meta."
-            )
-        self._write_back(meta, {tq_field: column.detach()})
+        self._write_back(meta, {tq_field: column})
 
     # --- entry points for the driver ----------------------------------------------------------------------------------
 

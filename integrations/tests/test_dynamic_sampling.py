@@ -130,7 +130,7 @@ def test_a_refused_generation_leaves_the_store_as_it_was(client, generate):
         (second.slice(0, 3), "group 'r1p1' has 1 rows, 1 of them different. Expected whole groups of 2"),
         (second.subset([0, 0, 2, 3]), "group 'r1p0' has 2 rows, 1 of them different"),
         (first.slice(0, 2), "'r0p0_g0', 'r0p0_g1' came in an earlier generation"),
-        (elsewhere, "'other': the rows held are in 'train'"),
+        (elsewhere, "partition_ids must match, got 'train' and 'other'"),
         (untagged, "tag 'reward' is None"),
         (nan, "tag 'reward' is nan"),
         (no_group, "'x' holds no '_g'"),

@@ -278,13 +278,7 @@ class DynamicSampling:
                 f"{where}: {meta.size} rows {'without' if meta.tags is None else 'with'} tags. Expected at least one "
                 "row, and tags to decide on: stamp them with meta.stamp_tags({...})."
             )
-        if self._held is None:
-            return
-        if meta.partition_id != self._held.partition_id:
-            raise InvalidRequestError(
-                f"{where}: the rows held are in '{self._held.partition_id}'. Expected one partition for a step."
-            )
-        held = set(self._held.sample_ids)
+        held = set() if self._held is None else set(self._held.sample_ids)
         twice = [sample_id for sample_id in meta.sample_ids if sample_id in held]
         if twice:
             raise InvalidRequestError(
@@ -296,13 +290,7 @@ class DynamicSampling:
         """The rows of each group, in the order of their first rows."""
         groups: dict[str, list[int]] = {}
         for row, sample_id in enumerate(meta.sample_ids):
-            try:
-                group = group_of(sample_id)
-            except InvalidRequestError:
-                raise InvalidRequestError(
-                    f"dynamic sampling refused: sample id '{sample_id}' holds no '_g'. Expected ids of mint_sample_ids."
-                ) from None
-            groups.setdefault(group, []).append(row)
+            groups.setdefault(group_of(sample_id), []).append(row)
         for name, rows in groups.items():
             different = len({meta.sample_ids[row] for row in rows})
             if not len(rows) == different == self.group_size:

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.batch import kv_first_write
@@ -213,13 +212,11 @@ class Collector:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self.stop()
         except DataPlaneError:
-            if error is None:  # else report the error of the block
+            if error[0] is None:  # else report the error of the block
                 raise
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -479,10 +476,8 @@ class AsyncCollector:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self._collector.__exit__, kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self._collector.__exit__, *error)
 
     def _run(self, reservations: Sequence[Reservation]) -> Any:
         """Runs one coroutine in the event loop, from a thread of the collector."""

@@ -28,8 +28,6 @@ from dataplane_core.codec import narrowed, widened
 from dataplane_core.errors import InvalidTypeError
 from dataplane_integrations.errors import ReplicaLeaderError, noted_on
 
-#: Group rank of the leader: 0 on every replicated axis.
-_LEADER: Final = 0
 #: Large enough that the time of a broadcast is that of its bytes, small beside a batch.
 _BUCKET_BYTES: Final = 4 << 20
 
@@ -48,16 +46,7 @@ class _TensorInfo:
         return math.prod(self.shape) * self.sent_as.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class _Descriptor:
-    """The object that the first phase broadcasts."""
-
-    #: The value by `_Pickler`.
-    pickled: bytes
-    tensors: list[_TensorInfo]
-
-
-def broadcast_from_leader(produce: Callable[[], _T], *, group: dist.ProcessGroup, leader: int = _LEADER) -> _T:
+def broadcast_from_leader(produce: Callable[[], _T], *, group: dist.ProcessGroup, leader: int = 0) -> _T:
     """The leader makes a value, and every rank of the group gets it. Collective over ``group``.
 
     The siblings block until the leader is done, or until the group's timeout. That timeout must be longer than the data
@@ -107,18 +96,17 @@ def _send(produce: Callable[[], _T], group: dist.ProcessGroup) -> _T:
         pickled = io.BytesIO()
         pickler = _Pickler(pickled)
         pickler.dump(value)
-        sent = [_narrowed(tensor.contiguous()) for tensor in pickler.tensors]
-        infos = [
-            _TensorInfo(tensor.dtype, each.dtype, tuple(tensor.shape), tensor.device.type)
-            for tensor, each in zip(pickler.tensors, sent, strict=True)
-        ]
-        contents = [_as_bytes(each) for each in sent]
+        infos, contents = [], []
+        for tensor in pickler.tensors:
+            sent = narrowed(tensor.contiguous()) if tensor.device.type == "cpu" else tensor.contiguous()
+            infos.append(_TensorInfo(tensor.dtype, sent.dtype, tuple(tensor.shape), tensor.device.type))
+            contents.append(sent.reshape(-1).view(torch.uint8))  # shares its memory
         buckets = _buckets(contents, group)
     except BaseException as error:
         _send_failure(error, group)
         raise
     own_rank = dist.get_rank(group)
-    _broadcast_object(_Descriptor(pickled.getvalue(), infos), group, own_rank)
+    _broadcast_object((pickled.getvalue(), infos), group, own_rank)
     _broadcast_buckets(buckets, group, own_rank, receive=False)
     return value
 
@@ -182,14 +170,16 @@ def _receive(group: dist.ProcessGroup, leader: int) -> Any:
     if isinstance(descriptor, ReplicaLeaderError):
         descriptor.message = f"no batch for rank {dist.get_rank()}: {descriptor.message}"
         raise descriptor
-    infos: list[_TensorInfo] = descriptor.tensors
+    pickled: bytes
+    infos: list[_TensorInfo]
+    pickled, infos = descriptor
     contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]
     _broadcast_buckets(_buckets(contents, group), group, leader, receive=True)
     tensors = [
         widened(content.view(info.sent_as).reshape(info.shape), info.dtype)
         for content, info in zip(contents, infos, strict=True)
     ]
-    return _Unpickler(descriptor.pickled, tensors).load()
+    return _Unpickler(pickled, tensors).load()
 
 
 @contextlib.contextmanager
@@ -275,15 +265,6 @@ def _broadcast_buckets(buckets: Sequence[_Bucket], group: dist.ProcessGroup, lea
         if receive:
             for place, part in zip(places, parts, strict=False):
                 part.copy_(place)
-
-
-def _narrowed(tensor: Tensor) -> Tensor:
-    return narrowed(tensor) if tensor.device.type == "cpu" else tensor
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, flat; shares its memory."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _own_device(kind: str) -> torch.device:

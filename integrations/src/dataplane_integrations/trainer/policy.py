@@ -11,7 +11,6 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
@@ -481,9 +480,7 @@ class DataPlanePolicy:
     def __enter__(self) -> DataPlanePolicy:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------

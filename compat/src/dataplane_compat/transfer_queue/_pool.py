@@ -9,7 +9,7 @@ import asyncio
 import functools
 import os
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -37,13 +37,17 @@ def end_threads() -> None:
         pool.shutdown()
 
 
+def submit(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    """Runs a call that writes no columns."""
+    return _pools["call"].submit(call, *args, **kwargs)
+
+
 def in_threads(call: Callable[P, R], pool: str = "call") -> Callable[P, Coroutine[Any, Any, R]]:
     """The asyncio form of a call. Calls that write columns belong in the pool ``put``."""
 
     @functools.wraps(call)
     async def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_pools[pool], functools.partial(call, *args, **kwargs))
+        return await asyncio.wrap_future(_pools[pool].submit(call, *args, **kwargs))
 
     run.__name__ = f"async_{call.__name__}"
     run.__qualname__ = run.__qualname__.replace(call.__name__, run.__name__)

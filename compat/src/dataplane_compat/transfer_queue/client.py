@@ -9,6 +9,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -34,7 +36,7 @@ from dataplane_compat.transfer_queue._indexes import (
     is_number,
     number_of,
 )
-from dataplane_compat.transfer_queue._pool import in_threads
+from dataplane_compat.transfer_queue._pool import in_threads, submit
 from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
 from dataplane_compat.transfer_queue._shapes import forget_shapes
 from dataplane_compat.transfer_queue.metadata import BatchMeta
@@ -50,34 +52,6 @@ _WAIT_S: Final = 3600.0
 _LOOK_S: Final = 0.1
 
 _T = TypeVar("_T")
-
-
-class _Look:
-    """One look of `async_get_meta`. If that is cancelled meanwhile, the rows are kept for the next call."""
-
-    def __init__(self, client: TransferQueueClient, asked: Asked) -> None:
-        self._client = client
-        self._asked = asked
-        self._given: BatchMeta | None = None
-        self._given_up = False
-
-    def look(self) -> BatchMeta | None:
-        """Runs in a thread."""
-        given = self._client._look(self._asked)
-        with self._client._keeping:
-            self._given = given
-            self._keep()
-        return given
-
-    def give_up(self) -> None:
-        """Nobody waits for it any longer."""
-        with self._client._keeping:
-            self._given_up = True
-            self._keep()
-
-    def _keep(self) -> None:
-        if self._given_up and self._given is not None and self._given.size and self._asked.mode == "fetch":
-            self._client._kept.append((self._asked, self._given))
 
 
 class TransferQueueClient:
@@ -154,11 +128,11 @@ class TransferQueueClient:
         asked = Asked(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
         deadline = time.monotonic() + _WAIT_S
         while True:
-            look = _Look(self, asked)
+            look = submit(self._look, asked)
             try:
-                meta = await in_threads(look.look)()
+                meta = await asyncio.wrap_future(look)
             except asyncio.CancelledError:
-                look.give_up()
+                look.add_done_callback(partial(self._keep, asked))
                 raise
             if meta is not None:
                 return meta
@@ -278,6 +252,13 @@ class TransferQueueClient:
         self._drop_kept(lambda _, kept: not gone.isdisjoint(zip(kept.partition_ids, kept.global_indexes, strict=True)))
         for part in metadata.chunk_by_partition():
             self.store.clear_samples(self._ids(part), part.partition_ids[0])
+
+    def _keep(self, asked: Asked, look: Future[BatchMeta | None]) -> None:
+        """Keeps the rows that a cancelled call was given. Runs where the look ends, perhaps in its thread."""
+        meta = None if look.cancelled() or look.exception() is not None else look.result()
+        if meta is not None and meta.size and asked.mode == "fetch":
+            with self._keeping:
+                self._kept.append((asked, meta))
 
     def _drop_kept(self, gone: Callable[[Asked, BatchMeta], bool]) -> None:
         """Drops what cancelled calls were given, where that holds no longer."""

@@ -226,7 +226,6 @@ class WeightReader:
     def _newest(self, give_up: float) -> dict[str, Any] | None:
         """As `newest`. Also None if versions are dropped while they are read, until ``give_up`` (monotonic)."""
         tried: dict[int, dict[str, Any]] | None = None
-        again = True
         while True:
             held = _held(self._client, self._partition_id)
             newest = max(held, default=None)
@@ -237,18 +236,13 @@ class WeightReader:
                 weights = self._take(held, newest)
             except LostSamplesError:
                 raise
-            except MissingDataError:  # newer versions have come meanwhile
-                if held == tried:  # none have
+            except (MissingDataError, CorruptDataError):
+                # rows were dropped or replaced meanwhile; or the base is of another run, and reading the anchor helps
+                if held == tried:
                     raise
                 if time.monotonic() >= give_up:
                     return None
                 tried = held
-                continue
-            except CorruptDataError:
-                # the row was replaced while it was read, or its base is of another run; then its anchor helps
-                if not again:
-                    raise
-                again = False
                 continue
             self.version, self._epoch = newest, epoch
             return weights

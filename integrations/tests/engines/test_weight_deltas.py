@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from tiers import in_long
 
 from dataplane_core import connect
-from dataplane_core.codec import ALL_DTYPES
+from dataplane_core.codec import ALL_DTYPES, DTYPE_CODES
 from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
@@ -222,7 +222,7 @@ def test_an_anchor_or_a_delta_that_was_dropped(noop, gone):
 _BITS = [0x7FC0, 0x7FC1, 0xFFC1, 0x8000, 0x0000, 0x7F80, 0x0001]
 _ODD = [torch.tensor((_BITS[at:] + _BITS[:at]) * 500, dtype=torch.uint16).view(torch.bfloat16) for at in range(7)]
 _NOISE = [{"w": torch.randint(0, 256, (10_000,), dtype=torch.uint8)} for _ in range(3)]
-_TIED = torch.randn(500)
+_TIED, _OTHER = torch.randn(500), torch.randn(500)
 
 
 def changed(**others):
@@ -238,6 +238,7 @@ SEQUENCES = {
     "no tensor": ([{"extra": version} for version in range(3)], {2: 2}),
     "names in another order": ([model(0), dict(reversed(model(1).items())), model(2)], {2: 0}),
     "no longer tied": ([{"a": _TIED, "b": each} for each in (_TIED, _TIED, _TIED.clone(), _TIED + 1)], {2: 2, 3: 2}),
+    "tied to another": ([{"a": _TIED, "b": _OTHER, "c": each} for each in (_TIED, _OTHER, _OTHER)], {1: 1, 2: 1}),
     "a delta that is not smaller": (_NOISE, {1: 1, 2: 2}),
     "another dtype": (changed(all=torch.zeros(3, 5, dtype=torch.float64)), {1: 1, 2: 1}),
     "another shape": (changed(all=torch.zeros(5, 3)), {1: 1, 2: 1}),
@@ -287,6 +288,13 @@ def test_a_trainer_that_begins_again_with_and_without_opening():
                 assert_same(waiting.result(STARTS_S), model(version + 20))
         publish_weights(client, 6, model(6), delta=True)
         assert rows(client)[6] == 6
+
+
+def test_a_version_that_is_published_again_is_an_anchor(noop):
+    for version in (0, 1, 1):
+        publish_weights(noop, version, model(version), delta=True)
+    assert rows(noop) == {0: 0, 1: 1}
+    assert_same(WeightReader(noop, "late").newest(), model(1))
 
 
 @pytest.mark.parametrize("kind", ["delta", "whole", "whole over it"])
@@ -388,6 +396,14 @@ def test_a_damaged_version_is_never_given_as_weights(noop, which, damage):
         reader.newest()
     publish_weights(noop, 3, model(3), delta=True, anchor_every=3)
     assert_same(reader.newest(), model(3))
+
+
+def test_shapes_of_more_bytes_than_there_are_and_as_many_fewer_are_refused():
+    code = DTYPE_CODES[torch.uint8]
+    header = {"base": None, "digest": b"", "objects": {}, "tied": {}, "cells": ["weight_bytes"]}
+    header["forms"] = {"w": [code, [1 << 50]], "x": [code, [4 - (1 << 50)]]}
+    with pytest.raises(CorruptDataError, match="a shape that is none"):
+        _packed_weights.read_version(None, 0, {"weight_header": header, "weight_bytes": np.zeros(4, np.uint8)})
 
 
 @pytest.mark.parametrize("options", [{}, {"delta": True, "anchor_every": 3}], ids=["whole", "deltas"])

@@ -210,7 +210,7 @@ def test_groups_of_lost_rows_are_left_out_of_the_step_and_generated_again(
     ((_, trained),) = worker.seen
     assert trained["input_ids"][:, 0].tolist() == [second.prompt] * 2
     buffer.consume(meta)  # what is left of it
-    assert (buffer.counts.trained, buffer.counts.lost) == (1, 1)
+    assert (buffer.counts.committed, buffer.counts.trained, buffer.counts.lost) == (2, 1, 1)
     assert client.list_samples("replay").size == 0
     with pytest.raises(InvalidRequestError, match="not in training"):
         buffer.consume(meta)
@@ -287,6 +287,7 @@ def test_discarded_groups_are_cleared_and_do_not_count_as_trained(make_buffer: M
     buffer.discard(meta.subset([1]))  # any row of a group names it
     assert held() == ["v0_p1_g0", "v0_p1_g1", "v0_p2_g0", "v0_p2_g1", "v0_p3_g0", "v0_p3_g1"]
     assert (buffer.counts.trained, buffer.counts.discarded, buffer.view().trained_since) == (0, 1, 0)
+    assert buffer.counts.committed == 4
     assert len(buffer.reserve(1, timeout_s=0)) == 1
 
 

@@ -55,7 +55,9 @@ def text_of(cell: Cell) -> str:
         return cell
     if isinstance(cell, tuple):
         return " / ".join(map(text_of, cell))
-    return f"{cell:,.{0 if isinstance(cell, int) or abs(cell) >= 1000 else 1 if abs(cell) >= 20 else 2}f}"
+    if isinstance(cell, int) or abs(cell) >= 1000:
+        return f"{cell:,.0f}"
+    return f"{cell:.1f}" if abs(cell) >= 20 else f"{cell:.2f}"
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------

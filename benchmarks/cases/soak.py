@@ -22,6 +22,7 @@ from benchmarks import bench
 from benchmarks.bench import Processes, Table, case
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.errors import DataPlaneError
+from dataplane_core.middleware import EventMiddleware, OperationEvent
 from dataplane_testkit import backend_of
 
 WORKERS = 3
@@ -30,6 +31,7 @@ KILL_EVERY = 4
 #: Samples are cleared after so many seconds, whoever has them: those of killed processes, consumed and not cleared.
 OLD_S = 8.0
 WARM_UP = 1 / 3
+OPERATIONS = ("put_samples", "claim", "get_samples", "ack", "clear_samples")
 #: First word of a series -> how much its line may rise from the warm-up to the end: a share of its mean, an amount.
 ALLOWED = {
     "memory": (0.05, 6.0),
@@ -78,21 +80,25 @@ def _worker(number: int, config: dict[str, Any]) -> Generator[Any, Any, None]:
         yield counts[0]
 
 
-class Latencies:
-    """The mean milliseconds of each operation since the last look, of a client with the metrics middleware."""
+class Latencies(EventMiddleware):
+    """The milliseconds of each operation since the last look, over all threads of a client."""
 
-    def __init__(self, client: DataPlaneClient) -> None:
-        self._client, self._before = client, dict[str, tuple[int, float]]()
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[str, float]] = []
+
+    def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
+        """Keeps those of the load, not of what looks at it."""
+        if event.op in OPERATIONS:
+            self._events.append((event.op, event.wall_ms))
 
     def take(self) -> dict[str, float]:
-        """What is noted, and begins again."""
-        means = {}
-        for name, counts in self._client.middleware[0].snapshot()["operations"].items():
-            calls, wall_ms = self._before.get(name, (0, 0.0))
-            self._before[name] = counts["calls"], counts["wall_ms"]
-            if name != "register_partition" and counts["calls"] > calls:
-                means[f"latency of {name}, ms"] = (counts["wall_ms"] - wall_ms) / (counts["calls"] - calls)
-        return means
+        """The median of each operation; begins again."""
+        events, self._events = self._events, []
+        by_operation: dict[str, list[float]] = {}
+        for operation, ms in events:
+            by_operation.setdefault(operation, []).append(ms)
+        return {f"latency of {name}, ms": statistics.median(values) for name, values in by_operation.items()}
 
 
 def total(processes: list[psutil.Process], what: Callable[[psutil.Process], int]) -> int:
@@ -129,10 +135,10 @@ def soaked(name: str, seconds: float) -> tuple[dict[str, list[tuple[float, float
     """Runs the load on a backend. Returns each series, (seconds since the start, value), and each process's cycles."""
     config = bench.config_of(name)
     series: dict[str, list[tuple[float, float]]] = {}
-    cycles, ended, workers = list[int](), threading.Event(), None
+    latencies, cycles, ended, workers = Latencies(), list[int](), threading.Event(), None
     before = set(psutil.Process().children(recursive=True))
     with ExitStack() as stack:
-        client = stack.enter_context(connect({**config, "middleware": ["metrics"]}))
+        client = stack.enter_context(connect({**config, "middleware": [latencies]}))
         store = [process for process in psutil.Process().children(recursive=True) if process not in before]
         store = [process for process in store if process.name() != "sh"]  # watchers, which end what outlives its owner
         client.register_partition("p", ["x", "y"], None, ["t"])
@@ -142,7 +148,7 @@ def soaked(name: str, seconds: float) -> tuple[dict[str, list[tuple[float, float
             pool.submit(work, client, seed, ended, [0])
         if name != "noop":
             workers = stack.enter_context(Processes(_worker, WORKERS, bench.attaching(client, config)))
-        latencies, start = Latencies(client), time.monotonic()
+        start = time.monotonic()
         for second in itertools.count(1):
             now = time.monotonic()
             if now >= start + seconds:
@@ -176,7 +182,7 @@ def soak(
 
     Three processes and a thread of this one put, claim with leases, read, ack or nack, and clear; every few seconds a
     process is killed and another one takes its place. (noop lives in one process: there, threads do this, and none is
-    killed.) Once a second sizes and mean latencies are noted. After a warm-up of a third of the time, a line is
+    killed.) Once a second sizes and median latencies are noted. After a warm-up of a third of the time, a line is
     fitted to each series, such that single peaks count little. The run fails if one rises by more than `ALLOWED` says,
     or if fewer than half of the processes worked.
     """

@@ -57,6 +57,11 @@ def start_waiting(client: DataPlaneClient, kind: str, numbers: range) -> None:
         threading.Thread(target=wait, args=(number,), daemon=True).start()
 
 
+def end_puts_soon(client: DataPlaneClient) -> None:
+    """Lets puts that wait end within a second: closing waits for them."""
+    client._connection.config = client.config.model_copy(update={"op_timeout_s": 1.0})
+
+
 def _waiting(number: int, config: dict[str, Any], kind: str, count: int) -> Generator[Any, Any, None]:
     start_waiting(connect(config, bootstrap=False), kind, range(number, count, NUM_PROCESSES))
     yield "started"
@@ -117,10 +122,7 @@ def waiting(
                 alone = others_ms(client, kind, seconds)
                 if backend == "noop":
                     start_waiting(client, kind, range(clients))
-                    shorter = {"update": {"op_timeout_s": 1.0}}  # its puts wait on, and closing waits for them
-                    stack.callback(
-                        lambda c=client, s=shorter: setattr(c._connection, "config", c.config.model_copy(**s))
-                    )
+                    stack.callback(end_puts_soon, client)
                 else:
                     arguments = (_waiting, NUM_PROCESSES, bench.attaching(client, config), kind, clients)
                     stack.enter_context(Processes(*arguments))

@@ -135,7 +135,7 @@ def test_a_close_in_the_middle_of_the_store_is_done_after_it(config, ends):
     closed = []
 
     def close_once():
-        if client._connection.entrance.is_below and not closed and client._connection.handed == {}:
+        if client._connection._is_inside and not closed and client._connection.handed == {}:
             closed.append(client.close())
             assert client._connection.to_stop
             if ends is not None:

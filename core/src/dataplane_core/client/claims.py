@@ -54,7 +54,8 @@ def checked_claim(
     """The request of a claim, from the arguments of `claim_meta`, checked."""
     connection.require(Capability.CLAIMS, "claim_meta")
     checked_as("claim_meta: timeout_s", Seconds, timeout_s)
-    request = checked("claim_meta", ClaimRequest, tag_filter=check_tag_filter(tag_filter), **claim)
+    condition = None if tag_filter is None else check_tag_filter(tag_filter)
+    request = checked("claim_meta", ClaimRequest, tag_filter=condition, **claim)
     request.required_fields = list(dict.fromkeys(request.required_fields))
     request.strict = connection.config.strict_fields
     if connection.config.open_partitions:
@@ -159,7 +160,7 @@ def claiming(
     finally:
         connection.work.end_claim(work, request)
         if request.wake is not None and not claim.answered:  # else nobody keeps it
-            connection.entrance.enter("claim_meta", request.wake.end)
+            connection.enter("claim_meta", request.wake.end)
     return claimed(connection, request, claim), claim
 
 

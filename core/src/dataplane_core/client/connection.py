@@ -152,55 +152,6 @@ class Waiters:
         self.wake()
 
 
-class Entrance:
-    """The way into the backend of one client.
-
-    A signal handler, a logging handler or a ``__del__`` may come between any two lines of a backend, and would then
-    wait for ever for a lock that its own thread has.
-    """
-
-    def __init__(self) -> None:
-        self._inside: set[int] = set()  # ids of threads
-
-    @property
-    def is_below(self) -> bool:
-        """Whether this thread is in the middle of a call of the backend."""
-        return threading.get_ident() in self._inside
-
-    def guard(self, manager: pluggy.PluginManager, backend: Backend) -> None:
-        """Registers the operations of a backend, as the innermost hooks, so that they are called through this."""
-        operations = {
-            name: self._guarded(name, getattr(backend, name)) for name in OPERATIONS if hasattr(backend, name)
-        }
-        manager.register(SimpleNamespace(**operations), name=f"backend {backend.name}")
-
-    def _guarded(self, name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
-        def hook(request: Any) -> _R:
-            return self.enter(name, operation, request)
-
-        return hookimpl(hook)
-
-    def enter(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
-        """Calls a part of the backend.
-
-        Raises:
-            UnsupportedOperationError: This thread is in the middle of another one.
-        """
-        this = threading.get_ident()
-        if this in self._inside:
-            raise UnsupportedOperationError(
-                f"{what} refused: it was called in the middle of another call of the same client and thread, which a "
-                "signal handler, a logging handler or a '__del__' has interrupted. Nothing was done.",
-                hint="Let the handler note what it wants, and do it when the other call has ended; or give it a client "
-                "of its own.",
-            )
-        try:
-            self._inside.add(this)
-            return function(*args)
-        finally:
-            self._inside.discard(this)
-
-
 class Connection:
     """A started backend with its middleware, and what runs on it now. Safe for threads.
 
@@ -225,7 +176,7 @@ class Connection:
         self.streams: WeakSet[Any] = WeakSet()  # those of `stream`
         self.closed = False
         self.pid = os.getpid()
-        self.entrance = Entrance()
+        self._inside: set[int] = set()  # ids of threads that are in the middle of a call of the backend
         self.closes_after: int | None = None  # the thread whose operation closes the client when it ends
         self.calls: set[RunningCall] = set()
         self.work = WorkLog()
@@ -251,7 +202,7 @@ class Connection:
     ) -> Self:
         """Starts the backend and the middleware."""
         connection = cls(config, backend, manager.hook, bootstrap)
-        connection.entrance.guard(manager, backend)
+        connection._register(manager)
         context = MiddlewareContext(
             backend=config.backend,
             wire=connection.wire,
@@ -312,7 +263,7 @@ class Connection:
             return  # the store's own processes end with this one
         self.closed = True  # if it is interrupted while it waits, it can be repeated
         self.waiters.close()
-        if self.entrance.is_below:
+        if self._is_inside:
             self.closes_after = threading.get_ident()
             return
         with self._close_lock:
@@ -372,6 +323,49 @@ class Connection:
                 f"close: {type(errors[0]).__name__}: {errors[0]}", backend=self.config.backend
             ) from errors[0]
 
+    # --- the way into the backend -------------------------------------------------------------------------------------
+
+    def _register(self, manager: pluggy.PluginManager) -> None:
+        """Registers the operations of the backend, as the innermost hooks, so that they are called by `enter`."""
+
+        def entered(name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
+            def hook(request: Any) -> _R:
+                return self.enter(name, operation, request)
+
+            return hookimpl(hook)
+
+        operations = {name: getattr(self.backend, name, None) for name in OPERATIONS}
+        hooks = {name: entered(name, operation) for name, operation in operations.items() if operation is not None}
+        manager.register(SimpleNamespace(**hooks), name=f"backend {self.backend.name}")
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this thread is in the middle of a call of the backend."""
+        return threading.get_ident() in self._inside
+
+    def enter(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
+        """Calls a part of the backend.
+
+        A signal handler, a logging handler or a ``__del__`` may come between any two lines of a backend, and would then
+        wait for ever for a lock that its own thread has.
+
+        Raises:
+            UnsupportedOperationError: This thread is in the middle of another one.
+        """
+        this = threading.get_ident()
+        if this in self._inside:
+            raise UnsupportedOperationError(
+                f"{what} refused: it was called in the middle of another call of the same client and thread, which a "
+                "signal handler, a logging handler or a '__del__' has interrupted. Nothing was done.",
+                hint="Let the handler note what it wants, and do it when the other call has ended; or give it a client "
+                "of its own.",
+            )
+        try:
+            self._inside.add(this)
+            return function(*args)
+        finally:
+            self._inside.discard(this)
+
     # --- what operations need -----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -402,7 +396,7 @@ class Connection:
             raise
         finally:
             self.calls.discard(call)
-            if self.closes_after == call.thread_id and not self.entrance.is_below:
+            if self.closes_after == call.thread_id and not self._is_inside:
                 self.closes_after = None
                 self.close()
 

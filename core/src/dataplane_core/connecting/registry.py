@@ -258,7 +258,7 @@ def _spec(request: Any) -> Any:
 def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginManager:
     """Checks a backend, and registers the middleware around it (outermost first).
 
-    The client registers the backend itself: see `Entrance.guard`.
+    The client registers the backend itself: see `Connection.enter`.
 
     Raises:
         PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.

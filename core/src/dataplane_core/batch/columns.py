@@ -202,7 +202,7 @@ def to_nested_by_length(column: torch.Tensor, lengths: torch.Tensor | Sequence[i
             [0, S].
         InvalidTypeError: The dtype or kind of tensor is not carried.
     """
-    return cut_rows("the column", column, as_lengths("to_nested_by_length", lengths))
+    return to_nested(cut_rows("the column", column, as_lengths("to_nested_by_length", lengths)))
 
 
 #: The name of Megatron's users for it.
@@ -245,7 +245,9 @@ def pack_jagged_fields(
         columns[name] = as_column(f"field '{name}'", column)
     counts = None if lengths is None else as_lengths("pack_jagged_fields", lengths)
     if counts is not None:
-        columns |= cut_columns(columns, token_aligned_fields, counts, starts)
+        offsets = offsets_of(counts)
+        for name, cut in cut_columns(columns, token_aligned_fields, counts, starts).items():
+            columns[name] = to_nested(Ragged(cut.values, offsets))
     size = None if counts is None else len(counts)
     for name, column in columns.items():
         if isinstance(column, np.ndarray) and column.ndim == 1:  # of objects
@@ -264,34 +266,26 @@ def pack_jagged_fields(
 
 def cut_columns(
     columns: Mapping[str, Any], names: Collection[str], counts: torch.Tensor, starts: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Ragged]:
     """The named columns, as far as they are there and have an element per token, cut by `cut_rows`."""
-    cut: dict[str, torch.Tensor] = {}
-    offsets = offsets_of(counts)
-    for name, column in columns.items():
-        if name in names and isinstance(column, torch.Tensor) and not is_per_sample(name, column):
-            cut[name] = cut_rows(f"field '{name}'", column, counts, starts, offsets)
-    return cut
+    return {
+        name: cut_rows(f"field '{name}'", column, counts, starts)
+        for name, column in columns.items()
+        if name in names and isinstance(column, torch.Tensor) and not is_per_sample(name, column)
+    }
 
 
-def cut_rows(
-    what: str,
-    column: torch.Tensor,
-    counts: torch.Tensor,
-    starts: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The rows of a padded column, each of ``counts`` elements from ``starts`` on (None: 0), as one jagged tensor.
+def cut_rows(what: str, column: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor | None = None) -> Ragged:
+    """The rows of a padded column, each of ``counts`` elements from ``starts`` on (None: 0).
 
-    A jagged column must have these lengths already. Columns that are given the same ``offsets``, which are those of the
-    counts, share them.
+    A jagged column must have these lengths already.
     """
-    offsets = offsets_of(counts) if offsets is None else offsets
+    offsets = offsets_of(counts)
     if column.is_nested:
         rows = rows_of(column, what)
         if not torch.equal(rows.offsets, offsets):
             raise InvalidRequestError(f"{what}: its {len(rows)} rows are jagged already, but not of the given lengths.")
-        return to_nested(Ragged(rows.values, offsets))
+        return rows
     if column.dim() < 2:
         raise InvalidRequestError(f"{what} is of shape {tuple(column.shape)}. Expected a padded tensor (N, S, ...).")
     if len(counts) != len(column):
@@ -306,7 +300,7 @@ def cut_rows(
             f"of 0 to {width}."
         )
     begins = torch.arange(len(counts), device="cpu") * width + (0 if starts is None else starts)
-    return to_nested(gather_rows(host_tensor(column, what).flatten(0, 1), begins, offsets))
+    return gather_rows(host_tensor(column, what).flatten(0, 1), begins, offsets)
 
 
 def rows_of(column: torch.Tensor, what: str) -> Ragged:

@@ -11,7 +11,6 @@ from dataplane_core.errors import (
     CapacityExceededError,
     InvalidRequestError,
     SchemaMismatchError,
-    StalePartitionError,
     UnknownPartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
@@ -59,18 +58,6 @@ def test_a_put_is_judged_without_a_trace():
         judge(99, now=9.0, spec=FLOAT)
     assert pickle.dumps(made) == before
     judge(4, now=10.0)  # what the dead put reserved is free by then
-
-
-def test_an_abandoned_put_is_reaped_with_its_payload():
-    made = ledger()
-    begun = made.apply(begin(["a", "b"]), 0.0)
-    assert made.garbage(9.0) == []
-    assert made.garbage(10.0) == [(begun, 0), (begun, 1)]
-    assert made.held_bytes == 0
-    with pytest.raises(StalePartitionError):
-        made.apply(commands.CommitPut(begun), 0.0)
-    made.apply(commands.Collected([(begun, 0), (begun, 1)]), 0.0)
-    assert made.garbage(11.0) == []
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from redis.exceptions import RedisError
 from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
 from dataplane_core.backends import ExtentClient
 from dataplane_core.codec.cells import KIND_TENSOR, unframe_rows
-from dataplane_core.codec.rows import column_of_tensors, object_column
+from dataplane_core.codec.rows import TensorRows, object_column
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import DataPlaneError, FrameError
 from dataplane_core.host_memory import Arena
@@ -117,7 +117,7 @@ def _items() -> list[Any]:
 
 
 def _rows() -> list[bytes]:
-    ragged = column_of_tensors("x", [torch.arange(n) for n in (3, 0, 5)])
+    ragged = TensorRows([torch.arange(n) for n in (3, 0, 5)])
     columns = [ragged, torch.arange(3, dtype=torch.int16), object_column(_items()[:5])]
     return [codec.join_row(_frames(column)) for column in columns]
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Self, cast
 import msgspec
 import torch
 
-from dataplane_core.codec.rows import Columns, EmptyLists, column_of_tensors
+from dataplane_core.codec.rows import Columns, EmptyLists, TensorRows
 from dataplane_core.codec.wire import decode_columns, encode_columns
 from dataplane_core.digests import lasting_hash
 from dataplane_core.durable_files import sync_path, write_file
@@ -292,6 +292,6 @@ def _tensor_rows(column: Any, spec: FieldSpec) -> Any:
         return column
     items = column.tolist()
     if spec.lists != "empty":
-        return column_of_tensors("a column", items)
+        return TensorRows(items)
     # with anything in it, the field was closed meanwhile
     return column if any(isinstance(item, torch.Tensor) or item for item in items) else EmptyLists(items)

@@ -4,7 +4,7 @@ import torch
 
 from dataplane_core.codec import decode_columns, dense_or_jagged, encode_columns, num_rows
 from dataplane_core.codec.cells import KIND_OBJECT, unframe_rows
-from dataplane_core.codec.rows import column_of_tensors, object_column
+from dataplane_core.codec.rows import TensorRows, object_column
 from dataplane_core.spec import FieldSpec, WireFormat
 
 FRAMES = WireFormat(bytes=True)
@@ -14,7 +14,7 @@ def frame_column(column):
     """The frames of a tensor, of a list of row tensors, or of a list of items."""
     if isinstance(column, list):
         is_tensors = all(isinstance(row, torch.Tensor) for row in column)
-        column = column_of_tensors("x", column) if is_tensors else object_column(column)
+        column = TensorRows(column) if is_tensors else object_column(column)
     return encode_columns({"x": column}, num_rows(column), FRAMES)[0]["x"]
 
 

@@ -137,9 +137,11 @@ class Repeats:
         places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         return cls([first_of[key] for key in places], [places[key] for key in keys])
 
-    def among(self, index: Sequence[int] | None) -> list[int]:
-        """The index of all rows, of which those here were found with ``index``. None: these are all."""
-        return self.index if index is None else [self.index[place] for place in index]
+    def after(self, earlier: Repeats | None) -> Repeats:
+        """These repeats, which were found among the ``firsts`` of ``earlier`` ones, as repeats of all rows."""
+        if earlier is None:
+            return self
+        return Repeats([earlier.firsts[row] for row in self.firsts], [self.index[place] for place in earlier.index])
 
 
 def same_memory(rows: Sequence[Any]) -> Repeats | None:

@@ -24,10 +24,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from dataplane_core.codec.cells import MAX_DEPTH
-from dataplane_core.codec.rows import EXACT_IN_FLOAT32, Columns, EmptyLists, column_of_tensors, object_column, spread
+from dataplane_core.codec.compact import LARGE_CELL_BYTES
+from dataplane_core.codec.rows import EXACT_IN_FLOAT32, Columns, EmptyLists, TensorRows, object_column
 from dataplane_core.codec.tensors import dense_or_jagged, dense_or_ragged, offsets_of
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
-from dataplane_core.spec import FieldSpec, Ragged, SharedRows
+from dataplane_core.spec import FieldSpec, Ragged
 
 _NUMBERS: Final = frozenset({bool, int, float})
 _LISTS: Final = frozenset({list, tuple})
@@ -59,8 +60,7 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
 
     Returns:
         Columns, which alias ``fields`` where they can: tensors, object columns, `Ragged` for rows that differ in their
-        first dim, `SharedRows` if large tensors of a list are the same memory, and `EmptyLists`. The numbers of rows
-        are not checked.
+        first dim, `TensorRows` for a list of large tensors, and `EmptyLists`. The numbers of rows are not checked.
 
     Raises:
         InvalidTypeError: None of these, or a column that cannot be converted.
@@ -111,13 +111,13 @@ def as_column(what: str, column: Any) -> Any:
     column = _column(what, column)
     if isinstance(column, EmptyLists):
         return object_column(column)
-    rows = spread(column.rows, column.index, share=False) if isinstance(column, SharedRows) else column
+    rows = column.joined(what) if isinstance(column, TensorRows) else column
     return dense_or_jagged(rows) if isinstance(rows, Ragged) else rows
 
 
 def _column(what: str, column: Any) -> Any:
     """As `as_column`, in the forms that only the codec takes."""
-    if isinstance(column, (torch.Tensor, TensorDictBase, Ragged, SharedRows)):
+    if isinstance(column, (torch.Tensor, TensorDictBase, Ragged, TensorRows)):
         return column
     if isinstance(column, (list, tuple)):
         return column_of_list(what, column)
@@ -244,7 +244,7 @@ def column_of_list(what: str, items: Sequence[Any]) -> Any:
       (L,). An empty list is a row of length 0; only empty lists are `EmptyLists`.
     - All int: int64. Float, or int and float: float32, as in torch. All bool: bool. numpy's numbers are as Python's.
     - Tensors or arrays of one dtype and rank, which may differ in their first dim: a tensor (N, ...), or `Ragged`, in
-      new memory. They keep their dtype. Of large ones that are the same memory, `SharedRows`.
+      new memory. They keep their dtype. If they are large, `TensorRows`, in their own memory, to find equal ones.
     - Anything else (strings, dicts, bytes, None, lists of tensors): an object per row.
 
     Args:
@@ -274,11 +274,7 @@ def column_of_list(what: str, items: Sequence[Any]) -> Any:
         if not inner:
             return EmptyLists(items)
     if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
-        rows = [
-            column_of_array(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
-            for number, item in enumerate(items)
-        ]
-        return column_of_tensors(what, rows)
+        return _column_of_tensors(what, items)
     _refuse_near_numbers(what, items)
     return object_column(items)
 
@@ -406,6 +402,17 @@ def _numbers(what: str, numbers: Sequence[Any], kinds: set[type]) -> np.ndarray[
             hint=_HINT,
         )
     return singles
+
+
+def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor | Ragged | TensorRows:
+    rows = TensorRows(
+        column_of_array(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
+        for number, item in enumerate(items)
+    )
+    if rows.nbytes >= LARGE_CELL_BYTES * len(rows):
+        return rows
+    joined = rows.joined(what)
+    return dense_or_ragged(joined) if isinstance(joined, Ragged) else joined
 
 
 def _tensor_of(what: str, array: np.ndarray[Any, Any]) -> torch.Tensor:

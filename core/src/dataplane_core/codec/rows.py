@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -15,14 +14,12 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 
 from dataplane_core.codec.cells import copy_item
-from dataplane_core.codec.compact import LARGE_CELL_BYTES, same_memory
 from dataplane_core.codec.tensors import (
     as_ragged,
     bounds_of,
     byte_array,
     carrier,
     dense_or_jagged,
-    dense_or_ragged,
     empty_tensor,
     is_jagged,
     jagged_parts,
@@ -33,7 +30,7 @@ from dataplane_core.codec.tensors import (
     take_ragged,
     to_nested,
 )
-from dataplane_core.errors import DataPlaneError, SchemaMismatchError
+from dataplane_core.errors import SchemaMismatchError
 from dataplane_core.host_memory import copy_arrays
 from dataplane_core.host_memory.copying import Copy
 from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn
@@ -57,8 +54,25 @@ class EmptyLists(list[list[Any]]):
     """A column of empty lists, which say nothing about their type: it leaves its field open."""
 
 
+class TensorRows(list[torch.Tensor]):
+    """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows. Also of tensors that are not carried: `torch.Tensor.nbytes` raises for some of these."""
+        return sum(row.numel() * row.element_size() for row in self)
+
+    def joined(self, what: str) -> Ragged | torch.Tensor:
+        """The rows end to end. Raises as `ragged_of_rows`."""
+        try:
+            return ragged_of_rows(self, what)
+        except SchemaMismatchError as error:
+            error.hint = "Write NonTensorStack(*items) for one object per sample."
+            raise
+
+
 class Columns(dict[str, Any]):
-    """Columns that the codec takes: tensors, `Ragged`, `SharedRows` of them, `EmptyLists`, and object columns.
+    """Columns that the codec takes: tensors, `Ragged`, `TensorRows`, `EmptyLists`, and object columns.
 
     Attributes:
         lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
@@ -101,22 +115,6 @@ def num_rows(column: Any) -> int:
     if isinstance(column, torch.Tensor):
         return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
     return len(column)
-
-
-def column_of_tensors(what: str, rows: Sequence[torch.Tensor]) -> torch.Tensor | Ragged | SharedRows:
-    """Row tensors as a column in new memory: large ones that are the same memory once. Raises as `ragged_of_rows`."""
-    size = sum(row.numel() * row.element_size() for row in rows)  # `nbytes` raises for some that are not carried
-    same = same_memory(rows) if size >= LARGE_CELL_BYTES * len(rows) else None
-    try:
-        if same is not None:
-            with suppress(DataPlaneError):  # else the error has the numbers of all rows
-                firsts = ragged_of_rows([rows[row] for row in same.firsts], what)
-                return SharedRows(firsts, same.index)
-        joined = ragged_of_rows(rows, what)
-    except SchemaMismatchError as error:
-        error.hint = "Write NonTensorStack(*items) for one object per sample."
-        raise
-    return dense_or_ragged(joined) if isinstance(joined, Ragged) else joined
 
 
 def object_column(items: Sequence[Any]) -> NonTensorStack:
@@ -194,7 +192,7 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
     """The rows at ``positions``, in that order. Repeats are allowed.
 
     Args:
-        column: A column of a read: a tensor of any layout, or a ``NonTensorStack``; or a list.
+        column: A column of a read: a tensor of any layout, or a ``NonTensorStack``; or a list, such as `TensorRows`.
         positions: Row numbers, not negative.
 
     Returns:

@@ -32,6 +32,7 @@ from dataplane_core.codec.cells import (
 )
 from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
+    Repeats,
     equal_rows,
     is_narrow,
     narrowed,
@@ -43,6 +44,7 @@ from dataplane_core.codec.rows import (
     EXACT_IN_FLOAT32,
     Columns,
     EmptyLists,
+    TensorRows,
     cell_nbytes,
     empty_rows,
     num_rows,
@@ -62,6 +64,7 @@ from dataplane_core.codec.tensors import (
     host_tensor,
     offsets_of,
     plain_rows,
+    ragged_of_rows,
     take_dense,
     take_ragged,
 )
@@ -105,7 +108,7 @@ def encode_columns(
     Args:
         fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
             object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `Ragged`,
-            `SharedRows` of tensors, and `EmptyLists`. `as_columns` makes these of what callers have.
+            `TensorRows` and `EmptyLists`. `as_columns` makes these of what callers have.
         num_samples: N.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
@@ -128,8 +131,8 @@ def encode_columns(
     specs: dict[str, FieldSpec] = {}
     for name in fields.keys():
         leaf: Any = fields.get(name)
-        if isinstance(leaf, (torch.Tensor, Ragged, SharedRows)):
-            rows, index = _ingest(name, leaf, num_samples, wire)
+        if isinstance(leaf, (torch.Tensor, Ragged, TensorRows)):
+            rows, repeats = _ingest(name, leaf, num_samples, wire)
             values, shape = (rows.values, rows.values.shape) if isinstance(rows, Ragged) else (rows, rows.shape[1:])
             is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(values)
             specs[name] = FieldSpec.of_ints(len(shape)) if is_open else FieldSpec.of_cells(values.dtype, tuple(shape))
@@ -140,43 +143,43 @@ def encode_columns(
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
             empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
-            specs[name], encoded, index = EMPTY_LISTS, _on_wire(empty, wire), None
+            specs[name], encoded, repeats = EMPTY_LISTS, _on_wire(empty, wire), None
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
-            encoded, index = _encode_objects(items, name, wire, allow_pickle)
-        columns[name] = encoded if index is None else SharedRows(encoded, index)
+            encoded, repeats = _encode_objects(items, name, wire, allow_pickle)
+        columns[name] = encoded if repeats is None else SharedRows(encoded, repeats.index)
     return columns, specs
 
 
 def _ingest(
-    name: str, leaf: torch.Tensor | Ragged | SharedRows, num_samples: int, wire: WireFormat
-) -> tuple[_Rows, Sequence[int] | None]:
-    """The plain rows of a leaf. If the wire has shared rows, without large equal ones, and the row of each sample."""
+    name: str, leaf: torch.Tensor | Ragged | TensorRows, num_samples: int, wire: WireFormat
+) -> tuple[_Rows, Repeats | None]:
+    """The plain rows of a leaf. If the wire has shared rows, without large equal ones, and which rows these are."""
     what = f"put_samples refused: field '{name}'"
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         raise InvalidRequestError(f"{what} is a scalar tensor. Expected {num_samples} rows, one per sample id.")
     _check_rows(name, num_rows(leaf), num_samples)
-    column: Any = leaf
-    index: Sequence[int] | None = None
-    if isinstance(leaf, SharedRows) and wire.shared_rows:
-        column, index = leaf.rows, leaf.index
-    elif isinstance(leaf, SharedRows):
-        column = spread(leaf.rows, leaf.index, share=False)
-    elif isinstance(leaf, torch.Tensor) and wire.shared_rows and _is_one_large_row(leaf):
-        column, index = leaf[:1], [0] * num_samples
-    rows: _Rows = check_ragged(column, what) if isinstance(column, Ragged) else plain_rows(column, what)
+    same = None
+    if isinstance(leaf, Ragged):
+        rows: _Rows = check_ragged(leaf, what)
+    elif isinstance(leaf, TensorRows):  # large rows
+        same = same_memory(leaf) if wire.shared_rows else None
+        try:
+            rows = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
+        except DataPlaneError:
+            rows = leaf.joined(what)  # raises the error with the numbers of all rows
+    else:
+        is_plain = leaf.layout == torch.strided and not leaf.is_nested
+        expanded = is_plain and num_samples > 1 and leaf.stride(0) == 0
+        if wire.shared_rows and expanded and leaf[0].nbytes >= LARGE_CELL_BYTES:
+            same, leaf = Repeats([0], [0] * num_samples), leaf[:1]
+        rows = plain_rows(leaf, what)
     equal = equal_rows(rows) if wire.shared_rows else None
     if equal is None:
-        return rows, index
+        return rows, same
     firsts = take_ragged(rows, equal.firsts) if isinstance(rows, Ragged) else take_dense(rows, equal.firsts)
-    return firsts, equal.among(index)
-
-
-def _is_one_large_row(column: torch.Tensor) -> bool:
-    """Whether all rows are the same memory, as those of an expanded tensor, and large."""
-    is_plain = column.layout == torch.strided and not column.is_nested
-    return is_plain and len(column) > 1 and column.stride(0) == 0 and column[0].nbytes >= LARGE_CELL_BYTES
+    return firsts, equal.after(same)
 
 
 def _are_ints_for_floats(values: torch.Tensor) -> bool:
@@ -220,25 +223,25 @@ def _check_rows(name: str, count: int, num_samples: int) -> None:
 
 def _encode_objects(
     items: list[Any], name: str, wire: WireFormat, allow_pickle: bool
-) -> tuple[WireColumn, Sequence[int] | None]:
-    """Encodes items. If the wire has shared rows, without large equal ones, and the row of each sample."""
+) -> tuple[WireColumn, Repeats | None]:
+    """Encodes items. If the wire has shared rows, without large equal ones, and which rows these are."""
     same = same_memory(items) if wire.shared_rows else None
-    firsts, index = (items, None) if same is None else ([items[row] for row in same.firsts], same.index)
+    firsts = items if same is None else [items[row] for row in same.firsts]
     if wire.objects == "native" and not wire.bytes:
         check_items(items, name, allow_pickle=allow_pickle)
-        if index is not None and cell_nbytes(firsts, len(firsts)).sum() < LARGE_CELL_BYTES * len(firsts):
-            return items, None
-        return firsts, index
+        if same is not None and cell_nbytes(firsts, len(firsts)).sum() < LARGE_CELL_BYTES * len(firsts):
+            firsts, same = items, None
+        return firsts, same
     try:
         rows = _encoded_items(firsts, name, allow_pickle)
     except DataPlaneError:
         rows = _encoded_items(items, name, allow_pickle)  # raises the error with the number of the row
-    if index is not None and rows.values.nbytes < LARGE_CELL_BYTES * len(firsts):
-        rows, index = take_ragged(rows, index), None
+    if same is not None and rows.values.nbytes < LARGE_CELL_BYTES * len(firsts):
+        rows, same = take_ragged(rows, same.index), None
     equal = equal_rows(rows) if wire.shared_rows else None
     if equal is not None:
-        rows, index = take_ragged(rows, equal.firsts), equal.among(index)
-    return _on_wire(rows, wire, KIND_OBJECT), index
+        rows, same = take_ragged(rows, equal.firsts), equal.after(same)
+    return _on_wire(rows, wire, KIND_OBJECT), same
 
 
 def _encoded_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting import Request, Session, TcpAddress
+from dataplane_core.hosting import Request, Session
 from dataplane_core.ledger import Command, Ref, Reply, commands
 from dataplane_core.ownership import PrivateFolder
 from dataplane_core.spec import Capability, PutRequest, Scope
 from dataplane_tq_simple._diagnosis import diagnose
-from dataplane_tq_simple._messages import MESSAGES, LineBrokenError, UnitsGoneError
+from dataplane_tq_simple._messages import MESSAGES, ConnectionBrokenError, UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ _logger = logging.getLogger(__name__)
 
 #: Seconds after which a put is tried again whose storage unit ended.
 _AGAIN_S: Final = 0.1
-#: Seconds before a call is repeated whose line broke.
+#: Seconds before a call is repeated whose connection broke.
 _REPEAT_S: Final = 0.02
 
 _Reply = TypeVar("_Reply")
 
 
 def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
-    """What a failure of the line to the controller means."""
+    """What a failure of the connection to the controller means."""
     if isinstance(error, TimeoutError):
         return OperationTimeoutError(
             f"{what}: no answer in time from the controller. It may have been executed or not.",
             hint=str(error) or None,
         )
-    return LineBrokenError(
+    return ConnectionBrokenError(
         f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
     )
 
@@ -207,7 +207,7 @@ class QueueBackend(LedgerBackend):
         Raises:
             DataPlaneError: As the request says; any other exception of the host as a `BackendError`.
             OperationTimeoutError: No answer in time. It may have been executed or not.
-            LineBrokenError: The connection broke. It may have been executed or not.
+            ConnectionBrokenError: The connection broke. It may have been executed or not.
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This client is closed.
         """
@@ -219,7 +219,7 @@ class QueueBackend(LedgerBackend):
                 if wake is None:
                     return session.call(what, deadline, request)
                 return session.call_waiting(what, deadline, cast("Command[_Reply]", request), wake)
-            except LineBrokenError:  # the controller may live, here or elsewhere; or Ray may start it again
+            except ConnectionBrokenError:  # the controller may live, here or elsewhere; or Ray may start it again
                 if self._closed:
                     raise ClientClosedError(f"{what}: this client is closed.") from None
                 if session is not None and self._session is session:
@@ -265,9 +265,9 @@ class QueueBackend(LedgerBackend):
             )
         try:
             if self._session is None:
-                line = self._instance.find_line(deadline, lambda: self._closed)
-                watch = functools.partial(self._instance.watch, line)
-                self._session = Session(TcpAddress(*line), MESSAGES, deadline, _failure, watch)
+                address = self._instance.find_controller(deadline, lambda: self._closed)
+                watch = functools.partial(self._instance.watch, address)
+                self._session = Session(address, MESSAGES, deadline, _failure, watch)
             return self._session
         finally:
             self._finding.release()

@@ -30,7 +30,7 @@ from dataplane_core.errors import BackendUnavailableError, DataPlaneError, Opera
 from dataplane_core.hosting import Drop, ExtentHost, Retain, Server, Session, TcpAddress, listen_on, new_token
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._host import ControllerHost, make_ledger
-from dataplane_tq_simple._messages import Line, Started
+from dataplane_tq_simple._messages import Started
 from dataplane_tq_simple._ray import (
     NAMESPACE,
     alive_nodes,
@@ -99,12 +99,12 @@ class Controller:
             if units is not None:
                 self._keeper(units).come_back()
 
-    def start(self, within_s: float) -> tuple[Line, list[Started]]:
+    def start(self, within_s: float) -> tuple[TcpAddress, list[Started]]:
         """Makes the ledger and begins to answer. Then starts a storage unit on each node, and keeps one there from now
-        on, if it keeps any. Returns `line`, and what the units say. Raises as `make_ledger` and `Keeper.begin`."""
+        on, if it keeps any. Returns `address`, and what the units say. Raises as `make_ledger` and `Keeper.begin`."""
         deadline = time.monotonic() + within_s
         self._open(must_exist=False)
-        return self._line, [] if self._units is None else self._keeper(self._units).begin(deadline)
+        return self._address, [] if self._units is None else self._keeper(self._units).begin(deadline)
 
     def _open(self, *, must_exist: bool) -> None:
         self._host = ControllerHost(*self._make_ledger(must_exist=must_exist), has_units=self._units is not None)
@@ -114,13 +114,13 @@ class Controller:
                 self._host.note(_DESCRIPTION_NOTE, None)
         ip, token = own_address(), new_token()
         listener = listen_on(ip)
-        self._line: Line = ip, listener.getsockname()[1], token
+        self._address = TcpAddress(ip, listener.getsockname()[1], token)
         server = Server(self._host, listener, token=token)
         threading.Thread(target=server.run, name="dataplane-ledger", daemon=True).start()
 
-    def line(self) -> Line:
+    def address(self) -> TcpAddress:
         """Where this process answers calls."""
-        return self._line
+        return self._address
 
     def store_config(self, conf: Any) -> None:
         """Keeps what attaching clients are told. A controller that is started again has it too."""

@@ -33,10 +33,11 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.host_memory import arena_bytes_for
+from dataplane_core.hosting import TcpAddress
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._folders import JOURNAL, folder_of, unit_of
-from dataplane_tq_simple._messages import Line, LineBrokenError
+from dataplane_tq_simple._messages import ConnectionBrokenError
 from dataplane_tq_simple._ray import (
     NAMESPACE,
     alive_nodes,
@@ -150,9 +151,9 @@ class Instance:
             )
             started = instance.controller.start.remote(max(0.0, deadline - time.monotonic()))
             instance.prepare(deadline)
-            line, units = instance.when_started([started], deadline)[0]
+            address, units = instance.when_started([started], deadline)[0]
             num_nodes = len(alive_nodes())
-            check_address(line[0], num_nodes=num_nodes, of="the address of the controller")
+            check_address(address.ip, num_nodes=num_nodes, of="the address of the controller")
             for unit in units:
                 check_address(unit.ip, num_nodes=num_nodes, of=f"the address of the storage unit of node {unit.node}")
         except BaseException as error:
@@ -222,11 +223,11 @@ class Instance:
         }
         get_within(self.controller.store_config.remote(description), "publish the instance", deadline)
 
-    def watch(self, line: Line) -> ControllerWatch:
+    def watch(self, address: TcpAddress) -> ControllerWatch:
         """Watches the controller while a call waits for it there."""
-        return ControllerWatch(self, line)
+        return ControllerWatch(self, address)
 
-    def find_line(self, deadline: float, is_closed: Callable[[], bool]) -> Line:
+    def find_controller(self, deadline: float, is_closed: Callable[[], bool]) -> TcpAddress:
         """Asks the controller, over Ray, where it answers. Waits while Ray cannot reach it, or starts it again.
 
         Args:
@@ -240,9 +241,9 @@ class Instance:
         while not is_closed():
             if not ray.is_initialized():
                 raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
-            line = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
-            if line is not None:
-                return line
+            address = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
+            if address is not None:
+                return address
             # with a journal, the controller comes back as soon as a head does that keeps its state
             if self.config.journal is None:
                 check_head(self.config.instance)
@@ -397,26 +398,26 @@ class ControllerWatch:
 
     Args:
         instance: The instance.
-        line: Where the call takes the controller to be.
+        address: Where the call takes the controller to be.
     """
 
-    def __init__(self, instance: Instance, line: Line | None = None) -> None:
+    def __init__(self, instance: Instance, address: TcpAddress | None = None) -> None:
         self._instance = instance
-        self._line = line
+        self._address = address
         self._asked: Any = None
         self._ask_at = 0.0
         self._says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
 
-    def ask(self, within_s: float = 0.0) -> Line | None:
+    def ask(self, within_s: float = 0.0) -> TcpAddress | None:
         """Where the controller says it is, if it answers. Raises `BackendUnavailableError` if it is dead for good."""
         now = time.monotonic()
         if self._asked is None and now >= self._ask_at:
-            self._asked = self._instance.controller.line.remote()
+            self._asked = self._instance.controller.address.remote()
         if self._asked is None or not ray.wait([self._asked], timeout=within_s)[0]:
             return None
         asked, self._asked, self._ask_at = self._asked, None, now + _ASK_S
         try:
-            line: Line = ray.get(asked, timeout=0)
+            address: TcpAddress = ray.get(asked, timeout=0)
         except ray.exceptions.ActorUnavailableError:
             self._ask_at = now + _ASK_AGAIN_S
             self._says = "Ray cannot reach the controller, or starts it again."
@@ -430,17 +431,17 @@ class ControllerWatch:
         except ray.exceptions.RayError:
             return None  # says nothing about the controller
         self._says = "The process of the controller is alive, but busy with other requests."
-        return line
+        return address
 
     def check(self) -> None:
         """Does not block.
 
         Raises:
-            LineBrokenError: The controller was started again, and is elsewhere.
+            ConnectionBrokenError: The controller was started again, and is elsewhere.
             BackendUnavailableError: It is dead for good.
         """
-        if ray.is_initialized() and self.ask() not in (None, self._line):
-            raise LineBrokenError("the controller was started again, and is elsewhere.")
+        if ray.is_initialized() and self.ask() not in (None, self._address):
+            raise ConnectionBrokenError("the controller was started again, and is elsewhere.")
 
     def describe(self) -> str:
         """What is known, as a sentence."""

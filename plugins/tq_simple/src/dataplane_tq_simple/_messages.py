@@ -9,15 +9,12 @@ rows are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from dataplane_core.errors import BackendUnavailableError, LostReplyError
 from dataplane_core.hosting import Messages, Request
 from dataplane_core.ledger import commands
 from dataplane_core.spec import UnitInfo
-
-#: Where a controller answers calls: address, port, and the token that clients must know.
-Line: TypeAlias = tuple[str, int, bytes]
 
 #: The id of a write is ``life << LIFE_BITS | number``.
 LIFE_BITS: Final = 40
@@ -30,7 +27,7 @@ class UnitsGoneError(BackendUnavailableError):
     """
 
 
-class LineBrokenError(LostReplyError):
+class ConnectionBrokenError(LostReplyError):
     """The connection to the controller broke, or leads to a process that is the controller no longer."""
 
 

@@ -18,7 +18,7 @@ from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _instance
-from dataplane_tq_simple._messages import LineBrokenError, UnitRecords
+from dataplane_tq_simple._messages import ConnectionBrokenError, UnitRecords
 
 
 def soon(seconds=240.0):
@@ -144,7 +144,7 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ra
         reply = call(self, what, deadline, request, *args)
         if isinstance(request, commands.CommitPut) and not lost:
             lost.append(request)
-            raise LineBrokenError("reset by the test.")
+            raise ConnectionBrokenError("reset by the test.")
         return reply
 
     config = {"backend": "tq_simple", "options": {"instance": "engine", "ray_address": ray_cluster}}

@@ -10,7 +10,7 @@ import pytest
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import ConfigError
-from dataplane_mooncake import TQMooncakeConfig, machine
+from dataplane_mooncake import TQMooncakeConfig, _cluster, machine
 from dataplane_mooncake._cluster import Described, MooncakeInstance
 
 MIB = 1 << 20
@@ -127,13 +127,14 @@ def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
         machine.check_rdma(["mlx5_0", "mlx5_1"])
 
 
-def test_a_node_without_the_memory_is_named_with_the_numbers():
-    """Before anything is started."""
-    instance = object.__new__(MooncakeInstance)
-    instance.config = TQMooncakeConfig(segment_size_bytes=1024 * MIB)
+def test_a_node_without_the_memory_is_named_with_the_numbers(monkeypatch):
+    """Before a master is started."""
+    monkeypatch.setattr(_cluster, "nodes_for_units", lambda: ["1" * 56, "2" * 56])
+    instance = MooncakeInstance(TQMooncakeConfig(segment_size_bytes=1024 * MIB))
     units = [Described("life", "one", "10.0.0.1", 2048 * MIB), Described("life", "two", "10.0.0.2", 2047 * MIB)] * 2
+    instance.start_actor, instance.when_started = Mock(), lambda *_: units
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2048 MiB, but has 2047 MiB") as error:
-        instance._check_memory(units)
+        instance.prepare(0.0)
     assert "2 storage units of 1024 MiB (segment_size_bytes)" in str(error.value)
 
 

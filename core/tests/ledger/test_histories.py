@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from histories import History, answer, contents, is_alike, saved_and_loaded, state_of
+from ledgers import History, answer, contents, is_alike, saved_and_loaded, state_of
 
 from dataplane_core.ledger import Ledger, rows
 from dataplane_testkit._profiles import by_profile

@@ -3,8 +3,7 @@
 import pickle
 
 import pytest
-from histories import saved_and_loaded
-from ledgers import INT, begin, claim, ledger, put, register
+from ledgers import INT, begin, claim, ledger, put, register, saved_and_loaded
 from msgspec.structs import replace
 
 from dataplane_core.errors import (

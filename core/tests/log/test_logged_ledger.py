@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from histories import History, answer, contents, is_alike, state_of
-from ledgers import begin, claim, register
+from ledgers import History, answer, begin, claim, contents, is_alike, register, state_of
 from msgspec.structs import replace
 
 from dataplane_core import log as room

@@ -99,7 +99,7 @@ def wait_for_rows(runs, count, run):
 @pytest.mark.parametrize("kills", [1, *in_long(20)])
 def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(tmp_path, ray_server, kills):
     """Where it is killed twenty times, its own Ray is too."""
-    ray, steps = ray_server if kills == 1 else "local", 2 * kills + 2
+    ray, steps = ray_server if kills == 1 else "local", 2 * kills + 4
     cut, uncut = (Runs(tmp_path / name, ray, steps) for name in ("cut", "uncut"))
     left = []
     for number in range(kills):
@@ -107,8 +107,8 @@ def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was
         try:
             if number and random.random() < 0.2:
                 time.sleep(random.uniform(0, 10))  # while it starts
-            else:  # the first time in the second step, of which nothing is saved
-                more = random.randint(1, 2 * ROWS) if number else ROWS + PUT
+            else:  # the first time in the fourth step; the first two are saved
+                more = random.randint(1, 2 * ROWS) if number else 3 * ROWS + PUT
                 wait_for_rows(cut, sum(cut.rows_put().values()) + more, killed)
                 time.sleep(random.uniform(0, 1) if number else 0)
             kill_all(killed)

@@ -285,7 +285,13 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
             finally:  # TransferQueue sets it at each put and get
                 torch.set_num_threads(num_threads)
 
-        running = asyncio.run_coroutine_threadsafe(work(torch.get_num_threads()), self._loop)
+        waits = work(torch.get_num_threads())
+        try:
+            running = asyncio.run_coroutine_threadsafe(waits, self._loop)
+        except RuntimeError:  # the loop is closed
+            waits.close()
+            call.close()
+            raise ClientClosedError(f"{what}: this client is closed.") from None
         try:
             while not concurrent.futures.wait([running], min(_PATIENCE_S, max(0.0, deadline - time.monotonic()))).done:
                 if time.monotonic() >= deadline:

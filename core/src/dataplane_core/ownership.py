@@ -289,7 +289,7 @@ class PrivateFolder:
 _WATCHER: Final = 'read line; kill -KILL "$1"; [ -z "$2" ] || rm -rf "$2"; [ -z "$3" ] || rm -f "$3"'
 
 
-class OwnedProcess:
+class OwnedProcess(subprocess.Popen[bytes]):
     """A child process that ends with this one. The constructor starts it. Needs ``/bin/sh``.
 
     It runs in its own session, so that an interrupt of the trainer does not end a store before its clients. If this
@@ -320,15 +320,9 @@ class OwnedProcess:
     ) -> None:
         self._end_s = end_s
         output = subprocess.DEVNULL if log is None else log.open("wb")
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-        finally:
-            if not isinstance(output, int):
-                output.close()
         paths = ["" if folder is None else str(folder), "" if lock is None else str(lock[1])]
         try:
+            super().__init__(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
             self._watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHER, "sh", str(self.pid), *paths],
                 pass_fds=() if lock is None else (lock[0],),
@@ -337,20 +331,19 @@ class OwnedProcess:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except BaseException:
-            self._kill()
+        except BaseException:  # an interrupt, too, when it runs already
+            if getattr(self, "pid", None) is not None:
+                self._kill()
             raise
+        finally:
+            if not isinstance(output, int):
+                output.close()
         not_in_forks(self)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     @property
     def ended(self) -> bool:
         """Whether it has ended."""
-        return self._process.poll() is not None
+        return self.poll() is not None
 
     def end(self, until: float = math.inf) -> None:
         """Ends the watcher, then the process. Blocks until both have ended. May be called again.
@@ -363,14 +356,14 @@ class OwnedProcess:
         self._watcher.wait()
         self.forget_in_fork()
         if self._end_s:
-            self._process.terminate()
+            self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
-                self._process.wait(min(self._end_s, max(0.0, until - time.monotonic())))
+                self.wait(min(self._end_s, max(0.0, until - time.monotonic())))
         self._kill()
 
     def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.kill()
+        self.wait()
 
     def forget_in_fork(self) -> None:
         """Closes the watcher's pipe, which waits until its owner alone is gone."""

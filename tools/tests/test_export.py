@@ -266,7 +266,7 @@ def test_names_of_columns_that_are_taken_and_bytes_where_the_first_rows_have_non
 
 def test_rows_that_are_cleared_meanwhile_are_left_out_also_by_an_export_that_starts_over(written, tmp_path, before):
     export_partition(written, "p", tmp_path / "out", fields=["tokens"])
-    before(written, "list_fields", 1, lambda: written.clear_samples(["b"], "p"))
+    before(written, "get_samples", 1, lambda: written.clear_samples(["b"], "p"))
     changed(tmp_path / "out" / ".export.json", closed=False)
     (tmp_path / "out" / "columns.parquet").write_bytes(b"former")
     assert export_partition(written, "p", tmp_path / "out", fields=["tokens"]).num_gone == 1

@@ -14,7 +14,7 @@ from gates import Gate
 
 from dataplane_core import connect, connect_async, stream
 from dataplane_core.client import async_client, explaining, streams
-from dataplane_core.client.streams import HeldMetas
+from dataplane_core.client.leases import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
     ClaimTimeoutError,

@@ -137,7 +137,7 @@ def _plain(value: Any, error: Exception) -> list[Any] | float | None:
     wanted, is_own = str(error).removeprefix("Expected `"), type(value) in (bool, int, float)
     if isinstance(value, numbers.Integral) and not is_own and wanted.startswith("int"):
         return int(value)
-    if isinstance(value, float) and not is_own and wanted.startswith("float"):
+    if isinstance(value, numbers.Real) and not is_own and wanted.startswith("float"):
         return float(value)
     is_other = not isinstance(value, (str, bytes, list, tuple)) and hasattr(value, "__iter__")
     return list(value) if is_other and wanted.startswith("array") else None

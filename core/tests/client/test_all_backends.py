@@ -291,7 +291,7 @@ def test_wrong_arguments_are_refused_before_any_hook(client, faults):
 def test_values_that_are_no_plain_ones_are_taken_as_such(client):
     client.register_partition("p", {"x": torch.int64}, None, ["train"], enums={"o": np.array(["a", "b"])})
     client.put_samples(["a"], "p", {"x": torch.arange(1)})
-    held = client.claim_meta("p", "train", ["x"], 1, timeout_s=np.float64(9.0), lease_s=np.float64(600.0))
+    held = client.claim_meta("p", "train", ["x"], 1, timeout_s=np.float32(9.0), lease_s=np.int64(600))
     client.renew(held, np.float64(600.0))
     info = client.describe("p").info
     assert (info.enums["o"], info.declared) == (("a", "b"), {"x": "tensor:int64:-1:"})

@@ -224,7 +224,7 @@ def packed(**changes):
         (meta_of([1, 2, 3]), {}, r"3 rows are not a multiple of 2 shards"),
         (meta_of([1, 2, 3]), dynamic(), r"3 rows are not a multiple of 2 shards"),
         (meta_of([1, 2, 3, 4]), {"batch_size": 3}, r"4 rows are not a multiple of batch_size 3"),
-        (meta_of([1, 2, 3, 4]), {"batch_size": 0}, r"4 rows are not a multiple of batch_size 0"),
+        (meta_of([1, 2, 3, 4]), {"batch_size": 0}, r"batch_size must be .*0"),
         (meta_of([1, 2]), {"dp_world": 0}, r"dp_world must be .*0"),
         (meta_of([1, 70]), dynamic(), r"row 1 has 70 tokens, padded to 70\. Expected at most .*, 64"),
         (meta_of([1, 65]), packed(), r"row 1 has 65 tokens, rounded up to 72\. Expected at most .*, 64"),

@@ -237,6 +237,7 @@ def pack_jagged_fields(
         InvalidTypeError: A column is neither a tensor nor one object per row.
     """
     check_columns("pack_jagged_fields: fields", fields)
+    token_aligned_fields = check_list("pack_jagged_fields: token_aligned_fields", token_aligned_fields)
     columns: dict[str, Any] = {}
     for name in fields.keys():
         column = fields.get(name)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dataplane_core.arguments import check_name, checked
 from dataplane_core.client.announcing import program_name
@@ -42,9 +42,6 @@ from dataplane_core.spec.requests import (
     InspectRequest,
     SetCursorRequest,
 )
-
-if TYPE_CHECKING:  # torch is imported by the first call that needs it
-    pass
 
 _log = logging.getLogger(__name__)
 

@@ -21,12 +21,7 @@ from dataplane_core.client.claims import checked_claim, claim_now
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
 from dataplane_core.client.leases import HeldMetas
-from dataplane_core.errors import (
-    ClaimTimeoutError,
-    DataPlaneError,
-    InvalidRequestError,
-    Verdict,
-)
+from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, Verdict
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest
 

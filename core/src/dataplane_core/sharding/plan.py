@@ -126,6 +126,7 @@ def plan_shards(
     ``batch_size``: the last shards may get fewer rows, or none.
     """
     shards = checked_as("sharding: shards", Count, shards)
+    batch_size = checked_as("sharding: batch_size", Count | None, batch_size)
     if dynamic_batching_args is not None and sequence_packing_args is not None:
         raise InvalidRequestError(
             "sharding refused: got dynamic_batching_args and sequence_packing_args. Expected one of them, or none."
@@ -240,7 +241,7 @@ def _chunks(num_rows: int, shards: int, batch_size: int | None, *, equal: bool) 
             f"sharding refused: there are {num_rows} rows for {shards} shards. Expected 1 or more."
         )
     size = num_rows if batch_size is None else batch_size
-    if size < 1 or num_rows % size:
+    if num_rows % size:
         raise InvalidRequestError(
             f"sharding refused: {num_rows} rows are not a multiple of batch_size {size}. Expected whole batches."
         )

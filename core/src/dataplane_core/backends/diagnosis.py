@@ -64,9 +64,9 @@ def missing_library(error: BaseException) -> str | None:
     """
     seen: BaseException | None = error
     while seen is not None:
-        found = _NO_LIBRARY.search(str(seen))
-        if found is not None:
-            return found.group(1)
+        library = _NO_LIBRARY.search(str(seen))
+        if library is not None:
+            return library.group(1)
         seen = seen.__cause__ or seen.__context__
     return None
 
@@ -97,7 +97,7 @@ def check_announced_address(address: str, who: str, hint: str) -> Finding:
         numbers = {item[4][0] for item in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return Finding.error(f"{said}, a name that does not resolve: {error.strerror or error}.", hint)
-    for number in sorted(str(each) for each in numbers):
+    for number in sorted(str(number) for number in numbers):
         ip = ipaddress.ip_address(number.partition("%")[0])
         where = said if number == address else f"{said}, which is {number}"
         reason = never_reachable(ip)

@@ -475,7 +475,7 @@ def _shared_fields(located: Located) -> set[str]:
     positions: dict[int, list[int]] = {}
     for part in located.parts:
         positions.setdefault(part.write_id, []).extend(part.positions)
-    repeated = {write_id for write_id, each in positions.items() if len(set(each)) < len(each)}
+    repeated = {write_id for write_id, rows in positions.items() if len(set(rows)) < len(rows)}
     return {name for part in located.parts if part.write_id in repeated for name in part.fields}
 
 
@@ -486,15 +486,15 @@ def _without_repeats(located: Located, field: str, num_samples: int) -> tuple[Lo
     places: dict[int, dict[int, int]] = {}  # write -> position -> place
     count = 0
     for part in _only(located, [field]).parts:
-        known = places.setdefault(part.write_id, {})
-        new = [position for position in dict.fromkeys(part.positions) if position not in known]
+        place_of = places.setdefault(part.write_id, {})
+        new = [position for position in dict.fromkeys(part.positions) if position not in place_of]
         if new:
             rows = list(range(count, count + len(new)))
-            known.update(zip(new, rows, strict=True))
+            place_of.update(zip(new, rows, strict=True))
             parts.append(replace(part, rows=rows, positions=new))
             count += len(new)
         for row, position in zip(part.rows, part.positions, strict=True):
-            index[row] = known[position]
+            index[row] = place_of[position]
     return replace(located, parts=parts, specs={field: located.specs[field]}), index
 
 

@@ -58,14 +58,14 @@ class SpreadBackend(Backend):
         super().__init__(config)
         self._options = config.model_dump(exclude_unset=True)
         self._isolated = [self._options_of(number) for number in range(self.num_ledgers)]
-        made = [self.store_class.Config.model_validate(options) for options in self._isolated]
-        if any(each == made[0] for each in made[1:]):
+        configs = [self.store_class.Config.model_validate(options) for options in self._isolated]
+        if any(other == configs[0] for other in configs[1:]):
             raise ConfigError(
                 f"num_ledgers {self.num_ledgers} is refused: with these options, the names of the stores are too long "
                 "to differ.",
                 hint="Shorten the name in the options of the backend.",
             )
-        self._stores: list[Any] = [self.store_class(each) for each in made]
+        self._stores: list[Any] = [self.store_class(own) for own in configs]
         self.narrow = all(store.narrow for store in self._stores)
 
     def _options_of(self, number: int) -> dict[str, Any]:
@@ -91,8 +91,8 @@ class SpreadBackend(Backend):
         if of_store is None:
             return dict(self._options)
         names = [key for key, value in self._isolated[0].items() if value != self._options.get(key)]
-        found = {key: value for key, value in of_store().items() if key not in names}
-        return found | {key: self._options[key] for key in names if key in self._options}
+        options = {key: value for key, value in of_store().items() if key not in names}
+        return options | {key: self._options[key] for key in names if key in self._options}
 
     @classmethod
     def first_of(cls, config: Any) -> Any:

@@ -246,10 +246,10 @@ class KeptExtents(ExtentService):
             gone = set(range(self._payloads[write_id].num_positions)).difference(live.get(write_id, ()))
             super().drop((write_id, position) for position in gone)
         self._restored = None
-        given = self._has_room.copy()
+        before = self._has_room.copy()
         self._has_room[:] = True  # perhaps: the process before did not say
         self._free_spare()
-        self._has_room &= given
+        self._has_room &= before
 
     def _lose(self, write_id: int) -> None:
         """The bytes of a write are not what was put."""

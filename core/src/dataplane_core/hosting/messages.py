@@ -175,7 +175,7 @@ class Messages:
                 self._numbers[request] = number
                 self._requests[number] = _decoder(request)
                 self._replies[request] = _decoder(_reply_type(request))
-        self._errors = {each.__name__: each for each in errors}
+        self._errors = {error.__name__: error for error in errors}
 
     def encode_request(self, request: Request[Any] | Command[Any]) -> bytes:
         """A request as it goes over a socket."""
@@ -223,8 +223,8 @@ class Messages:
         raise error
 
     def _class_of(self, name: str) -> type[DataPlaneError] | None:
-        found = self._errors.get(name) or getattr(errors, name, None)
-        return found if isinstance(found, type) and issubclass(found, DataPlaneError) else None
+        error = self._errors.get(name) or getattr(errors, name, None)
+        return error if isinstance(error, type) and issubclass(error, DataPlaneError) else None
 
     def _error(self, failure: _Failure) -> DataPlaneError:
         cls = self._class_of(failure.name)
@@ -269,5 +269,5 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_frozen, value))
     if isinstance(value, dict):
-        return {key: _frozen(each) for key, each in value.items()}
+        return {key: _frozen(item) for key, item in value.items()}
     return value

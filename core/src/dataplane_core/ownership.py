@@ -287,6 +287,8 @@ class PrivateFolder:
 #: Waits until standard input closes, which means that the owner is gone. Then ends the process, and removes the folder
 #: and the lock file.
 _WATCHER: Final = 'read line; kill -KILL "$1"; [ -z "$2" ] || rm -rf "$2"; [ -z "$3" ] || rm -f "$3"'
+#: Waits until the watcher runs, then executes the program. If the owner is killed before, it ends.
+_GATE: Final = 'read line && exec "$@" </dev/null'
 
 
 class OwnedProcess(subprocess.Popen[bytes]):
@@ -318,11 +320,15 @@ class OwnedProcess(subprocess.Popen[bytes]):
         folder: Path | None = None,
         lock: tuple[int, Path] | None = None,
     ) -> None:
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(f"{command[0]} is not a program that can be started")
         self._end_s = end_s
         output = subprocess.DEVNULL if log is None else log.open("wb")
         paths = ["" if folder is None else str(folder), "" if lock is None else str(lock[1])]
         try:
-            super().__init__(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+            gate = ["/bin/sh", "-c", _GATE, "sh", *command]
+            super().__init__(gate, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+            assert self.stdin is not None
             self._watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHER, "sh", str(self.pid), *paths],
                 pass_fds=() if lock is None else (lock[0],),
@@ -331,6 +337,8 @@ class OwnedProcess(subprocess.Popen[bytes]):
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            with self.stdin as line:
+                line.write(b"\n")
         except BaseException:  # an interrupt, too, when it runs already
             if getattr(self, "pid", None) is not None:
                 self._kill()

@@ -108,31 +108,29 @@ def runs(pid):
         return False
 
 
-@pytest.fixture
-def owner(tmp_path):
-    """An owner in a process group of its own; its process id, its server's, its watcher's and the server's folder."""
-    owners = []
-
-    def start():
-        folder = tmp_path / f"folder{len(owners)}"
-        folder.mkdir()
-        words = [sys.executable, "-c", _OWNER, str(folder)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
-        owners.append(process)
-        return process.pid, *json.loads(process.stdout.readline()), folder
-
-    yield start
-    for process in owners:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_a_killed_owner_takes_it_along(owner):
-    pid, server, watcher, folder = owner()
-    assert runs(server)
-    os.killpg(pid, signal.SIGKILL)
+def test_a_killed_owner_takes_it_along(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = [sys.executable, "-c", _OWNER, str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as owner:
+        server, watcher = json.loads(owner.stdout.readline())
+        ran = runs(server)
+        os.killpg(owner.pid, signal.SIGKILL)
+    assert ran
     eventually(lambda: not runs(server) and not runs(watcher) and not folder.exists())  # the watcher tidies up
+
+
+_KILLED = """
+import os, signal, subprocess
+from dataplane_core.ownership import OwnedProcess
+subprocess.Popen = lambda words, **options: print(words[4], flush=True) or os.kill(os.getpid(), signal.SIGKILL)
+OwnedProcess(["sleep", "1000"])
+"""
+
+
+def test_an_owner_that_is_killed_before_its_watcher_runs_takes_it_along():
+    server = int(subprocess.run([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, check=False).stdout)
+    eventually(lambda: not runs(server))
 
 
 def test_ending_it_leaves_no_process(tmp_path):

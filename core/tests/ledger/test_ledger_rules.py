@@ -6,12 +6,7 @@ import pytest
 from ledgers import INT, begin, claim, ledger, put, register, saved_and_loaded
 from msgspec.structs import replace
 
-from dataplane_core.errors import (
-    CapacityExceededError,
-    InvalidRequestError,
-    SchemaMismatchError,
-    UnknownPartitionError,
-)
+from dataplane_core.errors import CapacityExceededError, InvalidRequestError, SchemaMismatchError, UnknownPartitionError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.ledger.queues import KEPT_S
 from dataplane_core.ledger.state import pack_state

@@ -7,7 +7,7 @@ import pytest
 from shm_case import rows_found
 from tiers import in_long
 
-from dataplane_core.errors import CapacityExceededError, StalePartitionError
+from dataplane_core.errors import CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import Allocate, ExtentService, Memory
 from dataplane_core.hosting.extent_host import Find, Written
@@ -34,18 +34,15 @@ class Clients:
         self.writes = iter(range(1, 1 << 30, 100))  # of several extents, each has an id
         self.call(commands.RegisterRequest("p", ["x"], None, [], None, {}, "e1"))
 
-    def call(self, request, session=None):
-        return self.store.answer(request, session or self.session)
+    def call(self, request):
+        return self.store.answer(request, self.session)
 
-    def begin(self, ids, length, session=None, ttl_s=30.0, ticket=None):
+    def begin(self, ids, length, ttl_s=30.0):
         layout = Layout([])
         layout.add_dense(len(ids), length, length)
-        sizes, write_id = [length] * len(ids), next(self.writes)
-        put = commands.BeginPut(
-            "p", ids, SPECS, [commands.Write(list(SPECS), sizes)], write_id=write_id, ttl_s=ttl_s, ticket=ticket
-        )
-        self.call(put, session)
-        (offset,) = self.call(Allocate([Wanted(write_id, layout, len(ids))]), session)
+        write_id, write = next(self.writes), commands.Write(list(SPECS), [length] * len(ids))
+        self.call(commands.BeginPut("p", ids, SPECS, [write], write_id=write_id, ttl_s=ttl_s))
+        (offset,) = self.call(Allocate([Wanted(write_id, layout, len(ids))]))
         return write_id, self.arena.bytes[offset : offset + layout.size_bytes]
 
     def begin_parts(self, sample_id, *sizes):
@@ -60,17 +57,17 @@ class Clients:
             each.layout.add_dense(1, size, size)
         return self.call(Allocate(wanted))
 
-    def put(self, ids, length, number, ticket=None):
-        write_id, data = self.begin(ids, length, ticket=ticket)
+    def put(self, ids, length, number):
+        write_id, data = self.begin(ids, length)
         data[:] = number
         self.call(Written(write_id))
         self.call(commands.CommitPut(write_id))
 
-    def find(self, ids, session=None):
+    def find(self, ids):
         """The pin, and the bytes of each row where they lie."""
         pin = next(self.pins)
-        parts = self.call(commands.Locate("p", ids, ["x"]), session).parts
-        found = self.call(Find([(part.write_id, part.positions) for part in parts], pin), session)
+        parts = self.call(commands.Locate("p", ids, ["x"])).parts
+        found = self.call(Find([(part.write_id, part.positions) for part in parts], pin))
         rows = rows_found(self.arena, parts, found, len(ids))
         return pin, rows
 
@@ -93,6 +90,9 @@ def test_an_abandoned_put_keeps_its_place_until_its_writer_says_that_it_stopped(
     clients.put(["b"], 1000, 3)
     data[:] = 9  # it still writes
     assert (clients.find(["b"])[1][0] == 3).all()
+    clients.writes = iter([write_id])
+    with pytest.raises(InvalidRequestError, match="begun before"):
+        clients.begin(["c"], 64)
     clients.call(Written(write_id))
     with pytest.raises(StalePartitionError, match="abandoned"):
         clients.call(commands.CommitPut(write_id))

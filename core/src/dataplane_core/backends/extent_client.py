@@ -18,15 +18,7 @@ from dataplane_core.errors import CorruptDataError
 from dataplane_core.host_memory import Arena, copy_arrays, recycled_bytes
 from dataplane_core.host_memory.arena import Uses, extent_bytes
 from dataplane_core.host_memory.copying import Copy
-from dataplane_core.hosting.extent_host import (
-    AboutExtents,
-    Allocate,
-    Drop,
-    Fetch,
-    Fill,
-    Find,
-    Written,
-)
+from dataplane_core.hosting.extent_host import AboutExtents, Allocate, Drop, Fetch, Fill, Find, Written
 from dataplane_core.hosting.extents import Column, Layout, Place, Wanted, offsets_at
 from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import decode_about

@@ -17,14 +17,7 @@ import msgspec
 
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.host_memory.arena import Extent
-from dataplane_core.hosting.extents import (
-    ExtentService,
-    ExtentStatistics,
-    Place,
-    RefsGoneError,
-    Wanted,
-    arrays_of_rows,
-)
+from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Place, RefsGoneError, Wanted, arrays_of_rows
 from dataplane_core.hosting.messages import Messages, Release, Request
 from dataplane_core.hosting.server import Client, Host, Receiving, Sending
 from dataplane_core.hosting.session import Bytes
@@ -171,7 +164,7 @@ class ExtentHost(Host):
         write_ids = [write.write_id for write in request.writes]
         if any(write_id in late for late in self._late for write_id in write_ids):
             raise BackendError("a put was dropped before it came.")
-        if any(map(self._extents.holds, write_ids)):
+        if any(write_id in self._puts or self._extents.holds(write_id) for write_id in write_ids):
             raise InvalidRequestError("a put was begun that had been begun before.")
         extents = self._extents.allocate(request.writes)
         if extents is None:
@@ -238,8 +231,8 @@ class ExtentHost(Host):
         if put.fill is not None:
             put.fill.cancelled = True
         self._forget(put)
+        self._extents.unpin(put.extents)  # first: what is noted of an extent may not be dropped now, as on a full disk
         self._extents.forget(write.write_id for write in put.writes)
-        self._extents.unpin(put.extents)
 
     def _forget(self, put: _Put) -> None:
         for write in put.writes:

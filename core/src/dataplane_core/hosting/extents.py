@@ -57,7 +57,7 @@ class Layout(msgspec.Struct, array_like=True):
     """The columns of a put, in the order of its slots, and the bytes that they take with their tables."""
 
     columns: list[Column] = []
-    size_bytes: int = 0
+    size_bytes: _Count = 0
 
     def add_dense(self, num_rows: int, step: int, length: int = 0, dtype: int = 0) -> Column:
         size_bytes = num_rows * step

@@ -214,7 +214,7 @@ class Keeper:
             if processes and len(serving) == len(processes):
                 return serving
             time.sleep(_LOOK_S)
-        waiting = [node for node, process in self._processes.items() if process.started is None]
+        waiting = [node for node, process in list(self._processes.items()) if process.started is None]
         raise OperationTimeoutError(f"the storage units of nodes {preview(waiting)} did not start in time.")
 
     def come_back(self) -> None:

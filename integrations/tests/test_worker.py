@@ -197,8 +197,8 @@ def test_a_row_that_repeats_is_written_once(worker, write_rows, client):
     assert _rows(client, meta, "prev_logprobs") == [[1.0, 2.0, 3.0], [5.0]]
     worker._write_back(again, TensorDict({"text": NonTensorStack("b", "a", "b")}, batch_size=[3]))
     assert client.get_samples(meta.sample_ids, "train", ["text"])["text"] == ["a", "b"]
-    with pytest.raises(InvalidRequestError, match="'values': 4"):
-        worker._write_back(again, {"values": torch.zeros(4)})
+    with pytest.raises(InvalidRequestError, match="'values': 4, 'mean': 0"):
+        worker._write_back(again, {"values": torch.zeros(4), "mean": torch.tensor(1.0)})
 
 
 def test_only_the_leader_writes(toy_worker, write_rows, client):

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from dataplane_core.arguments import check_list
+from dataplane_core.codec.rows import num_rows
 from dataplane_core.codec.tensors import byte_array, host_tensor, is_jagged, jagged_parts
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import ATTENTION_MASK_FIELD, INPUT_IDS_FIELD, MULTIMODAL_FIELDS, PER_TOKEN_FIELDS
@@ -136,9 +137,7 @@ def find_cut(
         return named if lengths is None else [], None
     counts = np.asarray(lengths, dtype=np.int64)
     for name, column in columns.items():
-        rows = len(counts)
-        if isinstance(column, torch.Tensor):
-            rows = column.size(0) if column.dim() else 0
+        rows = num_rows(column) if isinstance(column, torch.Tensor) else len(counts)
         if rows != len(counts):
             raise InvalidRequestError(f"{where} refused: field '{name}' has {rows} rows. Expected {len(counts)}.")
     starts = _starts_of_mask(where, columns.get(ATTENTION_MASK_FIELD), counts)

@@ -111,9 +111,11 @@ def tensor_columns(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any
 
 
 def num_rows(column: Any) -> int:
-    """Rows of a column in any container."""
+    """Rows of a column in any container. A tensor without dims has none."""
     if isinstance(column, torch.Tensor):
-        return len(jagged_parts(column)[1]) - 1 if is_jagged(column) else column.size(0)
+        if is_jagged(column):
+            return len(jagged_parts(column)[1]) - 1
+        return column.size(0) if column.dim() else 0
     return len(column)
 
 

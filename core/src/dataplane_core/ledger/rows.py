@@ -40,8 +40,7 @@ def group_of(sample_id: str) -> str:
     group, mark, _ = sample_id.rpartition("_g")
     if not mark:
         raise InvalidRequestError(
-            f"sample id '{sample_id}' holds no '_g', but the partition has a GRPO group size. "
-            "Expected ids such as 'prompt7_g0'."
+            f"sample id '{sample_id}' holds no '_g', so it is of no group. Expected ids such as 'prompt7_g0'."
         )
     return group
 

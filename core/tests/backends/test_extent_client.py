@@ -352,6 +352,11 @@ def test_requests_in_the_wrong_order_are_refused(unit):
     assert unit.memory().pinned_bytes == 0
 
 
+def test_a_write_of_too_many_rows_is_refused(unit, path):
+    with pytest.raises(InvalidRequestError, match="16777216"):
+        unit.client(path).put({1: [torch.zeros((1 << 24) + 1, dtype=torch.bool)]}, soon())
+
+
 def test_many_clients_at_once(unit, path):
     def work(seed):
         client = unit.client(path)

@@ -129,7 +129,8 @@ class ExtentClient:
             return
         if self.arena is None:
             assert begin is None, "who has the ledger too serves this host only"
-            self.session.call(what, deadline, Allocate(wanted))
+            # not alone: a message that the host cannot read would end the connection, as if the host had ended
+            self.session.call_all(what, deadline, [Allocate(wanted)])
             sources = [array for plan in plans for array in plan.whole()]
             self.session.call(what, deadline, Fill(put), sources=sources)
             return

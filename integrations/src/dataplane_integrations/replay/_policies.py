@@ -31,7 +31,7 @@ class GroupView:
         end_weight_version: The version when it was written; None while it is being generated.
         selected_version: The version when it was selected; None: it is not in training.
         order: Number of its reservation, in ascending order.
-        committed: Ascending in the order in which the committed groups were written; None while it is being generated.
+        committed: Ascending in the order of the commits that the buffer has seen; None while it is being generated.
         selected: Whether it is in training.
         target_step: The weight version that it was started for; None: any.
     """

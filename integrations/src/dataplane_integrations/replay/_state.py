@@ -214,7 +214,6 @@ class RunState(PromptSource):
             if COMMITTED_TAG in tags and sample_id.endswith("_g0"):
                 of = parse_sample_id(sample_id)
                 committed[of["prompt"], of["attempt"]] = of["weight_version"]
-        ended: list[tuple[_Group, dict[str, Any]]] = []
         taken = {group.row for group in [*self._selected.values(), *(group for group, _ in self._gone.values())]}
         for row, tags in sorted(rows.items(), key=lambda item: item[1].get("order", -1)):
             if "order" not in tags or row in taken:
@@ -228,16 +227,13 @@ class RunState(PromptSource):
             name = group_name(version, tags["prompt"], tags["attempt"] - 1)
             view = GroupView(group=name, weight_version=version, order=tags["order"], target_step=tags["target_step"])
             group = _Group(view, row, tags["prompt"], tags["attempt"], tags["failures"])
-            if tags["ended"]:
-                ended.append((group, tags))
-            else:
-                started[name] = group
-        for group, tags in ended:
             if tags["ended"] == "late":
                 self._num_late += 1
-                self._gone[group.view.group] = group, self._requeue_evicted
-            else:
+                self._gone[name] = group, self._requeue_evicted
+            elif tags["ended"]:
                 self._give_up(group)
+            else:
+                started[name] = group
         return started
 
     def _give_up(self, group: _Group) -> None:
@@ -258,14 +254,18 @@ class RunState(PromptSource):
         of_group: dict[str, dict[str, dict[str, Any]]] = {}
         for sample_id, tags in zip(answers.sample_ids, answers.tags or [{}] * answers.size, strict=True):
             of_group.setdefault(group_of(sample_id), {})[sample_id] = tags
-        for number, (name, members) in enumerate(of_group.items()):  # in the order of their first write
+        views = [group.view for group in self._groups.values()]
+        order = {view.group: view.committed for view in views if view.committed is not None}
+        newest = max(order.values(), default=-1)
+        for number, (name, members) in enumerate(of_group.items(), newest + 1):  # in the order of their first write
             whole = len(members) == self.group_size and all(tags.get(COMMITTED_TAG) for tags in members.values())
             if name in started and whole:
                 ids = sorted(members, key=lambda sample_id: int(sample_id.rpartition("_g")[2]))
                 end = max(tags[END_WEIGHT_VERSION_TAG] for tags in members.values())
-                view = dataclasses.replace(started[name].view, committed=number, end_weight_version=end)
+                group = started[name]
+                view = dataclasses.replace(group.view, committed=order.get(name, number), end_weight_version=end)
                 tags_of_rows = tuple(members[sample_id] for sample_id in ids)
-                started[name] = dataclasses.replace(started[name], view=view, sample_ids=tuple(ids), tags=tags_of_rows)
+                started[name] = dataclasses.replace(group, view=view, sample_ids=tuple(ids), tags=tags_of_rows)
         groups = {**started, **self._selected}
         self._groups = dict(sorted(groups.items(), key=lambda item: item[1].view.order))
         return [

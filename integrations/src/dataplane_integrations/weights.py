@@ -30,7 +30,6 @@ from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
     InvalidRequestError,
-    LostSamplesError,
     MissingDataError,
     SchemaMismatchError,
     UnknownTaskError,
@@ -234,13 +233,11 @@ class WeightReader:
             try:
                 epoch = self._client.describe(self._partition_id).info.epoch
                 weights = self._take(held, newest)
-            except LostSamplesError:
-                raise
             except (MissingDataError, CorruptDataError):
                 # rows were dropped or replaced meanwhile; or the base is of another run, and reading the anchor helps
                 if held == tried:
                     raise
-                if time.monotonic() >= give_up:
+                if tried is not None and time.monotonic() >= give_up:
                     return None
                 tried = held
                 continue

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpo
 import torch
@@ -32,7 +30,7 @@ STEPS_AHEAD = 2  # the prompts of so many steps are out at a time: bounds how ol
 TRAINED_ON = ["input_ids", "input_lengths", "token_mask", "generation_logprobs", "reward"]
 
 
-def roll_out(plane: Any, name: str) -> None:
+def roll_out(plane: dict[str, object], name: str) -> None:
     """A process that answers prompts with the newest weights. There may be any number; they may come and go."""
     torch.set_num_threads(1)
     with connect(plane, bootstrap=False) as client:
@@ -51,7 +49,7 @@ def roll_out(plane: Any, name: str) -> None:
                 kv_first_write(rows, sample_ids=ids, dp_client=client, partition_id="answers", tags=tags)
 
 
-def score(plane: Any) -> None:
+def score(plane: dict[str, object]) -> None:
     """A process that adds the column ``reward``."""
     with connect(plane, bootstrap=False) as client:
         for batch in stream(client, "answers", "score", ["input_lengths"], batch_size=grpo.ANSWERS_PER_PROMPT):
@@ -65,24 +63,26 @@ def train(client: DataPlaneClient, steps: int) -> Iterator[tuple[int, KVBatchMet
     model = grpo.Transformer(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=grpo.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     num_put, batch_size = 0, grpo.PROMPTS_PER_STEP * grpo.ANSWERS_PER_PROMPT
-    with stream(client, "answers", "train", TRAINED_ON, batch_size, clear=True, prefetch=0) as batches:
+    with stream(client, "answers", "train", TRAINED_ON, batch_size, prefetch=0) as batches:
         for step in range(1, steps + 1):
             publish_weights(client, step - 1, model.state_dict())
             while num_put < min(step - 1 + STEPS_AHEAD, steps) * grpo.PROMPTS_PER_STEP:
                 client.put_samples([f"p{num_put}"], "prompts", {"prompt": [random.choice(prompts)]})
                 num_put += 1
-            batch = next(batches)  # acks and clears the one before
+            batch = next(batches)  # acks the one before
             rows = materialize(batch.columns)
-            ratio_ns = (model.token_logprobs(rows) - rows["generation_logprobs"]).exp()
-            clipped_ns = ratio_ns.clamp(1.0 - grpo.CLIP_RATIO, 1.0 + grpo.CLIP_RATIO)
-            advantages_n1 = grpo.group_advantages(rows["reward"]).unsqueeze(1)
-            policy_ns = -torch.minimum(ratio_ns * advantages_n1, clipped_ns * advantages_n1)
+            logprobs_ns = model.token_logprobs(rows)
+            rows["prev_logprobs"], rows["reference_policy_logprobs"] = rows["generation_logprobs"], logprobs_ns.detach()
+            rows["advantages"] = grpo.group_advantages(rows["reward"]).unsqueeze(1)
             optimizer.zero_grad()
-            ((policy_ns * rows["token_mask"]).sum() / rows["token_mask"].sum()).backward()
+            grpo.policy_loss(logprobs_ns, rows, rows["token_mask"].sum())[0].backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), grpo.MAX_GRAD_NORM)
             optimizer.step()
-            # so nobody answers them again, should the process that did have died before its ack
-            client.clear_samples(list(set(map(group_of, batch.meta.sample_ids))), "prompts")
+            # only what nobody holds any more: a process may have died, or stand still, before its ack
+            acked = {*client.list_consumed("prompts", "rollout"), *client.list_consumed("answers", "score")}
+            done = [uid for uid in client.list_consumed("answers", "train") if {uid, group_of(uid)} <= acked]
+            client.clear_samples(done, "answers")
+            client.clear_samples(list(set(map(group_of, done))), "prompts")
             yield step, batch.meta, rows["reward"].mean().item()
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps
-    plane = {"backend": "shm_store", "options": {"namespace": f"async-{os.getpid()}"}}
+    plane = {"backend": "shm_store", "options": {"namespace": f"async-{multiprocessing.current_process().pid}"}}
     with connect(plane) as client:
         client.register_partition("prompts", ["prompt"], None, ["rollout"])
         client.register_partition("answers", TRAINED_ON, None, ["score", "train"], grpo.ANSWERS_PER_PROMPT)

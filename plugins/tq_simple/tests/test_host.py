@@ -41,8 +41,9 @@ class Controller:
 
     def begin(self, node="n0"):
         self._num_puts += 1
-        ids = [f"{self._num_puts}{each}" for each in IDS]
-        begin = commands.BeginPut("p", ids, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0)
+        begin = commands.BeginPut(
+            "p", [f"{self._num_puts}{each}" for each in IDS], X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0
+        )
         return int(self.call(BeginNear(begin, node, [])))
 
     def put(self, node="n0"):
@@ -141,13 +142,6 @@ def test_the_ledger_numbers_writes_whose_rows_lie_elsewhere(tmp_path):
     first = controller.call(begin)
     controller.again()
     assert controller.call(begin) == first + 6
-
-
-def test_a_put_whose_begin_is_repeated_as_its_reply_was_lost_takes_its_room_once(either):
-    either.host._ledger.ledger.limit(100, 1)
-    put = commands.BeginPut("p", IDS, X, [commands.Write(list(X), [10] * 6)], ttl_s=60.0, request_id="r")
-    _, second = (either.call(BeginNear(put, "n0", [])) for _ in range(2))
-    either.call(commands.CommitPut(second))
 
 
 def test_a_folder_that_no_node_has_is_refused(tmp_path):
@@ -256,16 +250,22 @@ def test_who_bootstraps_again_finds_what_it_finds(durable):
     assert lives[second >> LIFE_BITS].node == "m1"
 
 
-def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why(durable):
+def test_who_waits_for_a_unit_that_cannot_open_its_folder_is_told_why():
+    durable = Controller(None)
     book = durable.host.book
+    for unit in range(3):
+        book.started(kept(unit))
     for unit in range(3):
         book.ended(f"n{unit}")
     for unit, why in enumerate(["Permission denied", "No space left"]):
         book.waits(f"n{unit}", why)
         with pytest.raises(UnitsGoneError, match="are starting"):
             book.choose(1, 10, "n0")
-    lives = durable.call(ViewUnits(-1)).lives.values()
-    assert [life.why for life in lives] == ["Permission denied", "No space left", ""]
+    assert [life.why for life in durable.call(ViewUnits(-1)).lives.values()] == [
+        "Permission denied",
+        "No space left",
+        "",
+    ]
     book.waits("n2", "gone")
     assert set(book.awaited().values()) == {True}
     with pytest.raises(BackendUnavailableError) as refused:

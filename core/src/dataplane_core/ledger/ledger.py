@@ -169,23 +169,16 @@ class Ledger:
     def check_put(self, put: commands.BeginPut, now: float) -> int | None:
         """Raises what a put would raise now, and ends abandoned ones. Returns its write id if it is begun already."""
         self._end_puts(now, now)
-        begun = self.begun(put)
-        if begun is not None:
-            return begun
-        self._refuse_done(put)
-        partition = self._found_or_opened(put)
-        partition.check_put(put, self._overwrite)
-        if self._capacity_bytes is not None and put.size_bytes:  # tags take no room
-            self._check_capacity(put, self._capacity_bytes, now)
-        return None
-
-    def begun(self, put: commands.BeginPut) -> int | None:
-        """The write id of a put of the same request that is begun and not committed."""
         if put.request_id is not None:
             write_ids: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
             for write_id in write_ids:
                 if self._pending[write_id].put.request_id == put.request_id:
                     return write_id
+        self._refuse_done(put)
+        partition = self._found_or_opened(put)
+        partition.check_put(put, self._overwrite)
+        if self._capacity_bytes is not None and put.size_bytes:  # tags take no room
+            self._check_capacity(put, self._capacity_bytes, now)
         return None
 
     def partition(self, partition_id: str) -> Partition:

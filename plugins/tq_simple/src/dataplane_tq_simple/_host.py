@@ -463,9 +463,6 @@ class ControllerHost(LedgerHost):
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
         put = request.put
-        begun = self._ledger.ledger.begun(put)
-        if begun is not None:  # the reply was lost, and with it the write id: it must not take its room twice
-            self._ledger.call(commands.AbortPut(begun))
         write_id = self.book.choose(self._ledger.ledger.next_number, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
         self._ledger.call(msgspec.structs.replace(put, write_id=write_id))
@@ -484,12 +481,20 @@ class ControllerHost(LedgerHost):
         self._ledger.call(collected)
         self.book.collected(collected.refs)
 
+    # --- units --------------------------------------------------------------------------------------------------------
+
+    def _view(self, request: ViewUnits, client: Client) -> View | None:
+        return self.book.view(request.version)
+
+    def _records(self, request: UnitRecords, client: Client) -> Any:
+        return self.book.records()
+
 
 ControllerHost.handlers = {
     **LedgerHost.handlers,
     BeginNear: ControllerHost._begin_near,
-    ViewUnits: lambda host, request, client: host.book.view(request.version),
-    UnitRecords: lambda host, request, client: host.book.records(),
+    ViewUnits: ControllerHost._view,
+    UnitRecords: ControllerHost._records,
     commands.BeginPut: ControllerHost._begin_put,
     commands.CommitPut: ControllerHost._commit_put,
     commands.Collected: ControllerHost._collected,

@@ -209,7 +209,8 @@ class Connection:
             role=config.role or program_name(),
             moved_rows=backend.moved_rows,
             waiting=connection.work.waiting,
-            describe=lambda request: backend.describe_partition(request),  # type: ignore[attr-defined] # a hook
+            # `Backend` itself has no operations; each backend has this one, since it needs no capability
+            describe=lambda request: backend.describe_partition(request),  # type: ignore[attr-defined]
         )
         starting = "the backend"
         try:

@@ -202,8 +202,7 @@ def stream(
         clear=clear,
         fresh=fresh,
     )
-    kind = AsyncStream if isinstance(client, AsyncDataPlaneClient) else Stream
-    return kind(client, terms)  # type: ignore[arg-type]
+    return AsyncStream(client, terms) if isinstance(client, AsyncDataPlaneClient) else Stream(client, terms)
 
 
 # --- what a user iterates ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, StalePartitionError
 from dataplane_core.hosting import Allocate, Client, ExtentHost, ExtentService, LedgerHost
 from dataplane_core.ledger import Command, LedgerService, Ref, commands
-from dataplane_core.log import LoggedLedger
 from dataplane_shm._messages import About
 
 
@@ -31,7 +30,7 @@ class Store(LedgerHost, ExtentHost):
     def __init__(
         self,
         extents: ExtentService,
-        service: LedgerService | LoggedLedger,
+        service: LedgerService,
         capacity_bytes: int = 0,
         on_full: str = "block",
         settle: Callable[[], object] | None = None,

@@ -330,7 +330,7 @@ class UnitBook:
 
 def make_ledger(
     journal: Path | None, capacity_bytes: int | None, sync: bool, *, durable: bool = False, must_exist: bool = False
-) -> tuple[LedgerService | LoggedLedger, FolderLog | None]:
+) -> tuple[LedgerService, FolderLog | None]:
     """The ledger of an instance, and its log.
 
     Args:
@@ -384,9 +384,7 @@ class ControllerHost(LedgerHost):
 
     messages = MESSAGES
 
-    def __init__(
-        self, ledger: LedgerService | LoggedLedger, log: FolderLog | None = None, *, has_units: bool = True
-    ) -> None:
+    def __init__(self, ledger: LedgerService, log: FolderLog | None = None, *, has_units: bool = True) -> None:
         super().__init__(ledger, None if log is None else log.commit_or_end)
         self.book = UnitBook()
         self._ledger = ledger

@@ -1,8 +1,8 @@
 """`TQSimpleBackend`: columns in the memory of the storage units of an instance.
 
-Nodes and units come and go. The id of a write says which life of a unit has its rows (see `_book`). The rows of a life
-that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All others reach the same
-rows over TCP. The controller knows what the rows mean, which of them exist and who may have them.
+Nodes and units come and go. The id of a write says which life of a unit has its rows (see `UnitBook`). The rows of a
+life that has ended are gone. A process that a unit's Unix socket admits shares the unit's memory. All others reach the
+same rows over TCP. The controller knows what the rows mean, which of them exist and who may have them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _PATH_S: Final = 1.0
 #: The most units that one operation moves bytes to or from at the same time.
 _AT_ONCE: Final = 16
 
-#: Seconds between two questions to the controller about a unit that does not answer.
+#: Seconds between two tries of what met a unit that ended.
 _PATIENCE_S: Final = 0.2
-#: Seconds that the controller may take to answer that question, while a reply of the unit may come.
+#: Seconds that the controller may take to say whether a unit has ended, while a reply of the unit may come.
 _QUESTION_S: Final = 0.5
 
 _Work = TypeVar("_Work")
@@ -372,20 +372,17 @@ class UnitWatch:
         self._number = number
         self._life = life
         self._is_cancelled = is_cancelled
-        self._ask_at = 0.0
 
     def check(self) -> None:
         """Raises `UnitsGoneError` if it has ended; `BackendUnavailableError` if the controller has, or if cancelled."""
         if self._is_cancelled():
             raise BackendUnavailableError("the call was given up with another one of its operation.")
-        now = time.monotonic()
-        if now >= self._ask_at and self._backend.life(self._number) == self._life:
+        if self._backend.life(self._number) == self._life:
             try:
-                self._backend.refresh(now + _QUESTION_S)
+                self._backend.refresh(time.monotonic() + _QUESTION_S)
             except (OperationTimeoutError, BackendUnavailableError) as error:
                 if isinstance(error, BackendUnavailableError) and not error.retryable:
                     raise  # else it is busy, or is started again
-            self._ask_at = time.monotonic() + _PATIENCE_S
         if self._backend.life(self._number) != self._life:
             raise UnitsGoneError("a storage unit ended.")
 

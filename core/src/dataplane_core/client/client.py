@@ -3,7 +3,7 @@
 Its methods check their arguments, call what the modules beside this one do, and keep the promises of the contract that
 do not depend on the backend.
 
-One long file: more than half of it says what the methods of the one class promise.
+This file is long because it is one class, and half of it is the docstrings of the methods.
 """
 
 from __future__ import annotations

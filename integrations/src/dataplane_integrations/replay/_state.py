@@ -252,7 +252,7 @@ class RunState(PromptSource):
     def _match(self, started: dict[str, _Group], answers: KVBatchMeta) -> list[str]:
         """Finds the answers of started prompts. Returns those of no prompt, which killed or late collectors leave."""
         of_group: dict[str, dict[str, dict[str, Any]]] = {}
-        for sample_id, tags in zip(answers.sample_ids, answers.tags or [{}] * answers.size, strict=True):
+        for sample_id, tags in zip(answers.sample_ids, answers.tags or (), strict=True):
             of_group.setdefault(group_of(sample_id), {})[sample_id] = tags
         views = [group.view for group in self._groups.values()]
         order = {view.group: view.committed for view in views if view.committed is not None}

@@ -197,7 +197,7 @@ class StoreMachine:
         self.cells: dict[tuple[str, str, str], Any] = {}
         self.leased_at: dict[tuple[str, str, str], float] = {}  # a leased sample -> when, by the clock of the ledger
         self.short: set[str] = set()  # tokens of leases that end soon
-        self.ends_soon = False  # the request under way settles one of these
+        self.ends_soon = False  # the step under way settles one of these
         self.staying: tuple[Stay, Background] | None = None
         self.stay_token: str | None = None  # of the claim that waits, or waited last
         self.is_over = False
@@ -285,7 +285,8 @@ class StoreMachine:
 
     def take(self, step: Step) -> Any:
         """Takes a step on the store and on the ledger, and compares the answers. Returns that of the ledger."""
-        if not (isinstance(step, commands.SettleRequest) and self.short.intersection(step.lease_tokens)):
+        self.ends_soon = isinstance(step, commands.SettleRequest) and bool(self.short.intersection(step.lease_tokens))
+        if not self.ends_soon:
             self.await_short_leases()
         again = any(step is earlier for earlier in self.steps)
         self.steps.append(step)
@@ -384,7 +385,6 @@ class StoreMachine:
         """Sends the request of a step, and compares the reply with that of the ledger, which it returns."""
         hook, request, hooks = _HOOKS[type(step)], self.named(step), Hooks(self.client)
         rule = "repeat" if again else self.rule_of(hook, step, expected)
-        self.ends_soon = isinstance(step, commands.SettleRequest) and bool(self.short.intersection(step.lease_tokens))
         send = partial(hooks.call, request)
         reply = self.agree(rule, hook, error, hook, send)
         if error is None and reply is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 import ray
 import torch
 
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, padded_length
 from dataplane_integrations import DataPlanePolicy
@@ -38,6 +40,26 @@ def policy_workers(folder: Path, cls: type = grpo.PolicyWorker, *arguments: Any)
     return [actor(cls, rank, SEED, str(folder / "rendezvous"), *arguments) for rank in ranks]
 
 
+@contextmanager
+def run_actors(folder: Path, rollout: type, worker: type = grpo.PolicyWorker, *arguments: Any) -> Iterator[Any]:
+    """The ranks and the rollout worker of a run. When the block ends, so do their processes."""
+    workers, generator = policy_workers(folder, worker, *arguments), actor(rollout, SEED)
+    actors = [generator, *workers]
+    try:
+        yield workers, generator
+    finally:
+        pids = ray.get([handle.__ray_call__.remote(lambda _: os.getpid()) for handle in actors])
+        processes = [psutil.Process(pid) for pid in pids]
+        for handle in actors:
+            ray.kill(handle)
+        psutil.wait_procs(processes, timeout=60)
+
+
+def plane_of(backend: str, folder: Path) -> dict[str, Any]:
+    """A store of this folder alone, where others may run beside it."""
+    return {"backend": backend, "options": {"namespace": folder.name} if backend == "shm_store" else {}}
+
+
 def results_of(records: Any) -> Results:
     """The steps' results."""
     return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
@@ -55,38 +77,39 @@ def run_over(
     on_step: Callable[[DataPlanePolicy, dict[str, Any]], None] = lambda policy, record: None,
 ) -> Results:
     """A run over a data plane."""
-    workers, generator = policy_workers(folder, worker, *arguments), actor(rollout, SEED)
-    try:
-        with DataPlanePolicy(RayWorkerGroup(workers, dp_ranks), plane, batching=batching) as policy:
-            ray.get(generator.setup_data_plane.remote(policy.client.config))
-            records = []
-            for record in grpo.train(policy, generator, workers, SEED, STEPS):
-                records.append(record)
-                on_step(policy, record)
-        return results_of(records)
-    finally:
-        end([generator, *workers])
+    records = []
+    with (
+        run_actors(folder, rollout, worker, *arguments) as (workers, generator),
+        DataPlanePolicy(RayWorkerGroup(workers, dp_ranks), plane, batching=batching) as policy,
+    ):
+        ray.get(generator.setup_data_plane.remote(policy.client.config))
+        for record in grpo.train(policy, generator, workers, SEED, STEPS):
+            records.append(record)
+            on_step(policy, record)
+    return results_of(records)
 
 
 def run_in_memory(folder: Path) -> Results:
     """The same without a data plane: whole batches go through the driver."""
-    workers, generator = policy_workers(folder), actor(InMemoryRollout, SEED)
-    try:
-        return results_of(grpo.train(InMemoryPolicy(workers), generator, workers, SEED, STEPS))  # type: ignore[arg-type]
-    finally:
-        end([generator, *workers])
+    with run_actors(folder, InMemoryRollout) as (workers, generator):
+        return results_of(grpo.train(InMemoryPolicy(workers), generator, workers, SEED, STEPS))
 
 
-def end(actors: Sequence[Any]) -> None:
-    """Ends actors, and waits until their processes are gone."""
-    processes = [psutil.Process(pid) for pid in ray.get([handle.__ray_call__.remote(_pid) for handle in actors])]
-    for handle in actors:
-        ray.kill(handle)
-    psutil.wait_procs(processes, timeout=60)
+def answered(worker: grpo.RolloutWorker, prompts: Sequence[str], seed: int) -> BatchedDataDict:
+    """The rows of each prompt's answers, with their rewards."""
+    repeated = [prompt for prompt in prompts for _ in range(grpo.ANSWERS_PER_PROMPT)]
+    rows, answers = worker.model.answer(repeated, seed)
+    rows["reward"] = torch.tensor(list(map(grpo.reward, repeated, answers)))
+    return rows
 
 
-def _pid(_: Any) -> int:
-    return os.getpid()
+def train_on(policy: DataPlanePolicy, meta: KVBatchMeta) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Trains on answers that are in the store. Returns their rewards, and what the workers say."""
+    rewards_n = policy.client.get_data(meta, ["reward"])["reward"]
+    advantages_ns = grpo.group_advantages(rewards_n).unsqueeze(1).repeat(1, max(meta.sequence_lengths or []))
+    meta = policy.write_to_dataplane(meta, {"advantages": advantages_ns})
+    meta = policy.get_reference_policy_logprobs_from_meta(policy.get_logprobs_from_meta(meta))
+    return rewards_n, policy.train_from_meta(meta, grpo.policy_loss)
 
 
 class InMemoryRollout(grpo.RolloutWorker):

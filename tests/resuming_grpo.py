@@ -19,9 +19,8 @@ from typing import Any
 
 import grpo
 import ray
-import torch
 import torch.distributed.checkpoint as dcp
-from grpo_runs import SEED, actor, policy_workers
+from grpo_runs import SEED, actor, answered, policy_workers, train_on
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dataplane_integrations import DataPlanePolicy
@@ -37,9 +36,7 @@ class Rollout(grpo.RolloutWorker):
     """Generates portions of a step."""
 
     def portion(self, step: int, first: int, prompts: list[str], partition: str, uids: list[str]) -> None:
-        repeated = [prompt for prompt in prompts for _ in range(grpo.ANSWERS_PER_PROMPT)]
-        rows, answers = self.model.answer(repeated, grpo.seed_of(self.seed, f"rollout/{first}", step))
-        rows["reward"] = torch.tensor(list(map(grpo.reward, repeated, answers)))
+        rows = answered(self, prompts, grpo.seed_of(self.seed, f"rollout/{first}", step))
         ids = mint_sample_ids(uids, grpo.ANSWERS_PER_PROMPT)
         self._first_write(rows, sample_ids=ids, partition_id=partition)
 
@@ -78,17 +75,14 @@ def main(job: dict[str, Any]) -> None:
     with policy:
         client = policy.client
         ray.get(rollout.setup_data_plane.remote(client.config))
-        done = 0
+        records = []
         if save := newest_save(folder):
             records = json.loads((save / "records.json").read_text())
-            done = len(records)
-            ray.get([worker.restore.remote(str(save), done) for worker in workers])
+            ray.get([worker.restore.remote(str(save), len(records)) for worker in workers])
             weights = [worker.weights.remote() for worker in workers]
             ray.get(rollout.update.remote(weights[0], ["1="]))
-        else:
-            records = []
-        drop(client, done)  # what a start that was killed after its save has left
-        for step in range(done + 1, job["steps"] + 1):
+        drop(client, len(records))  # what a start that was killed after its save has left
+        for step in range(len(records) + 1, job["steps"] + 1):
             records.append(run_step(policy, rollout, workers, step, found))
             if step % job["every"] == 0 or step == job["steps"]:
                 unfinished, place = folder / "unfinished", folder / f"step_{step}"
@@ -115,11 +109,7 @@ def run_step(policy: DataPlanePolicy, rollout: Any, workers: list[Any], step: in
             part = slice(first, first + PORTION)
             ray.get(rollout.portion.remote(step, first, chosen[part], partition, uids[part]))
     meta = client.list_samples(partition, sample_ids=mint_sample_ids(uids, size))
-    rewards_n = client.get_data(meta, ["reward"])["reward"]
-    advantages_ns = grpo.group_advantages(rewards_n).unsqueeze(1).repeat(1, max(meta.sequence_lengths or []))
-    meta = policy.write_to_dataplane(meta, {"advantages": advantages_ns})
-    meta = policy.get_reference_policy_logprobs_from_meta(policy.get_logprobs_from_meta(meta))
-    result = policy.train_from_meta(meta, grpo.policy_loss)
+    rewards_n, result = train_on(policy, meta)
     weights = [worker.weights.remote() for worker in workers]
     ray.get(rollout.update.remote(weights[0], ["1="]))
     return {"step": step, "reward": rewards_n.mean().item(), "loss": result["loss"].item(), **result["all_mb_metrics"]}

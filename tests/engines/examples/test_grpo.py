@@ -7,7 +7,7 @@ import sys
 
 import grpo
 import pytest
-from grpo_runs import EXAMPLES, STEPS, run_in_memory, run_over
+from grpo_runs import EXAMPLES, STEPS, plane_of, run_in_memory, run_over
 from megatron_grpo import MegatronWorker
 from tiers import in_long
 
@@ -19,11 +19,6 @@ from dataplane_observe import Recording
 pytestmark = pytest.mark.timeout(540)
 
 PACKING = SequencePacking(train_mb_tokens=1024, sequence_length_pad_multiple=4)
-
-
-def plane_of(backend, folder):
-    """A store of this test alone, where others may run beside it."""
-    return {"backend": backend, "options": {"namespace": folder.name} if backend == "shm_store" else {}}
 
 
 @pytest.fixture(scope="module")

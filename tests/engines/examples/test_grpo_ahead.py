@@ -8,8 +8,7 @@ from pathlib import Path
 import grpo
 import pytest
 import ray
-import torch
-from grpo_runs import SEED, STEPS, actor, end, policy_workers, run_in_memory
+from grpo_runs import SEED, STEPS, answered, plane_of, run_actors, run_in_memory, train_on
 from tiers import in_long
 
 from dataplane_integrations import DataPlanePolicy
@@ -24,17 +23,13 @@ class ReservedRollout(grpo.RolloutWorker):
     """Writes the rows that a replay buffer has reserved."""
 
     def reserved(self, step, prompts, ids, tags):
-        repeated = [prompt for prompt in prompts for _ in range(grpo.ANSWERS_PER_PROMPT)]
-        rows, answers = self.model.answer(repeated, grpo.seed_of(self.seed, "rollout", step))
-        rows["reward"] = torch.tensor(list(map(grpo.reward, repeated, answers)))
+        rows = answered(self, prompts, grpo.seed_of(self.seed, "rollout", step))
         return self._first_write(rows, sample_ids=ids, partition_id="replay", tags=tags).meta
 
 
 def run_ahead(backend, folder, staleness):
     """The results of each step, and how many versions old its weights were."""
     folder.mkdir()
-    options = {"namespace": folder.name} if backend == "shm_store" else {}
-    workers, generator = policy_workers(folder), actor(ReservedRollout, SEED)
     prompts = Path(grpo.__file__).with_name("prompts.txt").read_text().split()
     held_out = {prompts[number * len(prompts) // grpo.NUM_EVAL] for number in range(grpo.NUM_EVAL)}
     prompts = [prompt for prompt in prompts if prompt not in held_out]
@@ -49,8 +44,10 @@ def run_ahead(backend, folder, staleness):
         begun.release()
         return ray.get(call)
 
-    plane = {"backend": backend, "options": options}
-    with DataPlanePolicy(RayWorkerGroup(workers), plane, batching=grpo.BATCHING) as policy:
+    with (
+        run_actors(folder, ReservedRollout) as (workers, generator),
+        DataPlanePolicy(RayWorkerGroup(workers), plane_of(backend, folder), batching=grpo.BATCHING) as policy,
+    ):
         ray.get(generator.setup_data_plane.remote(policy.client.config))
         policy.prepare_step(group_size=grpo.ANSWERS_PER_PROMPT, partition_id="replay")
         rule = InOrderPolicy(max_staleness=staleness, groups_per_version=grpo.PROMPTS_PER_STEP)
@@ -59,11 +56,7 @@ def run_ahead(backend, folder, staleness):
         with Collector(buffer, roll_out, groups_per_call=grpo.PROMPTS_PER_STEP, max_failures=1):
             for step in range(1, STEPS + 1):
                 meta = buffer.select(grpo.PROMPTS_PER_STEP, timeout_s=WAIT_S)
-                rewards_n = policy.client.get_data(meta, ["reward"])["reward"]
-                advantages_n1 = grpo.group_advantages(rewards_n).unsqueeze(1)
-                policy.write_to_dataplane(meta, {"advantages": advantages_n1.repeat(1, max(meta.sequence_lengths))})
-                policy.get_reference_policy_logprobs_from_meta(policy.get_logprobs_from_meta(meta))
-                result = policy.train_from_meta(meta, grpo.policy_loss)
+                rewards_n, result = train_on(policy, meta)
                 metrics = {name: math.fsum(parts) for name, parts in result["all_mb_metrics"].items()}
                 metrics |= {name: result[name].item() for name in ("loss", "grad_norm")}
                 age = step - 1 - min(tags["weight_version"] for tags in meta.tags)
@@ -76,7 +69,6 @@ def run_ahead(backend, folder, staleness):
                 ray.get(generator.update.remote(weights[0], ["1="]))
                 buffer.set_weight_version(step)
         buffer.close()
-    end([generator, *workers])
     return results
 
 

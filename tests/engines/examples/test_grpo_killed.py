@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import resuming_grpo
 from grpo_runs import EXAMPLES
 from tiers import in_long
 
@@ -21,7 +22,7 @@ from dataplane_core.errors import AlreadyRunningError
 from dataplane_observe import Recording, is_recording
 from dataplane_testkit._timing import eventually
 
-PROGRAM = Path(__file__).parents[2] / "resuming_grpo.py"
+PROGRAM = Path(resuming_grpo.__file__)
 ROWS, PUT = 256, 32  # of a step, and of a put
 
 
@@ -50,8 +51,7 @@ class Runs:
         finally:
             process.kill()
         assert process.returncode == 0, err
-        saves = sorted(self.folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-        return printed, json.loads((saves[-1] / "records.json").read_text())
+        return printed, json.loads((resuming_grpo.newest_save(self.folder) / "records.json").read_text())
 
     def rows_put(self):
         """How many rows rollout workers have put, by partition. What a worker tries after the kill is an error."""

@@ -269,6 +269,7 @@ class WeightReader:
 
         Raises:
             ClaimTimeoutError: There was none within ``timeout_s`` seconds.
+            LostSamplesError, CorruptDataError: As `newest`, which may end the wait earlier.
             OperationTimeoutError: The store did not answer.
             UnknownPartitionError: The run is over: its partition was dropped.
             UnsupportedOperationError: The backend does not declare ``claims``.

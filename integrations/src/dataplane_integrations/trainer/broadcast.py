@@ -170,7 +170,6 @@ def _receive(group: dist.ProcessGroup, leader: int) -> Any:
     if isinstance(descriptor, ReplicaLeaderError):
         descriptor.message = f"no batch for rank {dist.get_rank()}: {descriptor.message}"
         raise descriptor
-    pickled: bytes
     infos: list[_TensorInfo]
     pickled, infos = descriptor
     contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]

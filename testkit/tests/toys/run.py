@@ -76,7 +76,7 @@ def _run(run: Any, folder: Path) -> None:
         suite for suite in table.BackendConformance.__bases__ if run.selection is None and names <= vars(suite).keys()
     ]
     members = {"backend_class": run.backend, "__module__": "table", **run.members}
-    table.TestIt = type("TestIt", (*suites,) or (table.BackendConformance,), members)  # type: ignore[misc]
+    table.TestIt = type("TestIt", (*suites,) or (table.BackendConformance,), members)
     name = f"{table.__file__}::TestIt"
     _pytest(
         folder, *([f"{name}::{test}" for test in run.tests] if run.selection is None else [name, "-k", run.selection])

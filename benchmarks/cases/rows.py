@@ -6,6 +6,7 @@ import statistics
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -161,7 +162,7 @@ def claims(
                 for start in range(0, size, 10_000):
                     count = min(10_000, size - start)
                     client.put_samples([f"s{start + i}" for i in range(count)], f"claims{size}", bench.scalars(count))
-                claim = lambda size=size: client.claim_meta(f"claims{size}", "train", ["x"], 512)  # noqa: E731
+                claim = partial(client.claim_meta, f"claims{size}", "train", ["x"], 512)
                 first, *later = (bench.timed_ms(claim) for _ in range(rounds))
                 rows.append([f"{backend}, {size:,} ready", first, statistics.median(later)])
     yield Table("claims", ["a claim of 512", "first, ms", "later, ms"], rows)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from benchmarks import bench
@@ -75,7 +76,7 @@ def others_ms(client: DataPlaneClient, kind: str, seconds: float) -> list[float]
         for number in itertools.count():
             if time.perf_counter() > end:
                 return
-            times.extend(bench.timed_ms(lambda step=step: step(number)) for step in operations)  # noqa: B023
+            times.extend(bench.timed_ms(partial(step, number)) for step in operations)
             time.sleep(0.005)
 
     def ids(number: int) -> list[str]:
@@ -88,9 +89,9 @@ def others_ms(client: DataPlaneClient, kind: str, seconds: float) -> list[float]
             lambda _: client.claim_meta("others", "t", ["x"], 8, blocking=False),
             lambda number: client.clear_samples(ids(number), "others"),
         )
-    read = lambda _: client.get_samples([f"r{i}" for i in range(8)], "others", ["x"])  # noqa: E731
     with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(repeat, *writes), pool.submit(repeat, read)]:
+        reads = pool.submit(repeat, lambda _: client.get_samples([f"r{i}" for i in range(8)], "others", ["x"]))
+        for future in [pool.submit(repeat, *writes), reads]:
             future.result()
     return times
 

@@ -94,7 +94,7 @@ def config_of(name: str, number: int = 0, **options: Any) -> dict[str, Any]:
 def attaching(client: DataPlaneClient, config: dict[str, Any]) -> dict[str, Any]:
     """The config by which other processes attach to a client's store."""
     options = getattr(backend_of(client), "attach_options", dict)()
-    return {**config, "options": {**config.get("options", {}), **options}}
+    return {**config, "options": {**config["options"], **options}}
 
 
 def start_ray(stack: ExitStack) -> Any:
@@ -217,14 +217,14 @@ Step: TypeAlias = Callable[[], Any]
 Steps: TypeAlias = tuple[Step, ...]
 
 
-def client_steps(client: DataPlaneClient, columns: Any, partition: str = "bench", **options: Any) -> Steps:
-    """Put, get and clear by the client. ``options`` are those of the get."""
+def client_steps(client: DataPlaneClient, columns: Any, partition: str = "bench") -> Steps:
+    """Put, get and clear by the client."""
     names = list(columns.keys())
     ids = [f"prompt{i // 8}_g{i % 8}" for i in range(len(columns[names[0]]))]
     client.register_partition(partition, names, None, ["train"])
     return (
         lambda: client.put_samples(ids, partition, columns),
-        lambda: client.get_samples(ids, partition, names, **options),
+        lambda: client.get_samples(ids, partition, names),
         lambda: client.clear_samples(ids, partition),
     )
 
@@ -246,7 +246,7 @@ def medians_ms(contestants: Mapping[str, Steps], rounds: int) -> dict[str, tuple
     return {name: tuple(map(statistics.median, zip(*rows[1:], strict=True))) for name, rows in times.items()}
 
 
-def median_us(step: Callable[[int], Any], repeats: int = 500) -> float:
+def median_us(step: Callable[[int], Any], repeats: int) -> float:
     """Median microseconds of ``step(0)``, ``step(1)``, ..."""
     return statistics.median(timed_ms(lambda number=number: step(number)) for number in range(repeats)) * 1e3
 

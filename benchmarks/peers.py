@@ -26,10 +26,6 @@ StepsOf: TypeAlias = Callable[[TensorDict], bench.Steps]
 _ORDER = struct.Struct("<?q")
 
 
-def _nothing() -> None:
-    """A step that takes no time."""
-
-
 @contextmanager
 def transfer_queue() -> Iterator[StepsOf]:
     """TransferQueue's own calls, over one storage unit: no checks, and no confirmed commit."""
@@ -71,7 +67,7 @@ def copy() -> Iterator[StepsOf]:
 
     def steps(columns: TensorDict) -> bench.Steps:
         source, target = (np.full(bench.size_bytes(columns), value, dtype=np.uint8) for value in (1, 2))
-        return partial(np.copyto, target, source), partial(np.copyto, target, source), _nothing
+        return partial(np.copyto, target, source), partial(np.copyto, target, source), lambda: None
 
     yield steps
 
@@ -150,7 +146,7 @@ def wire(family: socket.AddressFamily, count: int) -> Iterator[StepsOf]:
             def run(sends: bool) -> None:
                 list(pool.map(move, channels, shares, [sends] * count))
 
-            return partial(run, False), partial(run, True), _nothing
+            return partial(run, False), partial(run, True), lambda: None
 
         yield steps
 

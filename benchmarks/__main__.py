@@ -82,7 +82,8 @@ def write(table: Table) -> None:
         page = path.read_text(encoding="utf-8")
         place = re.search(rf"(?<=^<!-- {re.escape(table.name)} -->\n\n)(\|.*\n)*", page, re.M)
         if place:
-            text = page[: place.start()] + lines_of(table, aligned=False) + page[place.end() :]
+            lines = lines_of(table, aligned=False).replace("  ", " ")  # an empty cell is one space
+            text = page[: place.start()] + lines + page[place.end() :]
             path.write_text(text, encoding="utf-8")
 
 

@@ -35,6 +35,7 @@ from redis.exceptions import RedisError
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, codec, connect, hosting
 from dataplane_core.backends import ExtentClient
+from dataplane_core.backends.owner import newest_record
 from dataplane_core.codec.cells import KIND_TENSOR, unframe_rows
 from dataplane_core.codec.rows import TensorRows, object_column
 from dataplane_core.connecting import connect_backend
@@ -43,7 +44,6 @@ from dataplane_core.host_memory import Arena
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands
 from dataplane_core.ledger.state import pack_state, unpack_state
 from dataplane_core.log import LoggedLedger
-from dataplane_core.log.engine import newest_record
 from dataplane_core.saves import SavedFile, pack_rows, unpack_rows
 from dataplane_core.spec import CallInfo, ClientInfo, FieldSpec, Question, Ragged, WireFormat
 from dataplane_integrations._packed_weights import BYTES, _digest_of, next_version, read_version

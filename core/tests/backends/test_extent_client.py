@@ -28,7 +28,6 @@ from dataplane_core.hosting import (
     Allocate,
     ExtentHost,
     ExtentService,
-    KeptExtents,
     Memory,
     Retain,
     Server,
@@ -42,6 +41,7 @@ from dataplane_core.hosting import (
 )
 from dataplane_core.hosting.extent_host import Fetch, Fill, Find, Written
 from dataplane_core.hosting.extents import Layout, Wanted
+from dataplane_core.kept_extents import KeptExtents
 from dataplane_core.ledger import commands
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import FieldSpec, Ragged

@@ -96,7 +96,7 @@ class _FailsLate(NoopBackend):
             raise OperationTimeoutError("the store did not answer.")
         super().store_write(write_id, columns, num_samples, deadline)
 
-    def call_ledger(self, deadline, command):
+    def call_ledger(self, deadline, command, wake=None):
         if isinstance(command, commands.AbortPut) and self.hangs:
             self.undone_until = deadline
             time.sleep(max(0.0, deadline - time.monotonic()))
@@ -122,7 +122,7 @@ def test_a_put_that_fails_early_holds_no_room(fails):
         def store_write(self, write_id, columns, num_samples, deadline):
             raise ValueError("no")
 
-        def call_ledger(self, deadline, command):
+        def call_ledger(self, deadline, command, wake=None):
             answer = super().call_ledger(deadline, command)
             if isinstance(command, commands.BeginPut) and fails == "reservation":
                 raise OperationTimeoutError("the reply was lost.")
@@ -169,10 +169,11 @@ def test_a_put_that_finds_the_engine_full_queues_again():
                 raise CapacityExceededError("the engine is full.")
             super().store_write(write_id, columns, num_samples, deadline)
 
-        def call_ledger_waking(self, deadline, command, wake):
-            assert isinstance(command, commands.WaitForRoom)
-            asked.append(command.wait_s)
-            return super().call_ledger_waking(deadline, command, wake)
+        def call_ledger(self, deadline, command, wake=None):
+            if wake is not None:
+                assert isinstance(command, commands.WaitForRoom)
+                asked.append(command.wait_s)
+            return super().call_ledger(deadline, command, wake)
 
     with open_client(EngineIsFull, capacity_bytes=100) as client:
         put(client, ["a"], size=50)
@@ -185,15 +186,12 @@ def test_a_put_whose_last_question_got_no_answer_says_that_the_store_was_full(cu
     class AnswersOnce(NoopBackend):
         num_asked = 0
 
-        def call_ledger(self, deadline, command):
+        def call_ledger(self, deadline, command, wake=None):
             if isinstance(command, cut) and not getattr(command, "wait_s", 1) <= 0:
                 self.num_asked += 1
                 if self.num_asked > 2:
                     raise OperationTimeoutError("no answer. It may have been executed or not.")
             return super().call_ledger(deadline, command)
-
-        def call_ledger_waking(self, deadline, command, wake):
-            return self.call_ledger(deadline, command)
 
     with open_client(AnswersOnce, capacity_bytes=100) as client:
         put(client, ["a"], size=60)
@@ -209,7 +207,7 @@ def test_a_put_whose_last_question_got_no_answer_says_that_the_store_was_full(cu
 
 def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room():
     class LosesTheCommit(NoopBackend):
-        def call_ledger(self, deadline, command):
+        def call_ledger(self, deadline, command, wake=None):
             reply = super().call_ledger(deadline, command)
             if isinstance(command, commands.WaitForRoom) and command.wait_s:
                 super().call_ledger(deadline, commands.ClearRequest("p", ["a"]))
@@ -219,9 +217,6 @@ def test_a_put_whose_commit_got_no_answer_may_be_done_though_it_waited_for_room(
 
         def list_all(self):
             return self._service.call(commands.ListRequest("p", None)).sample_ids
-
-        def call_ledger_waking(self, deadline, command, wake):
-            return self.call_ledger(deadline, command)
 
     with open_client(LosesTheCommit, capacity_bytes=100) as client:
         put(client, ["a"], size=60)
@@ -240,15 +235,17 @@ def test_a_put_that_says_that_it_waits_is_woken_at_once_if_room_became_free_sinc
         client.clear_samples(["a"], "p")
         woken = []
         wait = commands.WaitForRoom("ticket", 10, wait_s=60.0)
-        backend_of(client).call_ledger_waking(0.0, wait, lambda: bool(woken.append(True)))
+        backend_of(client).call_ledger(0.0, wait, lambda: bool(woken.append(True)))
         assert woken == [True]
 
 
 def test_a_claim_whose_reply_was_lost_waits_no_longer():
     class LosesReplies(NoopBackend):
-        def call_ledger_waking(self, deadline, command, wake):
-            super().call_ledger_waking(deadline, command, wake)
-            raise OperationTimeoutError("no reply in time.")
+        def call_ledger(self, deadline, command, wake=None):
+            reply = super().call_ledger(deadline, command, wake)
+            if wake is not None:
+                raise OperationTimeoutError("no reply in time.")
+            return reply
 
     with open_client(LosesReplies) as client:
         with pytest.raises(OperationTimeoutError):

@@ -25,17 +25,18 @@ from dataplane_core.backends import (
     check_announced_address,
     missing_library,
 )
-from dataplane_core.backends.owner import _GoneError
+from dataplane_core.backends.owner import newest_record
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError, PluginImportError
+from dataplane_core.hosting import HostGoneError
 from dataplane_core.ledger import commands
-from dataplane_core.log.engine import newest_record
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
 JOB = """
 import sys
 from dataplane_core import DataPlaneConfig
+from dataplane_core.backends.owner import newest_record
 from dataplane_core.connecting import connect_backend
 from dataplane_sqlite_example import SQLiteStore
 
@@ -169,15 +170,15 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_another_that_looks_for_the
             assert go_on.wait(60)
             return session
 
-        def gone(op, deadline, command):
+        def gone(op, deadline, command, wake):
             both.wait(60)
             if deadline < soon:
                 assert looks.wait(60)
-            raise _GoneError("the owner is gone")
+            raise HostGoneError("the owner is gone")
 
         soon = time.monotonic() + 30
         with monkeypatch.context() as patch:
-            patch.setattr(owner, "_connect", look)
+            patch.setattr(owner, "connect", look)
             patch.setattr(session, "call", gone)
             patch.setattr(session, "finish", lambda: None)
             long = pool.submit(owner.call, soon + 60, commands.ListPartitionsRequest())

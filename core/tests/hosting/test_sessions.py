@@ -202,13 +202,13 @@ def test_what_waits_is_woken_and_what_ended_keeps_nobody_waiting(hosted):
     dead, alive = session_with(hosted[2]), session_with(hosted[2])
     woken = threading.Event()
     register(alive)
-    assert not dead.call_waiting("claim", soon(), claim("dead"), lambda: None).answered
-    assert not alive.call_waiting("claim", soon(), claim("alive"), woken.set).answered
+    assert not dead.call("claim", soon(), claim("dead"), lambda: None).answered
+    assert not alive.call("claim", soon(), claim("alive"), woken.set).answered
     dead.close()
     eventually(lambda: len(hosted[0]._clients) == 1)
     put(alive, "a")
     assert woken.wait(LONG_S)
-    assert alive.call_waiting("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
+    assert alive.call("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
     assert not alive._waiting
     alive.close()
 
@@ -218,7 +218,7 @@ def test_who_waits_notices_that_the_host_has_ended(tmp_path):
     with running(over_tcp) as (_, _, address):
         session = session_with(address)
         register(session)
-        session.call_waiting("claim", soon(), claim("k"), woken.set)
+        session.call("claim", soon(), claim("k"), woken.set)
     assert woken.wait(LONG_S)
     with pytest.raises(LostReplyError):
         partitions(session)

@@ -87,7 +87,7 @@ def test_core_imports_no_backend_no_engine_and_no_trainer():
 WINGS = (
     *("_compiler_marks", "errors", "arguments", "durable_files", "ownership", "entry_points", "config", "schema"),
     *("meta", "digests", "spec", "host_memory"),
-    *("codec", "ledger", "hosting", "log", "backends", "saves", "middleware", "client"),
+    *("codec", "ledger", "hosting", "log", "kept_extents", "backends", "saves", "middleware", "client"),
     *("connecting", "sharding", "batch", "cli"),
 )
 ROOT = Path(__file__).resolve().parents[3]

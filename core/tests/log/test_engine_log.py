@@ -7,11 +7,11 @@ import pytest
 from ledgers import begin, claim, register
 
 from dataplane_core import log as room
+from dataplane_core.backends import owner as election
+from dataplane_core.backends.owner import EngineLog, newest_record
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError, OperationTimeoutError
 from dataplane_core.ledger import commands
-from dataplane_core.log import LoggedLedger, engine as engine_log
-from dataplane_core.log.engine import EngineLog, newest_record
-from dataplane_core.log.ledger import TakenError
+from dataplane_core.log import LoggedLedger, TakenError
 
 PLACE = ("127.0.0.1", 1, b"token", "")
 
@@ -99,8 +99,8 @@ class Owner:
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(engine_log, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(engine_log, "_REFUSED_S", 0.0)
+    monkeypatch.setattr(election, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(election, "_REFUSED_S", 0.0)
     return Engine()
 
 
@@ -156,9 +156,9 @@ def test_an_owner_that_is_late_answers_nothing_and_ends(engine, owner, monkeypat
     with pytest.raises(TakenError):
         owner.put("b") if says == "a put" else owner.log.commit()
     ended = []
-    monkeypatch.setattr(room.ledger.os, "_exit", ended.append)
+    monkeypatch.setattr(room.os, "_exit", ended.append)
     owner.log.commit_or_end()
-    assert ended == [room.ledger.EXIT_STATUS]
+    assert ended == [room.EXIT_STATUS]
     assert engine.records == records
     assert again.ids() == ["a"]
 
@@ -213,7 +213,7 @@ def test_an_owner_ends_if_another_one_goes_on_from_where_the_engine_went_back(en
         others.append(Owner(engine, "second"))
         away(right)
 
-    monkeypatch.setattr(engine_log, "_SURE_S", -1.0)  # it says nothing for so long before another one can be the owner
+    monkeypatch.setattr(election, "_SURE_S", -1.0)  # it says nothing for so long before another one can be the owner
     if when == "before an append":
         with pytest.raises(BackendUnavailableError):
             another(None)
@@ -296,8 +296,8 @@ def test_a_record_that_is_missing_or_damaged_is_named(engine, owner, damage, say
 
 @pytest.mark.parametrize("what", ["puts", "beats"])
 def test_a_log_stays_short(engine, owner, monkeypatch, what):
-    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 2000)
-    monkeypatch.setattr(engine_log, "_BEAT_S", 0.0)
+    monkeypatch.setattr(room, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(election, "_BEAT_S", 0.0)
     owner.log.begin()
     owner.put("a")
     for number in range(200):
@@ -312,12 +312,12 @@ def test_a_log_stays_short(engine, owner, monkeypatch, what):
 
 @pytest.mark.parametrize("fault", [full, unforeseen])
 def test_a_log_that_cannot_be_shortened_keeps_all_and_goes_on(engine, owner, monkeypatch, fault):
-    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 0)
+    monkeypatch.setattr(room, "TAIL_BYTES", 0)
     owner.log.begin()
     right = engine._append
 
     def refuses_states(number, record):
-        if engine_log._decode(record).state is not None:
+        if election._decode(record).state is not None:
             fault(None)
         return right(number, record)
 

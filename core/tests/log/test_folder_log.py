@@ -6,9 +6,9 @@ import os
 import pytest
 from tiers import in_long
 
+from dataplane_core import log as room
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.log import FolderLog, NotesLog, folder as folder_log, ledger as logged_ledger
-from dataplane_core.log.ledger import TakenError
+from dataplane_core.log import FolderLog, NotesLog, TakenError
 
 
 class Logs:
@@ -134,8 +134,8 @@ def test_a_process_whose_log_was_taken_answers_nothing_and_destroys_nothing(logs
 
 
 def test_a_log_of_another_version_is_refused(logs):
-    beginning = folder_log._Beginning(2, 0.0, {}, b"")
-    for data, reason in ((folder_log._packed(beginning), "of version 2. Expected 4"), (b"", "damaged at byte 0 of 0")):
+    beginning = room._Beginning(2, 0.0, {}, b"")
+    for data, reason in ((room._packed(beginning), "of version 2. Expected 4"), (b"", "damaged at byte 0 of 0")):
         logs.file.write_bytes(data)
         with pytest.raises(CorruptDataError, match=reason):
             FolderLog(logs.folder)
@@ -159,11 +159,11 @@ def test_what_a_full_disk_has_no_room_for_is_not_there(logs, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_log.os, "pwrite", full)
+        patch.setattr(room.os, "pwrite", full)
         with pytest.raises(BackendUnavailableError, match="No space left") as caught:
             logs.add(b"a" * 50)
         assert (caught.value.outcome, caught.value.retryable) == ("not_done", True)
-        patch.setattr(folder_log.os, "ftruncate", refuse)
+        patch.setattr(room.os, "ftruncate", refuse)
         with pytest.raises(BackendUnavailableError, match="Input/output"):
             logs.add(b"a" * 50)
     logs.add(b"b")
@@ -181,7 +181,7 @@ def test_a_full_disk_has_room_for_what_makes_room(logs, monkeypatch):
         return pwrite(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_log.os, "pwrite", full)
+        patch.setattr(room.os, "pwrite", full)
         for freeing in (
             lambda: logs.log.append(b"clear", logs.log.now(), frees=True),
             lambda: logs.log.note("n", None),
@@ -202,12 +202,12 @@ def test_a_log_that_cannot_be_opened_says_what_to_do(logs, monkeypatch, number, 
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_log.os, "open", refuse)
+        patch.setattr(room.os, "open", refuse)
         for _ in range(2):
             with pytest.raises(BackendUnavailableError, match=hint):
                 FolderLog(logs.folder).begin()
             patch.undo()
-            patch.setattr(folder_log, "write_file", refuse)
+            patch.setattr(room, "write_file", refuse)
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 20, 100, 200])
@@ -257,7 +257,7 @@ def test_a_log_is_opened_again_whose_end_found_a_full_disk(tmp_path, monkeypatch
 
 
 def test_notes_stay_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(logged_ledger, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(room, "TAIL_BYTES", 2000)
     log = NotesLog(tmp_path)
     for number in range(500):
         log.note(f"n{number}", b"x" * 40)
@@ -270,10 +270,10 @@ def test_a_log_that_cannot_be_shortened_goes_on_growing(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(logged_ledger, "TAIL_BYTES", 500)
+    monkeypatch.setattr(room, "TAIL_BYTES", 500)
     log, tries = NotesLog(tmp_path), []
     with monkeypatch.context() as patch:
-        patch.setattr(folder_log, "write_file", lambda *words: tries.append(words) or refuse())
+        patch.setattr(room, "write_file", lambda *words: tries.append(words) or refuse())
         for number in range(100):
             log.note(f"n{number}", b"x" * 40)
     assert 2 <= len(tries) <= 5, "it tries again when it is twice as long"

@@ -15,8 +15,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
-from dataplane_core.log import FolderLog, LoggedLedger, ledger as logged_ledger
-from dataplane_core.log.ledger import TakenError
+from dataplane_core.log import FolderLog, LoggedLedger, TakenError
 from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
 
@@ -34,8 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(room.folder, "time", made)
-    monkeypatch.setattr(room.ledger, "time", made)
+    monkeypatch.setattr(room, "time", made)
     return made
 
 
@@ -89,7 +87,7 @@ def made(tmp_path):
 @pytest.mark.timeout(by_profile(600, 600, 3600))
 def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp_path, clock, monkeypatch):
     """Whether its process was killed or ended well, and however short its log is: also its times are the same."""
-    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 1000)
+    monkeypatch.setattr(room, "TAIL_BYTES", 1000)
     begun, begin_log = [], FolderLog.begin
     monkeypatch.setattr(FolderLog, "begin", lambda log: begun.append(log) or begin_log(log))
     for seed in range(by_profile(4, 20, 1_000)):
@@ -205,7 +203,7 @@ def test_a_begin_may_be_lazy(tmp_path, monkeypatch):
     synced = []
     made = Logged(tmp_path, sync=True, lazy=(commands.BeginPut,))
     made.call(register())
-    monkeypatch.setattr(room.folder.os, "fdatasync", synced.append)
+    monkeypatch.setattr(room.os, "fdatasync", synced.append)
     write_id = made.call(begin(["a"]))
     assert not synced
     made.call(commands.CommitPut(write_id))
@@ -215,7 +213,7 @@ def test_a_begin_may_be_lazy(tmp_path, monkeypatch):
 def test_a_ledger_of_another_version_is_refused(made, monkeypatch):
     made.put("a")
     with monkeypatch.context() as patch:
-        patch.setattr(logged_ledger, "_VERSIONS", (0, 12))
+        patch.setattr(room, "_VERSIONS", (0, 12))
         with pytest.raises(CorruptDataError, match=r"is of versions \(3, \d+\). Expected \(0, 12\)"):
             made.again()
     made.again()
@@ -269,7 +267,7 @@ def test_a_ledger_whose_log_was_taken_answers_nothing(made):
 
 
 def test_a_log_stays_short(made, monkeypatch, clock):
-    monkeypatch.setattr(room.ledger, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(room, "TAIL_BYTES", 3000)
     made.again()
     for turn in range(100):
         clock.now += 30.0  # requests are known for a while

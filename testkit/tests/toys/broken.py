@@ -245,7 +245,7 @@ ForgetsCursorsOfTags.set_cursor: asked = request.sample_ids
     fields = self.list_fields(spec.FieldsRequest(request.partition_id, asked, deadline=request.deadline))
     request.sample_ids = [each for each, at in zip(asked, fields.index, strict=True) if fields.patterns[at]]
     -> reply = len(asked)
-NeverWakes.call_ledger_waking: return self.call_ledger(deadline, command)
+NeverWakes.call_ledger: wake = None
 ForgetsWhoWaited.claim: waited = request.token in seen["asked"]
     if not waited: time.sleep(0.3)
     seen["asked"].append(request.token)
@@ -312,12 +312,12 @@ WaitsInsideTheClaim.claim: -> while not (reply.sample_ids or reply.exhausted or 
 test_a_claim_that_waits_hears_when_leases_end
 TellsNobodyOfLeases.start: self._service._tell_of_leases = lambda partition_id: None
 test_only_as_many_are_woken_as_there_are_samples_for
-WakesAll.call_ledger_waking: seen["wakes"].append(wake)
+WakesAll.call_ledger: seen["wakes"] += [wake] if wake else []
 WakesAll.put_samples: -> for wake in seen["wakes"]: wake()
 test_claims_with_many_filters_are_woken_when_they_need_not_wait
-WakesAFew.call_ledger_waking: kept = seen["kept"]
-    kept += [command.token] if len(kept) < 16 and command.token not in kept else []
-    wake = wake if command.token in kept else lambda: True
+WakesAFew.call_ledger: token, kept = getattr(command, "token", None), seen["kept"]
+    kept += [token] if wake and len(kept) < 16 and token not in kept else []
+    if wake and token not in kept: wake = lambda: True
 test_narrow_integers_take_less_room
 StoresIntegersWide.store_write: columns = {name: cast(column, torch.int64) for name, column in columns.items()}
 test_of_racing_puts_that_exclude_each_other_one_is_accepted[enum]

@@ -162,10 +162,10 @@ LocksTheStore.put_samples: lock, until = place(self, "lock"), time.monotonic() +
     -! DataPlaneError: lock.unlink(missing_ok=True)
     -> lock.unlink(missing_ok=True)
 test_a_claim_of_a_killed_process_does_not_stop_the_next
-WakesTheDead.call_ledger_waking: waiting = place(self, "waiting", f"{time.monotonic_ns():020}")
-    waiting.touch()
-    threading.Thread(target=when_gone, args=(waiting, wake), daemon=True).start()
-    return self.call_ledger(deadline, command)
+WakesTheDead.call_ledger: waiting = wake and place(self, "waiting", f"{time.monotonic_ns():020}")
+    if waiting: waiting.touch()
+    if waiting: threading.Thread(target=when_gone, args=(waiting, wake), daemon=True).start()
+    wake = None
 WakesTheDead.put_samples: -> for longest in sorted(place(self, "waiting").glob("*"))[:1]: longest.unlink()
 # What an attached client does is right unless it is killed meanwhile. It writes a put column by column; its every
 # second put is written after it has returned, when later ones have; ids that it is writing are reserved; a claim

@@ -80,7 +80,8 @@ class Table(dict[str, Run]):
         parts = dict(zip(rest[::2], rest[1::2], strict=True))
         parameters = list(inspect.signature(getattr(self._base, hook)).parameters.values())[1:]
         named = [f"{each.name}={each.name}" if each.kind is each.KEYWORD_ONLY else each.name for each in parameters]
-        lines = [f"def {hook}(self, right, {', '.join(each.name for each in parameters)}):", "    seen = self.seen"]
+        declared = ", ".join(str(each.replace(annotation=each.empty)) for each in parameters)
+        lines = [f"def {hook}(self, right, {declared}):", "    seen = self.seen"]
         lines += ["    request = shallow(request)"] if "request" in named else []
         lines += [
             self._part(before),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -262,7 +262,7 @@ class _RecordedStore(LedgerBackend):
         self._service = LedgerService()
         self._writes: dict[int, tuple[Record, commands.Write]] = {}
 
-    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         return self._service.call(command)
 
     def store_writes(

@@ -140,8 +140,12 @@ class LedgerBackend(Backend, ABC):
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
     @abstractmethod
-    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock)."""
+    def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock).
+
+        Only a backend that declares ``wakes`` is given ``wake``, for a claim or a put that waits: it gives one to
+        `LedgerService.call` on the host, and when that is called, calls this one in the client's process.
+        """
 
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
         """Stores the payload of a write. Returns when every client can fetch it. Must copy what it keeps.
@@ -255,7 +259,7 @@ class LedgerBackend(Backend, ABC):
         if wake is None:
             return self.call_ledger(request.deadline, claim)
         wake.at_end = partial(self.stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
-        reply = self.call_ledger_waking(request.deadline, claim, wake)
+        reply = self.call_ledger(request.deadline, claim, wake)
         if reply.answered or request.explain:
             wake.at_end = None
         return reply
@@ -269,15 +273,8 @@ class LedgerBackend(Backend, ABC):
 
     # --- what a storage author may override ---------------------------------------------------------------------------
 
-    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        """As `call_ledger`, for a claim or a put that waits: gives ``wake`` to `LedgerService.call` on its host.
-
-        A backend that declares ``wakes`` overrides it. It calls ``wake`` in the client's process.
-        """
-        return self.call_ledger(deadline, command)
-
     def stop_waiting(self, token: str) -> None:
-        """What was given to `call_ledger_waking` waits no longer: `LedgerService.stop_waiting`. Must not block."""
+        """What `call_ledger` was given a ``wake`` for waits no longer: `LedgerService.stop_waiting`. Must not block."""
 
     def begin_put(
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
@@ -341,6 +338,7 @@ class LedgerBackend(Backend, ABC):
             bell.ring()
             return True
 
+        wakes = (wake,) if Capability.WAKES in self.capabilities else ()
         try:
             while True:
                 now = time.monotonic()
@@ -352,7 +350,7 @@ class LedgerBackend(Backend, ABC):
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at = now
                     wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
-                    self.call_ledger_waking(request.deadline, wait, wake)
+                    self.call_ledger(request.deadline, wait, *wakes)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = refusal.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))

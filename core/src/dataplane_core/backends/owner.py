@@ -1,16 +1,24 @@
-"""The owner of a store: the process that hosts its ledger, and how its clients reach it.
+"""The owner of a store: the process that hosts its ledger. How it is elected, what it writes down, and how its clients
+reach it.
 
 It is a process of its own, which the first client starts. It keeps the ledger in a log in the store's engine
 (`EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the engine, any client
 starts another one, which goes on where the log ends. Clients find it by the newest record.
+
+The engine keeps records under the numbers 1, 2, 3, ... It appends one only if its number follows the newest. So of two
+processes that append the same number, one notices that it is not the owner any more. An owner appends a record at least
+each second. Where the newest record stays the same for `LEASE_S`, its owner is dead, or may answer nobody until it has
+appended again. No clock is compared with another.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -18,53 +26,304 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import IO, Any, Final, TypeAlias
+from typing import IO, Any, Final, TypeAlias, TypeVar
+
+import msgspec
 
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
     ClientClosedError,
-    DataPlaneError,
-    LostReplyError,
+    CorruptDataError,
     OperationTimeoutError,
 )
 from dataplane_core.hosting.messages import Messages, decode_about
 from dataplane_core.hosting.server import Client, LedgerHost, Server, listen_on, new_tls, new_token
-from dataplane_core.hosting.session import Session, TcpAddress
-from dataplane_core.ledger import Command, Reply, commands
-from dataplane_core.log.engine import EngineLog, Lease, newest_record
-from dataplane_core.log.ledger import EXIT_STATUS, LoggedLedger, TakenError
+from dataplane_core.hosting.session import HostGoneError, LedgerLink, Session, TcpAddress, failure_of
+from dataplane_core.ledger import commands
+from dataplane_core.log import EXIT_STATUS, Log, LoggedLedger, TakenError
 from dataplane_core.spec import new_id
 
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+#: A `RowStoreBackend` that keeps a log. Its module imports this one.
+Store: TypeAlias = Any
+#: Where an owner is reached: address, port, token, and certificate if it uses TLS.
+Place: TypeAlias = tuple[str, int, bytes, str]
+
 _MESSAGES: Final = Messages()
-#: Seconds in which the engine answers an owner that starts.
-_OPEN_S: Final = 30.0
+_VERSION: Final = 1
+#: Seconds in which the newest record stays the same if its owner is dead.
+LEASE_S: Final = 5.0
+#: Seconds after which an owner with nothing to say appends a record all the same.
+_BEAT_S: Final = 1.0
+#: Seconds after its newest record in which an owner may answer.
+_SURE_S: Final = 2.5
+#: Seconds for which a process that is to be the owner waits for an engine that does not answer.
+_START_S: Final = 30.0
+#: Seconds that the engine may take for a call, and until it is tried again.
+_ENGINE_S: Final = 10.0
+_AGAIN_S: Final = 0.1
+#: Seconds after which an engine that refuses what it is asked is believed.
+_REFUSED_S: Final = 1.0
+#: A generation is greater than the one before by a number of at most this many bits, drawn at random.
+_GENERATION_BITS: Final = 14
+#: Write ids of an owner begin with its generation, and go on with this many bits.
+_WRITE_BITS: Final = 32
 #: Seconds between two looks of an owner at its log and its clients, and of a client for an owner.
-_BEAT_S: Final = 0.3
-_LOOK_S: Final = 0.02
+_LOOK_S: Final = 0.3
+_SEEK_S: Final = 0.02
 #: Seconds that an owner waits for its first client, and that a client waits for a connection to an owner.
 _FIRST_S: Final = 30.0
 _REACH_S: Final = 2.0
-#: Write ids of an owner begin with its generation, and go on with this many bits.
-_WRITE_BITS: Final = 32
 
 
-#: A `RowStoreBackend` that keeps a log. Its module imports this one.
-Store: TypeAlias = Any
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+class LogRecord(msgspec.Struct, array_like=True):
+    """What the owner did since the record before, and where it is reached.
+
+    Attributes:
+        version: Of this format.
+        owner: The id of the owner, random bits.
+        address: Where it is reached. None: it has ended.
+        generation: Greater than that of each owner before; if the engine lost their records, most likely another one.
+        at: The time, on the log's clock.
+        commands: What it did, each with its time.
+        state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
+        limits: The owner's options that hold for all clients, and for the owner that one of them starts.
+    """
+
+    version: int
+    owner: str
+    address: Place | None
+    generation: int
+    at: float
+    commands: list[tuple[float, bytes]]
+    state: bytes | None = None
+    limits: dict[str, Any] = {}
+
+
+_decode: Final = msgspec.msgpack.Decoder(LogRecord).decode
+
+
+def newest_record(engine: Store, deadline: float) -> tuple[int, LogRecord | None]:
+    """The newest record of a log and its number; 0 and None if it is empty.
+
+    Raises:
+        CorruptDataError: It is no record of a log of this version.
+    """
+    records = [*engine.read_log(None, deadline)]
+    return (records[-1][0], _record(*records[-1])) if records else (0, None)
+
+
+def _record(number: int, data: bytes) -> LogRecord:
+    try:
+        record = _decode(data)
+    except (msgspec.MsgspecError, ValueError) as error:  # some of its text is no text
+        raise CorruptDataError(f"record {number} of the log cannot be read: {error}.") from error
+    if record.version != _VERSION:
+        raise CorruptDataError(
+            f"record {number} of the log is of version {record.version}. Expected {_VERSION}.",
+            hint="Another dataplane-core wrote it: use that one, or begin a new store.",
+        )
+    return record
+
+
+class Lease:
+    """Watches whether the newest record changes. Only what is looked at again and again counts as the same."""
+
+    def __init__(self) -> None:
+        self._number, self._since, self._looked_at = -1, 0.0, 0.0
+
+    def is_over(self, number: int) -> bool:
+        """Whether the newest record, whose number this is, has stayed the same for `LEASE_S`."""
+        now = time.monotonic()
+        if number != self._number or now - self._looked_at > _SURE_S:
+            self._number, self._since = number, now
+        self._looked_at = now
+        return now - self._since >= LEASE_S
+
+
+class EngineLog(Log):
+    """The log of an owner. Creating it waits until there is no other owner, and reads the log. Thread-safe.
+
+    It is the owner only after `begin`. Then call `beat` at least twice a second.
+
+    Args:
+        engine: The engine.
+        owner, address, limits: See `LogRecord`.
+        dead: The number of the newest record, if it is known that its owner is dead.
+
+    Attributes:
+        generation: See `LogRecord`.
+        is_needed: Whether somebody waits for this owner while the engine does not answer. Default: for 30 s.
+
+    Raises:
+        TakenError: There is an owner.
+        CorruptDataError: A record is damaged or missing.
+    """
+
+    def __init__(
+        self, engine: Store, owner: str, address: Place, limits: dict[str, Any] | None = None, *, dead: int = -1
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._owner = owner
+        self._address: Place | None = address
+        self._limits = limits or {}
+        self._lock = threading.RLock()
+        self._pending: list[tuple[float, bytes]] = []
+        self._is_dirty = False  # whether `commit` has to wait for the engine
+        self._sure_at = -_SURE_S
+        give_up_at = time.monotonic() + _START_S
+        self.is_needed: Callable[[], bool] = lambda: time.monotonic() < give_up_at  # until the owner has clients
+        lease = Lease()
+        first, newest = self._newest()
+        number = first
+        while newest is not None and newest.address is not None and number != dead and not lease.is_over(number):
+            time.sleep(_AGAIN_S)
+            number, newest = self._newest()
+            if number != first:
+                raise TakenError("another process owns the store.")
+        # the newest record that is not ours, and the newest one: each its number and owner
+        self._before = self._last = number, "" if newest is None else newest.owner
+        self.generation = (0 if newest is None else newest.generation) + 1 + secrets.randbits(_GENERATION_BITS)
+        self._ahead_s = (0.0 if newest is None else newest.at) - time.monotonic()
+        self._read()
+
+    def _newest(self) -> tuple[int, LogRecord | None]:
+        return self._until_done(lambda deadline: newest_record(self._engine, deadline))
+
+    def _read(self) -> None:
+        expected = 0
+        for number, data in self._until_done(lambda deadline: [*self._engine.read_log(0, deadline)]):
+            record = _record(number, data)
+            if record.state is not None:
+                self.state, self.records, expected = record.state, [], number
+            elif number != expected:
+                raise CorruptDataError(f"record {expected or 1} of the log is missing, and {number} is there.")
+            self.records += record.commands
+            expected += 1
+        if expected > self._last[0] + 1:
+            raise TakenError("another process has taken the store.")
+        if expected and expected <= self._last[0]:
+            raise CorruptDataError(f"record {expected} of the log is missing.")
+
+    def _until_done(self, call: Callable[[float], _T]) -> _T:
+        """Calls the engine until it answers: it may be started again, or be replaced by its replica.
+
+        Raises:
+            BackendUnavailableError: It has ended, or refuses what it is asked, as one whose disk is full.
+            OperationTimeoutError: Nobody waits for this owner any more.
+        """
+        since = math.inf
+        while True:
+            try:
+                return call(time.monotonic() + _ENGINE_S)
+            except CorruptDataError:
+                raise
+            except (BackendUnavailableError, OperationTimeoutError) as error:
+                if since == math.inf:
+                    _log.warning("the engine does not do what it is asked, and is asked again: %s", error)
+                since = min(since, time.monotonic())
+                is_refused = isinstance(error, BackendUnavailableError) and error.outcome == "not_done"
+                is_believed = is_refused and time.monotonic() - since > _REFUSED_S
+                if is_believed or not error.retryable or not self.is_needed():
+                    raise
+                time.sleep(_AGAIN_S)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """As `Log.begin`. The process is the owner then."""
+        with self._lock:
+            self.state, self.records = b"", []
+            at, number = self.now(), self._last[0] + 1
+            state = self.make_state()
+            if not self._append(at, state):
+                self._refuse_if_taken()
+                return  # a later state was appended
+            self._began(0, len(state))
+            self._append(self.now())  # a short one is the newest, which clients read
+        try:
+            self._engine.trim(number, time.monotonic() + _ENGINE_S)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            _log.warning("the log could not be trimmed, and is with the next state: %s", error)
+
+    def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
+        """As `Log.append`. The engine has a record that is lazy within a second."""
+        with self._lock:
+            self._pending.append((at, record))
+            self._is_dirty |= not is_lazy
+
+    def commit(self) -> None:
+        """As `Log.commit`. This process is still the owner then."""
+        with self._lock:
+            if (self._is_dirty or time.monotonic() - self._sure_at > _SURE_S) and not self._append(self.now()):
+                self._refuse_if_taken()
+
+    def beat(self) -> None:
+        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`.
+
+        Nothing may change the ledger meanwhile.
+        """
+        with self._lock:
+            self._is_dirty |= time.monotonic() - self._sure_at > _BEAT_S
+        self.commit_or_end()
+        self.shorten_if_long()  # also of such records
+
+    def end(self) -> None:
+        """Says that this owner ends: the next one need not wait."""
+        with self._lock:
+            self._address, self._is_dirty = None, True
+            self.commit()
+
+    def _append(self, at: float, state: bytes | None = None) -> bool:
+        """Appends a record of all that is pending, or of the state. False: the engine has other records than expected.
+
+        What is sent twice, since the answer was lost, is refused the second time, and found to be there.
+        """
+        pending = self._pending if state is None else []
+        record = LogRecord(_VERSION, self._owner, self._address, self.generation, at, pending, state, self._limits)
+        data, begun, next_one = msgspec.msgpack.encode(record), time.monotonic(), self._last[0] + 1
+
+        def once(deadline: float) -> bool:
+            if time.monotonic() - self._sure_at > _SURE_S:
+                # another process may own the store, and have come to the same number: the engine may have lost some
+                number, newest = newest_record(self._engine, deadline)
+                if (number, "" if newest is None else newest.owner) != self._last:
+                    return False
+            done: bool = self._engine.append(next_one, data, deadline)
+            return done
+
+        if not self._until_done(once):
+            number, newest = self._newest()
+            if newest is None or (number, newest.owner, newest.at) != (next_one, self._owner, at):
+                return False
+        self._last, self._sure_at, self._pending, self._is_dirty = (next_one, self._owner), begun, [], False
+        self._size += len(data)
+        return True
+
+    def _refuse_if_taken(self) -> None:
+        """If the engine lost its newest records, as when a replica replaces it, appends the state, which has them all.
+
+        Raises:
+            TakenError: It has records of another owner, or none.
+        """
+        number, newest = self._newest()
+        if newest is None:  # and all rows are gone: what is there now is another store
+            raise TakenError("the store was emptied.")
+        was_before = number <= self._before[0] and newest.owner == self._before[1]
+        if number > self._last[0] or not (newest.owner == self._owner or was_before):
+            raise TakenError("another process has taken the store.")
+        _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
+        self._last = number, newest.owner
+        self.begin()
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
-
-
-class _GoneError(BackendUnavailableError):
-    """The owner is gone, or another one has taken its place. The call may be repeated there."""
-
-
-def _failure(address: TcpAddress, what: str, error: Exception, connecting: bool) -> DataPlaneError:
-    where = f"{what}: the owner of the store at {address.ip}:{address.port}"
-    if isinstance(error, TimeoutError):
-        return OperationTimeoutError(f"{where} did not answer in time.")
-    return _GoneError(f"{where} cannot be reached: {error}.")
 
 
 class _Watch:
@@ -81,37 +340,33 @@ class _Watch:
                 raise
             return  # the owner waits for the engine, too
         if newest is None or newest.address is None or TcpAddress(*newest.address) != self._address:
-            raise _GoneError("another process owns the store.")
+            raise HostGoneError("another process owns the store.")
         if self._lease.is_over(number):
-            raise _GoneError("the owner of the store is dead.")
+            raise HostGoneError("the owner of the store is dead.")
 
     def describe(self) -> str:
         return "it is alive, and writes its log"
 
 
-class OwnerClient:
-    """A client's way to the owner, wherever that is. Thread-safe.
+class OwnerLink(LedgerLink):
+    """A client's way to the owner, wherever that is. The begin of a put may be known to one owner alone.
 
     Args:
         backend: The backend, whose engine is open. The owner's options that hold for all clients replace its own.
         bootstrap, deadline: As for `Backend.start`.
 
-    Attributes:
-        num_sessions: How often it connected to an owner.
-
     Raises:
         As `Backend.start`.
     """
 
+    host_knows = (commands.BeginPut, commands.CommitPut)
+
     def __init__(self, backend: Store, *, bootstrap: bool, deadline: float) -> None:
+        super().__init__()
         self._backend = backend
-        self._lock = threading.RLock()  # which only the thread that holds it can release
         self._lease = Lease()
-        self._session: Session | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: IO[bytes] | None = None  # what the process wrote
-        self._closed = False
-        self.num_sessions = 0
         number, newest = newest_record(backend, deadline)
         owner = ""
         if newest is None:
@@ -123,8 +378,7 @@ class OwnerClient:
         elif not bootstrap:  # an owner that this client starts has the same
             backend.config = backend.config.model_copy(update=newest.limits)
         try:
-            self._session = self._connect(deadline)
-            limits: dict[str, Any] = decode_about(self._session.welcome, dict[str, Any])["limits"]
+            limits: dict[str, Any] = decode_about(self.session(deadline).welcome, dict[str, Any])["limits"]
             mine = {name: getattr(backend.config, name) for name in limits}
             if bootstrap and mine != limits:
                 raise AlreadyRunningError(f"the store runs with the options {limits}, not {mine}.")
@@ -137,65 +391,19 @@ class OwnerClient:
             self.close()
             raise
 
-    def call(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """Sends a command to the owner. Where that is gone, to the next one: the ledger does nothing twice.
-
-        Raises:
-            LostReplyError: The owner is gone in the middle of a put, which is repeated as a whole.
-        """
-        while True:
-            session = self._session_now(deadline)
-            try:
-                if wake is None:
-                    return session.call(command.op, deadline, command)
-                return session.call_waiting(command.op, deadline, command, wake)
-            except _GoneError as error:
-                # without the lock, which another thread may hold for long; to connect once too often does no harm
-                if self._session is session:
-                    self._session = None
-                session.finish()  # other calls over it notice by themselves
-                if isinstance(command, (commands.BeginPut, commands.CommitPut)):  # the next one may come late
-                    raise LostReplyError(error.message) from error
-
     def pid(self, deadline: float) -> int:
         """The owner's process id, on its host."""
         self.call(deadline, commands.ListPartitionsRequest(deadline=deadline))  # there is one, and it is alive
-        pid: int = decode_about(self._session_now(deadline).welcome, dict[str, Any])["pid"]
+        pid: int = decode_about(self.session(deadline).welcome, dict[str, Any])["pid"]
         return pid
-
-    def stop_waiting(self, token: str) -> None:
-        """As `LedgerBackend.stop_waiting`."""
-        if (session := self._session) is not None:
-            session.end_waiting(token, tell=True)
 
     def close(self) -> None:
         """Leaves the owner, which ends if this was its last client."""
-        self._closed = True
-        if (session := self._session) is not None:
-            session.close()
+        super().close()
         self._forget()
 
-    def _session_now(self, deadline: float) -> Session:
-        if (session := self._session) is not None:
-            return session
-        try:
-            if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise OperationTimeoutError(
-                    "the deadline passed while another thread looked for the owner of the store."
-                )
-            if self._session is None:
-                self._session = self._connect(deadline)
-                if self._closed:  # meanwhile
-                    self._session.close()
-            return self._session
-        finally:
-            try:  # noqa: SIM105  (also if an interrupt came right after `acquire`; one may come in a call of `suppress`)
-                self._lock.release()
-            except RuntimeError:  # it was not acquired
-                pass
-
-    def _connect(self, deadline: float) -> Session:
-        """A session with the owner. Starts one where there is none."""
+    def connect(self, deadline: float) -> Session:
+        """As `LedgerLink.connect`. Starts an owner where there is none."""
         why = "none has started yet"
         while not self._closed:
             number, newest = newest_record(self._backend, deadline)
@@ -210,11 +418,11 @@ class OwnerClient:
                 try:
                     until = min(deadline, time.monotonic() + _REACH_S)
                     watch = partial(_Watch, self._backend, self._lease, address)
-                    session = Session(address, _MESSAGES, until, partial(_failure, address), watch)
-                    self.num_sessions += 1
+                    failure = failure_of(f"the owner of the store at {address.ip}:{address.port}")
+                    session = Session(address, _MESSAGES, until, failure, watch)
                     self._forget()  # that process has its owner: itself, or one that was faster
                     return session
-                except (_GoneError, OperationTimeoutError) as error:
+                except (HostGoneError, OperationTimeoutError) as error:
                     why = error.message
             code = None if self._process is None else self._process.poll()
             if code is not None and code > 0 and code != EXIT_STATUS:
@@ -224,7 +432,7 @@ class OwnerClient:
                 self._start(number)
             if time.monotonic() >= deadline:
                 raise OperationTimeoutError(f"the store has no owner that can be reached: {why}")
-            time.sleep(_LOOK_S)
+            time.sleep(_SEEK_S)
         raise ClientClosedError("this client is closed.")
 
     # --- the process --------------------------------------------------------------------------------------------------
@@ -306,7 +514,7 @@ def main() -> None:
     for part in name.split("."):
         cls = getattr(cls, part)
     backend: Store = cls(cls.Config.model_validate(words["options"]))
-    backend.open_engine(bootstrap=False, deadline=time.monotonic() + _OPEN_S)
+    backend.open_engine(bootstrap=False, deadline=time.monotonic() + _START_S)
     try:
         _serve(backend, words["owner"], words["dead"])
     except TakenError:
@@ -331,8 +539,8 @@ def _serve(backend: Store, owner: str, dead: int) -> None:
     log.is_needed = server.has_clients
 
     def beat() -> None:
-        while time.monotonic() - host.alone_since < _BEAT_S:
-            time.sleep(_BEAT_S)
+        while time.monotonic() - host.alone_since < _LOOK_S:
+            time.sleep(_LOOK_S)
             with ledger.lock:
                 log.beat()
         server.close()

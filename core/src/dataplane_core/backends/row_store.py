@@ -19,7 +19,7 @@ from dataplane_core.backends.ledger_backend import (
     LedgerBackend,
     columns_of,
 )
-from dataplane_core.backends.owner import OwnerClient
+from dataplane_core.backends.owner import OwnerLink
 from dataplane_core.errors import (
     BackendError,
     ConfigError,
@@ -68,7 +68,7 @@ class RowStoreBackend(LedgerBackend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._service: LedgerThread | None = None
-        self._owner: OwnerClient | None = None
+        self._owner: OwnerLink | None = None
         self._tries: dict[str | None, range] = {}  # id of a put whose owner is gone -> the handles of its last try
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ class RowStoreBackend(LedgerBackend):
             self._service = LedgerThread(self.config.capacity_bytes)
             self._service.start()
         else:
-            self._owner = OwnerClient(self, bootstrap=bootstrap, deadline=deadline)
+            self._owner = OwnerLink(self, bootstrap=bootstrap, deadline=deadline)
 
     def stop(self) -> None:
         """Disconnects."""
@@ -188,13 +188,7 @@ class RowStoreBackend(LedgerBackend):
             self._owner.close()
         self.close_engine()
 
-    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        if self._owner is None:
-            assert self._service is not None
-            return self._service.call(command)
-        return self._owner.call(deadline, command)
-
-    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         if self._owner is None:
             assert self._service is not None
             return self._service.call(command, wake)

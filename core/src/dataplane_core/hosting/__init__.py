@@ -2,19 +2,24 @@
 
 What lives here: the messages of clients and hosts (`messages`), a client's `Session` with a host (`session`), one loop
 that answers clients over a Unix socket or over TCP, and what it serves (`server`): a ledger, and extents of shared
-memory (`extents`, `extent_host`), also such that outlive their process (`kept_extents`). Backends whose ledger or rows
-are in another process use it.
+memory (`extents`, `extent_host`). Backends whose ledger or rows are in another process use it.
 """
 
 from dataplane_core.hosting.extent_host import AboutExtents, Allocate, Drop, ExtentHost, Memory, Retain
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics
-from dataplane_core.hosting.kept_extents import ADDRESSES, KeptExtents, check_extents
 from dataplane_core.hosting.messages import Messages, Request, decode_about
 from dataplane_core.hosting.server import Client, LedgerHost, Server, listen_at, listen_on, listen_unseen, new_token
-from dataplane_core.hosting.session import Session, TcpAddress, UnixAddress, Watch
+from dataplane_core.hosting.session import (
+    HostGoneError,
+    LedgerLink,
+    Session,
+    TcpAddress,
+    UnixAddress,
+    Watch,
+    failure_of,
+)
 
 __all__ = [
-    "ADDRESSES",
     "AboutExtents",
     "Allocate",
     "Client",
@@ -22,8 +27,9 @@ __all__ = [
     "ExtentHost",
     "ExtentService",
     "ExtentStatistics",
-    "KeptExtents",
+    "HostGoneError",
     "LedgerHost",
+    "LedgerLink",
     "Memory",
     "Messages",
     "Request",
@@ -33,8 +39,8 @@ __all__ = [
     "TcpAddress",
     "UnixAddress",
     "Watch",
-    "check_extents",
     "decode_about",
+    "failure_of",
     "listen_at",
     "listen_on",
     "listen_unseen",

@@ -1,4 +1,6 @@
-"""`Session`: a client's session with a host, over a Unix socket or over TCP."""
+"""`Session`: a client's session with a host, over a Unix socket or over TCP. `LedgerLink`: its way to the host of its
+ledger, also when another process takes the place of that one.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,25 @@ import struct
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    ClientClosedError,
+    DataPlaneError,
+    LostReplyError,
+    OperationTimeoutError,
+)
 from dataplane_core.hosting.messages import (
     VERSION,
     WAKE,
@@ -62,6 +71,8 @@ _RELEASE_S: Final = 1.0
 _PATIENCE_S: Final = 1.0
 #: The most descriptors that a host passes.
 _MOST_DESCRIPTORS: Final = 4
+#: Seconds before a request is repeated whose host is gone.
+_REPEAT_S: Final = 0.02
 
 
 # --- both ends of a connection ----------------------------------------------------------------------------------------
@@ -195,6 +206,24 @@ class Watch(Protocol):
         """What is known about it, as a sentence for the timeout's error."""
 
 
+class HostGoneError(LostReplyError):
+    """The host has ended, the connection to it broke, or it is the host no longer."""
+
+
+def failure_of(host: str, gone: Callable[[str], DataPlaneError] = HostGoneError) -> Failure:
+    """What failed calls to a host mean. ``host`` names it, and ``gone`` makes the error if it cannot be reached."""
+
+    def failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
+        if isinstance(error, TimeoutError):
+            message = f"{what}: no answer in time from {host}. It may have been done or not."
+            return OperationTimeoutError(message, hint=str(error) or None)
+        return gone(
+            f"{what} failed: {host} ended, or the connection to it broke: {error}. It may have been done or not."
+        )
+
+    return failure
+
+
 # --- the session ------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +312,7 @@ class Session:
         what: str,
         deadline: float,
         request: Request[Reply] | Command[Reply],
+        wake: Callable[[], object] | None = None,
         *,
         sources: Sequence[Bytes] = (),
         receive: Callable[[Reply, Callable[[Bytes], None]], None] | None = None,
@@ -293,6 +323,8 @@ class Session:
             what: The operation, for messages.
             deadline: On `time.monotonic`'s clock, in seconds.
             request: The request.
+            wake: For a claim that waits, or a put that says that it waits for room. Unless the claim is answered, it is
+                called in a thread when that is to ask again, until `end_waiting`.
             sources: The bytes that follow the request, one array after the other.
             receive: Called with the reply, if bytes follow it, and with a function that fills an array with the next of
                 them. It takes all of them.
@@ -302,6 +334,8 @@ class Session:
             OperationTimeoutError: No reply in time. It may have been carried out or not.
             ClientClosedError: The session was closed, or belongs to the process that this one is a fork of.
         """
+        if wake is not None:
+            return cast("Reply", self._call_waiting(what, deadline, request, wake))
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         message = self._messages.encode_request(request)
@@ -330,11 +364,7 @@ class Session:
         replies = self.call(what, deadline, Together(packed))
         return [self._messages.decode_reply(request, reply) for request, reply in zip(requests, replies, strict=True)]
 
-    def call_waiting(self, what: str, deadline: float, command: Command[Reply], wake: Callable[[], object]) -> Reply:
-        """As `call`, for a claim that waits, or a put that says that it waits for room.
-
-        Unless the claim is answered, ``wake`` is called in a thread when it is to ask again, until `end_waiting`.
-        """
+    def _call_waiting(self, what: str, deadline: float, command: Any, wake: Callable[[], object]) -> Any:
         request: Any = command
         if isinstance(command, commands.ClaimRequest):
             token, request = command.token, ClaimOrWait(command)
@@ -352,9 +382,9 @@ class Session:
         self._waiting[token] = wake
         waits = False
         try:
-            reply: Any = self.call(what, deadline, request)
+            reply = self.call(what, deadline, request)
             waits = not (isinstance(command, commands.ClaimRequest) and (reply.answered or command.explain))
-            return cast("Reply", reply)
+            return reply
         finally:
             if not waits:
                 self.end_waiting(token)
@@ -602,3 +632,93 @@ def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> N
         pass
     for wake in list(waiting.values()):
         wake()
+
+
+# --- a host that another one may follow -------------------------------------------------------------------------------
+
+
+class LedgerLink(ABC):
+    """A client's way to the process that hosts its ledger, and to the next one. Thread-safe.
+
+    Attributes:
+        host_knows: Requests that go on with what only one process may know. They are not repeated to the next one.
+        num_sessions: How often a host was found.
+    """
+
+    host_knows: ClassVar[tuple[type[Any], ...]] = ()
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._lock = threading.RLock()  # which only the thread that holds it can release
+        self._closed = False
+        self.num_sessions = 0
+
+    @abstractmethod
+    def connect(self, deadline: float) -> Session:
+        """A session with the host of now. One thread at a time looks for it.
+
+        Raises:
+            HostGoneError: It ended meanwhile: look again.
+            DataPlaneError: There is none, or will be none.
+        """
+
+    def call(
+        self, deadline: float, request: Request[Reply] | Command[Reply], wake: Callable[[], object] | None = None
+    ) -> Reply:
+        """As `Session.call`.
+
+        A request whose host is gone is repeated until the deadline: the ledger does nothing twice.
+
+        Raises:
+            HostGoneError: The host is gone, and the request was not repeated. It may have been done or not.
+        """
+        what = str(getattr(request, "op", type(request).__name__))
+        while True:
+            session = None
+            try:
+                session = self.session(deadline)
+                return session.call(what, deadline, request, wake)
+            except HostGoneError:
+                if session is not None:
+                    # without the lock, which another thread may hold for long; to connect once too often does no harm
+                    if self._session is session:
+                        self._session = None
+                    session.finish()  # other calls over it notice by themselves
+                if self._closed:
+                    raise ClientClosedError(f"{what}: this client is closed.") from None
+                if isinstance(request, self.host_knows) or time.monotonic() + _REPEAT_S >= deadline:
+                    raise
+                time.sleep(_REPEAT_S)
+
+    def session(self, deadline: float) -> Session:
+        """The session with the host. Raises as `connect`, but for a session that there is."""
+        if (session := self._session) is not None:
+            return session
+        try:
+            if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise OperationTimeoutError(
+                    "the deadline passed while another thread looked for the host of the ledger."
+                )
+            if self._session is None:
+                session = self.connect(deadline)
+                self.num_sessions += 1  # before others use it
+                self._session = session
+                if self._closed:  # meanwhile
+                    session.close()
+            return self._session
+        finally:
+            try:  # noqa: SIM105  (also if an interrupt came right after `acquire`; one may come in a call of `suppress`)
+                self._lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
+
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerBackend.stop_waiting`."""
+        if (session := self._session) is not None:
+            session.end_waiting(token, tell=True)
+
+    def close(self) -> None:
+        """Ends calls that are under way with `ClientClosedError`, and then the session."""
+        self._closed = True
+        if (session := self._session) is not None:
+            session.close()

@@ -85,10 +85,7 @@ class NoopBackend(LedgerBackend):
         self._service.stop()
         self._segments.clear()
 
-    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        return self._service.call(command)
-
-    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         return self._service.call(command, wake)
 
     def stop_waiting(self, token: str) -> None:

@@ -160,11 +160,8 @@ class ShmBackend(LedgerBackend):
 
     # --- the ledger and the payload -----------------------------------------------------------------------------------
 
-    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        return self._connected().session.call(command.op, deadline, command)
-
-    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
-        return self._connected().session.call_waiting(command.op, deadline, command, wake)
+    def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
+        return self._connected().session.call(command.op, deadline, command, wake)
 
     def stop_waiting(self, token: str) -> None:
         if self._extents is not None:

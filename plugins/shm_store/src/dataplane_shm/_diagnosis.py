@@ -16,7 +16,8 @@ from typing import Final
 from dataplane_core.backends import Finding, Level
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import MemoryLimit, arena_bytes_for, memory_limit
-from dataplane_core.hosting import ADDRESSES, Memory, check_extents
+from dataplane_core.hosting import Memory
+from dataplane_core.kept_extents import ADDRESSES, check_extents
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_core.ownership import PrivateFolder, is_open, owner_of

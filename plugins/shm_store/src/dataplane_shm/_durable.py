@@ -10,7 +10,8 @@ from typing import Final
 from dataplane_core.durable_files import disk_hint
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_core.hosting import Client, KeptExtents
+from dataplane_core.hosting import Client
+from dataplane_core.kept_extents import KeptExtents
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_core.ownership import lock_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dataplane_core.errors import CapacityExceededError
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import KeptExtents
+from dataplane_core.kept_extents import KeptExtents
 
 
 class Disk:

@@ -14,14 +14,15 @@ import pytest
 from power_loss import survives_at_each_sync
 from shm_case import rows_found
 
+from dataplane_core import kept_extents
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import Uses, extent_bytes
-from dataplane_core.hosting import Allocate, KeptExtents, kept_extents
+from dataplane_core.hosting import Allocate
 from dataplane_core.hosting.extent_host import Find, Written
 from dataplane_core.hosting.extents import Layout, RefsGoneError, Wanted
-from dataplane_core.hosting.kept_extents import digest_of
 from dataplane_core.hosting.messages import Together
+from dataplane_core.kept_extents import KeptExtents, digest_of
 from dataplane_core.ledger import commands
 from dataplane_core.log import FolderLog
 from dataplane_core.spec import FieldSpec

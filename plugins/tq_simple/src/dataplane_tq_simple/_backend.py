@@ -5,23 +5,21 @@ It gives every call a deadline, and turns failures into clear errors. Ray is imp
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend
-from dataplane_core.errors import BackendUnavailableError, ClientClosedError, DataPlaneError, OperationTimeoutError
-from dataplane_core.hosting import Request, Session
+from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.hosting import LedgerLink, Request
 from dataplane_core.ledger import Command, Ref, Reply, commands
 from dataplane_core.ownership import PrivateFolder
 from dataplane_core.spec import Capability, PutRequest, Scope
 from dataplane_tq_simple._diagnosis import diagnose
-from dataplane_tq_simple._messages import MESSAGES, ConnectionBrokenError, UnitsGoneError
+from dataplane_tq_simple._messages import UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -32,22 +30,8 @@ _logger = logging.getLogger(__name__)
 
 #: Seconds after which a put is tried again whose storage unit ended.
 _AGAIN_S: Final = 0.1
-#: Seconds before a call is repeated whose connection broke.
-_REPEAT_S: Final = 0.02
 
 _Reply = TypeVar("_Reply")
-
-
-def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
-    """What a failure of the connection to the controller means."""
-    if isinstance(error, TimeoutError):
-        return OperationTimeoutError(
-            f"{what}: no answer in time from the controller. It may have been executed or not.",
-            hint=str(error) or None,
-        )
-    return ConnectionBrokenError(
-        f"{what} failed: the connection to the controller broke: {error}. It may have been executed or not."
-    )
 
 
 class QueueBackend(LedgerBackend):
@@ -69,8 +53,7 @@ class QueueBackend(LedgerBackend):
         self._connection: RayConnection | None = None  # this process's, to Ray
         self._instance: Any = None
         self._bootstrapped = False  # whether this client started the instance, and so ends it
-        self._session: Session | None = None  # with the controller
-        self._finding = threading.Lock()
+        self._link: LedgerLink | None = None  # to the controller
         self._pid = os.getpid()
         self._closed = False
         self._folders: list[PrivateFolder] = []  # by which others of this host find what this started
@@ -149,7 +132,8 @@ class QueueBackend(LedgerBackend):
             else:
                 # it waits itself: each new try would connect this process to Ray again
                 self._instance = instance_class.find(config, deadline=deadline, wait_s=self.attach_wait_s)
-            self._find_session(deadline)
+            self._link = self._instance.link()
+            self._link.session(deadline)
             self.join(deadline)
             if bootstrap:
                 self._instance.publish(deadline=deadline)
@@ -169,8 +153,8 @@ class QueueBackend(LedgerBackend):
         """
         self._closed = True
         connection, self._connection = self._connection, None
-        if self._session is not None:
-            self._session.close()
+        if self._link is not None:
+            self._link.close()
         try:
             if connection is not None and os.getpid() == self._pid:
                 try:
@@ -196,47 +180,30 @@ class QueueBackend(LedgerBackend):
     ) -> _Reply:
         """Asks the host in the controller. Atomic: requests of all clients run one after the other.
 
-        A request whose connection broke is repeated until the deadline, unless the controller is dead for good. The
-        ledger does nothing twice. A request that was given up before the controller read it is not executed.
+        A request that was given up before the controller read it is not executed.
 
         Args:
             request: The request.
             deadline: On `time.monotonic`'s clock, in seconds.
-            wake: For a claim or a put that waits: see `Session.call_waiting`.
+            wake: As for `Session.call`.
 
         Raises:
-            DataPlaneError: As the request says; any other exception of the host as a `BackendError`.
+            DataPlaneError: As the request says, or as `LedgerLink.call`; any other exception of the host as a
+                `BackendError`.
             OperationTimeoutError: No answer in time. It may have been executed or not.
-            ConnectionBrokenError: The connection broke. It may have been executed or not.
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This client is closed.
         """
-        what = f"call {getattr(request, 'op', type(request).__name__)!r}"
-        while True:
-            session = None
-            try:
-                session = self._find_session(deadline)
-                if wake is None:
-                    return session.call(what, deadline, request)
-                return session.call_waiting(what, deadline, cast("Command[_Reply]", request), wake)
-            except ConnectionBrokenError:  # the controller may live, here or elsewhere; or Ray may start it again
-                if self._closed:
-                    raise ClientClosedError(f"{what}: this client is closed.") from None
-                if session is not None and self._session is session:
-                    self._session = None
-                if time.monotonic() + _REPEAT_S >= deadline:
-                    raise
-                time.sleep(_REPEAT_S)
+        if self._link is None:
+            raise BackendUnavailableError("the backend is not started.", retryable=False)
+        return self._link.call(deadline, request, wake)
 
-    def call_ledger(self, deadline: float, command: Command[Reply]) -> Reply:
-        return self.call(command, deadline)
-
-    def call_ledger_waking(self, deadline: float, command: Command[Reply], wake: Callable[[], bool]) -> Reply:
+    def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         return self.call(command, deadline, wake)
 
     def stop_waiting(self, token: str) -> None:
-        if self._session is not None:
-            self._session.end_waiting(token, tell=True)
+        if self._link is not None:
+            self._link.stop_waiting(token)
 
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
         """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
@@ -250,24 +217,3 @@ class QueueBackend(LedgerBackend):
 
     def new_write_id(self, num_ids: int) -> None:
         """None: the controller numbers the writes. The number says where the rows go. No write outlives the ledger."""
-
-    # --- how it is done ----------------------------------------------------------------------------------------------
-
-    def _find_session(self, deadline: float) -> Session:
-        """The session with the controller. Only one thread asks Ray where it is."""
-        session = self._session
-        if session is not None:
-            return session
-        if not self._finding.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise BackendUnavailableError(  # it may be repeated: its first try was sent
-                "the controller was not found by the deadline: another call of this client asks it over Ray where it "
-                "is, and has no answer yet. It may have been done or not."
-            )
-        try:
-            if self._session is None:
-                address = self._instance.find_controller(deadline, lambda: self._closed)
-                watch = functools.partial(self._instance.watch, address)
-                self._session = Session(address, MESSAGES, deadline, _failure, watch)
-            return self._session
-        finally:
-            self._finding.release()

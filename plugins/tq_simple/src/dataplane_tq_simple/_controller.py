@@ -27,7 +27,17 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, OperationTimeoutError, preview
-from dataplane_core.hosting import Drop, ExtentHost, Retain, Server, Session, TcpAddress, listen_on, new_token
+from dataplane_core.hosting import (
+    Drop,
+    ExtentHost,
+    Retain,
+    Server,
+    Session,
+    TcpAddress,
+    failure_of,
+    listen_on,
+    new_token,
+)
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._host import ControllerHost, make_ledger
 from dataplane_tq_simple._messages import Started
@@ -310,7 +320,7 @@ class Keeper:
         rows, garbage = self._book.rows_on(node, self._host.garbage())
         address, deadline = TcpAddress(started.ip, started.port, started.secret), time.monotonic() + _RETAIN_S
         try:
-            with closing(Session(address, ExtentHost.messages, deadline, _failure)) as session:
+            with closing(Session(address, ExtentHost.messages, deadline, failure_of("a storage unit"))) as session:
                 session.call_all("retain", deadline, [Retain(rows), Drop(garbage)])
         except DataPlaneError as error:  # else what nobody can read would fill its memory
             process.act_at = time.monotonic() + _RETAIN_AGAIN_S
@@ -328,7 +338,3 @@ class Keeper:
             self._awaited[life] = now + self._wait_s if begins else before[life]
             if settled and not why and now >= self._awaited[life]:
                 self._book.give_up(life)
-
-
-def _failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
-    return BackendUnavailableError(f"{what}: {error}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.hosting import KeptExtents
+from dataplane_core.kept_extents import KeptExtents
 from dataplane_core.log import NotesLog
 from dataplane_core.ownership import lock_folder
 from dataplane_core.spec import new_id

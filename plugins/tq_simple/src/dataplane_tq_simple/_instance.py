@@ -14,7 +14,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
@@ -33,11 +34,11 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_core.hosting import TcpAddress
+from dataplane_core.hosting import HostGoneError, LedgerLink, Session, TcpAddress, failure_of
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._folders import JOURNAL, folder_of, unit_of
-from dataplane_tq_simple._messages import ConnectionBrokenError
+from dataplane_tq_simple._messages import MESSAGES
 from dataplane_tq_simple._ray import (
     NAMESPACE,
     alive_nodes,
@@ -223,42 +224,9 @@ class Instance:
         }
         get_within(self.controller.store_config.remote(description), "publish the instance", deadline)
 
-    def watch(self, address: TcpAddress) -> ControllerWatch:
-        """Watches the controller while a call waits for it there."""
-        return ControllerWatch(self, address)
-
-    def find_controller(self, deadline: float, is_closed: Callable[[], bool]) -> TcpAddress:
-        """Asks the controller, over Ray, where it answers. Waits while Ray cannot reach it, or starts it again.
-
-        Args:
-            deadline: On `time.monotonic`'s clock, in seconds.
-            is_closed: Whether the client is closed, for which it asks.
-
-        Raises:
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As `QueueBackend.call`.
-        """
-        watch, what = ControllerWatch(self), "ask the controller where it answers calls"
-        while not is_closed():
-            if not ray.is_initialized():
-                raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
-            address = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
-            if address is not None:
-                return address
-            # with a journal, the controller comes back as soon as a head does that keeps its state
-            if self.config.journal is None:
-                check_head(self.config.instance)
-            if time.monotonic() + _ASK_AGAIN_S < deadline:
-                time.sleep(_ASK_AGAIN_S)
-            elif self.config.journal is None:
-                raise OperationTimeoutError(f"{what}: no answer in time.", hint=watch.describe())
-            else:
-                raise BackendUnavailableError(
-                    f"the controller of instance {self.config.instance!r} died, and was not back by the deadline. "
-                    "It may have been done or not.",
-                    hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise "
-                    "op_timeout_s.",
-                )
-        raise ClientClosedError(f"{what}: this client is closed.")
+    def link(self) -> LedgerLink:
+        """A client's way to the controller."""
+        return ControllerLink(self)
 
     def stop(self) -> None:
         """Ends the actors, and waits a little until Ray has freed their names. For the process that started them."""
@@ -393,6 +361,45 @@ class TQSimpleInstance(Instance):
 # --- the controller --------------------------------------------------------------------------------------------------
 
 
+class ControllerLink(LedgerLink):
+    """A client's way to the controller of an instance, which Ray may start again elsewhere."""
+
+    def __init__(self, instance: Instance) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def connect(self, deadline: float) -> Session:
+        """As `LedgerLink.connect`. Waits while Ray cannot reach the controller, or starts it again.
+
+        Raises:
+            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As `QueueBackend.call`.
+        """
+        watch, config = ControllerWatch(self._instance), self._instance.config
+        what = "ask the controller where it answers calls"
+        while not self._closed:
+            if not ray.is_initialized():
+                raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
+            address = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
+            if address is not None:
+                watches = partial(ControllerWatch, self._instance, address)
+                return Session(address, MESSAGES, deadline, failure_of("the controller"), watches)
+            # with a journal, the controller comes back as soon as a head does that keeps its state
+            if config.journal is None:
+                check_head(config.instance)
+            if time.monotonic() + _ASK_AGAIN_S < deadline:
+                time.sleep(_ASK_AGAIN_S)
+            elif config.journal is None:
+                raise OperationTimeoutError(f"{what}: no answer in time.", hint=watch.describe())
+            else:
+                raise BackendUnavailableError(
+                    f"the controller of instance {config.instance!r} died, and was not back by the deadline. "
+                    "It may have been done or not.",
+                    hint="Ray starts it again, and it finds its ledger in its journal: try again, or raise "
+                    "op_timeout_s.",
+                )
+        raise ClientClosedError(f"{what}: this client is closed.")
+
+
 class ControllerWatch:
     """Asks Ray where the controller is: to find it, and while a call waits for it.
 
@@ -437,11 +444,11 @@ class ControllerWatch:
         """Does not block.
 
         Raises:
-            ConnectionBrokenError: The controller was started again, and is elsewhere.
+            HostGoneError: The controller was started again, and is elsewhere.
             BackendUnavailableError: It is dead for good.
         """
         if ray.is_initialized() and self.ask() not in (None, self._address):
-            raise ConnectionBrokenError("the controller was started again, and is elsewhere.")
+            raise HostGoneError("the controller was started again, and is elsewhere.")
 
     def describe(self) -> str:
         """What is known, as a sentence."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dataplane_core.errors import BackendUnavailableError, LostReplyError
+from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import Messages, Request
 from dataplane_core.ledger import commands
 from dataplane_core.spec import UnitInfo
@@ -25,10 +25,6 @@ class UnitsGoneError(BackendUnavailableError):
 
     Units are started again, and others take new rows meanwhile: try again.
     """
-
-
-class ConnectionBrokenError(LostReplyError):
-    """The connection to the controller broke, or leads to a process that is the controller no longer."""
 
 
 class Started(NamedTuple):

@@ -17,13 +17,12 @@ from dataplane_core.host_memory import Arena, memory_limit
 from dataplane_core.hosting import (
     ExtentHost,
     ExtentService,
-    KeptExtents,
     Server,
-    check_extents,
     listen_on,
     listen_unseen,
     new_token,
 )
+from dataplane_core.kept_extents import KeptExtents, check_extents
 from dataplane_core.log import NotesLog
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._folders import open_unit

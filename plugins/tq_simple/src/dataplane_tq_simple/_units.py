@@ -27,7 +27,7 @@ from dataplane_core.backends import (
 )
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, DataPlaneError, OperationTimeoutError
 from dataplane_core.host_memory import in_threads
-from dataplane_core.hosting import ExtentHost, Session, TcpAddress, UnixAddress
+from dataplane_core.hosting import ExtentHost, Session, TcpAddress, UnixAddress, failure_of
 from dataplane_core.ledger import Located, Ref, commands
 from dataplane_core.spec import Capability, ListUnitsRequest, SharedRows, UnitInfo, WireColumn, WireFormat
 from dataplane_tq_simple._backend import QueueBackend
@@ -330,7 +330,8 @@ class TQSimpleBackend(QueueBackend):
             return UnitWatch(self, number, life, ends.is_set)
 
         def open_at(address: UnixAddress | TcpAddress, views: bool) -> ExtentClient:
-            session = Session(address, ExtentHost.messages, deadline, partial(_failure, life.unit), watch)
+            failure = failure_of(f"storage {life.unit}", UnitsGoneError)
+            session = Session(address, ExtentHost.messages, deadline, failure, watch)
             return ExtentClient(session, views=views)
 
         started = life.started
@@ -346,16 +347,6 @@ class TQSimpleBackend(QueueBackend):
             units = [self._units.pop(number) for number in numbers if number in self._units]
         for unit in units:
             unit.session.finish()
-
-
-def _failure(unit: str, what: str, error: Exception, connecting: bool) -> DataPlaneError:
-    """What a failure of the connection to a storage unit means."""
-    if isinstance(error, TimeoutError):
-        return OperationTimeoutError(
-            f"{what}: no answer in time from storage {unit}. It may have been executed or not.",
-            hint=str(error) or None,
-        )
-    return UnitsGoneError(f"{what} failed: storage {unit} ended, or its connection broke: {error}.")
 
 
 class UnitWatch:

@@ -13,12 +13,12 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError
-from dataplane_core.hosting import Memory, Session
+from dataplane_core.hosting import HostGoneError, Memory, Session
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig, _instance
-from dataplane_tq_simple._messages import ConnectionBrokenError, UnitRecords
+from dataplane_tq_simple._messages import UnitRecords
 
 
 def soon(seconds=240.0):
@@ -144,7 +144,7 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ra
         reply = call(self, what, deadline, request, *args)
         if isinstance(request, commands.CommitPut) and not lost:
             lost.append(request)
-            raise ConnectionBrokenError("reset by the test.")
+            raise HostGoneError("reset by the test.")
         return reply
 
     config = {"backend": "tq_simple", "options": {"instance": "engine", "ray_address": ray_cluster}}

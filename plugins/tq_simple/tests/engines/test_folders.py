@@ -10,7 +10,8 @@ from power_loss import survives_at_each_sync
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
-from dataplane_core.hosting import ExtentHost, KeptExtents, extent_host, extents
+from dataplane_core.hosting import ExtentHost, extent_host, extents
+from dataplane_core.kept_extents import KeptExtents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _folders, _host

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -36,6 +36,9 @@ from dataplane_core.host_memory.arena import GRANULE, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Layout, Payload, Place, Wanted, runs
 from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
+from dataplane_core.log import FolderLog
+
+__all__ = ["ADDRESSES", "KeptExtents", "check_extents", "digest_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +62,6 @@ _ASK_AGAIN_S: Final = 1.0
 _DIGEST_BYTES: Final = 16
 _EXTENT_NOTE: Final = "extent "  # and the write id
 _MEMORY_NOTE: Final = "memory"  # in which the bytes of the arena are
-
-
-class Notes(Protocol):
-    """Keeps values by name for a later process, in the order in which they were noted (`FolderLog`, `NotesLog`).
-
-    If they must survive the end of the machine, what is noted no longer may be overwritten only after `commit_or_end`.
-    """
-
-    @property
-    def notes(self) -> Mapping[str, bytes]: ...
-    def note(self, name: str, value: bytes | None) -> None: ...
-    def commit_or_end(self) -> None: ...
 
 
 class _Memory(msgspec.Struct, array_like=True):
@@ -152,7 +143,7 @@ class KeptExtents(ExtentService):
     Args:
         folder: The folder.
         most_bytes: The most bytes that all extents may take.
-        notes: Keeps where they lie. Has what the process before noted.
+        notes: The log that keeps where they lie. It has what the process before noted.
         sync: Whether a put may be committed only when its bytes are on the disk.
         touch_ahead_bytes: How much memory is made ready before it is used, if the file system has room for all extents.
 
@@ -165,7 +156,7 @@ class KeptExtents(ExtentService):
         self,
         folder: Path,
         most_bytes: int,
-        notes: Notes,
+        notes: FolderLog,
         *,
         sync: bool = False,
         touch_ahead_bytes: int = 0,

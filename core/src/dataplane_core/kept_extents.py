@@ -34,7 +34,7 @@ from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import GRANULE, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Layout, Payload, Place, Wanted, runs
-from dataplane_core.hosting.session import Bytes
+from dataplane_core.hosting.messages import Bytes
 from dataplane_core.ledger import Ref
 from dataplane_core.log import FolderLog
 

@@ -354,7 +354,7 @@ class Client:
         session = host.begin_session()
         self.dropped: dict[int, set[Any]] = {}
         backend: Any = TQSimpleBackend(TQSimpleConfig())
-        backend.call = lambda request, deadline: host.answer(request, session)
+        backend.call = lambda request, deadline, wake=None: host.answer(request, session)
         backend._connect = self._connect
         self.backend = backend
 

@@ -5,8 +5,7 @@ Backend packages derive from these classes; the client calls only `Backend`. Wha
 first used: a process that hosts a ledger, or only asks, imports the class of its backend.
 """
 
-from dataplane_core.backends.base import Backend, NoOptions
-from dataplane_core.backends.diagnosis import Finding, Level, check_announced_address, missing_library, never_reachable
+from dataplane_core.backends.base import Backend, Finding, Level, NoOptions, missing_library
 from dataplane_core.backends.extent_client import ExtentClient, StoredRows, read_stored
 from dataplane_core.backends.ledger_backend import (
     LEDGER_CAPABILITIES,
@@ -33,12 +32,10 @@ __all__ = [
     "RowStoreBackend",
     "RowStoreOptions",
     "StoredRows",
-    "check_announced_address",
     "columns_of",
     "framed_columns",
     "ledger_of",
     "missing_library",
-    "never_reachable",
     "read_stored",
     "spread_over",
 ]

@@ -1,16 +1,77 @@
-"""`Backend`: the class that a storage author subclasses."""
+"""`Backend`: the class that a storage author subclasses. `Finding`: what it says to `dataplane doctor`."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from dataplane_core.backends.diagnosis import Finding
 from dataplane_core.spec import CONTRACT_VERSION, Capability, Scope, WireFormat
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    """No problem."""
+    WARNING = "warning"
+    """It works, but an operator should know this."""
+    ERROR = "error"
+    """`connect` or an operation will fail; `dataplane doctor` exits with 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        level: How bad it is.
+        what: What was found, in one sentence or more. If it is a problem, also what was expected. Never a secret.
+        hint: How to fix it: a command, or an option to set. None if nothing needs to be done.
+    """
+
+    level: Level
+    what: str
+    hint: str | None = None
+
+    @classmethod
+    def ok(cls, what: str) -> Finding:
+        """No problem."""
+        return cls(Level.OK, what)
+
+    @classmethod
+    def warning(cls, what: str, hint: str | None = None) -> Finding:
+        """It works, but an operator should know this."""
+        return cls(Level.WARNING, what, hint)
+
+    @classmethod
+    def error(cls, what: str, hint: str | None = None) -> Finding:
+        """`connect` or an operation will fail."""
+        return cls(Level.ERROR, what, hint)
+
+
+_NO_LIBRARY = re.compile(r"([\w.+-]+\.so[\w.]*): cannot open shared object file")
+
+
+def missing_library(error: BaseException) -> str | None:
+    """The shared library that an import did not find, such as ``libibverbs.so.1``. None: it failed for another reason.
+
+    Args:
+        error: What the import raised. Its causes and contexts are searched too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        library = _NO_LIBRARY.search(str(seen))
+        if library is not None:
+            return library.group(1)
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 class NoOptions(BaseModel):

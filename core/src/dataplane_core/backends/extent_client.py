@@ -20,8 +20,8 @@ from dataplane_core.host_memory.arena import Uses, extent_bytes
 from dataplane_core.host_memory.copying import Copy
 from dataplane_core.hosting.extent_host import AboutExtents, Allocate, Drop, Fetch, Fill, Find, Written
 from dataplane_core.hosting.extents import Column, Layout, Place, Wanted, offsets_at
-from dataplane_core.hosting.messages import decode_about
-from dataplane_core.hosting.session import Bytes, Pin, Session
+from dataplane_core.hosting.messages import Bytes, decode_about
+from dataplane_core.hosting.session import Pin, Session
 from dataplane_core.kept_extents import digest_of
 from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import FieldSpec, Ragged, WireColumn

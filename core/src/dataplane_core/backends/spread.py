@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Final
 
 from msgspec.structs import replace
 
-from dataplane_core.backends.base import Backend
-from dataplane_core.backends.diagnosis import Finding
+from dataplane_core.backends.base import Backend, Finding
 from dataplane_core.digests import fast_digest
 from dataplane_core.errors import ConfigError
 from dataplane_core.spec import AnnounceRequest, ListPartitionsRequest, ListUnitsRequest, UnitInfo

@@ -18,9 +18,8 @@ import msgspec
 from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.host_memory.arena import Extent
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Place, RefsGoneError, Wanted, arrays_of_rows
-from dataplane_core.hosting.messages import Messages, Release, Request
+from dataplane_core.hosting.messages import Bytes, Messages, Release, Request
 from dataplane_core.hosting.server import Client, Host, Receiving, Sending
-from dataplane_core.hosting.session import Bytes
 from dataplane_core.ledger import Ref
 
 #: Seconds after which a put that found no room in the arena asks again.

@@ -22,7 +22,7 @@ import numpy as np
 from dataplane_core.errors import DataPlaneError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import Extent, Extents
-from dataplane_core.hosting.session import Bytes
+from dataplane_core.hosting.messages import Bytes
 from dataplane_core.ledger import Ref
 
 #: The most rows of a write.

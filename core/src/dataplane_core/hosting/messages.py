@@ -1,4 +1,5 @@
-"""The messages between clients and a host, and their form: msgpack, read by type, without pickle.
+"""The messages between clients and a host, their form (msgpack, read by type, without pickle), and their way through a
+socket.
 
 A message on a socket is its length (4 bytes, little-endian) and its bytes. The first message on a connection is a
 `Hello`. A request is one byte, its number, and the request. A reply is one byte, 0 or 1 for an error, and the reply. A
@@ -8,8 +9,13 @@ requests, the host sends the lease token of a claim, or the ticket of a put, tha
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
+import struct
+from collections import deque
 from collections.abc import Iterable
-from typing import Any, ClassVar, Final, Generic, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -28,6 +34,13 @@ COMMANDS_FORM: Final = 17
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+#: Size of each half of a token. A client shows the first half, and the host answers with the second.
+HALF_BYTES: Final = 32
+RECEIVE_BYTES: Final = 1 << 18
+#: The most arrays that one call of the system takes.
+_MOST_ARRAYS: Final = 512
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -271,3 +284,57 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     return value
+
+
+# --- both ends of a connection ----------------------------------------------------------------------------------------
+
+
+def take_message(received: bytearray) -> bytes | None:
+    """Takes the first message out of what was received, without its length. None: it has not come whole."""
+    end = 4 + int.from_bytes(received[:4], "little")
+    if len(received) < max(end, 4):
+        return None
+    message = bytes(memoryview(received)[4:end])
+    del received[:end]
+    return message
+
+
+def next_arrays(arrays: deque[memoryview]) -> list[memoryview]:
+    """The first arrays, as many as one call of the system takes."""
+    return list(itertools.islice(arrays, _MOST_ARRAYS))
+
+
+def advance(arrays: deque[memoryview], count: int) -> None:
+    """Drops the first ``count`` bytes."""
+    while count:
+        first = arrays.popleft()
+        if len(first) > count:
+            arrays.appendleft(first[count:])
+            return
+        count -= len(first)
+
+
+def take_bytes(received: bytearray, arrays: deque[memoryview]) -> None:
+    """Moves what came with a message into the arrays that follow it."""
+    while received and arrays:
+        count = min(len(received), len(arrays[0]))
+        arrays[0][:count] = received[:count]
+        del received[:count]
+        advance(arrays, count)
+
+
+def check_user(channel: socket.socket) -> None:
+    """Raises `PermissionError` if at the other end of a Unix socket is a process of another user."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise PermissionError(f"user {user} is another one")
+
+
+def set_tcp_options(channel: socket.socket) -> None:
+    """Sends at once what is written, and notices within two minutes that the other side's node is gone."""
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not everywhere
+            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

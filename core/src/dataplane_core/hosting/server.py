@@ -30,22 +30,20 @@ import msgspec
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError
 from dataplane_core.hosting.messages import (
+    HALF_BYTES,
     HELLO,
+    RECEIVE_BYTES,
     VERSION,
+    Bytes,
     ClaimOrWait,
     Hello,
     Messages,
     StopWaiting,
     Together,
     Welcome,
-    encode,
-)
-from dataplane_core.hosting.session import (
-    HALF_BYTES,
-    RECEIVE_BYTES,
-    Bytes,
     advance,
     check_user,
+    encode,
     next_arrays,
     set_tcp_options,
     take_bytes,

@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 import weakref
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
-import numpy as np
 
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -36,8 +34,11 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.hosting.messages import (
+    HALF_BYTES,
+    RECEIVE_BYTES,
     VERSION,
     WAKE,
+    Bytes,
     ClaimOrWait,
     Hello,
     Messages,
@@ -46,24 +47,24 @@ from dataplane_core.hosting.messages import (
     StopWaiting,
     Together,
     Welcome,
+    advance,
+    check_user,
     decode_welcome,
     encode,
+    next_arrays,
+    set_tcp_options,
+    take_bytes,
+    take_message,
 )
 from dataplane_core.ledger import Command, commands
 from dataplane_core.ownership import not_in_forks
 
 Reply = TypeVar("Reply")
 _Moved = TypeVar("_Moved")
-Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 #: What a backend makes of the failure of a call, in its own words: of the operation; of `TimeoutError`, with what is
 #: known about the host, another `OSError`, or `EOFError`; and of whether the session was not begun yet.
 Failure: TypeAlias = Callable[[str, Exception, bool], DataPlaneError]
 
-#: Size of each half of a token. A client shows the first half, and the host answers with the second.
-HALF_BYTES: Final = 32
-RECEIVE_BYTES: Final = 1 << 18
-#: The most arrays that one call of the system takes.
-_MOST_ARRAYS: Final = 512
 _POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
 _RELEASE_S: Final = 1.0
@@ -73,60 +74,6 @@ _PATIENCE_S: Final = 1.0
 _MOST_DESCRIPTORS: Final = 4
 #: Seconds before a request is repeated whose host is gone.
 _REPEAT_S: Final = 0.02
-
-
-# --- both ends of a connection ----------------------------------------------------------------------------------------
-
-
-def take_message(received: bytearray) -> bytes | None:
-    """Takes the first message out of what was received, without its length. None: it has not come whole."""
-    end = 4 + int.from_bytes(received[:4], "little")
-    if len(received) < max(end, 4):
-        return None
-    message = bytes(memoryview(received)[4:end])
-    del received[:end]
-    return message
-
-
-def next_arrays(arrays: deque[memoryview]) -> list[memoryview]:
-    """The first arrays, as many as one call of the system takes."""
-    return list(itertools.islice(arrays, _MOST_ARRAYS))
-
-
-def advance(arrays: deque[memoryview], count: int) -> None:
-    """Drops the first ``count`` bytes."""
-    while count:
-        first = arrays.popleft()
-        if len(first) > count:
-            arrays.appendleft(first[count:])
-            return
-        count -= len(first)
-
-
-def take_bytes(received: bytearray, arrays: deque[memoryview]) -> None:
-    """Moves what came with a message into the arrays that follow it."""
-    while received and arrays:
-        count = min(len(received), len(arrays[0]))
-        arrays[0][:count] = received[:count]
-        del received[:count]
-        advance(arrays, count)
-
-
-def check_user(channel: socket.socket) -> None:
-    """Raises `PermissionError` if at the other end of a Unix socket is a process of another user."""
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != os.getuid():
-        raise PermissionError(f"user {user} is another one")
-
-
-def set_tcp_options(channel: socket.socket) -> None:
-    """Sends at once what is written, and notices within two minutes that the other side's node is gone."""
-    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):  # not everywhere
-            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # --- where a host is --------------------------------------------------------------------------------------------------
@@ -339,14 +286,9 @@ class Session:
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         message = self._messages.encode_request(request)
-        # in front of the request, which may need the room that these pins keep
-        released = list(self._unreleased)
-        if released:
-            message = self._messages.encode_request(Release(released)) + message
         with self._channel(what, deadline) as channel:
             line = _Line(channel, deadline, self._make_watch)
             line.send([memoryview(message), *(array.data for array in sources if len(array))])
-            self._unreleased.difference_update(released)
             message = line.message()
             if receive is not None:
                 reply = self._messages.decode_reply(request, message)
@@ -424,14 +366,14 @@ class Session:
         return pin
 
     def release(self, number: int) -> None:
-        """Ends a pin. Does not wait for a reply. If it cannot be sent now, the next request sends it too."""
+        """Ends a pin. Does not wait for a reply. If that cannot be sent now, the call that ends next sends it."""
         self._unreleased.add(number)
         self._send_releases()
         self._live_pins.discard(number)
         self._end_if_finished()
 
     def _send_releases(self) -> None:
-        with contextlib.suppress(IndexError):  # all sockets are in use: the request that ends next sends it
+        with contextlib.suppress(IndexError):  # all sockets are in use
             channel = self._idle.pop()
             numbers = list(self._unreleased)
             if self._tell(channel, Release(numbers)):

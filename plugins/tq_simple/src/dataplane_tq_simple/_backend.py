@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, Finding, LedgerBackend
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import LedgerLink, Request
-from dataplane_core.ledger import Command, Ref, Reply, commands
+from dataplane_core.ledger import Command, Reply
 from dataplane_core.ownership import PrivateFolder
-from dataplane_core.spec import Capability, PutRequest, Scope
+from dataplane_core.spec import Capability, Scope
 from dataplane_tq_simple._diagnosis import diagnose
-from dataplane_tq_simple._messages import UnitsGoneError
 from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -27,9 +25,6 @@ if TYPE_CHECKING:
     from dataplane_tq_simple._ray import RayConnection
 
 _logger = logging.getLogger(__name__)
-
-#: Seconds after which a put is tried again whose storage unit ended.
-_AGAIN_S: Final = 0.1
 
 _Reply = TypeVar("_Reply")
 
@@ -204,16 +199,6 @@ class QueueBackend(LedgerBackend):
     def stop_waiting(self, token: str) -> None:
         if self._link is not None:
             self._link.stop_waiting(token)
-
-    def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
-        """Tries a put again where storage units ended before it was committed: others take it, or they come back."""
-        while True:
-            try:
-                return super().put_once(request, writes, ticket)
-            except UnitsGoneError:
-                if time.monotonic() + 2 * _AGAIN_S >= request.deadline:
-                    raise
-                time.sleep(_AGAIN_S)
 
     def new_write_id(self, num_ids: int) -> None:
         """None: the controller numbers the writes. The number says where the rows go. No write outlives the ledger."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
-from dataplane_core.backends import Finding, Level, check_announced_address
+from dataplane_core.backends import Finding
 from dataplane_core.errors import DataPlaneError, preview
 from dataplane_core.spec import UnitInfo
-from dataplane_tq_simple.addresses import host_and_port, refuses
+from dataplane_tq_simple.addresses import check_address, host_and_port, refuses, this_nodes_addresses
 from dataplane_tq_simple.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -148,11 +148,13 @@ def _running(config: QueueConfig, instance_class: type[Instance]) -> Iterator[Fi
     nodes = [node for node in ray.nodes() if node["Alive"]]
     own = ray.get_runtime_context()
     address = next(node["NodeManagerAddress"] for node in nodes if node["NodeID"] == own.get_node_id())
-    announced = check_announced_address(
-        address, "Ray", "Start Ray on this node with an address of its own: ray start --node-ip-address=ADDRESS"
-    )
-    if announced.level is not Level.WARNING or len(nodes) > 1:  # on one node, loopback is enough
-        yield announced
+    said = f"Ray announces this host as {address}"
+    check_address(address, num_nodes=len(nodes), of="Ray's address of this node")
+    if address in this_nodes_addresses():
+        yield Finding.ok(f"{said}.")
+    else:
+        hint = "Start Ray on this node with an address of its own: ray start --node-ip-address=ADDRESS"
+        yield Finding.error(f"{said}: no interface of this machine has it.", hint)
     cpus = ray.cluster_resources().get("CPU", 0.0)
     check_cpus(config, instance_class.num_units(config), cpus, "the Ray cluster")
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dataplane_core.errors import BackendUnavailableError
+from dataplane_core.errors import LostReplyError
 from dataplane_core.hosting import Messages, Request
 from dataplane_core.ledger import commands
 from dataplane_core.spec import UnitInfo
@@ -20,10 +20,10 @@ from dataplane_core.spec import UnitInfo
 LIFE_BITS: Final = 40
 
 
-class UnitsGoneError(BackendUnavailableError):
-    """A storage unit has ended, and a request to it was not carried out; or no unit takes rows.
+class UnitsGoneError(LostReplyError):
+    """A storage unit has ended; or no unit takes rows.
 
-    Units are started again, and others take new rows meanwhile: try again.
+    Units are started again, and others take new rows meanwhile: core tries a put again.
     """
 
 

@@ -118,13 +118,16 @@ def check_address(address: str, *, num_nodes: int, of: str) -> None:
     Raises:
         ConfigError: A link-local, multicast or unspecified address; a loopback address where there are several nodes.
     """
-    from dataplane_core.backends import never_reachable  # with torch, which controllers and storage units do without
-
     parsed = _parsed(address)
-    kind = "not an IP address" if parsed is None else never_reachable(parsed)
-    if kind is None and parsed is not None and parsed.is_loopback and num_nodes > 1:
+    if parsed is None:
+        kind = "not an IP address"
+    elif parsed.is_link_local:
+        kind = "a link-local address, which no other host can route to"
+    elif parsed.is_unspecified or parsed.is_multicast:
+        kind = "not the address of a host"
+    elif parsed.is_loopback and num_nodes > 1:
         kind = f"a loopback address, which the other {num_nodes - 1} nodes cannot reach"
-    if kind is None:
+    else:
         return
     raise ConfigError(
         f"{of} is {address}: {kind}. Expected an address that every node of the cluster can reach.",

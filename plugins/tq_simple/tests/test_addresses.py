@@ -1,7 +1,5 @@
 """Addresses that other nodes cannot reach are refused by name."""
 
-import ipaddress
-
 import pytest
 
 from dataplane_core.errors import ConfigError
@@ -38,10 +36,9 @@ def test_an_option_that_fits_no_address_or_several_is_refused(option, count):
     ],
 )
 def test_addresses_that_others_cannot_reach_are_refused(address, num_nodes, said):
-    with pytest.raises(ConfigError, match=rf"Ray's address of this node is {address}: .*{said}") as error:
+    message = rf"Ray's address of this node is {address}: .*{said}.* --node-ip-address.* announce_address"
+    with pytest.raises(ConfigError, match=message):
         announced_address(None, ray_ip=address, num_nodes=num_nodes)
-    assert "--node-ip-address" in str(error.value)
-    assert "announce_address" in str(error.value)
     with pytest.raises(ConfigError, match="the unit is"):
         check_address(address, num_nodes=num_nodes, of="the unit")
 
@@ -52,6 +49,4 @@ def test_neither_an_address_nor_a_network_is_refused():
 
 
 def test_this_nodes_addresses_are_those_of_its_interfaces():
-    found = this_nodes_addresses()
-    assert "127.0.0.1" in found
-    assert all(ipaddress.ip_address(each) for each in found)
+    assert "127.0.0.1" in this_nodes_addresses()

@@ -162,9 +162,8 @@ LocksTheStore.put_samples: lock, until = place(self, "lock"), time.monotonic() +
     -! DataPlaneError: lock.unlink(missing_ok=True)
     -> lock.unlink(missing_ok=True)
 test_a_claim_of_a_killed_process_does_not_stop_the_next
-WakesTheDead.call_ledger: waiting = wake and place(self, "waiting", f"{time.monotonic_ns():020}")
-    if waiting: waiting.touch()
-    if waiting: threading.Thread(target=when_gone, args=(waiting, wake), daemon=True).start()
+WakesTheDead.call_ledger: if wake: (waiting := place(self, "waiting", f"{time.monotonic_ns():020}")).touch()
+    if wake: threading.Thread(target=when_gone, args=(waiting, wake), daemon=True).start()
     wake = None
 WakesTheDead.put_samples: -> for longest in sorted(place(self, "waiting").glob("*"))[:1]: longest.unlink()
 # What an attached client does is right unless it is killed meanwhile. It writes a put column by column; its every

@@ -14,7 +14,6 @@ import pytest
 from power_loss import survives_at_each_sync
 from shm_case import rows_found
 
-from dataplane_core import kept_extents
 from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import Uses, extent_bytes
@@ -246,7 +245,7 @@ def test_room_that_views_of_the_life_before_held_is_there_again_when_they_have_e
 
 
 def test_views_of_several_processes_stay_whatever_the_order_in_which_they_began(folder, monkeypatch):
-    monkeypatch.setattr(kept_extents, "_BLOCK", 4096)
+    monkeypatch.setattr("dataplane_core.kept_extents._BLOCK", 4096)
     life = Life(folder)
     life.register()
     for each in range(3):
@@ -292,7 +291,7 @@ def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
 
 def test_a_folder_of_another_version_is_refused(folder, monkeypatch):
     Life(folder).close()
-    monkeypatch.setattr(kept_extents, "_VERSION", 2)
+    monkeypatch.setattr("dataplane_core.kept_extents._VERSION", 2)
     with pytest.raises(CorruptDataError, match=r"is of version 1. Expected 2"):
         Life(folder)
 

@@ -31,7 +31,7 @@ def view(*groups: tuple[int, int | str], version: int = 0, trained_since: int = 
                 weight_version=weight_version,
                 order=order,
                 committed=None if state == "made" else 99 if state == "training" else int(state),
-                selected=state == "training",
+                selected_version=weight_version if state == "training" else None,
             )
             for order, (weight_version, state) in enumerate(groups)
         ),

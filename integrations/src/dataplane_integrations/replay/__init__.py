@@ -33,7 +33,7 @@ A rollout process::
 """
 
 from dataplane_core.ledger import group_of
-from dataplane_integrations.replay._buffer import ReplayBuffer
+from dataplane_integrations.replay._buffer import BufferCounts, ReplayBuffer
 from dataplane_integrations.replay._collector import (
     AsyncCollector,
     AsyncRollout,
@@ -52,7 +52,6 @@ from dataplane_integrations.replay._policies import (
     WindowedPolicy,
 )
 from dataplane_integrations.replay._prompts import PromptSource, Reservation, parse_sample_id
-from dataplane_integrations.replay._state import BufferCounts
 
 __all__ = [
     "AsyncCollector",

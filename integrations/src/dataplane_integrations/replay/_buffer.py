@@ -3,22 +3,92 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import logging
+import math
 import os
+import sys
 import time
+from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 from dataplane_core.batch import BatchedDataDict, read_columns
-from dataplane_core.errors import DataPlaneError, InvalidRequestError, LostSamplesError
+from dataplane_core.client import common_fields
+from dataplane_core.codec import decode_item
+from dataplane_core.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    LostSamplesError,
+    UnknownPartitionError,
+    preview,
+    printable,
+)
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
-from dataplane_integrations.errors import ReplayTimeoutError
-from dataplane_integrations.replay._state import RunState
+from dataplane_core.schema import WEIGHT_VERSION_TAG
+from dataplane_core.spec import TagValue
+from dataplane_integrations.attach import DataPlaneSource
+from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
+from dataplane_integrations.replay._policies import BufferView, GroupView, StalenessPolicy
+from dataplane_integrations.replay._prompts import (
+    COLLECTOR_ROW,
+    COMMITTED_TAG,
+    END_WEIGHT_VERSION_TAG,
+    EXTRA_TAG,
+    ROLLOUT_TASK,
+    RUN_ROW,
+    SAMPLE_ID,
+    PromptSource,
+    group_name,
+    parse_sample_id,
+)
+from dataplane_integrations.rollout import mint_sample_ids
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+#: The first and the longest pause between two looks at what other processes have done, in seconds.
+_FIRST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 0.25
 
 
-class ReplayBuffer(RunState):
+@dataclass(slots=True, kw_only=True)
+class BufferCounts:
+    """How many groups went through each step so far.
+
+    Attributes:
+        committed: Groups that became ready.
+        trained: Groups consumed.
+        discarded: Groups that the trainer selected but did not train on.
+        evicted: Groups that became too stale; their rows were cleared.
+        lost: Groups that were left out of a selection, mostly because the store had lost a row of them.
+        given_up: Prompts given up, mostly after ``max_attempts`` failures.
+    """
+
+    committed: int = 0
+    trained: int = 0
+    discarded: int = 0
+    evicted: int = 0
+    lost: int = 0
+    given_up: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group(GroupView):
+    """A group with its prompt: the id of its row, its number, the attempt of its next start, and its failures."""
+
+    row: str
+    prompt: int
+    attempt: int
+    failures: int
+
+
+class ReplayBuffer(PromptSource):
     """Puts prompts into the store, as a staleness rule admits them, and gives the trainer the groups of their answers.
 
     A group is reserved, then committed, then selected, then consumed. Only ready groups are evicted. A selected group
@@ -54,6 +124,92 @@ class ReplayBuffer(RunState):
             ``group_size`` than before.
         UnknownPartitionError: The partition of the answers is not registered.
     """
+
+    def __init__(
+        self,
+        source: DataPlaneSource,
+        partition_id: str,
+        policy: StalenessPolicy,
+        *,
+        group_size: int,
+        weight_version: int = 0,
+        num_prompts: int | None = None,
+        spare_prompts: int = 0,
+        max_attempts: int | None = None,
+        requeue_evicted: bool = False,
+        resume: bool = False,
+        lease_s: float = 60.0,
+        task_name: str = "train",
+    ) -> None:
+        if any(number is not None and number < 1 for number in (group_size, num_prompts, max_attempts)):
+            raise InvalidRequestError(
+                f"ReplayBuffer('{partition_id}') refused: group_size is {group_size}, num_prompts is {num_prompts}, "
+                f"max_attempts is {max_attempts}. Expected 1 or more."
+            )
+        if spare_prompts < 0 or (spare_prompts and num_prompts is None):
+            raise InvalidRequestError(
+                f"ReplayBuffer('{partition_id}') refused: spare_prompts is {spare_prompts}, num_prompts is "
+                f"{num_prompts}. Expected at least 0, and none without num_prompts: then any further prompt is a spare."
+            )
+        super().__init__(source, partition_id, lease_s=lease_s)
+        self.group_size: Final = group_size
+        self.task_name: Final = task_name
+        self._policy = policy
+        self._num_prompts = num_prompts
+        self._spare_prompts = spare_prompts
+        self._max_attempts = max_attempts
+        self._requeue_evicted = requeue_evicted
+        # all below: guarded by _lock
+        self._weight_version = weight_version
+        self._trained_since = 0
+        self._next_prompt = 0
+        self._next_order = 0
+        self._counts = BufferCounts()
+        self._given_up: Counter[int] = Counter()  # target step -> prompts given up, from this version on
+        self._written: dict[str, TagValue] = {}  # the newest tags of the row of the run
+        # what the newest look showed
+        self._groups: dict[str, _Group] = {}  # those that were started, in the order of their prompts
+        self._waiting: dict[str, dict[str, Any]] = {}  # rows of prompts that were not, in the same order
+        self._failures: dict[str, str] = {}  # collector -> why it failed
+        self._num_running = 0
+        # what only this process knows
+        self._selected: dict[str, _Group] = {}
+        self._left_out: set[str] = set()  # groups that have left a selection which goes on
+        self._gone: dict[str, tuple[_Group, bool]] = {}  # not cleared yet, and whether to generate them again
+        self._looked_at = -math.inf
+        self._num_late = 0  # groups dropped since the last version because they came too late
+        client = self._require_dp_client()
+        client.register_partition(self.prompts_id, [], None, [ROLLOUT_TASK], if_exists="keep" if resume else "replace")
+        with self._lock:
+            if resume:
+                self._go_on()
+            self._look()
+
+    @property
+    def weight_version(self) -> int:
+        """The trainer's version."""
+        with self._lock:
+            return self._weight_version
+
+    @property
+    def counts(self) -> BufferCounts:
+        """The counts so far; a copy."""
+        with self._lock:
+            counts = self._counts
+            held = sum(group.committed is not None for group in self._groups.values())
+            committed = counts.trained + counts.discarded + counts.evicted + counts.lost + held
+            return dataclasses.replace(counts, committed=committed)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the prompts are used up, and no group is left: `select` has nothing to return any more."""
+        return self.view().finished
+
+    def view(self) -> BufferView:
+        """The groups in the buffer, as the rule sees them."""
+        with self._lock:
+            self._look()
+            return self._view()
 
     def batches(self, num_groups: int, *, timeout_s: float = 60.0) -> Iterator[KVBatchMeta]:
         """Selections, until the prompts are used up. Each is consumed when the next one is asked for.
@@ -124,7 +280,7 @@ class ReplayBuffer(RunState):
                     most = wanted - 1
                 else:
                     names, fewest = more, wanted
-            return self._checked(names, fewest)
+            return self._ready("select", names, fewest)
 
         with self._lock:
             names = self._wait(chosen, timeout_s)
@@ -137,9 +293,8 @@ class ReplayBuffer(RunState):
                 )
             meta = self._meta_of(names)
             for name in names:
-                group = self._groups[name]
-                view = dataclasses.replace(group.view, selected=True, selected_version=self._weight_version)
-                self._selected[name] = self._groups[name] = dataclasses.replace(group, view=view)
+                group = dataclasses.replace(self._groups[name], selected_version=self._weight_version)
+                self._selected[name] = self._groups[name] = group
             return meta
 
     def take(
@@ -200,7 +355,7 @@ class ReplayBuffer(RunState):
         with self._lock:
             names = self._ended(meta, "consume")
             version = self._weight_version
-            self._trained_since += sum(self._groups[name].view.selected_version == version for name in names)
+            self._trained_since += sum(self._groups[name].selected_version == version for name in names)
             self._counts.trained += len(names)
             self._drop(names)
             self._settled()
@@ -323,3 +478,347 @@ class ReplayBuffer(RunState):
         with self._lock:  # the prompts first: answers that come meanwhile are made again, none are lost
             self._look()
             self._require_dp_client().save(folder, metadata, [self.prompts_id, self.partition_id])
+
+    # --- what the store shows; the lock is held -----------------------------------------------------------------------
+
+    def _look(self, *, must_clear: bool = False) -> list[str]:
+        """Looks what became of the groups, and does what follows from it. Returns the groups that it evicted.
+
+        The answers are listed before the prompts: so the prompt of an answer shows whether the answer still counts.
+        """
+        client = self._require_dp_client()
+        self._write_run()  # what was trained on counts as such before it is cleared
+        answers = client.list_samples(self.partition_id)
+        listed = client.list_samples(self.prompts_id)
+        rows = dict(zip(listed.sample_ids, listed.tags or (), strict=True))
+        collectors = {row: rows.pop(row) for row in listed.sample_ids if row.startswith(COLLECTOR_ROW)}
+        self._num_running = sum(bool(tags["running"]) for tags in collectors.values())
+        self._failures = {
+            row.removeprefix(COLLECTOR_ROW): tags["failed"] for row, tags in collectors.items() if tags.get("failed")
+        }
+        prompts = {row: tags for row, tags in rows.items() if "order" in tags}
+        notes = rows.keys() - prompts.keys() - {RUN_ROW}  # of collectors, on prompts that were gone
+        orphans = self._sort(prompts, answers)
+        evicted = self._evict(prompts)
+        try:
+            self._clear(notes, orphans)
+        except DataPlaneError:
+            if must_clear:
+                raise  # else the next look tries again
+        self._admit()
+        self._write_run()
+        self._looked_at = time.monotonic()
+        return evicted
+
+    def _settled(self) -> list[str]:
+        with self._lock:
+            try:
+                return self._look(must_clear=True)
+            finally:
+                self._changed.notify_all()
+
+    def _sort(self, prompts: Mapping[str, dict[str, Any]], answers: KVBatchMeta) -> list[str]:
+        """Sorts prompts into those that wait, those that are started, and those that ended.
+
+        Returns the answers of no prompt, which killed or late collectors leave.
+        """
+        members: dict[str, list[dict[str, Any]]] = {}  # group -> the tags of its answers
+        for sample_id, tags in zip(answers.sample_ids, answers.tags or (), strict=True):
+            members.setdefault(group_of(sample_id), []).append(tags)
+        committed = {name: rows for name, rows in members.items() if all(COMMITTED_TAG in tags for tags in rows)}
+        made_with: dict[tuple[int, int], int] = {}  # prompt, attempt -> the weights of its committed answers
+        for name in committed:
+            parts = parse_sample_id(f"{name}_g0")
+            made_with[parts["prompt"], parts["attempt"]] = parts["weight_version"]
+        # groups are ready in the order in which they were seen, and those of one look in that of their first writes
+        places = {group.group: group.committed for group in self._groups.values() if group.committed is not None}
+        numbers = itertools.count(max(places.values(), default=-1) + 1)
+        places |= {name: next(numbers) for name in committed if name not in places}
+
+        groups, self._waiting = dict(self._selected), {}
+        settled = {group.row for group in (*groups.values(), *(group for group, _ in self._gone.values()))}
+        for row, tags in sorted(prompts.items(), key=lambda prompt: prompt[1]["order"]):
+            if row in settled:
+                continue
+            if tags[WEIGHT_VERSION_TAG] is None:
+                self._waiting[row] = tags
+                continue
+            prompt, attempt = tags["prompt"], tags["attempt"]
+            # a collector that stood still for longer than its lease may have noted its own version over the other's
+            version = made_with.get((prompt, attempt - 1), tags[WEIGHT_VERSION_TAG])
+            name = group_name(version, prompt, attempt - 1)
+            whole = len(committed.get(name, ())) == self.group_size
+            group = _Group(
+                group=name,
+                weight_version=version,
+                order=tags["order"],
+                target_step=tags["target_step"],
+                committed=places[name] if whole else None,
+                end_weight_version=max(answer[END_WEIGHT_VERSION_TAG] for answer in committed[name]) if whole else None,
+                row=row,
+                prompt=prompt,
+                attempt=attempt,
+                failures=tags["failures"],
+            )
+            if tags["ended"] == "late":
+                self._num_late += 1
+                self._gone[name] = group, self._requeue_evicted
+            elif tags["ended"]:
+                self._give_up(group)
+            else:
+                groups[name] = group
+        self._groups = dict(sorted(groups.items(), key=lambda named: named[1].order))
+        names = self._groups.keys() | self._gone.keys()
+        return [
+            sample_id
+            for sample_id in answers.sample_ids
+            if group_of(sample_id) not in names and SAMPLE_ID.fullmatch(sample_id)
+        ]
+
+    def _give_up(self, group: _Group) -> None:
+        self._gone[group.group] = group, False
+        self._counts.given_up += 1
+        step = group.target_step
+        if step is not None and step >= self._weight_version:
+            self._given_up[step] += 1
+        _log.warning(
+            "'%s': prompt %d is given up after %d failures.",
+            printable(self.partition_id),
+            group.prompt,
+            group.failures,
+        )
+
+    def _evict(self, prompts: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Drops the ready groups that the rule names. Tells collectors which rollouts they may end."""
+        view = self._view()
+        names = self._ready("evict", self._policy.evict(view))
+        rows = [self._groups[name].row for name in self._policy.abort(view) if name in self._groups]
+        if in_vain := [row for row in rows if not prompts[row]["in_vain"]]:
+            self._require_dp_client().put_samples(in_vain, self.prompts_id, tags=[{"in_vain": True}] * len(in_vain))
+        self._counts.evicted += len(names)
+        self._num_late += len(names)
+        self._drop(names, requeue=self._requeue_evicted)
+        return names
+
+    def _clear(self, notes: Iterable[str], orphans: Sequence[str]) -> None:
+        """Clears the rows of removed groups, and these of prompts and answers. Has prompts generated again."""
+        client = self._require_dp_client()
+        again = [(group.prompt, group.attempt, group.failures) for group, requeue in self._gone.values() if requeue]
+        self._put_prompts(again)
+        self._gone = {name: (group, False) for name, (group, _) in self._gone.items()}
+        # first the prompts: without its prompt an answer counts no more
+        if rows := [*notes, *(group.row for group, _ in self._gone.values())]:
+            client.clear_samples(rows, self.prompts_id)
+        if ids := [*orphans, *mint_sample_ids(list(self._gone), self.group_size)]:
+            client.clear_samples(ids, self.partition_id)
+        self._gone = {}
+
+    def _admit(self) -> None:
+        """Puts the prompts that the rule admits, and says for which step those that wait are."""
+        view = self._view()
+        room = max(0, min(self._policy.admit(view) - len(self._waiting), self._undrawn()))
+        self._put_prompts([(self._next_prompt + index, 0, 0) for index in range(room)])
+        self._next_prompt += room
+        changed: dict[str, int | None] = {}
+        for row, tags in self._waiting.items():
+            step = self._policy.target_step(view)
+            if step != tags["target_step"]:
+                changed[row] = tags["target_step"] = step
+            if step is None:
+                continue
+            waiting = GroupView(group=row, weight_version=view.weight_version, order=tags["order"], target_step=step)
+            view = dataclasses.replace(view, groups=(*view.groups, waiting))
+        if changed:
+            steps = [{"target_step": step} for step in changed.values()]
+            self._require_dp_client().put_samples(list(changed), self.prompts_id, tags=steps)
+
+    def _put_prompts(self, prompts: Sequence[tuple[int, int, int]]) -> None:
+        """Puts rows of prompts: number, attempt and failures of each."""
+        if not prompts:
+            return
+        rows: dict[str, dict[str, TagValue]] = {}
+        for order, (prompt, attempt, failures) in enumerate(prompts, self._next_order):
+            rows[f"p{prompt}" + (f"r{attempt}" if attempt else "")] = {
+                "prompt": prompt,
+                "attempt": attempt,
+                "order": order,
+                "target_step": None,
+                WEIGHT_VERSION_TAG: None,
+                "failures": failures,
+                "in_vain": False,
+                "ended": "",
+            }
+        self._require_dp_client().put_samples(list(rows), self.prompts_id, tags=list(rows.values()))
+        self._next_order += len(prompts)
+        self._waiting.update(rows)
+
+    def _undrawn(self) -> int:
+        """How many prompts were not drawn yet; a large number if there is no end."""
+        if self._num_prompts is None:
+            return sys.maxsize
+        end = self._num_prompts + min(self._spare_prompts, self._counts.given_up)
+        return max(0, end - self._next_prompt)  # a save may have drawn more than this buffer has
+
+    def _view(self) -> BufferView:
+        return BufferView(
+            weight_version=self._weight_version,
+            trained_since=self._trained_since,
+            groups=tuple(self._groups.values()),
+            given_up=dict(self._given_up),
+            drained=not self._undrawn()
+            and not self._waiting
+            and not any(requeue for _, requeue in self._gone.values())
+            and all(group.committed is not None for group in self._groups.values()),
+        )
+
+    def _write_run(self) -> None:
+        """Tells the collectors, and a later start of the trainer, how far the run is."""
+        tags: dict[str, TagValue] = {
+            WEIGHT_VERSION_TAG: self._weight_version,
+            "trained_since": self._trained_since,
+            "next_prompt": self._next_prompt,
+            "next_order": self._next_order,
+            "group_size": self.group_size,
+            "capacity": self._policy.capacity(weight_version=self._weight_version),
+            "max_attempts": self._max_attempts or 0,
+            "left": self._undrawn() > 0,
+            "drained": self._view().drained,
+            "given_up": json.dumps(list(self._given_up.items())),
+            "counts": json.dumps(dataclasses.asdict(self._counts)),
+        }
+        if tags != self._written:
+            self._require_dp_client().put_samples([RUN_ROW], self.prompts_id, tags=[tags])
+            self._written = tags
+
+    def _go_on(self) -> None:
+        """Takes over a run from the store."""
+        client = self._require_dp_client()
+        try:
+            run = self._run()
+        except UnknownPartitionError:
+            return  # it was never begun
+        if run["group_size"] != self.group_size:
+            raise InvalidRequestError(
+                f"ReplayBuffer('{self.partition_id}', resume=True) refused: group_size is {run['group_size']} in the "
+                f"store and {self.group_size} here."
+            )
+        self._weight_version, self._trained_since = run[WEIGHT_VERSION_TAG], run["trained_since"]
+        self._given_up = Counter(dict(json.loads(run["given_up"])))
+        self._counts = BufferCounts(**json.loads(run["counts"]))
+        listed = client.list_samples(self.prompts_id)
+        rows = {row: tags for row, tags in zip(listed.sample_ids, listed.tags or (), strict=True) if "order" in tags}
+        self._next_order = max([run["next_order"], *(tags["order"] + 1 for tags in rows.values())])
+        self._next_prompt = max([run["next_prompt"], *(tags["prompt"] + 1 for tags in rows.values())])
+        collectors = [row for row in listed.sample_ids if row.startswith(COLLECTOR_ROW)]
+        by_order = sorted(rows, key=lambda row: rows[row]["order"])
+        newest = {rows[row]["prompt"]: row for row in by_order}  # prompt -> its row that was put last
+        client.clear_samples([*(rows.keys() - newest.values()), *collectors], self.prompts_id)
+        # of a prompt that is done, a save may lack the answers: they were written, or trained on, during the save
+        self._sort({row: rows[row] for row in newest.values()}, client.list_samples(self.partition_id))
+        done = set(client.list_consumed(self.prompts_id, ROLLOUT_TASK))
+        for name, group in self._groups.items():
+            if group.row in done and group.committed is None:
+                self._gone[name] = group, True
+
+    # --- inside; the lock is held -------------------------------------------------------------------------------------
+
+    def _newest_run(self) -> dict[str, Any]:
+        with self._lock:
+            if time.monotonic() - self._looked_at > _LONGEST_PAUSE_S:  # of this process it knows all
+                self._look()
+            return self._run()
+
+    def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """Looks, and asks ``question``, until the answer is not None. None after the timeout."""
+        give_up = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._check_open()
+            self._look()
+            if (answer := question()) is not None:
+                return answer
+            left_s = give_up - time.monotonic()
+            if left_s <= 0:
+                return None
+            if self._changed.wait(min(left_s, pause_s)):
+                pause_s = _FIRST_PAUSE_S
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _describe(self) -> str:
+        made = [group.group for group in self._groups.values() if group.committed is None]
+        training = len(self._selected)
+        text = (
+            f": at version {self._weight_version}, of {len(self._groups)} groups {len(made)} are being made, "
+            f"{len(self._groups) - len(made) - training} are ready, {training} are in training ({self._policy})"
+        )
+        if made:
+            text += f"; the first being made is '{made[0]}'"
+        if self._waiting:
+            text += f"; {len(self._waiting)} prompts wait for a collector"
+        if self._failures:
+            text += f"; collectors that failed: {preview(self._failures)}"
+        return text
+
+    def _log_late(self) -> None:
+        """Says once per version how many groups came too late."""
+        if self._num_late:
+            _log.warning(
+                "'%s': %d groups were dropped without being trained on. At weight version %d they are too old for %r. "
+                "Their prompts are %s.",
+                printable(self.partition_id),
+                self._num_late,
+                self._weight_version,
+                self._policy,
+                "generated again" if self._requeue_evicted else "not generated again (requeue_evicted=False)",
+            )
+        self._num_late = 0
+
+    def _ready(self, verb: str, names: Sequence[str], wanted: int | None = None) -> list[str]:
+        """The groups that the rule named, which must be ready; of ``wanted``, so many."""
+        wrong = [name for name in names if name not in self._groups or not self._groups[name].ready]
+        if wrong or len(set(names)) != len(names) or wanted not in (None, len(names)):
+            raise InvalidRequestError(
+                f"{type(self._policy).__name__}.{verb} named {len(names)} groups, {len(set(names))} of them different, "
+                f"and not ready: {preview(wrong) or 'none'}. Expected "
+                f"{'ready groups' if wanted is None else f'{wanted} ready groups, or None'}."
+            )
+        return list(names)
+
+    def _drop(self, names: Iterable[str], *, requeue: bool = False) -> None:
+        for name in names:
+            self._selected.pop(name, None)
+            self._gone[name] = self._groups.pop(name), requeue
+
+    def _meta_of(self, names: Sequence[str]) -> KVBatchMeta:
+        client = self._require_dp_client()
+        meta = client.list_samples(self.partition_id, sample_ids=mint_sample_ids(names, self.group_size))
+        extra_info: dict[str, Any] = {}
+        for tags in meta.tags or ():
+            del tags[COMMITTED_TAG]
+            if (extra := tags.pop(EXTRA_TAG, None)) is not None:
+                extra_info.update(decode_item(b64decode(str(extra))))
+        fields = common_fields(client.list_fields(meta.sample_ids, self.partition_id)) if names else []
+        return dataclasses.replace(meta, task_name=self.task_name, fields=fields, extra_info=extra_info)
+
+    def _selected_of(self, meta: KVBatchMeta, operation: str) -> list[str]:
+        """The groups of a selection, without those that have left it."""
+        groups = dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids)
+        names = [name for name in groups if name not in self._left_out]
+        wrong = [name for name in names if name not in self._selected]
+        if wrong:
+            raise InvalidRequestError(
+                f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
+                "consumed, discarded or put back since."
+            )
+        return names
+
+    def _ended(self, meta: KVBatchMeta, operation: str) -> list[str]:
+        """As `_selected_of`, for an operation that ends the selection. Forgets the groups that had left it."""
+        names = self._selected_of(meta, operation)
+        self._left_out.difference_update(group_of(sample_id) for sample_id in meta.sample_ids)
+        return names
+
+    def _check_collectors(self) -> None:
+        if self._failures and not self._num_running:
+            message = list(self._failures.values())[-1]
+            raise CollectorFailedError(message) from self._causes.get(message)

@@ -32,7 +32,6 @@ class GroupView:
         selected_version: The version when it was selected; None: it is not in training.
         order: Number of its reservation, in ascending order.
         committed: Ascending in the order of the commits that the buffer has seen; None while it is being generated.
-        selected: Whether it is in training.
         target_step: The weight version that it was started for; None: any.
     """
 
@@ -40,10 +39,14 @@ class GroupView:
     weight_version: int
     order: int
     committed: int | None = None
-    selected: bool = False
     target_step: int | None = None
     end_weight_version: int | None = None
     selected_version: int | None = None
+
+    @property
+    def selected(self) -> bool:
+        """Whether it is in training."""
+        return self.selected_version is not None
 
     @property
     def ready(self) -> bool:
@@ -191,7 +194,8 @@ class _ReadyOrderPolicy(StalenessPolicy):
     def in_order(self, ready: Iterable[GroupView]) -> list[GroupView]:
         """Ready groups in the order in which they are trained on: by commit."""
         return sorted(
-            ready, key=lambda each: (-each.weight_version if self.sample_freshest_first else 0, _commit(each))
+            ready,
+            key=lambda group: (-group.weight_version if self.sample_freshest_first else 0, group.committed or 0),
         )
 
 
@@ -404,11 +408,6 @@ def _step(group: GroupView) -> int:
     if group.selected_version is not None:
         return group.selected_version
     return group.weight_version if group.target_step is None else group.target_step
-
-
-def _commit(group: GroupView) -> int:
-    assert group.committed is not None, "only ready groups are compared"
-    return group.committed
 
 
 #: Name in a config -> rule.

@@ -1,9 +1,9 @@
 """The weights of a version as one array of bytes, and what differs between two of them. No I/O.
 
-A version is stored as cells of a row: a header, which is an object, and bytes. Tensors are cut into chunks. A chunk of
-a delta is the XOR of its bytes with those before, in planes (the first bytes of all elements, then the second ones),
-compressed by zstd; nothing, if it has not changed; or the chunk itself, if that is no larger. All comparisons are of
-bits, so NaNs and -0.0 are values like others.
+A version is stored as cells of a row: a header, which is an object, and bytes. What differs from the version before is
+cut into chunks: the XOR of both, in planes (the first of every 8 bytes, then the second ones), compressed by zstd;
+nothing, if they are equal; or the chunk itself, if that is no larger. All comparisons are of bits, so NaNs and -0.0 are
+values like others.
 
 Shape legend: ``B`` bytes of all tensors.
 """
@@ -11,12 +11,12 @@ Shape legend: ``B`` bytes of all tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, pairwise
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -26,12 +26,12 @@ from xxhash import xxh3_128_digest
 
 from dataplane_core.codec import DTYPE_CODES, DTYPE_OF_CODE, as_column, byte_array, empty_tensor, host_tensor
 from dataplane_core.errors import CorruptDataError, DataPlaneError, InvalidTypeError, LostSamplesError
-from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
+from dataplane_core.host_memory import copy_arrays, default_copy_threads
 
 __all__ = ["BYTES", "HEADER", "Version", "next_version", "read_version"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
-#: Name -> [code of `DTYPE_CODES`, shape]. The bytes of the tensors follow one another in this order, without gaps.
+#: Name -> [code of `DTYPE_CODES`, shape, where its bytes begin]. Tensors that are tied begin at the same byte.
 _Forms: TypeAlias = dict[str, Any]
 _T = TypeVar("_T")
 
@@ -42,32 +42,26 @@ BYTES: Final = "weight_bytes"
 _CELL_BYTES: Final = 128 << 20
 #: A chunk has at most so many bytes: the work on it stays in the cache of a core, and several threads have work.
 _CHUNK_BYTES: Final = 4 << 20
+#: There are so many planes, and the bytes of a tensor begin at a multiple of it: it suits elements of up to 8 bytes.
+_PLANES: Final = 8
 #: Higher levels take several times as long, and save nothing on these bytes.
 _LEVEL: Final = 1
 
 
-class _Chunk(NamedTuple):
-    start: int  # in bytes
-    stop: int
-    width: int  # bytes of an element
-
-
 @dataclass(frozen=True)
 class Version:
-    """A version that a delta can build on. Who makes or reads the next one gives it away: its memory is used again.
+    """A version, on which a delta can build.
 
     Attributes:
         number: The version.
         forms: What its tensors are.
-        tied: Name -> the tensor whose memory this one is.
-        data: (B,) uint8.
-        digest: Of all these, as the publisher said.
+        data: (B,) uint8. Nobody changes it.
+        digest: Of both, as the publisher said.
         objects: Its weights that are no tensors.
     """
 
     number: int
     forms: _Forms
-    tied: dict[str, str]
     data: _Array
     digest: bytes
     objects: dict[str, Any]
@@ -78,56 +72,41 @@ class Version:
         Raises:
             CorruptDataError: They are not what was published.
         """
-        tensors: dict[str, Tensor] = {}
-        start = 0
+        weights: dict[str, Any] = {}
         with _naming(self.number):
-            if _digest_of(self.forms, self.tied, self.data) != self.digest:
+            if _digest_of(self.forms, self.data) != self.digest:
                 raise ValueError("it has not the digest of what was published")
-            for name, (code, shape) in self.forms.items():
-                tensor = tensors[name] = empty_tensor(shape, DTYPE_OF_CODE[code])
-                copy_arrays([(byte_array(tensor), self.data[start : start + tensor.nbytes])])
-                start += tensor.nbytes
-            tensors |= {name: tensors[other].clone() for name, other in self.tied.items()}
-        return {**tensors, **self.objects}
+            for name, (code, shape, start) in self.forms.items():
+                stop = start + math.prod(shape) * DTYPE_OF_CODE[code].itemsize
+                if not 0 <= start <= stop <= len(self.data):  # before so much is allocated
+                    raise ValueError(f"'{name}' is outside of the {len(self.data)} bytes")
+                weights[name] = empty_tensor(shape, DTYPE_OF_CODE[code])
+                copy_arrays([(byte_array(weights[name]), self.data[start:stop])])
+            return {**weights, **self.objects}
 
 
 def next_version(base: Version | None, number: int, weights: Mapping[str, Any]) -> tuple[Version, dict[str, Any]]:
     """Copies weights into a version. Returns it with its cells, which may alias its memory.
 
     It is an anchor if there is no base or one of other tensors, and if a delta is not smaller. Takes one tensor at a
-    time to the host. If it raises, the bytes of the base are those of no version.
+    time to the host.
 
     Raises:
         InvalidTypeError: A tensor that the store does not take, or a name that is no string.
     """
-    tensors, tied, objects = _sorted_out(weights)
-    forms = {name: [DTYPE_CODES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
-    if base is not None and (base.forms, base.tied) != (forms, tied):
-        base = None
-    data = np.empty(_size_of(forms), dtype=np.uint8) if base is None else base.data
-
-    def replace(source: _Array, start: int, chunk: _Chunk) -> _Array:
-        old, new = data[chunk.start : chunk.stop], source[chunk.start - start : chunk.stop - start]
-        piece = None if base is None else _difference(new, old, chunk.width)
-        old[:] = new
-        return old if piece is None else piece
-
-    pieces: list[_Array] = []
-    for name, chunks in _chunks_of(forms).items():
-        source = byte_array(host_tensor(tensors[name], f"weight '{name}'"))
-        pieces += _in_threads([partial(replace, source, chunks[0].start, chunk) for chunk in chunks])
-    version = Version(number, forms, tied, data, _digest_of(forms, tied, data), objects)
-    sizes = [len(piece) for piece in pieces]
-    header: dict[str, Any] = {"digest": version.digest, "objects": objects}
-    if base is None or sum(sizes) >= len(data):
-        stored = data
-        header |= {"base": None, "forms": forms, "tied": tied}
-    else:
-        stored = np.concatenate(pieces)
-        header |= {"base": base.number, "sizes": sizes}
+    tensors, objects = _sorted_out(weights)
+    forms, data = _laid_out(tensors)
+    version = Version(number, forms, data, _digest_of(forms, data), objects)
+    header: dict[str, Any] = {"digest": version.digest, "objects": objects, "base": None, "forms": forms}
+    if base is not None and base.forms == forms:
+        pieces = _on_chunks(lambda chunk: _difference(data[chunk], base.data[chunk]), data)
+        sizes = [len(piece) for piece in pieces]
+        if sum(sizes) < len(data):
+            header |= {"base": base.number, "forms": None, "sizes": sizes}
+            data = np.concatenate(pieces)
     cells = {
-        f"{BYTES}.{start}" if start else BYTES: stored[start : start + _CELL_BYTES]
-        for start in range(0, max(1, len(stored)), _CELL_BYTES)
+        f"{BYTES}.{start}" if start else BYTES: data[start : start + _CELL_BYTES]
+        for start in range(0, max(1, len(data)), _CELL_BYTES)
     }
     return version, {HEADER: {**header, "cells": list(cells)}, **cells}
 
@@ -141,32 +120,25 @@ def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) ->
         cells: Of `next_version`, perhaps among others. Copied.
 
     Raises:
-        CorruptDataError: They are damaged. The bytes of the base are those of no version.
+        CorruptDataError: They are damaged.
         LostSamplesError: They are made for a version that is not ``base``: there is a gap.
     """
     with _naming(number):
         header = cells[HEADER]
         digest, objects = header["digest"], dict(header["objects"])
-        data = np.concatenate([np.asarray(cells[name]) for name in header["cells"]])
+        stored = np.concatenate([np.asarray(cells[name]) for name in header["cells"]])
         if header["base"] is None:
-            if len(data) != _size_of(header["forms"]):
-                raise ValueError(f"{len(data)} bytes of other tensors")
-            return Version(number, header["forms"], header["tied"], data, digest, objects)
+            return Version(number, header["forms"], stored, digest, objects)
         if base is None or header["base"] != base.number:
             raise LostSamplesError(
                 f"the weights of version {number} build on version {header['base']}, which is not in the store.",
                 hint="The trainer's next version has all of them.",
             )
-        chunks = chain.from_iterable(_chunks_of(base.forms).values())
-        ends = pairwise(accumulate(header["sizes"], initial=0))
-        _in_threads(
-            [
-                partial(_apply, data[start:stop], base.data[chunk.start : chunk.stop], chunk.width)
-                for chunk, (start, stop) in zip(chunks, ends, strict=True)
-                if start != stop
-            ]
-        )
-        return Version(number, base.forms, base.tied, base.data, digest, objects)
+        places = pairwise(accumulate(header["sizes"], initial=0))
+        pieces = {chunk.start: stored[slice(*place)] for chunk, place in zip(_chunks(base.data), places, strict=True)}
+        data = np.empty_like(base.data)
+        _on_chunks(lambda chunk: _apply(pieces[chunk.start], base.data[chunk], data[chunk]), data)
+        return Version(number, base.forms, data, digest, objects)
 
 
 @contextmanager
@@ -180,9 +152,9 @@ def _naming(version: int) -> Iterator[None]:
         raise CorruptDataError(f"version {version} of the weights is damaged: {error!r}") from error
 
 
-def _sorted_out(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """The tensors among weights, arrays too, in the order of their names; those that are tied to them; the objects."""
-    dense: dict[str, Tensor] = {}
+def _sorted_out(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors among weights, arrays too, and the objects."""
+    tensors: dict[str, Tensor] = {}
     objects: dict[str, Any] = {}
     for name, value in weights.items():
         if type(name) is not str:
@@ -195,77 +167,63 @@ def _sorted_out(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
         is_strided = value.layout == torch.strided and not value.is_nested and not value.is_meta
         if type(value) not in (Tensor, torch.nn.Parameter) or not is_strided or value.dtype not in DTYPE_CODES:
             value = host_tensor(value, f"publish_weights refused: weight '{name}'")
-        dense[name] = value.detach()
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first_of: dict[Any, str] = {}  # memory -> the tensor that has it
-    for name, tensor in sorted(dense.items()):
-        bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-        first = first_of.setdefault((tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), bits), name)
-        if first == name or not tensor.numel():
-            tensors[name] = tensor
-        else:
-            tied[name] = first
-    return tensors, tied, objects
+        tensors[name] = value.detach()
+    return tensors, objects
 
 
-def _size_of(forms: _Forms) -> int:
-    """B."""
-    sizes = [math.prod(shape) * DTYPE_OF_CODE[code].itemsize for code, shape in forms.values()]
-    if any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError("a shape that is none")
-    return sum(sizes)
-
-
-def _chunks_of(forms: _Forms) -> dict[str, list[_Chunk]]:
-    """The chunks of each tensor that has bytes."""
-    chunks = {}
+def _laid_out(tensors: Mapping[str, Tensor]) -> tuple[_Forms, _Array]:
+    """Copies tensors to one array, in the order of their names. Those that share memory lie there once."""
+    forms: _Forms = {}
+    starts: dict[Any, int] = {}  # memory -> where its copy begins
+    first: dict[str, int] = {}  # tensors that no earlier one is tied to
     end = 0
-    for name, (code, shape) in forms.items():
-        width = DTYPE_OF_CODE[code].itemsize
-        start, end = end, end + math.prod(shape) * width
-        if start != end:
-            starts = range(start, end, _CHUNK_BYTES)
-            chunks[name] = [_Chunk(at, min(at + _CHUNK_BYTES, end), width) for at in starts]
-    return chunks
+    for name, tensor in sorted(tensors.items()):
+        bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), bits)
+        if memory not in starts:
+            starts[memory] = first[name] = end
+            end += -(-tensor.numel() * tensor.element_size() // _PLANES) * _PLANES
+        forms[name] = [DTYPE_CODES[tensor.dtype], list(tensor.shape), starts[memory]]
+    data = np.zeros(end, dtype=np.uint8)
+    for name, start in first.items():
+        source = byte_array(host_tensor(tensors[name], f"weight '{name}'"))
+        copy_arrays([(data[start : start + len(source)], source)])
+    return forms, data
 
 
-def _digest_of(forms: _Forms, tied: Mapping[str, str], data: _Array) -> bytes:
+def _digest_of(forms: _Forms, data: _Array) -> bytes:
     """16 bytes, XXH3."""
-    chunks = chain.from_iterable(_chunks_of(forms).values())
-    digests = _in_threads([partial(xxh3_128_digest, data[chunk.start : chunk.stop].data) for chunk in chunks])
-    return xxh3_128_digest(repr((forms, tied)).encode() + b"".join(digests))
+    return xxh3_128_digest(repr(forms).encode() + b"".join(_on_chunks(lambda at: xxh3_128_digest(data[at].data), data)))
 
 
-def _in_threads(work: Sequence[Callable[[], _T]]) -> list[_T]:
-    """Does pieces of work; their results in order."""
-    results: dict[int, _T] = {}
-
-    def do(number: int) -> None:
-        results[number] = work[number]()
-
-    in_threads([partial(do, number) for number in range(len(work))], min(default_copy_threads(), max(1, len(work))))
-    return [results[number] for number in range(len(work))]
+def _chunks(data: _Array) -> list[slice]:
+    return [slice(start, start + _CHUNK_BYTES) for start in range(0, len(data), _CHUNK_BYTES)]
 
 
-def _difference(new: _Array, old: _Array, width: int) -> _Array | None:
-    """The piece of a delta that makes a chunk of the one before; empty if they are equal. None: the chunk itself."""
+def _on_chunks(work: Callable[[slice], _T], data: _Array) -> list[_T]:
+    """Does the work on each chunk, in several threads."""
+    with ThreadPoolExecutor(default_copy_threads()) as threads:
+        return list(threads.map(work, _chunks(data)))
+
+
+def _difference(new: _Array, old: _Array) -> _Array:
+    """The piece of a delta that makes a chunk of the one before."""
     changed = new ^ old
     if not changed.any():
         return changed[:0]
-    planes = np.ascontiguousarray(changed.reshape(-1, width).T)
+    planes = np.ascontiguousarray(changed.reshape(-1, _PLANES).T)
     piece = zstandard.ZstdCompressor(level=_LEVEL).compress(planes.data)
-    return np.frombuffer(piece, dtype=np.uint8) if len(piece) < len(new) else None
+    return np.frombuffer(piece, dtype=np.uint8) if len(piece) < len(new) else new
 
 
-def _apply(piece: _Array, target: _Array, width: int) -> None:
-    """Changes a chunk in place."""
-    if len(piece) == len(target):
-        target[:] = piece
+def _apply(piece: _Array, old: _Array, new: _Array) -> None:
+    """Makes a chunk of the one before."""
+    if len(piece) in (0, len(new)):
+        new[:] = piece if len(piece) else old
         return
     size = zstandard.get_frame_parameters(piece.data).content_size  # refuses another one before it is allocated
-    if size != len(target):
-        raise ValueError(f"{size} bytes in a chunk of {len(target)}")
+    if size != len(new):
+        raise ValueError(f"{size} bytes in a chunk of {len(new)}")
     reader = zstandard.ZstdDecompressor(max_window_size=2 * _CHUNK_BYTES)
     planes = np.frombuffer(reader.decompress(piece.data, allow_extra_data=False), dtype=np.uint8)
-    target ^= planes.reshape(width, -1).T.reshape(-1)
+    np.bitwise_xor(old, planes.reshape(_PLANES, -1).T.reshape(-1), out=new)

@@ -252,7 +252,7 @@ class WeightReader:
         for number in rows:
             columns = self._client.get_samples([_row(number)], self._partition_id, None)
             cells = {str(name): columns[name][0] for name in columns.keys()}
-            self._base = None  # if what follows raises, its bytes are those of no version
+            self._base = None  # if what follows raises, the next call begins at the anchor
             if held[version][_ANCHOR] is None:
                 return {name: cell for name, cell in cells.items() if not _is_own(name)}
             self._base = base = read_version(base, number, cells)

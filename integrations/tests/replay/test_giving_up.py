@@ -70,25 +70,6 @@ def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(m
     assert buffer.counts.given_up == 1
 
 
-def test_one_attempt_gives_up_no_prompt_that_failed_with_others(
-    make_buffer: Make, client: DataPlaneClient, answers: Any
-) -> None:
-    buffer = make_buffer(InOrderPolicy(max_staleness=3, groups_per_version=8), num_prompts=16, max_attempts=1)
-
-    def rollout(reservations: Sequence[Reservation]) -> Any:
-        if any(each.prompt == 5 for each in reservations):
-            raise RuntimeError("no answer")
-        return answers(reservations)
-
-    trained: list[int] = []
-    with Collector(buffer, rollout, client=client, groups_per_call=8):
-        while (meta := buffer.select(4)).size:
-            trained += prompts_of(meta)
-            buffer.consume(meta)
-    assert sorted(trained) == [each for each in range(16) if each != 5]
-    assert buffer.counts.given_up == 1
-
-
 def test_a_call_of_several_that_was_ended_gives_up_no_prompt_for_its_earlier_failure(make_buffer: Make) -> None:
     buffer = make_buffer(max_attempts=1)
     buffer.abandon(buffer.reserve(2), failed=True)
@@ -342,25 +323,6 @@ def test_a_later_start_knows_failures_what_was_given_up_and_the_spares(make_buff
     assert (alone.prompt, failed.prompt) == (3, 2)
     other.abandon([failed], failed=True)
     assert other.counts.given_up == 2, "one failure before the save, one after it"
-
-
-def test_a_collector_gives_bad_prompts_up_and_goes_on(make_buffer: Make, client: DataPlaneClient, answers: Any) -> None:
-    bad = {2, 5}
-    buffer = make_buffer(steps_of(3, borrow=True), num_prompts=12, spare_prompts=4, max_attempts=3)
-
-    def rollout(reservations: Sequence[Reservation]) -> Any:
-        if any(each.prompt in bad for each in reservations):
-            raise RuntimeError("this prompt has no answer")
-        return answers(reservations)
-
-    trained: list[int] = []
-    with Collector(buffer, rollout, client=client, groups_per_call=3, max_failures=20):
-        while (meta := buffer.select(3)).size:
-            trained += prompts_of(meta)
-            buffer.consume(meta)
-            buffer.set_weight_version(buffer.weight_version + 1)
-    assert sorted(trained) == [each for each in range(14) if each not in bad]
-    assert buffer.counts.given_up == 2
 
 
 @pytest.mark.parametrize("borrow", [False, True])

@@ -94,7 +94,7 @@ def test_a_note_that_comes_late_changes_no_committed_group(
     source.close()
 
 
-def test_a_rollout_that_failed_while_the_store_was_away_is_given_back_when_it_answers(
+def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_answers(
     make_buffer: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_buffer(num_prompts=1)
@@ -103,6 +103,9 @@ def test_a_rollout_that_failed_while_the_store_was_away_is_given_back_when_it_an
     away_once(monkeypatch, client, "list_samples")
     with pytest.raises(BackendUnavailableError):
         source.abandon(reservations, failed=True)
+    with pytest.raises(ReplayTimeoutError):
+        source.reserve(timeout_s=0)
+    source.abandon(reservations, failed=True)
     assert [reservation.group for reservation in source.reserve(timeout_s=0)] == ["v0_p0r1"]
     source.close()
 

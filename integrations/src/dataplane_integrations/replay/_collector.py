@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from dataplane_core.batch import kv_first_write
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     CapacityExceededError,
+    ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
     InvalidTypeError,
@@ -86,7 +88,7 @@ class Collector:
     Args:
         buffer: The buffer; in another process than the trainer's, a `PromptSource`.
         rollout: See `Rollout`. Called from several threads where ``num_threads`` is above 1.
-        client: Writes the columns that ``rollout`` returns. None: ``rollout`` returns metas.
+        client: Writes the columns that ``rollout`` returns. None: that of ``buffer``.
         name: Name of this collector.
         groups_per_call: Groups for one call of ``rollout``; fewer if the rule does not admit so many.
         num_threads: Number of concurrent calls of ``rollout``.
@@ -229,14 +231,8 @@ class Collector:
 
     def _run(self) -> None:
         try:
-            while self._begin():
-                try:
-                    if not self._one_round():
-                        return
-                finally:
-                    with self._lock:
-                        self._busy -= 1
-                        self._state.notify_all()
+            while self._one_round():
+                pass
         except (ReplayClosedError, UnknownPartitionError):
             return  # the buffer is closed, or the run is over
         except BaseException as error:
@@ -253,16 +249,21 @@ class Collector:
                 with suppress(DataPlaneError):  # then the buffer is gone
                     self._buffer.withdraw(self._name)
 
-    def _begin(self) -> bool:
-        """Waits while paused. Returns False if the thread must stop."""
+    def _one_round(self) -> bool:
+        """Waits while paused, then makes some groups. Returns False if there is nothing more to do."""
         with self._lock:
             self._state.wait_for(lambda: self._stop.is_set() or not self._paused)
             if self._stop.is_set():
                 return False
             self._busy += 1
-            return True
+        try:
+            return self._make_groups()
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._state.notify_all()
 
-    def _one_round(self) -> bool:
+    def _make_groups(self) -> bool:
         """Reserves, generates, writes and commits. Returns False if there are no more prompts."""
         try:
             reservations = self._buffer.reserve(
@@ -279,43 +280,34 @@ class Collector:
         if not reservations:
             return False
         try:
-            committed = self._generated(reservations)
+            try:
+                self._buffer.commit(reservations, self._written(reservations))
+            except (RolloutAbortedError, ReservationLostError):  # nobody wants them
+                self._give_back(partial(self._buffer.abort, reservations))
+                with self._lock:
+                    self._counts.aborted += len(reservations)
+            else:
+                with self._lock:
+                    self._counts.groups += len(reservations)
+                    self._in_a_row = 0
         except BaseException as error:
             self._roll_back(reservations, error)
-            return True
-        with self._lock:
-            if committed:
-                self._counts.groups += len(reservations)
-                self._in_a_row = 0
-            else:
-                self._counts.aborted += len(reservations)
-        return True
-
-    def _generated(self, reservations: Sequence[Reservation]) -> bool:
-        """Calls ``rollout``, and commits its rows. False: nobody wants them, and its reservations are given up."""
-        try:
-            self._buffer.commit(reservations, self._written(reservations))
-        except (RolloutAbortedError, ReservationLostError):
-            self._buffer.abort(reservations)
-            return False
         return True
 
     def _written(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
         """Calls ``rollout`` and makes sure that the rows are in the store. Returns their meta."""
-        with self._generating(reservations):
+        client, partition_id = self._client or self._buffer._require_dp_client(), self._buffer.partition_id
+        groups = [reservation.group for reservation in reservations]
+        with client.phase("generate", partition_id=partition_id, groups=groups):
             made = self._rollout(reservations)
         if isinstance(made, RolloutReceipt):
             return made.meta
         if isinstance(made, KVBatchMeta):
             return made
-        if not isinstance(made, Mapping) or self._client is None:
+        if not isinstance(made, Mapping):
             raise InvalidTypeError(
-                f"collector '{self._name}': the rollout returned {type(made).__name__}. Expected "
-                + (
-                    "a meta or receipt of rows already written, as the collector has no client."
-                    if self._client is None
-                    else "columns, or a meta or receipt of rows already written."
-                )
+                f"collector '{self._name}': the rollout returned {type(made).__name__}. Expected columns, or a meta or "
+                "receipt of rows already written."
             )
         ids = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
         end = {END_WEIGHT_VERSION_TAG: self._buffer.weight_version}
@@ -324,44 +316,45 @@ class Collector:
         while True:
             try:
                 return kv_first_write(
-                    made,
-                    sample_ids=ids,
-                    dp_client=self._client,
-                    partition_id=self._buffer.partition_id,
-                    tags=tags,
-                    **self._write_options,
+                    made, sample_ids=ids, dp_client=client, partition_id=partition_id, tags=tags, **self._write_options
                 )
             except DataPlaneError as error:
                 if not _found_no_room(error) or self._stop.is_set():
                     raise
-                # a write that timed out may have happened
-                self._client.clear_samples(ids, self._buffer.partition_id)
+                client.clear_samples(ids, partition_id)  # a write that timed out may have happened
             with self._lock:
                 self._counts.held_back += 1
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _generating(self, reservations: Sequence[Reservation]) -> AbstractContextManager[None]:
-        """The phase in which a client of this process says that these groups are made, if there is a client."""
-        client = self._client or self._buffer._require_dp_client()
-        groups = [reservation.group for reservation in reservations]
-        return client.phase("generate", partition_id=self._buffer.partition_id, groups=groups)
-
     def _roll_back(self, reservations: Sequence[Reservation], error: BaseException) -> None:
         ended = isinstance(error, ReplayClosedError) or not isinstance(error, Exception)
         no_room = _found_no_room(error)
-        with noted_on(error, "the rows written could not be cleared yet"):
-            self._buffer.abandon(reservations, failed=not ended and not no_room)
+        with noted_on(error, "the rows written could not be cleared"):
+            self._give_back(partial(self._buffer.abandon, reservations, failed=not ended and not no_room))
         if ended:
             raise error
-        with self._lock:
-            if no_room:
+        if no_room:
+            with self._lock:
                 self._counts.last_error = error
                 self._counts.held_back += 1
                 self._in_a_row = 0
-                self._state.wait_for(self._stop.is_set, _LONGEST_PAUSE_S)
+            self._stop.wait(_LONGEST_PAUSE_S)
+        else:
+            self._note_failure(error)
+
+    def _give_back(self, give: Callable[[], None]) -> None:
+        """Gives prompts back, as soon as the store answers. When the collector stops, their leases end."""
+        while True:
+            try:
+                give()
                 return
-        self._note_failure(error)
+            except (ClientClosedError, UnknownPartitionError):
+                raise
+            except DataPlaneError as error:
+                self._note_failure(error)
+                if self._stop.wait(_LONGEST_PAUSE_S):
+                    raise
 
     def _note_failure(self, error: BaseException) -> None:
         """Counts a failure. Raises the error if there were too many one after another."""

@@ -124,15 +124,6 @@ class _Claim:
     max_attempts: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """A reservation that is given up, with the tags that its prompt gets then."""
-
-    reservation: Reservation
-    claim: _Claim | None
-    tags: Mapping[str, TagValue]
-
-
 class PromptSource(DataPlaneClientMixin):
     """The prompts of a run, for the process that generates their answers. Thread-safe.
 
@@ -163,7 +154,6 @@ class PromptSource(DataPlaneClientMixin):
         self._closing = threading.Event()
         # guarded by _lock
         self._claims: dict[str, _Claim] = {}  # group -> its claim
-        self._endings: dict[str, _Ending] = {}  # group -> what the store does not know yet
         self._renewer: threading.Thread | None = None
         self._causes: dict[str, BaseException] = {}  # of failures of collectors of this process, by their messages
 
@@ -222,7 +212,6 @@ class PromptSource(DataPlaneClientMixin):
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
-            self._end_all()
             run = self._newest_run()
             if num_groups > run["capacity"]:
                 raise InvalidRequestError(
@@ -231,9 +220,9 @@ class PromptSource(DataPlaneClientMixin):
                 )
             left_s = give_up - time.monotonic()
             fewest = num_groups if run["left"] else 1  # no further prompts are drawn
+            if left_s <= 0 and at_least is not None:
+                fewest = min(fewest, at_least)
             meta = self._claim(fewest, num_groups, max(0.0, min(left_s, _LOOK_S)), alone=run["max_attempts"] > 0)
-            if meta is None and left_s <= 0 and at_least is not None:
-                meta = self._claim(at_least, num_groups, 0.0, alone=run["max_attempts"] > 0)
             if meta is not None:
                 if reservations := self._reserved(meta, collector, run):
                     return reservations
@@ -303,24 +292,23 @@ class PromptSource(DataPlaneClientMixin):
     def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True, failed: bool = False) -> None:
         """Gives prompts back, and clears rows that were already written for them.
 
+        If the store does not answer, this raises, and the prompts stay claimed: call it again.
+
         Args:
             reservations: If one is no longer held, only its rows are cleared. One that is committed stays so.
             requeue: Generate their prompts again. Otherwise they are given up.
             failed: The rollout of all of them, one call, failed: counts for ``max_attempts`` of the buffer.
         """
-        with self._lock:
-            for reservation in reservations:
-                claim = self._claims.pop(reservation.group, None)
-                if claim is None and reservation.group in self._endings:
-                    continue  # the store does not know of it yet
-                most = claim.max_attempts if claim is not None and failed else 0
-                failures = (0 if claim is None else claim.failures) + (most > 0)
-                # one that failed together with others may be innocent: it is generated again, alone
-                again = requeue and not (most and len(reservations) == 1 and failures >= most)
-                tags = {WEIGHT_VERSION_TAG: None} if again else {"ended": "given up"}
-                self._endings[reservation.group] = _Ending(reservation, claim, {**tags, "failures": failures})
-        self._end_all()
-        self._settled()
+        endings: list[dict[str, TagValue]] = []
+        for reservation in reservations:
+            claim = self._claims.get(reservation.group)
+            most = claim.max_attempts if claim is not None and failed else 0
+            failures = (0 if claim is None else claim.failures) + (most > 0)
+            # one that failed together with others may be innocent: it is generated again, alone
+            again = requeue and not (most and len(reservations) == 1 and failures >= most)
+            tags: dict[str, TagValue] = {WEIGHT_VERSION_TAG: None} if again else {"ended": "given up"}
+            endings.append({**tags, "failures": failures})
+        self._end(reservations, endings)
 
     def to_abort(self, reservations: Sequence[Reservation]) -> list[Reservation]:
         """Which rollouts are in vain: the staleness rule will not train on their groups, or they are not reserved.
@@ -350,10 +338,7 @@ class PromptSource(DataPlaneClientMixin):
                 again.
         """
         in_vain = self.to_abort(reservations)
-        with self._lock:
-            for reservation in in_vain:
-                claim = self._claims.pop(reservation.group, None)
-                self._endings[reservation.group] = _Ending(reservation, claim, {"ended": "late"})
+        self._end(in_vain, [{"ended": "late"}] * len(in_vain))
         self.abandon([reservation for reservation in reservations if reservation not in in_vain])
 
     def enlist(self, collector: str = "collector") -> None:
@@ -519,36 +504,30 @@ class PromptSource(DataPlaneClientMixin):
             for reservation in reservations:
                 self._claims.pop(reservation.group, None)
 
-    def _end_all(self) -> None:
-        """Ends the reservations that were given up: clears their rows, then gives their prompts back or leaves them to
-        the trainer. If the store fails, the next call tries again; or the leases end.
-        """
-        with self._lock:
-            endings, self._endings = self._endings, {}  # one thread ends each: a second one could undo what follows
-        if not endings:
-            return
+    def _end(self, reservations: Sequence[Reservation], endings: Sequence[Mapping[str, TagValue]]) -> None:
+        """Clears their rows, then gives their prompts back with these tags, or leaves them to the trainer."""
         client = self._require_dp_client()
-        try:
-            ids = [sample_id for ending in endings.values() for sample_id in ending.reservation.sample_ids]
-            listed = client.list_samples(self.partition_id, sample_ids=ids)
-            rows = zip(listed.sample_ids, listed.tags or (), strict=True)
-            # a commit whose answer was lost is a commit
-            committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
-            if written := [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]:
-                client.clear_samples(written, self.partition_id)
-            for group, ending in list(endings.items()):
-                with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
-                    if ending.claim is not None and group in committed:
-                        client.ack(ending.claim.meta)
-                    elif ending.claim is not None:
-                        client.renew(ending.claim.meta, self._lease_s)
-                        client.put_samples(ending.claim.meta.sample_ids, self.prompts_id, tags=[ending.tags])
-                        settle = client.ack if ending.tags.get("ended") else client.nack
-                        settle(ending.claim.meta)
-                del endings[group]
-        finally:
-            with self._lock:
-                self._endings = {**endings, **self._endings}
+        ids = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
+        listed = client.list_samples(self.partition_id, sample_ids=ids)
+        rows = zip(listed.sample_ids, listed.tags or (), strict=True)
+        # a commit whose answer was lost is a commit
+        committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
+        if written := [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]:
+            client.clear_samples(written, self.partition_id)
+        for reservation, tags in zip(reservations, endings, strict=True):
+            claim = self._claims.get(reservation.group)
+            if claim is None:
+                continue
+            with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
+                if reservation.group in committed:
+                    client.ack(claim.meta)
+                else:
+                    client.renew(claim.meta, self._lease_s)
+                    client.put_samples(claim.meta.sample_ids, self.prompts_id, tags=[tags])
+                    settle = client.ack if tags.get("ended") else client.nack
+                    settle(claim.meta)
+            self._forget([reservation])
+        self._settled()
 
     def _tell(self, collector: str, **tags: TagValue) -> None:
         self._require_dp_client().put_samples([COLLECTOR_ROW + collector], self.prompts_id, tags=[tags])

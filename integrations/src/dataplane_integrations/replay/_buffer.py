@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -176,7 +175,6 @@ class ReplayBuffer(PromptSource):
         self._selected: dict[str, _Group] = {}
         self._left_out: set[str] = set()  # groups that have left a selection which goes on
         self._gone: dict[str, tuple[_Group, bool]] = {}  # not cleared yet, and whether to generate them again
-        self._looked_at = -math.inf
         self._num_late = 0  # groups dropped since the last version because they came too late
         client = self._require_dp_client()
         client.register_partition(self.prompts_id, [], None, [ROLLOUT_TASK], if_exists="keep" if resume else "replace")
@@ -353,7 +351,7 @@ class ReplayBuffer(PromptSource):
             InvalidRequestError: A group is not selected. Nothing has been changed.
         """
         with self._lock:
-            names = self._ended(meta, "consume")
+            names = self._selected_of(meta, "consume")
             version = self._weight_version
             self._trained_since += sum(self._groups[name].selected_version == version for name in names)
             self._counts.trained += len(names)
@@ -370,7 +368,7 @@ class ReplayBuffer(PromptSource):
                 start one again.
         """
         with self._lock:
-            names = self._ended(meta, "discard")
+            names = self._selected_of(meta, "discard")
             self._counts.discarded += len(names)
             self._drop(names, requeue=requeue)
             self._settled()
@@ -393,7 +391,7 @@ class ReplayBuffer(PromptSource):
         """
         gone = {group_of(sample_id) for sample_id in lost}
         with self._lock:
-            selected = self._selected_of(meta, "leave_out")
+            selected = self._selected_of(meta, "leave_out", ends=False)
             names, left = [name for name in selected if name in gone], {name for name in selected if name not in gone}
             self._counts.lost += len(names)
             self._left_out.update(names)
@@ -408,7 +406,7 @@ class ReplayBuffer(PromptSource):
         `discard` with ``requeue``.
         """
         with self._lock:
-            for name in self._ended(meta, "put_back"):
+            for name in self._selected_of(meta, "put_back"):
                 del self._selected[name]
             self._settled()
 
@@ -507,7 +505,6 @@ class ReplayBuffer(PromptSource):
                 raise  # else the next look tries again
         self._admit()
         self._write_run()
-        self._looked_at = time.monotonic()
         return evicted
 
     def _settled(self) -> list[str]:
@@ -722,12 +719,6 @@ class ReplayBuffer(PromptSource):
 
     # --- inside; the lock is held -------------------------------------------------------------------------------------
 
-    def _newest_run(self) -> dict[str, Any]:
-        with self._lock:
-            if time.monotonic() - self._looked_at > _LONGEST_PAUSE_S:  # of this process it knows all
-                self._look()
-            return self._run()
-
     def _wait(self, question: Callable[[], _T | None], timeout_s: float) -> _T | None:
         """Looks, and asks ``question``, until the answer is not None. None after the timeout."""
         give_up = time.monotonic() + timeout_s
@@ -800,8 +791,8 @@ class ReplayBuffer(PromptSource):
         fields = common_fields(client.list_fields(meta.sample_ids, self.partition_id)) if names else []
         return dataclasses.replace(meta, task_name=self.task_name, fields=fields, extra_info=extra_info)
 
-    def _selected_of(self, meta: KVBatchMeta, operation: str) -> list[str]:
-        """The groups of a selection, without those that have left it."""
+    def _selected_of(self, meta: KVBatchMeta, operation: str, *, ends: bool = True) -> list[str]:
+        """The groups of a selection, without those that have left it. These are forgotten when it ends."""
         groups = dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids)
         names = [name for name in groups if name not in self._left_out]
         wrong = [name for name in names if name not in self._selected]
@@ -810,12 +801,8 @@ class ReplayBuffer(PromptSource):
                 f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
                 "consumed, discarded or put back since."
             )
-        return names
-
-    def _ended(self, meta: KVBatchMeta, operation: str) -> list[str]:
-        """As `_selected_of`, for an operation that ends the selection. Forgets the groups that had left it."""
-        names = self._selected_of(meta, operation)
-        self._left_out.difference_update(group_of(sample_id) for sample_id in meta.sample_ids)
+        if ends:
+            self._left_out.difference_update(groups)
         return names
 
     def _check_collectors(self) -> None:

@@ -344,7 +344,7 @@ class Collector:
             self._note_failure(error)
 
     def _give_back(self, give: Callable[[], None]) -> None:
-        """Gives prompts back, as soon as the store answers. When the collector stops, their leases end."""
+        """Gives prompts back, as soon as the store answers. When the collector stops or fails, their leases end."""
         while True:
             try:
                 give()
@@ -352,6 +352,8 @@ class Collector:
             except (ClientClosedError, UnknownPartitionError):
                 raise
             except DataPlaneError as error:
+                if self._in_a_row + 1 >= self._max_failures:
+                    raise  # the caller notes the last failure
                 self._note_failure(error)
                 if self._stop.wait(_LONGEST_PAUSE_S):
                     raise

@@ -212,7 +212,7 @@ class PromptSource(DataPlaneClientMixin):
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
-            run = self._newest_run()
+            run = self._run()
             if num_groups > run["capacity"]:
                 raise InvalidRequestError(
                     f"reserve('{self.partition_id}', {num_groups} groups) refused: the staleness rule admits "
@@ -383,10 +383,6 @@ class PromptSource(DataPlaneClientMixin):
         if not tags:
             raise UnknownPartitionError(f"no trainer has begun a run on '{self.partition_id}'.")
         return dict(tags[0])
-
-    def _newest_run(self) -> dict[str, Any]:
-        """As `_run`, after a look at what other processes have done."""
-        return self._run()
 
     def _settled(self) -> list[str]:
         """Called when reservations have ended. The trainer looks what became of them, and returns what it evicted."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from dataplane_core import KVBatchMeta, kv_first_write
-from dataplane_core.client import DataPlaneClient
+from dataplane_core import kv_first_write
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, Reservation, StalenessPolicy, parse_sample_id
+from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, parse_sample_id
 
 WAIT_S = 60.0
 
@@ -23,7 +21,7 @@ REGISTRATION: dict[str, Any] = {
 }
 
 
-def answers(reservations: Sequence[Reservation]) -> dict[str, torch.Tensor]:
+def answers(reservations):
     """Answer i of prompt p: the token p, i + 1 times."""
     rows = [(each.prompt, index) for each in reservations for index in range(len(each.sample_ids))]
     width = max(index for _, index in rows) + 1
@@ -33,7 +31,7 @@ def answers(reservations: Sequence[Reservation]) -> dict[str, torch.Tensor]:
     return {"input_ids": prompts.unsqueeze(1) * inside, "input_lengths": lengths}
 
 
-def write(client: DataPlaneClient, reservations: Sequence[Reservation]) -> KVBatchMeta:
+def write(client, reservations):
     """Writes the answers, as a rollout actor does."""
     return kv_first_write(
         answers(reservations),
@@ -44,11 +42,11 @@ def write(client: DataPlaneClient, reservations: Sequence[Reservation]) -> KVBat
     )
 
 
-def away_once(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> None:
+def away_once(monkeypatch, target, name):
     """The store is away for the first call of this method."""
     method, calls = getattr(target, name), []
 
-    def lossy(*args: Any, **kwargs: Any) -> Any:
+    def lossy(*args, **kwargs):
         calls.append(args)
         if len(calls) == 1:
             raise BackendUnavailableError("the store is away")
@@ -57,12 +55,12 @@ def away_once(monkeypatch: pytest.MonkeyPatch, target: Any, name: str) -> None:
     monkeypatch.setattr(target, name, lossy)
 
 
-def prompts_of(meta: KVBatchMeta) -> list[int]:
+def prompts_of(meta):
     """The prompts of groups of 2."""
     return [parse_sample_id(sample_id)["prompt"] for sample_id in meta.sample_ids[::2]]
 
 
-def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
+def train_on_all(buffer, num_groups=2):
     """Trains to the end, on two groups per version; the prompts in the order of training."""
     prompts: list[int] = []
     while (meta := buffer.select(num_groups, timeout_s=WAIT_S)).size:
@@ -74,28 +72,28 @@ def train_on_all(buffer: ReplayBuffer, num_groups: int = 2) -> list[int]:
 
 
 @pytest.fixture(name="answers")
-def answers_fixture() -> Callable[..., dict[str, torch.Tensor]]:
+def answers_fixture():
     return answers
 
 
 @pytest.fixture(name="write")
-def write_fixture() -> Callable[..., KVBatchMeta]:
+def write_fixture():
     return write
 
 
 @pytest.fixture
-def held(client: DataPlaneClient) -> Callable[[], list[str]]:
+def held(client):
     """The ids that the store holds."""
     return lambda: client.list_samples("replay").sample_ids
 
 
 @pytest.fixture
-def make_buffer(client: DataPlaneClient) -> Iterator[Callable[..., ReplayBuffer]]:
+def make_buffer(client):
     """Buffers on one partition; groups of 2, by default in order, 2 groups a version, staleness 1."""
     client.register_partition("replay", **REGISTRATION)
     made: list[ReplayBuffer] = []
 
-    def make(policy: StalenessPolicy | None = None, **options: Any) -> ReplayBuffer:
+    def make(policy=None, **options):
         policy = InOrderPolicy(max_staleness=1, groups_per_version=2) if policy is None else policy
         made.append(ReplayBuffer(client, "replay", policy, **{"group_size": 2, **options}))
         return made[-1]
@@ -106,16 +104,16 @@ def make_buffer(client: DataPlaneClient) -> Iterator[Callable[..., ReplayBuffer]
 
 
 @pytest.fixture
-def commit(client: DataPlaneClient) -> Callable[..., None]:
+def commit(client):
     """``commit(buffer, reservations)`` writes their rows and commits them."""
     return lambda buffer, reservations: buffer.commit(reservations, write(client, reservations))
 
 
 @pytest.fixture
-def fill(commit: Callable[..., None]) -> Callable[..., list[Reservation]]:
+def fill(commit):
     """``fill(buffer, num_groups)`` reserves groups and commits them."""
 
-    def reserve_and_commit(buffer: ReplayBuffer, num_groups: int = 1) -> list[Reservation]:
+    def reserve_and_commit(buffer, num_groups=1):
         reservations = buffer.reserve(num_groups, timeout_s=0)
         commit(buffer, reservations)
         return reservations

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from replaying import WAIT_S, prompts_of
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import CollectorFailedError, RolloutAbortedError
 from dataplane_integrations.replay import (
     AsyncCollector,
     Collector,
     ReadyFirstPolicy,
-    ReplayBuffer,
     TargetStepPolicy,
 )
 
-Make = Callable[..., ReplayBuffer]
-Held = Callable[[], list[str]]
 
-
-def test_every_prompt_is_generated_and_trained_on_once(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held
-) -> None:
+def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, answers, held):
     buffer = make_buffer(num_prompts=9)
     running: list[int] = [0, 0]  # now, and at most
     together = asyncio.Event()
 
-    async def rollout(reservations: Any) -> Any:
+    async def rollout(reservations):
         running[0] += 1
         running[1] = max(running)
         if running[0] > 1:
@@ -41,7 +33,7 @@ def test_every_prompt_is_generated_and_trained_on_once(
         running[0] -= 1
         return answers(reservations)
 
-    async def train() -> list[int]:
+    async def train():
         prompts: list[int] = []
         async with AsyncCollector(buffer, rollout, client=client, max_concurrent=3) as collector:
             while (meta := await asyncio.to_thread(buffer.select, 2, timeout_s=WAIT_S)).size:
@@ -60,15 +52,13 @@ def test_every_prompt_is_generated_and_trained_on_once(
 
 
 @pytest.mark.parametrize("requeue", [False, True])
-def test_a_rollout_whose_groups_are_too_stale_is_cancelled(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, requeue: bool
-) -> None:
+def test_a_rollout_whose_groups_are_too_stale_is_cancelled(make_buffer, client, answers, write, held, requeue):
     policy = ReadyFirstPolicy(max_staleness=0, groups_per_version=2)
     buffer = make_buffer(policy, num_prompts=2, requeue_evicted=requeue)
     begun: list[str] = []
     cancelled: list[str] = []
 
-    async def rollout(reservations: Any) -> Any:
+    async def rollout(reservations):
         (reservation,) = reservations
         begun.append(reservation.group)
         if reservation.group == "v0_p1":  # slow, and it has written its rows already
@@ -81,7 +71,7 @@ def test_a_rollout_whose_groups_are_too_stale_is_cancelled(
             return meta
         return answers(reservations)
 
-    async def train() -> int:
+    async def train():
         async with AsyncCollector(
             buffer, rollout, client=client, max_concurrent=2, max_failures=1, abort_poll_s=0.02
         ) as collector:
@@ -100,13 +90,13 @@ def test_a_rollout_whose_groups_are_too_stale_is_cancelled(
     assert held() == (["v1_p1r1_g0", "v1_p1r1_g1"] if requeue else [])
 
 
-def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer: Make) -> None:
+def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer):
     buffer = make_buffer()
 
-    async def rollout(reservations: Any) -> Any:
+    async def rollout(reservations):
         raise TimeoutError("no answer from the engine")
 
-    async def train() -> None:
+    async def train():
         async with AsyncCollector(buffer, rollout, max_failures=2):
             with pytest.raises(CollectorFailedError, match="no answer from the engine"):
                 await asyncio.to_thread(buffer.select, 1, timeout_s=WAIT_S)
@@ -118,13 +108,11 @@ def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer: Make) -
 
 
 @pytest.mark.parametrize("before_it_starts", [True, False])
-def test_a_coroutine_that_others_cancel_gives_its_group_back(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held, before_it_starts: bool
-) -> None:
+def test_a_coroutine_that_others_cancel_gives_its_group_back(make_buffer, client, answers, held, before_it_starts):
     buffer = make_buffer(num_prompts=3)
     made: list[asyncio.Task[Any]] = []
 
-    def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    def make_task(loop, coroutine, **options):
         task = asyncio.Task(coroutine, loop=loop, **options)
         if "generate" in coroutine.__qualname__:
             made.append(task)
@@ -132,13 +120,13 @@ def test_a_coroutine_that_others_cancel_gives_its_group_back(
                 task.cancel()
         return task
 
-    async def rollout(reservations: Any) -> Any:
+    async def rollout(reservations):
         if len(made) == 1 and not before_it_starts:
             made[0].cancel()
         await asyncio.sleep(0)
         return answers(reservations)
 
-    async def train() -> list[int]:
+    async def train():
         asyncio.get_running_loop().set_task_factory(make_task)
         prompts: list[int] = []
         async with AsyncCollector(buffer, rollout, client=client, max_concurrent=1) as collector:
@@ -155,12 +143,10 @@ def test_a_coroutine_that_others_cancel_gives_its_group_back(
     assert held() == []
 
 
-def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
-) -> None:
+def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(make_buffer, client, write, held):
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=1), num_prompts=2)
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         meta = write(client, reservations)
         if reservations[0].weight_version == 0:
             assert buffer.to_abort(reservations) == []

@@ -9,14 +9,11 @@ import dataclasses
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from replaying import WAIT_S, prompts_of
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, LostSamplesError, MissingDataError
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import (
@@ -31,7 +28,6 @@ from dataplane_integrations.replay import (
     InOrderPolicy,
     PromptSource,
     ReadyFirstPolicy,
-    ReplayBuffer,
     StalenessPolicy,
     TargetStepPolicy,
     WindowedPolicy,
@@ -40,15 +36,10 @@ from dataplane_integrations.replay import (
 )
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 
-Make = Callable[..., ReplayBuffer]
-Held = Callable[[], list[str]]
-Fill = Callable[..., list[Any]]
-
-
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 
-def test_ids_and_tags_say_version_and_prompt(make_buffer: Make, client: DataPlaneClient, fill: Fill) -> None:
+def test_ids_and_tags_say_version_and_prompt(make_buffer, client, fill):
     buffer = make_buffer(weight_version=7)
     first, second = fill(buffer, 2)
     assert first.sample_ids == ("v7_p0_g0", "v7_p0_g1")
@@ -70,9 +61,7 @@ def test_ids_and_tags_say_version_and_prompt(make_buffer: Make, client: DataPlan
 # --- the way through --------------------------------------------------------------------------------------------------
 
 
-def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held
-) -> None:
+def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(make_buffer, client, write, held):
     buffer = make_buffer()
     reservations = buffer.reserve(2)
     meta = write(client, reservations)
@@ -97,9 +86,7 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(
     }
 
 
-def test_a_group_knows_with_which_weights_its_generation_began_and_ended(
-    make_buffer: Make, client: DataPlaneClient, write: Any, answers: Any
-) -> None:
+def test_a_group_knows_with_which_weights_its_generation_began_and_ended(make_buffer, client, write, answers):
     buffer = make_buffer(ReadyFirstPolicy(max_staleness=3, groups_per_version=1))
     first, second, third, bad = [buffer.reserve()[0] for _ in range(4)]
     buffer.set_weight_version(2)  # meanwhile the rollout side got new weights
@@ -126,7 +113,7 @@ def test_a_group_knows_with_which_weights_its_generation_began_and_ended(
     assert [each["end_weight_version"] for each in stored] == [2, 2]
 
 
-def test_a_read_that_fails_puts_the_groups_back(make_buffer: Make, held: Held, fill: Fill) -> None:
+def test_a_read_that_fails_puts_the_groups_back(make_buffer, held, fill):
     buffer = make_buffer()
     fill(buffer, 2)
     with pytest.raises(MissingDataError, match="advantages"):
@@ -135,9 +122,7 @@ def test_a_read_that_fails_puts_the_groups_back(make_buffer: Make, held: Held, f
     assert buffer.take(2)[0].size == 4
 
 
-def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
-    make_buffer: Make, client: DataPlaneClient, fill: Fill, toy_worker: Any
-) -> None:
+def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(make_buffer, client, fill, toy_worker):
     worker = toy_worker()
     buffer = make_buffer()
     first, second = fill(buffer, 2)
@@ -158,9 +143,7 @@ def test_a_step_whose_rows_a_policy_has_cleared_is_generated_again(
     assert (buffer.counts.trained, buffer.counts.discarded) == (2, 2)
 
 
-def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_ends(
-    make_buffer: Make, fill: Fill
-) -> None:
+def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_ends(make_buffer, fill):
     buffer = make_buffer()
     first, second, _ = fill(buffer, 3)
     meta = buffer.select(3)
@@ -177,8 +160,8 @@ def test_a_selection_that_groups_have_left_means_what_is_left_of_it_until_it_end
 
 @pytest.mark.parametrize(("num_lost", "num_trained"), [(1, 2), (3, 0)])
 def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
-    make_buffer: Make, client: DataPlaneClient, fill: Fill, toy_worker: Any, lose: Any, num_lost: int, num_trained: int
-) -> None:
+    make_buffer, client, fill, toy_worker, lose, num_lost, num_trained
+):
     buffer = make_buffer()
     groups = fill(buffer, 4)
     meta = buffer.select(4)
@@ -209,8 +192,8 @@ def test_further_groups_are_left_out_until_all_ranks_get_as_many_rows(
 
 
 def test_take_gives_other_groups_even_if_the_store_fails_at_the_clear_of_the_lost_ones(
-    make_buffer: Make, held: Held, fill: Fill, no_clears: Any, lose: Any
-) -> None:
+    make_buffer, held, fill, no_clears, lose
+):
     buffer = make_buffer(ReadyFirstPolicy(max_staleness=1, groups_per_version=2))
     groups = fill(buffer, 3)
     lose("replay", groups[0].sample_ids[0], "input_ids")
@@ -225,7 +208,7 @@ def test_take_gives_other_groups_even_if_the_store_fails_at_the_clear_of_the_los
     assert held() == []
 
 
-def test_discarded_groups_are_cleared_and_do_not_count_as_trained(make_buffer: Make, held: Held, fill: Fill) -> None:
+def test_discarded_groups_are_cleared_and_do_not_count_as_trained(make_buffer, held, fill):
     buffer = make_buffer()
     fill(buffer, 4)
     meta = buffer.select(2)
@@ -237,9 +220,7 @@ def test_discarded_groups_are_cleared_and_do_not_count_as_trained(make_buffer: M
 
 
 @pytest.mark.parametrize("operation", ["consume", "discard", "put_back"])
-def test_only_groups_in_training_can_be_settled(
-    make_buffer: Make, client: DataPlaneClient, held: Held, fill: Fill, operation: str
-) -> None:
+def test_only_groups_in_training_can_be_settled(make_buffer, client, held, fill, operation):
     buffer = make_buffer()
     fill(buffer, 2)
     meta = buffer.select(1)
@@ -252,7 +233,7 @@ def test_only_groups_in_training_can_be_settled(
         getattr(buffer, operation)(meta)
 
 
-def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer: Make, client: DataPlaneClient, write: Any) -> None:
+def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer, client, write):
     buffer = make_buffer()
     reservations = buffer.reserve(2)
     meta = write(client, reservations)
@@ -271,7 +252,7 @@ def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer: Make, client
 # --- bounds and staleness ---------------------------------------------------------------------------------------------
 
 
-def test_a_reservation_waits_for_room_and_says_what_fills_it(make_buffer: Make, fill: Fill) -> None:
+def test_a_reservation_waits_for_room_and_says_what_fills_it(make_buffer, fill):
     buffer = make_buffer()
     fill(buffer, 3)
     with pytest.raises(
@@ -286,7 +267,7 @@ def test_a_reservation_waits_for_room_and_says_what_fills_it(make_buffer: Make, 
         buffer.reserve(5)
 
 
-def test_room_appears_when_the_trainer_moves_on(make_buffer: Make, fill: Fill) -> None:
+def test_room_appears_when_the_trainer_moves_on(make_buffer, fill):
     buffer = make_buffer()
     fill(buffer, 4)
     with ThreadPoolExecutor(1) as pool:
@@ -299,9 +280,7 @@ def test_room_appears_when_the_trainer_moves_on(make_buffer: Make, fill: Fill) -
         assert [each.weight_version for each in waiting.result(WAIT_S)] == [1, 1]
 
 
-def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_training(
-    make_buffer: Make, held: Held, fill: Fill, commit: Any
-) -> None:
+def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_training(make_buffer, held, fill, commit):
     buffer = make_buffer()
     fill(buffer, 3)
     (late,) = buffer.reserve(1)
@@ -317,9 +296,7 @@ def test_what_has_become_too_stale_is_evicted_and_cleared_but_not_what_is_in_tra
         buffer.set_weight_version(1)
 
 
-def test_groups_that_come_too_late_are_said_once_per_version_with_the_reason(
-    make_buffer: Make, fill: Fill, commit: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_groups_that_come_too_late_are_said_once_per_version_with_the_reason(make_buffer, fill, commit, caplog):
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=3))
     late = buffer.reserve(1, timeout_s=0)
     fill(buffer, 2)
@@ -336,7 +313,7 @@ def test_groups_that_come_too_late_are_said_once_per_version_with_the_reason(
     assert len(caplog.messages) == 2
 
 
-def test_evicted_prompts_may_be_generated_again(make_buffer: Make, fill: Fill) -> None:
+def test_evicted_prompts_may_be_generated_again(make_buffer, fill):
     buffer = make_buffer(requeue_evicted=True)
     fill(buffer, 2)
     buffer.set_weight_version(2)
@@ -345,9 +322,7 @@ def test_evicted_prompts_may_be_generated_again(make_buffer: Make, fill: Fill) -
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize("num_groups", [2, 4])
-def test_windowed_loses_no_slow_group_however_wide_the_window_is(
-    make_buffer: Make, commit: Any, max_staleness: int, num_groups: int
-) -> None:
+def test_windowed_loses_no_slow_group_however_wide_the_window_is(make_buffer, commit, max_staleness, num_groups):
     buffer = make_buffer(WindowedPolicy(max_staleness=max_staleness, groups_per_version=4))
     slow = deque(buffer.reserve(4 * (max_staleness + 1), timeout_s=0))  # the first 4 are fast
     fast = [slow.popleft() for _ in range(4)]
@@ -371,15 +346,15 @@ def test_windowed_loses_no_slow_group_however_wide_the_window_is(
     assert buffer.counts.evicted == 0
 
 
-def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, commit: Any) -> None:
+def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer, commit):
     @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
     class Wrong(StalenessPolicy):
         evicts: bool = False
 
-        def select(self, view: Any, num_groups: int) -> list[str]:
+        def select(self, view, num_groups):
             return [view.groups[0].group] * num_groups
 
-        def evict(self, view: Any) -> list[str]:
+        def evict(self, view):
             return [each.group for each in view.groups] if self.evicts else []
 
     buffer = make_buffer(Wrong(max_staleness=1, groups_per_version=2))
@@ -398,7 +373,7 @@ def test_a_policy_that_breaks_the_rules_is_told_so(make_buffer: Make, commit: An
 # --- a range of groups, target steps, rollouts in vain ----------------------------------------------------------------
 
 
-def test_a_step_takes_between_the_fewest_and_the_most_groups(make_buffer: Make, fill: Fill) -> None:
+def test_a_step_takes_between_the_fewest_and_the_most_groups(make_buffer, fill):
     buffer = make_buffer(ReadyFirstPolicy(max_staleness=0, groups_per_version=8), num_prompts=8)
     fill(buffer, 1)
     with pytest.raises(ReplayTimeoutError):
@@ -414,9 +389,7 @@ def test_a_step_takes_between_the_fewest_and_the_most_groups(make_buffer: Make, 
             buffer.select(4, min_groups=fewest)
 
 
-def test_a_rule_is_asked_only_a_few_times_for_as_many_groups_as_there_are(
-    make_buffer: Make, fill: Fill, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_is_asked_only_a_few_times_for_as_many_groups_as_there_are(make_buffer, fill, monkeypatch):
     buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=64))
     fill(buffer, 50)
     asked, select = [], InOrderPolicy.select
@@ -427,9 +400,7 @@ def test_a_rule_is_asked_only_a_few_times_for_as_many_groups_as_there_are(
     assert buffer.select(3, min_groups=1, timeout_s=0).size == 2 * 3
 
 
-def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
-    make_buffer: Make, held: Held, commit: Any
-) -> None:
+def test_groups_are_trained_on_in_the_step_that_they_were_started_for(make_buffer, held, commit):
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=2), num_prompts=9)
     reserved = buffer.reserve(4, timeout_s=0)
     assert [each.target_step for each in reserved] == [0, 0, 1, 1]
@@ -453,7 +424,7 @@ def test_groups_are_trained_on_in_the_step_that_they_were_started_for(
 
 
 @pytest.mark.parametrize("requeue", [False, True])
-def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: bool) -> None:
+def test_rollouts_in_vain_are_named_and_given_up(make_buffer, requeue):
     buffer = make_buffer(num_prompts=4, requeue_evicted=requeue)
     stale, old = buffer.reserve(2), buffer.reserve(1)
     assert buffer.to_abort([*stale, *old]) == []
@@ -471,8 +442,8 @@ def test_rollouts_in_vain_are_named_and_given_up(make_buffer: Make, requeue: boo
 
 
 def test_rollouts_that_have_ended_can_be_given_up_again_if_the_store_failed_at_the_clear(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, no_clears: Any
-) -> None:
+    make_buffer, client, write, held, no_clears
+):
     buffer = make_buffer()
     in_vain = buffer.reserve(2)
     write(client, in_vain)
@@ -489,7 +460,7 @@ def test_rollouts_that_have_ended_can_be_given_up_again_if_the_store_failed_at_t
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_groups_are_given_even_if_they_are_fewer(make_buffer: Make, fill: Fill, commit: Any) -> None:
+def test_the_last_groups_are_given_even_if_they_are_fewer(make_buffer, fill, commit):
     buffer = make_buffer(num_prompts=3)
     fill(buffer, 2)
     buffer.consume(buffer.select(2))
@@ -505,7 +476,7 @@ def test_the_last_groups_are_given_even_if_they_are_fewer(make_buffer: Make, fil
     assert buffer.select(2, timeout_s=0).size == 0
 
 
-def test_closing_wakes_who_waits(make_buffer: Make) -> None:
+def test_closing_wakes_who_waits(make_buffer):
     buffer = make_buffer()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(buffer.select, 1, timeout_s=WAIT_S)
@@ -517,10 +488,10 @@ def test_closing_wakes_who_waits(make_buffer: Make) -> None:
 
 
 @pytest.mark.parametrize("wait", ["select", "wait_until_reserved"])
-def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: Make, wait: str) -> None:
+def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer, wait):
     buffer = make_buffer()
 
-    def trainer(timeout_s: float) -> None:
+    def trainer(timeout_s):
         if wait == "select":
             buffer.select(1, timeout_s=timeout_s)
         else:
@@ -553,8 +524,8 @@ def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer: 
 
 
 def test_what_a_dead_collector_had_claimed_is_made_by_others_when_its_lease_ends(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, commit: Any
-) -> None:
+    make_buffer, client, write, held, commit
+):
     buffer = make_buffer()
     dead = PromptSource(client, "replay", lease_s=0.5)
     committed, written, reserved = (dead.reserve()[0] for _ in range(3))
@@ -583,18 +554,18 @@ def test_what_a_dead_collector_had_claimed_is_made_by_others_when_its_lease_ends
 
 @pytest.mark.parametrize("policy", [ReadyFirstPolicy, InOrderPolicy])
 def test_under_threads_every_group_is_trained_once_or_evicted_and_reads_never_meet_cleared_rows(
-    make_buffer: Make, client: DataPlaneClient, held: Held, commit: Any, policy: type
-) -> None:
+    make_buffer, client, held, commit, policy
+):
     buffer = make_buffer(policy(max_staleness=1, groups_per_version=4), num_prompts=120)
     trained: list[str] = []
     lock = threading.Lock()
 
-    def roll() -> None:
+    def roll():
         while reservations := buffer.reserve(1, timeout_s=WAIT_S):
             commit(buffer, reservations)
             assert len(buffer.view().groups) <= 8
 
-    def train() -> None:
+    def train():
         while True:
             meta = buffer.select(2, timeout_s=WAIT_S)
             if not meta.size:

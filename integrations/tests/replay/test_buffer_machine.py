@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings, strategies as st
@@ -42,7 +40,7 @@ class BufferMachine(RuleBasedStateMachine):
         requeue_evicted=st.booleans(),
         num_prompts=st.none() | st.integers(1, 12),
     )
-    def start(self, policy: Any, max_staleness: int, groups_per_version: int, **options: Any) -> None:
+    def start(self, policy, max_staleness, groups_per_version, **options):
         self.client = connect({"backend": "noop"})
         self.client.register_partition("replay", ["x"], None, ["train"], grpo_group_size=2)
         self.policy = policy(max_staleness=max_staleness, groups_per_version=groups_per_version)
@@ -58,17 +56,17 @@ class BufferMachine(RuleBasedStateMachine):
         self.training: list[KVBatchMeta] = []
         self.gone: set[str] = set()
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "client"):
             self.client.close()
 
-    def write(self, reservation: Reservation, rows: int = 2) -> KVBatchMeta:
+    def write(self, reservation, rows=2):
         return self.client.put_samples(
             reservation.sample_ids[:rows], "replay", {"x": torch.zeros(rows)}, tags=[reservation.tags] * rows
         )
 
     @rule(count=st.integers(1, 3))
-    def reserve(self, count: int) -> None:
+    def reserve(self, count):
         held = len(self.buffer.view().groups)
         if count > self.bound:
             return
@@ -88,7 +86,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule(data=st.data(), rows=st.integers(1, 2))
-    def write_and_perhaps_die(self, data: Any, rows: int) -> None:
+    def write_and_perhaps_die(self, data, rows):
         name = data.draw(st.sampled_from(sorted(self.made)))
         if name not in self.written:
             self.write(self.made[name], rows)
@@ -96,7 +94,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: set(self.made) - self.written)
     @rule(data=st.data())
-    def commit(self, data: Any) -> None:
+    def commit(self, data):
         names = data.draw(st.lists(st.sampled_from(sorted(set(self.made) - self.written)), min_size=1, unique=True))
         reservations = [self.made.pop(name) for name in names]
         metas = [self.write(each) for each in reservations]
@@ -106,7 +104,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule(data=st.data(), requeue=st.booleans())
-    def abandon(self, data: Any, requeue: bool) -> None:
+    def abandon(self, data, requeue):
         name = data.draw(st.sampled_from(sorted(self.made)))
         self.written.discard(name)
         self.lost.append(self.made.pop(name))
@@ -115,7 +113,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lost)
     @rule(data=st.data())
-    def commit_what_was_given_up(self, data: Any) -> None:
+    def commit_what_was_given_up(self, data):
         reservation = data.draw(st.sampled_from(self.lost))
         with pytest.raises(ReservationLostError):
             self.rollouts.commit([reservation], self.write(reservation))
@@ -124,7 +122,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule()
-    def end_rollouts_in_vain(self) -> None:
+    def end_rollouts_in_vain(self):
         oldest = self.buffer.weight_version - self.policy.max_staleness
         in_vain = self.rollouts.to_abort(list(self.made.values()))
         assert in_vain == [each for each in self.made.values() if each.weight_version < oldest]
@@ -135,7 +133,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.gone.add(each.group)
 
     @rule(count=st.integers(1, 3), fewest=st.integers(1, 3))
-    def select(self, count: int, fewest: int) -> None:
+    def select(self, count, fewest):
         try:
             meta = self.buffer.select(count, min_groups=min(count, fewest), timeout_s=0)
         except ReplayTimeoutError:
@@ -153,7 +151,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.training)
     @rule(data=st.data(), how=st.sampled_from(["consume", "discard", "put_back"]))
-    def settle(self, data: Any, how: str) -> None:
+    def settle(self, data, how):
         meta = self.training.pop(data.draw(st.integers(0, len(self.training) - 1)))
         self.client.get_samples(meta.sample_ids, "replay", ["x"])  # whatever happened meanwhile, the rows are there
         getattr(self.buffer, how)(meta)
@@ -165,14 +163,14 @@ class BufferMachine(RuleBasedStateMachine):
             self.gone |= names
 
     @rule(step=st.integers(0, 2))
-    def new_weights(self, step: int) -> None:
+    def new_weights(self, step):
         evicted = set(self.buffer.set_weight_version(self.buffer.weight_version + step))
         assert evicted <= self.ready, "evicted while in training or being made"
         self.notice_evictions()
         assert not evicted & self.ready
 
     @rule()
-    def restart_the_trainer(self) -> None:
+    def restart_the_trainer(self):
         self.buffer.close()
         self.buffer = ReplayBuffer(self.client, "replay", self.policy, group_size=2, resume=True, **self.options)
         self.ready.update(group_of(each) for meta in self.training for each in meta.sample_ids)
@@ -180,21 +178,21 @@ class BufferMachine(RuleBasedStateMachine):
         self.notice_evictions()
 
     @rule()
-    def restart_the_collector(self) -> None:
+    def restart_the_collector(self):
         self.rollouts.close()
         self.rollouts = PromptSource(self.client, "replay")
         self.lost.extend(self.made.values())
         self.left.update(self.made)
         self.made.clear()
 
-    def notice_evictions(self) -> None:
+    def notice_evictions(self):
         oldest = self.buffer.weight_version - self.policy.max_staleness
         stale = {name for name in self.ready if int(name[1:].partition("_")[0]) < oldest}
         self.ready -= stale
         self.gone |= stale
 
     @invariant()
-    def the_bound_holds_and_the_store_holds_what_the_book_says(self) -> None:
+    def the_bound_holds_and_the_store_holds_what_the_book_says(self):
         if not hasattr(self, "client"):
             return
         view = self.buffer.view()
@@ -210,7 +208,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert counts.committed == settled + len(self.ready | training)
 
 
-def test_any_history_of_a_buffer() -> None:
+def test_any_history_of_a_buffer():
     drawn = settings(
         max_examples=by_profile(15, 60, 1500),
         stateful_step_count=40,

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from replaying import WAIT_S, away_once, train_on_all
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
-from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer
+from dataplane_integrations.replay import Collector, InOrderPolicy
 from dataplane_integrations.rollout import RolloutReceipt
 from dataplane_testkit._timing import Background, eventually
-
-Make = Callable[..., ReplayBuffer]
-Held = Callable[[], list[str]]
 
 
 @pytest.mark.parametrize(("groups_per_call", "num_threads"), [(1, 1), (2, 1), (1, 3)])
 def test_every_prompt_is_generated_and_trained_on_once(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, held: Held, groups_per_call: int, num_threads: int
-) -> None:
+    make_buffer, client, answers, held, groups_per_call, num_threads
+):
     buffer = make_buffer(num_prompts=21)
     with Collector(
         buffer, answers, client=client, groups_per_call=groups_per_call, num_threads=num_threads
@@ -36,12 +30,10 @@ def test_every_prompt_is_generated_and_trained_on_once(
 
 
 @pytest.mark.parametrize("as_receipt", [False, True])
-def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(
-    make_buffer: Make, client: DataPlaneClient, write: Any, as_receipt: bool
-) -> None:
+def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(make_buffer, client, write, as_receipt):
     buffer = make_buffer(num_prompts=4)
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         meta = write(client, reservations)
         meta.stamp_tags({"reward": [1.0] * meta.size})
         return RolloutReceipt(meta=meta) if as_receipt else meta
@@ -53,11 +45,11 @@ def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(
 
 @pytest.mark.parametrize("writes", [False, True], ids=["collector writes", "rollout writes"])
 def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, writes: bool
-) -> None:
+    make_buffer, client, answers, write, writes
+):
     leave = threading.Event()
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         first = reservations[0].sample_ids[:1]
         client.put_samples(first, "replay", {"input_ids": [[1]], "input_lengths": [1]})
         leave.wait(WAIT_S)
@@ -73,13 +65,11 @@ def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(
     assert "in generate" not in client.why("replay")[0].text
 
 
-def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(
-    make_buffer: Make, client: DataPlaneClient, answers: Any
-) -> None:
+def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(make_buffer, client, answers):
     buffer = make_buffer()
     begun = threading.Semaphore(0)
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         begun.release()
         return answers(reservations)
 
@@ -97,13 +87,13 @@ def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(
 
 
 def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held
-) -> None:
+    make_buffer, client, answers, write, held
+):
     buffer = make_buffer(num_prompts=6)
     failed: list[str] = []
     seen: list[list[str]] = []
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         (each,) = reservations
         if each.prompt in (1, 4) and not each.attempt:
             client.put_samples(each.sample_ids[:1], "replay", tags=[each.tags])  # the first answer is written
@@ -121,15 +111,13 @@ def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again
     assert held() == []
 
 
-def test_a_rollout_that_always_fails_ends_the_collector_and_tells_the_trainer(
-    make_buffer: Make, client: DataPlaneClient, held: Held
-) -> None:
+def test_a_rollout_that_always_fails_ends_the_collector_and_tells_the_trainer(make_buffer, client, held):
     buffer = make_buffer()
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         raise OSError("no GPU")
 
-    def in_vain(reservations: Any) -> Any:
+    def in_vain(reservations):
         raise RolloutAbortedError("not needed")
 
     with Collector(buffer, in_vain, name="stopped", num_threads=2):
@@ -144,7 +132,7 @@ def test_a_rollout_that_always_fails_ends_the_collector_and_tells_the_trainer(
     assert not buffer.view().groups
 
 
-def test_what_a_rollout_may_not_return_is_said(make_buffer: Make) -> None:
+def test_what_a_rollout_may_not_return_is_said(make_buffer):
     collector = Collector(make_buffer(), lambda reservations: None, max_failures=1)
     collector.start()
     with pytest.raises(CollectorFailedError, match="the rollout returned NoneType") as info:
@@ -152,7 +140,7 @@ def test_what_a_rollout_may_not_return_is_said(make_buffer: Make) -> None:
     assert isinstance(info.value.__cause__, InvalidTypeError)
 
 
-def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer: Make, answers: Any) -> None:
+def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer, answers):
     collector = Collector(make_buffer(), answers, groups_per_call=5)
     collector.start()
     with pytest.raises(
@@ -161,15 +149,13 @@ def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer: Ma
         collector.wait(WAIT_S)
 
 
-def test_a_last_smaller_call_fills_the_room(make_buffer: Make, client: DataPlaneClient, answers: Any) -> None:
+def test_a_last_smaller_call_fills_the_room(make_buffer, client, answers):
     buffer = make_buffer(InOrderPolicy(max_staleness=0, groups_per_version=4), num_prompts=12)
     with Collector(buffer, answers, client=client, groups_per_call=3):
         assert train_on_all(buffer, 4) == list(range(12))
 
 
-def test_numbers_that_make_no_sense_and_a_second_start_are_refused(
-    make_buffer: Make, client: DataPlaneClient, answers: Any
-) -> None:
+def test_numbers_that_make_no_sense_and_a_second_start_are_refused(make_buffer, client, answers):
     buffer = make_buffer()
     with pytest.raises(InvalidRequestError, match="num_threads is 0"):
         Collector(buffer, answers, num_threads=0)
@@ -181,11 +167,11 @@ def test_numbers_that_make_no_sense_and_a_second_start_are_refused(
         stopped.start()
 
 
-def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer: Make, client: DataPlaneClient) -> None:
+def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer, client):
     buffer = make_buffer()
     begun, go_on = threading.Event(), threading.Event()
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         begun.set()
         go_on.wait(WAIT_S)
         raise RuntimeError("interrupted")
@@ -201,13 +187,11 @@ def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer: Make, c
     collector.stop()
 
 
-def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
-    make_buffer: Make, client: DataPlaneClient, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_for_a_while_costs_a_retry_only(make_buffer, client, write, monkeypatch):
     buffer = make_buffer(num_prompts=4)
     put, calls = client.put_samples, []
 
-    def lossy(*args: Any, **kwargs: Any) -> Any:
+    def lossy(*args, **kwargs):
         meta = put(*args, **kwargs)
         calls.extend([meta] if args[1] == "replay" else [])
         if len(calls) == 2 and args[1] == "replay":
@@ -220,9 +204,7 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(
     assert client.list_samples("replay").sample_ids == []
 
 
-def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(make_buffer, client, answers, monkeypatch):
     buffer = make_buffer(num_prompts=4)
     away_once(monkeypatch, buffer, "reserve")
     monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
@@ -232,11 +214,11 @@ def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(
 
 
 def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_buffer, client, answers, write, held, monkeypatch
+):
     buffer = make_buffer(num_prompts=4)
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         if reservations[0].group == "v0_p0":
             write(client, reservations)
             raise RolloutAbortedError("nobody wants it")
@@ -249,13 +231,11 @@ def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
     assert held() == []
 
 
-def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(
-    make_buffer: Make, client: DataPlaneClient, write: Any, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(make_buffer, client, write, held, monkeypatch):
     buffer = make_buffer(num_prompts=4)
     put, late = client.put_samples, []
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def slow(*args, **kwargs):
         if args[1] != "replay":
             return put(*args, **kwargs)
         if not late:

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from replaying import WAIT_S, prompts_of
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import ReplayTimeoutError, StepTooSmallError
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
-    ReplayBuffer,
-    Reservation,
     TargetStepPolicy,
 )
 
-Make = Callable[..., ReplayBuffer]
 
-
-def steps_of(groups: int = 2, **options: Any) -> TargetStepPolicy:
+def steps_of(groups=2, **options):
     return TargetStepPolicy(**{"max_staleness": 1, "groups_per_version": groups, **options})
 
 
-def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_place(
-    make_buffer: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_place(make_buffer, caplog):
     buffer = make_buffer(max_attempts=2, num_prompts=3)
     (first,) = buffer.reserve()
     buffer.abandon([first], failed=True)
@@ -45,7 +37,7 @@ def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_pl
     assert [each.prompt for each in buffer.reserve(2)] == [1, 2]
 
 
-def test_without_a_limit_no_prompt_is_given_up(make_buffer: Make) -> None:
+def test_without_a_limit_no_prompt_is_given_up(make_buffer):
     buffer = make_buffer()
     for attempt in range(20):
         (each,) = buffer.reserve()
@@ -54,7 +46,7 @@ def test_without_a_limit_no_prompt_is_given_up(make_buffer: Make) -> None:
     assert buffer.counts.given_up == 0
 
 
-def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(make_buffer: Make, commit: Any) -> None:
+def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(make_buffer, commit):
     buffer = make_buffer(InOrderPolicy(max_staleness=3, groups_per_version=4), max_attempts=2)
     several = buffer.reserve(3)
     buffer.abandon(several[:1])
@@ -70,16 +62,14 @@ def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(m
     assert buffer.counts.given_up == 1
 
 
-def test_a_call_of_several_that_was_ended_gives_up_no_prompt_for_its_earlier_failure(make_buffer: Make) -> None:
+def test_a_call_of_several_that_was_ended_gives_up_no_prompt_for_its_earlier_failure(make_buffer):
     buffer = make_buffer(max_attempts=1)
     buffer.abandon(buffer.reserve(2), failed=True)
     buffer.abandon(buffer.reserve(2, timeout_s=0))  # not its fault
     assert buffer.counts.given_up == 0
 
 
-def test_a_run_that_has_drawn_more_prompts_than_its_next_start_has_still_ends(
-    make_buffer: Make, fill: Any, commit: Any
-) -> None:
+def test_a_run_that_has_drawn_more_prompts_than_its_next_start_has_still_ends(make_buffer, fill, commit):
     buffer = make_buffer(num_prompts=3, spare_prompts=2)
     for _ in range(2):
         buffer.abandon(buffer.reserve(1), requeue=False)
@@ -96,7 +86,7 @@ def test_a_run_that_has_drawn_more_prompts_than_its_next_start_has_still_ends(
     assert other.finished
 
 
-def test_spare_prompts_are_drawn_only_in_place_of_those_that_were_given_up(make_buffer: Make, fill: Any) -> None:
+def test_spare_prompts_are_drawn_only_in_place_of_those_that_were_given_up(make_buffer, fill):
     buffer = make_buffer(num_prompts=3, spare_prompts=2)
     buffer.abandon(buffer.reserve(1), requeue=False)
     fill(buffer, 3)
@@ -113,14 +103,12 @@ def test_spare_prompts_are_drawn_only_in_place_of_those_that_were_given_up(make_
     "options",
     [{"spare_prompts": -1, "num_prompts": 4}, {"spare_prompts": 2}, {"max_attempts": 0}],
 )
-def test_numbers_that_make_no_sense_are_refused(make_buffer: Make, options: dict[str, int]) -> None:
+def test_numbers_that_make_no_sense_are_refused(make_buffer, options):
     with pytest.raises(InvalidRequestError, match=r"Expected (1 or more|at least 0)"):
         make_buffer(**options)
 
 
-def test_a_ready_group_of_a_later_step_fills_the_hole_and_the_next_prompt_is_for_the_lender(
-    make_buffer: Make, commit: Any
-) -> None:
+def test_a_ready_group_of_a_later_step_fills_the_hole_and_the_next_prompt_is_for_the_lender(make_buffer, commit):
     buffer = make_buffer(steps_of(borrow=True))
     reserved = buffer.reserve(4)
     commit(buffer, reserved[:1])
@@ -138,9 +126,7 @@ def test_a_ready_group_of_a_later_step_fills_the_hole_and_the_next_prompt_is_for
     assert prompts_of(buffer.select(2, timeout_s=0)) == [3, 4]
 
 
-def test_a_step_waits_for_its_own_groups_that_are_being_made_and_lends_no_more_than_is_lacking(
-    make_buffer: Make, commit: Any
-) -> None:
+def test_a_step_waits_for_its_own_groups_that_are_being_made_and_lends_no_more_than_is_lacking(make_buffer, commit):
     buffer = make_buffer(steps_of(borrow=True))
     reserved = buffer.reserve(4)
     commit(buffer, [reserved[0], *reserved[2:]])
@@ -150,7 +136,7 @@ def test_a_step_waits_for_its_own_groups_that_are_being_made_and_lends_no_more_t
     assert prompts_of(buffer.select(2, timeout_s=0)) == [0, 1]
 
 
-def test_when_the_prompts_are_used_up_loans_leave_the_hole_to_the_last_step(make_buffer: Make, commit: Any) -> None:
+def test_when_the_prompts_are_used_up_loans_leave_the_hole_to_the_last_step(make_buffer, commit):
     buffer = make_buffer(steps_of(borrow=True), num_prompts=6)
     reserved = buffer.reserve(4)
     buffer.abandon(reserved[:1], requeue=False)
@@ -169,7 +155,7 @@ def test_when_the_prompts_are_used_up_loans_leave_the_hole_to_the_last_step(make
     assert sorted(prompt for step in steps for prompt in step) == [1, 2, 3, 4, 5]
 
 
-def test_what_the_trainer_discards_is_filled_at_once(make_buffer: Make, fill: Any) -> None:
+def test_what_the_trainer_discards_is_filled_at_once(make_buffer, fill):
     buffer = make_buffer(steps_of(borrow=True))
     fill(buffer, 4)
     meta = buffer.select(2)
@@ -179,7 +165,7 @@ def test_what_the_trainer_discards_is_filled_at_once(make_buffer: Make, fill: An
         buffer.select(1, timeout_s=0)
 
 
-def test_a_step_shrinks_by_what_was_given_up_and_waits_for_no_more(make_buffer: Make, commit: Any) -> None:
+def test_a_step_shrinks_by_what_was_given_up_and_waits_for_no_more(make_buffer, commit):
     buffer = make_buffer(steps_of(4, replacements=0, min_groups=2))
     reserved = buffer.reserve(8)
     buffer.abandon(reserved[:1], requeue=False)
@@ -200,7 +186,7 @@ def test_a_step_shrinks_by_what_was_given_up_and_waits_for_no_more(make_buffer: 
     assert {each.target_step for each in buffer.reserve(1, timeout_s=0)} == {2}, "later steps have their full size"
 
 
-def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buffer: Make, commit: Any) -> None:
+def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buffer, commit):
     buffer = make_buffer(steps_of(2, replacements=0, min_groups=1))
     reserved = buffer.reserve(2)
     commit(buffer, reserved[:1])
@@ -212,7 +198,7 @@ def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buf
     assert prompts_of(found[0]) == [0]
 
 
-def test_a_step_for_which_no_prompts_are_left_ends(make_buffer: Make, commit: Any) -> None:
+def test_a_step_for_which_no_prompts_are_left_ends(make_buffer, commit):
     buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
     reserved = buffer.reserve(4)
     buffer.abandon(reserved[:1], requeue=False)
@@ -222,7 +208,7 @@ def test_a_step_for_which_no_prompts_are_left_ends(make_buffer: Make, commit: An
     assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
 
 
-def test_a_step_that_lost_all_its_groups_is_not_the_end_of_the_run(make_buffer: Make, commit: Any) -> None:
+def test_a_step_that_lost_all_its_groups_is_not_the_end_of_the_run(make_buffer, commit):
     buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
     reserved = buffer.reserve(4)
     buffer.abandon(reserved[:2], requeue=False)
@@ -241,7 +227,7 @@ def test_a_step_that_lost_all_its_groups_is_not_the_end_of_the_run(make_buffer: 
     assert trained == [2, 3]
 
 
-def test_the_floor_holds_when_the_prompts_are_used_up(make_buffer: Make, commit: Any) -> None:
+def test_the_floor_holds_when_the_prompts_are_used_up(make_buffer, commit):
     buffer = make_buffer(steps_of(2, replacements=1, min_groups=2), num_prompts=4)
     reserved = buffer.reserve(4)
     buffer.abandon(reserved[:1], requeue=False)
@@ -260,9 +246,7 @@ def test_the_floor_holds_when_the_prompts_are_used_up(make_buffer: Make, commit:
 
 
 @pytest.mark.parametrize("borrow", [False, True])
-def test_groups_that_are_consumed_after_the_next_version_is_set_do_not_count_for_it(
-    make_buffer: Make, commit: Any, borrow: bool
-) -> None:
+def test_groups_that_are_consumed_after_the_next_version_is_set_do_not_count_for_it(make_buffer, commit, borrow):
     buffer = make_buffer(steps_of(2, replacements=0, min_groups=1, borrow=borrow))
     reserved = buffer.reserve(4)
     commit(buffer, reserved)
@@ -273,7 +257,7 @@ def test_groups_that_are_consumed_after_the_next_version_is_set_do_not_count_for
     assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
 
 
-def test_a_loan_that_is_in_training_is_no_group_of_the_next_step(make_buffer: Make, commit: Any) -> None:
+def test_a_loan_that_is_in_training_is_no_group_of_the_next_step(make_buffer, commit):
     buffer = make_buffer(steps_of(2, replacements=1, min_groups=1, borrow=True))
     reserved = buffer.reserve(4)
     buffer.abandon(reserved[:1], requeue=False)
@@ -289,7 +273,7 @@ def test_a_loan_that_is_in_training_is_no_group_of_the_next_step(make_buffer: Ma
     assert (back.selected_version, back.ready) == (None, True)
 
 
-def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer: Make, commit: Any) -> None:
+def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer, commit):
     buffer = make_buffer(steps_of(4, replacements=1, min_groups=3))
     reserved = buffer.reserve(4)
     buffer.abandon(reserved[:2], requeue=False)
@@ -307,7 +291,7 @@ def test_a_step_below_the_floor_is_refused_and_says_how_small_it_is(make_buffer:
         other.select(4, timeout_s=0)
 
 
-def test_a_later_start_knows_failures_what_was_given_up_and_the_spares(make_buffer: Make, commit: Any) -> None:
+def test_a_later_start_knows_failures_what_was_given_up_and_the_spares(make_buffer, commit):
     options: dict[str, Any] = {"max_attempts": 2, "num_prompts": 4, "spare_prompts": 1}
     buffer = make_buffer(steps_of(2, replacements=0, min_groups=1), **options)
     reserved = buffer.reserve(4)
@@ -326,14 +310,12 @@ def test_a_later_start_knows_failures_what_was_given_up_and_the_spares(make_buff
 
 
 @pytest.mark.parametrize("borrow", [False, True])
-def test_several_collectors_and_trainers_skip_no_prompt_and_take_none_twice(
-    make_buffer: Make, client: DataPlaneClient, answers: Any, borrow: bool
-) -> None:
+def test_several_collectors_and_trainers_skip_no_prompt_and_take_none_twice(make_buffer, client, answers, borrow):
     bad = {each for each in range(80) if each % 7 == 3}
     rule = steps_of(8, borrow=borrow, replacements=1, min_groups=1)
     buffer = make_buffer(rule, num_prompts=60, spare_prompts=20, max_attempts=2)
 
-    def rollout(reservations: Sequence[Reservation]) -> Any:
+    def rollout(reservations):
         if any(each.prompt in bad for each in reservations):
             raise RuntimeError("no answer")
         return answers(reservations)
@@ -342,7 +324,7 @@ def test_several_collectors_and_trainers_skip_no_prompt_and_take_none_twice(
     sizes: list[int] = []
     lock, step = threading.Lock(), threading.Barrier(2)
 
-    def train() -> None:
+    def train():
         """Two of these share each step, two groups at a time, until a step has none."""
         while True:
             step.wait(WAIT_S)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
@@ -20,7 +18,7 @@ from dataplane_integrations.replay import (
 POLICIES = [WindowedPolicy, ReadyFirstPolicy, InOrderPolicy]
 
 
-def view(*groups: tuple[int, int | str], version: int = 0, trained_since: int = 0) -> BufferView:
+def view(*groups, version=0, trained_since=0):
     """Groups in the order of reservation, each its weight version and its commit (or 'made', or 'training')."""
     return BufferView(
         weight_version=version,
@@ -39,7 +37,7 @@ def view(*groups: tuple[int, int | str], version: int = 0, trained_since: int = 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_admission_is_bounded_by_what_the_allowed_versions_use_up(policy: type) -> None:
+def test_admission_is_bounded_by_what_the_allowed_versions_use_up(policy):
     rule = policy(max_staleness=2, groups_per_version=4)
     assert rule.admit(view()) == 12
     assert rule.admit(view((0, "made"), (0, 1), (0, "training"))) == 9
@@ -48,9 +46,7 @@ def test_admission_is_bounded_by_what_the_allowed_versions_use_up(policy: type) 
 
 
 @pytest.mark.parametrize("policy", [WindowedPolicy, InOrderPolicy])
-def test_what_was_trained_since_the_last_version_counts_so_that_the_last_admitted_is_not_too_stale(
-    policy: type,
-) -> None:
+def test_what_was_trained_since_the_last_version_counts_so_that_the_last_admitted_is_not_too_stale(policy):
     # trained and gone, but the version is not set yet: 4 of 8 places are those of this version
     rule = policy(max_staleness=1, groups_per_version=4)
     assert rule.admit(view(*[(0, 1)] * 4, trained_since=4)) == 0
@@ -58,7 +54,7 @@ def test_what_was_trained_since_the_last_version_counts_so_that_the_last_admitte
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_too_stale_groups_are_evicted_or_made_in_vain_and_never_selected(policy: type) -> None:
+def test_too_stale_groups_are_evicted_or_made_in_vain_and_never_selected(policy):
     rule = policy(max_staleness=1, groups_per_version=4)
     groups = view((3, 1), (3, "made"), (3, "training"), (4, 2), (5, "made"), version=5)
     assert list(rule.evict(groups)) == ["g0"]
@@ -67,7 +63,7 @@ def test_too_stale_groups_are_evicted_or_made_in_vain_and_never_selected(policy:
     assert rule.select(view((3, 1), (4, 2), version=5), 2) is None
 
 
-def test_ready_first_goes_by_commit_and_waits_for_nobody() -> None:
+def test_ready_first_goes_by_commit_and_waits_for_nobody():
     rule = ReadyFirstPolicy(max_staleness=1, groups_per_version=4)
     groups = view((0, "made"), (0, 7), (0, 3), (1, 1), version=1)
     assert rule.select(groups, 2) == ["g3", "g2"]
@@ -75,25 +71,25 @@ def test_ready_first_goes_by_commit_and_waits_for_nobody() -> None:
     assert rule.select(groups, 4) is None
 
 
-def test_in_order_waits_for_the_slow_one() -> None:
+def test_in_order_waits_for_the_slow_one():
     rule = InOrderPolicy(max_staleness=1, groups_per_version=4)
     assert rule.select(view((0, 7), (0, 3), (0, "made"), (0, 1)), 2) == ["g0", "g1"]
     assert rule.select(view((0, "training"), (0, 3), (0, "made"), (0, 1)), 2) is None
 
 
-def test_windowed_lets_groups_overtake_inside_the_window() -> None:
+def test_windowed_lets_groups_overtake_inside_the_window():
     rule = WindowedPolicy(max_staleness=1, groups_per_version=4)
     assert rule.select(view((1, "made"), (1, 7), (1, 3), (1, 5), version=1), 2) == ["g2", "g3"]
 
 
-def test_windowed_waits_for_what_is_at_the_edge_of_the_window() -> None:
+def test_windowed_waits_for_what_is_at_the_edge_of_the_window():
     rule = WindowedPolicy(max_staleness=1, groups_per_version=4)
     assert rule.select(view((0, "made"), (1, 1), (1, 2), version=1), 2) is None
     assert rule.select(view((0, 9), (1, 1), (1, 2), version=1), 2) == ["g0", "g1"]
     assert rule.select(view((0, 9), (0, 4), (0, "made"), (1, 2), version=1), 2) == ["g1", "g0"]
 
 
-def test_windowed_waits_for_no_more_slow_groups_than_later_versions_cannot_take() -> None:
+def test_windowed_waits_for_no_more_slow_groups_than_later_versions_cannot_take():
     # 2 a version: of three groups with one version of slack one has to go now, whichever is ready first
     rule = WindowedPolicy(max_staleness=2, groups_per_version=2)
     assert rule.select(view((0, "made"), (0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) is None
@@ -101,7 +97,7 @@ def test_windowed_waits_for_no_more_slow_groups_than_later_versions_cannot_take(
     assert rule.select(view((0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
 
 
-def test_freshest_first_goes_by_weights_and_then_by_commit() -> None:
+def test_freshest_first_goes_by_weights_and_then_by_commit():
     groups = view((0, 1), (1, 7), (1, 3), (2, 9), (2, "made"), version=2)
     ready_first = ReadyFirstPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
     assert ready_first.select(groups, 4) == ["g3", "g2", "g1", "g0"]
@@ -111,7 +107,7 @@ def test_freshest_first_goes_by_weights_and_then_by_commit() -> None:
     assert windowed.select(view((0, "made"), (1, 1), version=2), 1) is None
 
 
-def test_ready_first_without_discards_trains_on_late_groups_too() -> None:
+def test_ready_first_without_discards_trains_on_late_groups_too():
     rule = ReadyFirstPolicy(max_staleness=1, groups_per_version=4, never_discard=True)
     groups = view((0, "made"), (0, 2), (4, 1), (5, 3), version=5)
     assert rule.select(groups, 3) == ["g2", "g1", "g3"]
@@ -120,7 +116,7 @@ def test_ready_first_without_discards_trains_on_late_groups_too() -> None:
     assert rule.admit(view((5, 1), (5, 2), version=5, trained_since=4)) == 2
 
 
-def for_steps(*steps: int, version: int, trained_since: int = 0, ready: bool = True) -> BufferView:
+def for_steps(*steps, version, trained_since=0, ready=True):
     """Groups of one version's weights that were started for these steps."""
     groups = [
         GroupView(
@@ -131,7 +127,7 @@ def for_steps(*steps: int, version: int, trained_since: int = 0, ready: bool = T
     return BufferView(weight_version=version, trained_since=trained_since, groups=groups)
 
 
-def test_a_target_step_gets_groups_until_it_has_enough() -> None:
+def test_a_target_step_gets_groups_until_it_has_enough():
     rule = TargetStepPolicy(max_staleness=2, groups_per_version=2)
     assert rule.target_step(for_steps(version=3)) == 3
     assert rule.target_step(for_steps(3, 3, 4, version=3)) == 4
@@ -142,7 +138,7 @@ def test_a_target_step_gets_groups_until_it_has_enough() -> None:
     assert rule.admit(for_steps(4, 4, 5, 5, version=3, trained_since=2)) == 0
 
 
-def test_a_target_step_trains_on_its_own_groups_only() -> None:
+def test_a_target_step_trains_on_its_own_groups_only():
     rule = TargetStepPolicy(max_staleness=2, groups_per_version=2)
     groups = for_steps(3, 4, 3, 4, version=4)
     assert rule.select(groups, 2) == ["g1", "g3"]
@@ -152,7 +148,7 @@ def test_a_target_step_trains_on_its_own_groups_only() -> None:
     assert rule.select(view((4, 1), (3, 2), version=4), 1) == ["g0"], "without a step: that of its weights"
 
 
-def test_loans_leave_no_step_with_a_group_too_many() -> None:
+def test_loans_leave_no_step_with_a_group_too_many():
     rule = TargetStepPolicy(max_staleness=2, groups_per_version=2, borrow=True)
     groups = for_steps(3, 4, 4, 5, 5, version=3)
     assert rule.select(groups, 2) == ["g0", "g3"], "the last step has the most time for another one"
@@ -165,7 +161,7 @@ def test_loans_leave_no_step_with_a_group_too_many() -> None:
     assert rule.admit(groups) == 1
 
 
-def test_loans_take_no_more_work_than_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loans_take_no_more_work_than_there_are_groups(monkeypatch):
     rule = TargetStepPolicy(max_staleness=2, groups_per_version=64, borrow=True)
     asked, size = [], TargetStepPolicy._size
     monkeypatch.setattr(TargetStepPolicy, "_size", lambda *given: asked.append(given) or size(*given))
@@ -190,7 +186,7 @@ class MyPolicy(InOrderPolicy):
         (f"{__name__}:MyPolicy", MyPolicy),
     ],
 )
-def test_a_config_names_a_rule_and_its_capacity_is_what_it_admits(name: str, rule: type[StalenessPolicy]) -> None:
+def test_a_config_names_a_rule_and_its_capacity_is_what_it_admits(name, rule):
     made = StalenessPolicy.from_config({"name": name, "max_staleness": 2, "groups_per_version": 4})
     assert made == rule(max_staleness=2, groups_per_version=4)
     assert type(made) is rule
@@ -230,6 +226,6 @@ STEPS = IN_ORDER | {"name": "target_step"}
         ),
     ],
 )
-def test_a_config_that_makes_no_rule_is_refused(config: Any, error: type[Exception], said: str) -> None:
+def test_a_config_that_makes_no_rule_is_refused(config, error, said):
     with pytest.raises(error, match=said):
         StalenessPolicy.from_config(config)

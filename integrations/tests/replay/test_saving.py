@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from dataplane_integrations.replay import (
     InOrderPolicy,
     ReadyFirstPolicy,
     ReplayBuffer,
-    Reservation,
 )
 
 REGISTRATION: dict[str, Any] = {
@@ -30,15 +27,14 @@ REGISTRATION: dict[str, Any] = {
     "grpo_group_size": 2,
     "enums": {"grade": ["good", "bad"]},
 }
-Stores = Callable[..., DataPlaneClient]
 
 
 @pytest.fixture
-def stores() -> Iterator[Stores]:
+def stores():
     """``stores()`` is a fresh store, as a process has it that starts anew."""
     opened: list[DataPlaneClient] = []
 
-    def new() -> DataPlaneClient:
+    def new():
         opened.append(connect({"backend": "noop"}))
         return opened[-1]
 
@@ -50,7 +46,7 @@ def stores() -> Iterator[Stores]:
 class Run:
     """A "model" of one float64 weight; rollouts and losses depend on every bit of it and on the version."""
 
-    def __init__(self, client: DataPlaneClient, folder: Path, *, resume: bool, num_steps: int) -> None:
+    def __init__(self, client, folder, *, resume, num_steps):
         self.client, self.folder, self.num_steps = client, folder, num_steps
         if resume:
             saved = client.load(folder)
@@ -64,7 +60,7 @@ class Run:
         # what is in flight is made with the newest weights only, as nothing was in flight in the save
         self.weights = {self.step: torch.tensor(saved["weight"], dtype=torch.float64)}
 
-    def rollout(self, reservations: Sequence[Reservation]) -> dict[str, Any]:
+    def rollout(self, reservations):
         rows = [(each, index) for each in reservations for index in range(2)]
         values = [
             torch.sin(self.weights[each.weight_version] * (7 * each.prompt + index + 1)).repeat(index + 1)
@@ -78,7 +74,7 @@ class Run:
             "grade": ["good" if value[0] > 0 else "bad" for value in values],
         }
 
-    def go(self, cut_at: int | None = None) -> list[float]:
+    def go(self, cut_at=None):
         with Collector(self.buffer, self.rollout, client=self.client) as collector:
             while self.step < self.num_steps:
                 if self.step == cut_at:
@@ -90,7 +86,7 @@ class Run:
         self.buffer.close()
         return self.losses
 
-    def train(self) -> None:
+    def train(self):
         meta, columns = self.buffer.take(2, timeout_s=WAIT_S)
         ages = torch.tensor([self.step - tags["weight_version"] for tags in meta.tags or []])
         signs = torch.tensor([1.0 if grade == "good" else -0.5 for grade in columns["grade"]], dtype=torch.float64)
@@ -104,7 +100,7 @@ class Run:
 
 
 @pytest.mark.parametrize("num_steps", [4, *in_long(8)])
-def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, tmp_path: Path, num_steps: int) -> None:
+def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores, tmp_path, num_steps):
     whole = Run(stores(), tmp_path / "none", resume=False, num_steps=num_steps).go()
     assert len(whole) == len(set(whole)) == num_steps
     for cut_at in range(num_steps):
@@ -114,7 +110,7 @@ def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores: Stores, t
         assert before + after == whole, f"cut at step {cut_at}"
 
 
-def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores: Stores, tmp_path: Path, answers: Any) -> None:
+def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores, tmp_path, answers):
     """No quiet moment: some groups are being made, some are ready, one is in training."""
     policy = ReadyFirstPolicy(max_staleness=100, groups_per_version=1)
     client = stores()
@@ -142,9 +138,7 @@ def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores: Stores, tmp_path
     buffer.close()
 
 
-def test_a_trainer_that_starts_again_finds_its_groups_and_what_was_in_training_is_ready(
-    make_buffer: Any, fill: Any, client: DataPlaneClient
-) -> None:
+def test_a_trainer_that_starts_again_finds_its_groups_and_what_was_in_training_is_ready(make_buffer, fill, client):
     buffer = make_buffer()
     fill(buffer, 2)
     made = buffer.reserve(1)
@@ -161,7 +155,7 @@ def test_a_trainer_that_starts_again_finds_its_groups_and_what_was_in_training_i
     assert [reservation.group for reservation in anew.reserve(1)] == ["v0_p0"]
 
 
-def test_answers_that_a_save_lacks_are_made_again(make_buffer: Any, fill: Any, client: DataPlaneClient) -> None:
+def test_answers_that_a_save_lacks_are_made_again(make_buffer, fill, client):
     buffer = make_buffer()
     fill(buffer, 2)
     client.clear_samples(["v0_p0_g0", "v0_p0_g1"], "replay")  # as trained on during a save
@@ -169,13 +163,13 @@ def test_answers_that_a_save_lacks_are_made_again(make_buffer: Any, fill: Any, c
     assert [reservation.group for reservation in again.reserve(3)] == ["v0_p2", "v0_p3", "v0_p0r1"]
 
 
-def test_a_run_of_another_group_size_is_refused(make_buffer: Any, fill: Any) -> None:
+def test_a_run_of_another_group_size_is_refused(make_buffer, fill):
     fill(make_buffer())
     with pytest.raises(InvalidRequestError, match="group_size is 2 in the store and 3 here"):
         make_buffer(group_size=3, resume=True)
 
 
-def test_extra_info_of_any_values_comes_back(make_buffer: Any, write: Any, client: DataPlaneClient) -> None:
+def test_extra_info_of_any_values_comes_back(make_buffer, write, client):
     buffer = make_buffer()
     first, second = buffer.reserve(2)
     meta = write(client, [first])

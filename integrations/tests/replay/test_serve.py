@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 from replaying import WAIT_S, away_once, prompts_of
 
-from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
 from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuffer, serve
 from dataplane_testkit._timing import Background
 
 
-def test_processes_that_come_before_the_trainer_make_all_prompts_together(
-    make_buffer: Any, client: DataPlaneClient, answers: Any
-) -> None:
+def test_processes_that_come_before_the_trainer_make_all_prompts_together(make_buffer, client, answers):
     processes = [Background(lambda name=name: serve(client, "replay", answers, name=name)) for name in "ab"]
     buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=4), num_prompts=30)
     trained: list[int] = []
@@ -32,7 +28,7 @@ def test_processes_that_come_before_the_trainer_make_all_prompts_together(
     assert client.list_samples("replay").size == 0
 
 
-def test_a_loop_that_is_left_puts_its_groups_back(make_buffer: Any, fill: Any) -> None:
+def test_a_loop_that_is_left_puts_its_groups_back(make_buffer, fill):
     buffer = make_buffer()
     fill(buffer, 4)
     for number, _ in enumerate(buffer.batches(2)):
@@ -43,9 +39,7 @@ def test_a_loop_that_is_left_puts_its_groups_back(make_buffer: Any, fill: Any) -
     assert buffer.select(2, timeout_s=0).size == 4
 
 
-def test_a_process_ends_when_the_trainer_drops_the_prompts(
-    make_buffer: Any, client: DataPlaneClient, answers: Any
-) -> None:
+def test_a_process_ends_when_the_trainer_drops_the_prompts(make_buffer, client, answers):
     buffer = make_buffer()
     process = Background(lambda: serve(client, "replay", answers))
     buffer.select(4, timeout_s=WAIT_S)
@@ -53,10 +47,10 @@ def test_a_process_ends_when_the_trainer_drops_the_prompts(
     process.result(WAIT_S)
 
 
-def test_a_trainer_learns_why_a_process_gave_up(make_buffer: Any, client: DataPlaneClient) -> None:
+def test_a_trainer_learns_why_a_process_gave_up(make_buffer, client):
     buffer: ReplayBuffer = make_buffer()
 
-    def rollout(reservations: Any) -> Any:
+    def rollout(reservations):
         raise OSError("no GPU")
 
     process = Background(lambda: serve(client, "replay", rollout, max_failures=2))
@@ -68,9 +62,7 @@ def test_a_trainer_learns_why_a_process_gave_up(make_buffer: Any, client: DataPl
 
 
 @pytest.mark.parametrize("max_attempts", [None, 3])
-def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(
-    make_buffer: Any, client: DataPlaneClient, max_attempts: int | None
-) -> None:
+def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(make_buffer, client, max_attempts):
     buffer = make_buffer(InOrderPolicy(max_staleness=0, groups_per_version=1), max_attempts=max_attempts)
     client.put_samples(["p99"], buffer.prompts_id, tags=[{"ended": "given up", "failures": 1}])
     source = PromptSource(client, "replay")
@@ -80,9 +72,7 @@ def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(
     source.close()
 
 
-def test_a_note_that_comes_late_changes_no_committed_group(
-    make_buffer: Any, client: DataPlaneClient, commit: Any
-) -> None:
+def test_a_note_that_comes_late_changes_no_committed_group(make_buffer, client, commit):
     buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=2), num_prompts=1)
     buffer.set_weight_version(1)
     source = PromptSource(client, "replay")
@@ -94,9 +84,7 @@ def test_a_note_that_comes_late_changes_no_committed_group(
     source.close()
 
 
-def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_answers(
-    make_buffer: Any, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_answers(make_buffer, client, monkeypatch):
     make_buffer(num_prompts=1)
     source = PromptSource(client, "replay")
     reservations = source.reserve()
@@ -110,15 +98,13 @@ def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_ans
     source.close()
 
 
-def test_leases_are_renewed_while_a_rollout_runs(
-    make_buffer: Any, client: DataPlaneClient, commit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, monkeypatch):
     monkeypatch.setattr("dataplane_integrations.replay._prompts.RENEWED_AFTER", 0.001)
     buffer = make_buffer()
     source = PromptSource(client, "replay", lease_s=WAIT_S)
     renewed, renew = threading.Semaphore(0), client.renew
 
-    def counted(*args: Any) -> None:
+    def counted(*args):
         renew(*args)
         renewed.release()
 
@@ -131,6 +117,6 @@ def test_leases_are_renewed_while_a_rollout_runs(
     source.close()
 
 
-def test_without_a_trainer_one_waits_as_long_as_one_says(client: DataPlaneClient) -> None:
+def test_without_a_trainer_one_waits_as_long_as_one_says(client):
     with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay'"):
         PromptSource(client, "replay").wait_for_trainer(0)

@@ -71,16 +71,6 @@ def train_on_all(buffer, num_groups=2):
     return prompts
 
 
-@pytest.fixture(name="answers")
-def answers_fixture():
-    return answers
-
-
-@pytest.fixture(name="write")
-def write_fixture():
-    return write
-
-
 @pytest.fixture
 def held(client):
     """The ids that the store holds."""

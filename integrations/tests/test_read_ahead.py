@@ -7,7 +7,7 @@ import threading
 import pytest
 from bits import bits
 
-from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
 from dataplane_integrations.ahead import read_ahead
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.policy import DataPlanePolicy
@@ -145,7 +145,7 @@ def test_the_driver_trains_on_several_portions_in_one_call(toy_worker, client, t
 
 
 def test_a_depth_that_makes_no_sense_is_refused(make_worker, client):
-    with pytest.raises(InvalidRequestError, match="read_ahead is -1"):
+    with pytest.raises(InvalidRequestError, match=r"read_ahead must be .*-1"):
         make_worker().train_microbatches_presharded([], read_ahead=-1)
-    with pytest.raises(InvalidRequestError, match=r"DataPlanePolicy refused: read_ahead is 1\.5"):
+    with pytest.raises(InvalidTypeError, match="DataPlanePolicy: read_ahead must be an int"):
         DataPlanePolicy(InProcessWorkerGroup([make_worker()]), client, read_ahead=1.5)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from dataplane_core.errors import InvalidRequestError
-
 _T = TypeVar("_T")
 
 
@@ -41,14 +39,3 @@ def read_ahead(reads: Iterable[Callable[[], _T]], depth: int) -> Generator[Calla
                 yield begun.popleft().result
         finally:
             thread.shutdown(cancel_futures=True)
-
-
-def check_depth(where: str, depth: int) -> int:
-    """Returns the depth.
-
-    Raises:
-        InvalidRequestError: It is not a whole number of at least 0.
-    """
-    if type(depth) is not int or depth < 0:
-        raise InvalidRequestError(f"{where} refused: read_ahead is {depth!r}. Expected 0, or how many reads run ahead.")
-    return depth

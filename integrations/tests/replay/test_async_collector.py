@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from replaying import WAIT_S, prompts_of
+from replaying import WAIT_S, answers, prompts_of, write
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import CollectorFailedError, RolloutAbortedError
@@ -18,7 +18,7 @@ from dataplane_integrations.replay import (
 )
 
 
-def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, answers, held):
+def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, held):
     buffer = make_buffer(num_prompts=9)
     running: list[int] = [0, 0]  # now, and at most
     together = asyncio.Event()
@@ -52,7 +52,7 @@ def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, answ
 
 
 @pytest.mark.parametrize("requeue", [False, True])
-def test_a_rollout_whose_groups_are_too_stale_is_cancelled(make_buffer, client, answers, write, held, requeue):
+def test_a_rollout_whose_groups_are_too_stale_is_cancelled(make_buffer, client, held, requeue):
     policy = ReadyFirstPolicy(max_staleness=0, groups_per_version=2)
     buffer = make_buffer(policy, num_prompts=2, requeue_evicted=requeue)
     begun: list[str] = []
@@ -108,7 +108,7 @@ def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer):
 
 
 @pytest.mark.parametrize("before_it_starts", [True, False])
-def test_a_coroutine_that_others_cancel_gives_its_group_back(make_buffer, client, answers, held, before_it_starts):
+def test_a_coroutine_that_others_cancel_gives_its_group_back(make_buffer, client, held, before_it_starts):
     buffer = make_buffer(num_prompts=3)
     made: list[asyncio.Task[Any]] = []
 
@@ -143,7 +143,7 @@ def test_a_coroutine_that_others_cancel_gives_its_group_back(make_buffer, client
     assert held() == []
 
 
-def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(make_buffer, client, write, held):
+def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(make_buffer, client, held):
     buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=1), num_prompts=2)
 
     def rollout(reservations):

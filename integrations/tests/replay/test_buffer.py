@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from replaying import WAIT_S, prompts_of
+from replaying import WAIT_S, answers, prompts_of, write
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, LostSamplesError, MissingDataError
 from dataplane_integrations import DataPlanePolicy
@@ -61,7 +61,7 @@ def test_ids_and_tags_say_version_and_prompt(make_buffer, client, fill):
 # --- the way through --------------------------------------------------------------------------------------------------
 
 
-def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(make_buffer, client, write, held):
+def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(make_buffer, client, held):
     buffer = make_buffer()
     reservations = buffer.reserve(2)
     meta = write(client, reservations)
@@ -86,7 +86,7 @@ def test_groups_come_back_whole_with_their_tags_and_are_cleared_when_consumed(ma
     }
 
 
-def test_a_group_knows_with_which_weights_its_generation_began_and_ended(make_buffer, client, write, answers):
+def test_a_group_knows_with_which_weights_its_generation_began_and_ended(make_buffer, client):
     buffer = make_buffer(ReadyFirstPolicy(max_staleness=3, groups_per_version=1))
     first, second, third, bad = [buffer.reserve()[0] for _ in range(4)]
     buffer.set_weight_version(2)  # meanwhile the rollout side got new weights
@@ -233,7 +233,7 @@ def test_only_groups_in_training_can_be_settled(make_buffer, client, held, fill,
         getattr(buffer, operation)(meta)
 
 
-def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer, client, write):
+def test_a_commit_must_be_of_exactly_the_rows_reserved(make_buffer, client):
     buffer = make_buffer()
     reservations = buffer.reserve(2)
     meta = write(client, reservations)
@@ -442,7 +442,7 @@ def test_rollouts_in_vain_are_named_and_given_up(make_buffer, requeue):
 
 
 def test_rollouts_that_have_ended_can_be_given_up_again_if_the_store_failed_at_the_clear(
-    make_buffer, client, write, held, no_clears
+    make_buffer, client, held, no_clears
 ):
     buffer = make_buffer()
     in_vain = buffer.reserve(2)
@@ -523,9 +523,7 @@ def test_the_trainer_learns_of_a_failure_once_no_collector_is_left(make_buffer, 
 # --- dead collectors --------------------------------------------------------------------------------------------------
 
 
-def test_what_a_dead_collector_had_claimed_is_made_by_others_when_its_lease_ends(
-    make_buffer, client, write, held, commit
-):
+def test_what_a_dead_collector_had_claimed_is_made_by_others_when_its_lease_ends(make_buffer, client, held, commit):
     buffer = make_buffer()
     dead = PromptSource(client, "replay", lease_s=0.5)
     committed, written, reserved = (dead.reserve()[0] for _ in range(3))

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from replaying import WAIT_S, away_once, train_on_all
+from replaying import WAIT_S, answers, away_once, train_on_all, write
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
@@ -16,9 +16,7 @@ from dataplane_testkit._timing import Background, eventually
 
 
 @pytest.mark.parametrize(("groups_per_call", "num_threads"), [(1, 1), (2, 1), (1, 3)])
-def test_every_prompt_is_generated_and_trained_on_once(
-    make_buffer, client, answers, held, groups_per_call, num_threads
-):
+def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, held, groups_per_call, num_threads):
     buffer = make_buffer(num_prompts=21)
     with Collector(
         buffer, answers, client=client, groups_per_call=groups_per_call, num_threads=num_threads
@@ -30,7 +28,7 @@ def test_every_prompt_is_generated_and_trained_on_once(
 
 
 @pytest.mark.parametrize("as_receipt", [False, True])
-def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(make_buffer, client, write, as_receipt):
+def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(make_buffer, client, as_receipt):
     buffer = make_buffer(num_prompts=4)
 
     def rollout(reservations):
@@ -44,9 +42,7 @@ def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(make_buff
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["collector writes", "rollout writes"])
-def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(
-    make_buffer, client, answers, write, writes
-):
+def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(make_buffer, client, writes):
     leave = threading.Event()
 
     def rollout(reservations):
@@ -65,7 +61,7 @@ def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(
     assert "in generate" not in client.why("replay")[0].text
 
 
-def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(make_buffer, client, answers):
+def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(make_buffer, client):
     buffer = make_buffer()
     begun = threading.Semaphore(0)
 
@@ -86,9 +82,7 @@ def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(make
         assert begun.acquire(timeout=WAIT_S)
 
 
-def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again(
-    make_buffer, client, answers, write, held
-):
+def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again(make_buffer, client, held):
     buffer = make_buffer(num_prompts=6)
     failed: list[str] = []
     seen: list[list[str]] = []
@@ -140,7 +134,7 @@ def test_what_a_rollout_may_not_return_is_said(make_buffer):
     assert isinstance(info.value.__cause__, InvalidTypeError)
 
 
-def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer, answers):
+def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer):
     collector = Collector(make_buffer(), answers, groups_per_call=5)
     collector.start()
     with pytest.raises(
@@ -149,13 +143,13 @@ def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer, an
         collector.wait(WAIT_S)
 
 
-def test_a_last_smaller_call_fills_the_room(make_buffer, client, answers):
+def test_a_last_smaller_call_fills_the_room(make_buffer, client):
     buffer = make_buffer(InOrderPolicy(max_staleness=0, groups_per_version=4), num_prompts=12)
     with Collector(buffer, answers, client=client, groups_per_call=3):
         assert train_on_all(buffer, 4) == list(range(12))
 
 
-def test_numbers_that_make_no_sense_and_a_second_start_are_refused(make_buffer, client, answers):
+def test_numbers_that_make_no_sense_and_a_second_start_are_refused(make_buffer, client):
     buffer = make_buffer()
     with pytest.raises(InvalidRequestError, match="num_threads is 0"):
         Collector(buffer, answers, num_threads=0)
@@ -187,7 +181,7 @@ def test_a_rollout_that_hangs_is_not_waited_for_without_end(make_buffer, client)
     collector.stop()
 
 
-def test_a_store_that_is_away_for_a_while_costs_a_retry_only(make_buffer, client, write, monkeypatch):
+def test_a_store_that_is_away_for_a_while_costs_a_retry_only(make_buffer, client, monkeypatch):
     buffer = make_buffer(num_prompts=4)
     put, calls = client.put_samples, []
 
@@ -204,7 +198,7 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(make_buffer, client
     assert client.list_samples("replay").sample_ids == []
 
 
-def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(make_buffer, client, answers, monkeypatch):
+def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(make_buffer, client, monkeypatch):
     buffer = make_buffer(num_prompts=4)
     away_once(monkeypatch, buffer, "reserve")
     monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
@@ -213,9 +207,7 @@ def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(make_buffe
     assert collector.counts.failures == 1
 
 
-def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
-    make_buffer, client, answers, write, held, monkeypatch
-):
+def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(make_buffer, client, held, monkeypatch):
     buffer = make_buffer(num_prompts=4)
 
     def rollout(reservations):
@@ -231,7 +223,7 @@ def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(
     assert held() == []
 
 
-def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(make_buffer, client, write, held, monkeypatch):
+def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(make_buffer, client, held, monkeypatch):
     buffer = make_buffer(num_prompts=4)
     put, late = client.put_samples, []
 

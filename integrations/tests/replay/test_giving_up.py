@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from replaying import WAIT_S, prompts_of
+from replaying import WAIT_S, answers, prompts_of
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import ReplayTimeoutError, StepTooSmallError
@@ -310,7 +310,7 @@ def test_a_later_start_knows_failures_what_was_given_up_and_the_spares(make_buff
 
 
 @pytest.mark.parametrize("borrow", [False, True])
-def test_several_collectors_and_trainers_skip_no_prompt_and_take_none_twice(make_buffer, client, answers, borrow):
+def test_several_collectors_and_trainers_skip_no_prompt_and_take_none_twice(make_buffer, client, borrow):
     bad = {each for each in range(80) if each % 7 == 3}
     rule = steps_of(8, borrow=borrow, replacements=1, min_groups=1)
     buffer = make_buffer(rule, num_prompts=60, spare_prompts=20, max_attempts=2)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replaying import WAIT_S, prompts_of
+from replaying import WAIT_S, answers, prompts_of, write
 from tiers import in_long
 
 from dataplane_core import connect
@@ -110,7 +110,7 @@ def test_a_run_cut_at_any_step_goes_on_as_one_that_was_not_cut(stores, tmp_path,
         assert before + after == whole, f"cut at step {cut_at}"
 
 
-def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores, tmp_path, answers):
+def test_a_save_in_full_run_loses_and_doubles_no_prompt(stores, tmp_path):
     """No quiet moment: some groups are being made, some are ready, one is in training."""
     policy = ReadyFirstPolicy(max_staleness=100, groups_per_version=1)
     client = stores()
@@ -169,7 +169,7 @@ def test_a_run_of_another_group_size_is_refused(make_buffer, fill):
         make_buffer(group_size=3, resume=True)
 
 
-def test_extra_info_of_any_values_comes_back(make_buffer, write, client):
+def test_extra_info_of_any_values_comes_back(make_buffer, client):
     buffer = make_buffer()
     first, second = buffer.reserve(2)
     meta = write(client, [first])

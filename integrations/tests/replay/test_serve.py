@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from replaying import WAIT_S, away_once, prompts_of
+from replaying import WAIT_S, answers, away_once, prompts_of
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
@@ -13,7 +13,7 @@ from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuf
 from dataplane_testkit._timing import Background
 
 
-def test_processes_that_come_before_the_trainer_make_all_prompts_together(make_buffer, client, answers):
+def test_processes_that_come_before_the_trainer_make_all_prompts_together(make_buffer, client):
     processes = [Background(lambda name=name: serve(client, "replay", answers, name=name)) for name in "ab"]
     buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=4), num_prompts=30)
     trained: list[int] = []
@@ -39,7 +39,7 @@ def test_a_loop_that_is_left_puts_its_groups_back(make_buffer, fill):
     assert buffer.select(2, timeout_s=0).size == 4
 
 
-def test_a_process_ends_when_the_trainer_drops_the_prompts(make_buffer, client, answers):
+def test_a_process_ends_when_the_trainer_drops_the_prompts(make_buffer, client):
     buffer = make_buffer()
     process = Background(lambda: serve(client, "replay", answers))
     buffer.select(4, timeout_s=WAIT_S)

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from dataplane_core.arguments import Index, checked_as
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
@@ -34,7 +35,6 @@ from dataplane_core.schema import (
     fields_with_optional_routed_experts,
 )
 from dataplane_core.spec import Scope
-from dataplane_integrations.ahead import check_depth
 from dataplane_integrations.attach import DataPlaneSource, metrics_of
 from dataplane_integrations.errors import noted_on
 from dataplane_integrations.trainer._shards import ReplaceLost, Shards, batch_size
@@ -113,7 +113,7 @@ class DataPlanePolicy:
         self._replace_lost = replace_lost
         self._clear_on_failure = clear_on_failure
         self._num_lost = 0
-        self._read_ahead = check_depth("DataPlanePolicy", read_ahead)
+        self._read_ahead = checked_as("DataPlanePolicy: read_ahead", Index, read_ahead)
         self._workers = workers
         self._batching = batching or Batching()
         self._shards = Shards(max(workers.dp_ranks) + 1, self._batching, replace_lost)

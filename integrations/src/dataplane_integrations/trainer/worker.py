@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataplane_core import NamedSharding
+from dataplane_core.arguments import Index, checked_as
 from dataplane_core.batch import (
     BatchedDataDict,
     SlicedDataDict,
@@ -50,7 +51,7 @@ from dataplane_core.schema import (
     ROUTED_EXPERTS_FIELD,
 )
 from dataplane_core.sharding import REPLICATED_AXES
-from dataplane_integrations.ahead import check_depth, read_ahead
+from dataplane_integrations.ahead import read_ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.batching import Batching, Stage
@@ -585,7 +586,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         self._train_portions("train_microbatches_presharded", metas, read_ahead)
 
     def _train_portions(self, what: str, metas: Sequence[KVBatchMeta], depth: int) -> None:
-        check_depth(what, depth)
+        checked_as(f"{what}: read_ahead", Index, depth)
         worker = self._open_split_step(what)
         group = self._get_replica_group()
         alone = group is None or dist.get_world_size(group) == 1

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from replaying import WAIT_S, train_on_all
+from replaying import WAIT_S, answers, train_on_all, write
 
 from dataplane_core import connect
 from dataplane_core.errors import OperationTimeoutError
@@ -49,7 +49,7 @@ SMALL = [
 
 @pytest.mark.parametrize("client", SMALL, ids=lambda each: f"{each[0]}-{each[1]['on_full']}", indirect=True)
 @written_by_either
-def test_a_full_store_holds_rollouts_back_and_loses_nothing(client, answers, write, written_by):
+def test_a_full_store_holds_rollouts_back_and_loses_nothing(client, written_by):
     policy = InOrderPolicy(max_staleness=3, groups_per_version=2)
     buffer = ReplayBuffer(client, "replay", policy, group_size=2, num_prompts=10)
     generated = []
@@ -72,7 +72,7 @@ def test_a_full_store_holds_rollouts_back_and_loses_nothing(client, answers, wri
 
 
 @written_by_either
-def test_a_store_that_stops_answering_is_not_waited_for_without_end(client, answers, write, written_by):
+def test_a_store_that_stops_answering_is_not_waited_for_without_end(client, written_by):
     policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
     buffer = ReplayBuffer(client, "replay", policy, group_size=2)
     server = backend_of(client)._server.pid

@@ -136,23 +136,41 @@ def test_a_step_waits_for_its_own_groups_that_are_being_made_and_lends_no_more_t
     assert prompts_of(buffer.select(2, timeout_s=0)) == [0, 1]
 
 
-def test_when_the_prompts_are_used_up_loans_leave_the_hole_to_the_last_step(make_buffer, commit):
-    buffer = make_buffer(steps_of(borrow=True), num_prompts=6)
+#: The rule, the prompts in all, those of the first step that are given up, and the prompts of each step; a number: the
+#: step was refused, since it has so many groups.
+LAST_STEPS = {
+    "loans leave the hole to the last step": ({"borrow": True}, 6, [0], [[1, 2], [3, 4], [5]]),
+    "a step for which no prompts are left ends": ({"replacements": 1, "min_groups": 1}, 4, [0], [[1], [2, 3]]),
+    "a step without groups is not the end": ({"replacements": 1, "min_groups": 1}, 4, [0, 1], [0, [2, 3]]),
+    "the floor holds": ({"replacements": 1, "min_groups": 2}, 4, [0], [1, [2, 3]]),
+    "a later step lends": ({"replacements": 1, "min_groups": 2, "borrow": True}, 4, [0], [[1, 2], [3]]),
+    "of the last step nothing was given up": ({"replacements": 1}, 3, [], [[0, 1], [2]]),
+}
+
+
+@pytest.mark.parametrize(("rule", "num_prompts", "given_up", "steps"), LAST_STEPS.values(), ids=LAST_STEPS)
+def test_steps_when_the_prompts_are_used_up(make_buffer, commit, rule, num_prompts, given_up, steps):
+    buffer = make_buffer(steps_of(**rule), num_prompts=num_prompts)
     reserved = buffer.reserve(4)
-    buffer.abandon(reserved[:1], requeue=False)
-    commit(buffer, reserved[1:])
-    steps: list[list[int]] = []
+    buffer.abandon(reserved[: len(given_up)], requeue=False)
+    commit(buffer, reserved[len(given_up) :])
+    trained = []
     while not buffer.finished:
         with suppress(ReplayTimeoutError):
             if more := buffer.reserve(4, at_least=1, timeout_s=0):
                 commit(buffer, more)
-        steps.append([])
-        while len(steps[-1]) < 2 and (meta := buffer.select(2, timeout_s=0)).size:
-            steps[-1] += prompts_of(meta)
-            buffer.consume(meta)
+        prompts = []
+        try:
+            while (meta := buffer.select(2, timeout_s=0)).size:
+                prompts += prompts_of(meta)
+                buffer.consume(meta)
+                if len(prompts) == 2:
+                    break
+            trained.append(prompts)
+        except StepTooSmallError as error:
+            trained.append(error.num_groups)
         buffer.set_weight_version(buffer.weight_version + 1)
-    assert [len(step) for step in steps] == [2, 2, 1]
-    assert sorted(prompt for step in steps for prompt in step) == [1, 2, 3, 4, 5]
+    assert trained == steps
 
 
 def test_what_the_trainer_discards_is_filled_at_once(make_buffer, fill):
@@ -196,53 +214,6 @@ def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buf
     buffer.abandon(reserved[1:], requeue=False)
     trainer.join(WAIT_S)
     assert prompts_of(found[0]) == [0]
-
-
-def test_a_step_for_which_no_prompts_are_left_ends(make_buffer, commit):
-    buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
-    reserved = buffer.reserve(4)
-    buffer.abandon(reserved[:1], requeue=False)
-    commit(buffer, reserved[1:])
-    assert [prompts_of(buffer.select(2, min_groups=1, timeout_s=0)) for _ in range(2)] == [[1], []]
-    buffer.set_weight_version(1)
-    assert prompts_of(buffer.select(2, timeout_s=0)) == [2, 3]
-
-
-def test_a_step_that_lost_all_its_groups_is_not_the_end_of_the_run(make_buffer, commit):
-    buffer = make_buffer(steps_of(2, replacements=1, min_groups=1), num_prompts=4)
-    reserved = buffer.reserve(4)
-    buffer.abandon(reserved[:2], requeue=False)
-    commit(buffer, reserved[2:])
-    with pytest.raises(StepTooSmallError, match="it has 0 of 2 groups") as refused:
-        buffer.select(2, timeout_s=0)
-    assert (refused.value.step, refused.value.num_groups) == (0, 0)
-    assert not buffer.finished
-    buffer.set_weight_version(1)
-    trained = []
-    while not buffer.finished:
-        while (meta := buffer.select(2, timeout_s=0)).size:
-            trained += prompts_of(meta)
-            buffer.consume(meta)
-        buffer.set_weight_version(buffer.weight_version + 1)
-    assert trained == [2, 3]
-
-
-def test_the_floor_holds_when_the_prompts_are_used_up(make_buffer, commit):
-    buffer = make_buffer(steps_of(2, replacements=1, min_groups=2), num_prompts=4)
-    reserved = buffer.reserve(4)
-    buffer.abandon(reserved[:1], requeue=False)
-    commit(buffer, reserved[1:])
-    with pytest.raises(StepTooSmallError, match="it has 1 of 2 groups"):
-        buffer.select(2, timeout_s=0)
-    lends = make_buffer(steps_of(2, replacements=1, min_groups=2, borrow=True), num_prompts=4)
-    reserved = lends.reserve(4)
-    lends.abandon(reserved[:1], requeue=False)
-    commit(lends, reserved[1:])
-    assert prompts_of(lends.select(2, timeout_s=0)) == [1, 2], "a later step has one"
-    last = make_buffer(steps_of(2, replacements=1), num_prompts=3)
-    commit(last, last.reserve(3))
-    last.set_weight_version(1)
-    assert prompts_of(last.select(2, timeout_s=0)) == [2], "of the last step nothing was given up"
 
 
 @pytest.mark.parametrize("borrow", [False, True])

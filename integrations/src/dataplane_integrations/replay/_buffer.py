@@ -218,10 +218,7 @@ class ReplayBuffer(PromptSource):
             num_groups: As for `select`.
             timeout_s: As for `select`.
         """
-        while not self.finished:
-            meta = self.select(num_groups, timeout_s=timeout_s)
-            if not meta.size:
-                return
+        while (meta := self.select(num_groups, timeout_s=timeout_s)).size:
             try:
                 yield meta
             except BaseException:

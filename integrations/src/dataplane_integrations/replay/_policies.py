@@ -153,12 +153,12 @@ class StalenessPolicy(ABC):
     def evict(self, view: BufferView) -> Sequence[str]:
         """The names of ready groups to drop; their rows are cleared. Default: those that are too stale."""
         oldest = self.oldest_version(view)
-        return [each.group for each in view.groups if each.ready and each.weight_version < oldest]
+        return [group.group for group in view.groups if group.ready and group.weight_version < oldest]
 
     def abort(self, view: BufferView) -> Sequence[str]:
         """The names of groups whose rollouts are in vain. Default: those being generated that are too stale."""
         oldest = self.oldest_version(view)
-        return [each.group for each in view.groups if each.committed is None and each.weight_version < oldest]
+        return [group.group for group in view.groups if group.committed is None and group.weight_version < oldest]
 
     def target_step(self, view: BufferView) -> int | None:
         """The weight version that the next group is started for. Default: None, for any."""
@@ -178,7 +178,7 @@ class StalenessPolicy(ABC):
     def trainable(self, view: BufferView) -> list[GroupView]:
         """The ready groups that are not too stale, in the order of their reservations."""
         oldest = self.oldest_version(view)
-        return [each for each in view.groups if each.ready and each.weight_version >= oldest]
+        return [group for group in view.groups if group.ready and group.weight_version >= oldest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class ReadyFirstPolicy(_ReadyOrderPolicy):
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
         """The groups that were committed first."""
         ready = self.in_order(self.trainable(view))
-        return [each.group for each in ready[:num_groups]] if len(ready) >= num_groups else None
+        return [group.group for group in ready[:num_groups]] if len(ready) >= num_groups else None
 
     def oldest_version(self, view: BufferView) -> int:
         """The oldest weight version that may be trained on now."""
@@ -241,20 +241,20 @@ class WindowedPolicy(_ReadyOrderPolicy):
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
         """First the groups that must be trained now (None until enough are ready), then the first committed."""
         oldest = self.oldest_version(view)
-        waiting = [each for each in view.groups if each.weight_version >= oldest and not each.selected]
-        ready = self.in_order(each for each in waiting if each.ready)
+        waiting = [group for group in view.groups if group.weight_version >= oldest and not group.selected]
+        ready = self.in_order(group for group in waiting if group.ready)
         chosen: list[GroupView] = []
         for slack in range(self.max_staleness + 1):  # earliest deadline first
             newest = oldest + slack
-            due = sum(each.weight_version <= newest for each in waiting) - slack * self.groups_per_version
+            due = sum(group.weight_version <= newest for group in waiting) - slack * self.groups_per_version
             missing = min(due, num_groups) - len(chosen)
             if missing > 0:
-                first = [each for each in ready if each.weight_version <= newest and each not in chosen][:missing]
+                first = [group for group in ready if group.weight_version <= newest and group not in chosen][:missing]
                 if len(first) < missing:
                     return None
                 chosen += first
-        chosen += [each for each in ready if each not in chosen][: num_groups - len(chosen)]
-        return [each.group for each in chosen] if len(chosen) == num_groups else None
+        chosen += [group for group in ready if group not in chosen][: num_groups - len(chosen)]
+        return [group.group for group in chosen] if len(chosen) == num_groups else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +269,11 @@ class InOrderPolicy(StalenessPolicy):
         """The groups that were reserved first, once all of them are committed."""
         oldest = self.oldest_version(view)
         first = [
-            each for each in view.groups if not each.selected and (not each.ready or each.weight_version >= oldest)
-        ]
-        first = first[:num_groups]
-        return [each.group for each in first] if len(first) == num_groups and all(e.ready for e in first) else None
+            group for group in view.groups if not group.selected and (not group.ready or group.weight_version >= oldest)
+        ][:num_groups]
+        if len(first) < num_groups or not all(group.ready for group in first):
+            return None
+        return [group.group for group in first]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +316,7 @@ class TargetStepPolicy(StalenessPolicy):
 
     def admit(self, view: BufferView) -> int:
         """How many groups the steps up to ``max_staleness`` ahead still lack. Those of earlier steps do not count."""
-        ahead = view.trained_since + sum(_step(each) >= view.weight_version for each in view.groups)
+        ahead = view.trained_since + sum(_step(group) >= view.weight_version for group in view.groups)
         last = view.weight_version + self.max_staleness
         return max(0, sum(self._size(view, step) for step in range(view.weight_version, last + 1)) - ahead)
 
@@ -330,7 +331,7 @@ class TargetStepPolicy(StalenessPolicy):
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
         """The ready groups of the current step, in the order of their reservations."""
         steps = self._steps(view)
-        ready = [each.group for each in view.groups if each.ready and steps[each.group] == view.weight_version]
+        ready = [group.group for group in view.groups if group.ready and steps[group.group] == view.weight_version]
         return ready[:num_groups] if len(ready) >= num_groups else None
 
     def left(self, view: BufferView) -> int | None:
@@ -349,16 +350,16 @@ class TargetStepPolicy(StalenessPolicy):
                 step=step,
                 num_groups=size,
             )
-        in_training = sum(each.selected and steps[each.group] == step for each in view.groups)
+        in_training = sum(group.selected and steps[group.group] == step for group in view.groups)
         return size - view.trained_since - in_training
 
     def evict(self, view: BufferView) -> Sequence[str]:
         """The ready groups of steps that are over."""
-        return [each.group for each in view.groups if each.ready and _step(each) < view.weight_version]
+        return [group.group for group in view.groups if group.ready and _step(group) < view.weight_version]
 
     def abort(self, view: BufferView) -> Sequence[str]:
         """The groups being generated for steps that are over."""
-        return [each.group for each in view.groups if each.committed is None and _step(each) < view.weight_version]
+        return [group.group for group in view.groups if group.committed is None and _step(group) < view.weight_version]
 
     @property
     def _fewest(self) -> int:
@@ -378,14 +379,14 @@ class TargetStepPolicy(StalenessPolicy):
 
     def _steps(self, view: BufferView) -> dict[str, int]:
         """Group -> the step that it is for, after loans. Follows from the view alone, so there is nothing to save."""
-        steps = {each.group: _step(each) for each in view.groups}
+        steps = {group.group: _step(group) for group in view.groups}
         if not self.borrow:
             return steps
         counts = self._counts(view, steps)
         ready: dict[int, list[str]] = {}  # step -> its ready groups, the first reserved one last
-        for each in sorted(view.groups, key=lambda each: (-each.order, each.group)):
-            if each.ready:
-                ready.setdefault(steps[each.group], []).append(each.group)
+        for group in sorted(view.groups, key=lambda group: (-group.order, group.group)):
+            if group.ready:
+                ready.setdefault(steps[group.group], []).append(group.group)
         for step in range(view.weight_version, max(ready, default=0)):
             while counts[step] < self._size(view, step):
                 # first a step with one too many: it has got a group for a loan, and would drop one in the end

@@ -46,7 +46,9 @@ COLLECTOR_ROW: Final = "collector-"
 #: The longest wait for prompts before it looks whether more will come, in seconds.
 _LOOK_S: Final = 0.2
 #: A versioned id: its group, weight version, prompt, attempt and index.
-SAMPLE_ID: Final = re.compile(r"(v(\d+)_p(\d+)(?:r(\d+))?)_g(\d+)")
+SAMPLE_ID: Final = re.compile(
+    r"(?P<group>v(?P<weight_version>\d+)_p(?P<prompt>\d+)(?:r(?P<attempt>\d+))?)_g(?P<index>\d+)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +106,7 @@ def parse_sample_id(sample_id: str) -> dict[str, Any]:
             f"'{sample_id}' is not a versioned sample id. Expected v{{weight_version}}_p{{prompt}}_g{{i}}, such as "
             "'v3_p17_g0'."
         )
-    group, version, prompt, attempt, index = match.groups()
-    return {
-        "group": group,
-        "weight_version": int(version),
-        "prompt": int(prompt),
-        "attempt": int(attempt or 0),
-        "index": int(index),
-    }
+    return {name: part if name == "group" else int(part) for name, part in match.groupdict(default="0").items()}
 
 
 @dataclass(frozen=True, slots=True)

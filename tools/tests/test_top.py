@@ -14,8 +14,7 @@ from dataplane_core import connect
 from dataplane_core.spec import Capability, ClientInfo, UnitInfo
 from dataplane_tools import _live
 from dataplane_tools._live import Watcher
-from dataplane_tools._report import Looks, newest, stacks_of
-from dataplane_tools._screen import Screen
+from dataplane_tools._report import Looks, Screen, newest, stacks_of
 
 
 @pytest.fixture
@@ -29,15 +28,9 @@ def client():
         yield client
 
 
-def asked(looks):
-    for _ in range(4):
-        looks.ask()
-    return looks
-
-
-def shown(looks, width=118):
+def shown(report, width=118):
     console = Console(width=width, file=io.StringIO())
-    console.print(Screen(looks.report, newest(looks.partitions)))
+    console.print(Screen(report, newest(report["partitions"])))
     return console.file.getvalue()
 
 
@@ -47,11 +40,11 @@ def test_names_with_brackets_are_shown_as_they_are(name):
         client.register_partition(name, ["x"], 16, [name])
         client.put_samples(["a"], name, {"x": torch.zeros(1)})
         client.claim_meta(name, name, ["x"], 1, lease_s=60.0)
-        assert shown(asked(Looks(client))).count(name) == 2  # the partition and the task
+        assert shown(Looks(client).look()).count(name) == 2  # the partition and the task
 
 
 def test_the_flow_and_the_stage_that_lags(client):
-    found = shown(asked(Looks(client))).replace("━", "").replace("─", "")
+    found = shown(Looks(client).look()).replace("━", "").replace("─", "")
     lines = [" ".join(line.split()) for line in found.splitlines()]
     holder = f"process {os.getpid()} on "
     assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
@@ -62,24 +55,8 @@ def test_the_flow_and_the_stage_that_lags(client):
 
 @pytest.mark.parametrize("width", [50, 61, 80])
 def test_where_there_is_little_room_the_counts_are_still_whole(client, width):
-    lines = [" ".join(line.split()) for line in shown(asked(Looks(client)), width).splitlines()]
+    lines = [" ".join(line.split()) for line in shown(Looks(client).look(), width).splitlines()]
     assert lines[2:6] == ["step-1 done left ready leased", "written 8/16", "→ score 6/16 2 2 0", "→ train 0/16 8 6 2"]
-
-
-def test_one_question_at_a_time(client):
-    looks, questions = Looks(client), []
-    for name in ("list_partitions", "why", "describe", "list_clients"):
-        method = getattr(client, name)
-
-        def noted(*args, name=name, method=method, **more):
-            questions.append(name)
-            return method(*args, **more)
-
-        setattr(client, name, noted)
-    for count in range(1, 10):
-        looks.ask()
-        assert len(questions) == count
-    assert questions == ["list_partitions", "why", "describe", "list_clients"] * 2 + ["list_partitions"]
 
 
 @pytest.mark.parametrize(("cost_s", "pause_s"), [(0.01, 1.0), (0.4, 20.0)])
@@ -95,24 +72,26 @@ def test_it_asks_once_a_second_and_more_rarely_if_it_costs_much(client, monkeypa
 
 def test_rates_and_partitions_that_are_cleared(client):
     now = 0.0
-    looks = asked(Looks(client, clock=lambda: now))
+    looks = Looks(client, clock=lambda: now)
+    assert looks.look()["partitions"][0]["written_per_s"] is None
     client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
+    client.register_partition("step-2", ["x"], None, [])
     now += 4.0
-    assert asked(looks).partitions["step-1"]["written_per_s"] == 0.5
-    assert asked(Looks(client, "step-1")).partitions.keys() == {"step-1"}
+    assert [partition["written_per_s"] for partition in looks.look()["partitions"]] == [0.5, None]
+    assert [partition["partition_id"] for partition in Looks(client, "step-1").look()["partitions"]] == ["step-1"]
     client.clear_samples(None, "step-1")
-    assert asked(looks).partitions == {}
-    assert "0 partitions" in shown(looks)
+    client.clear_samples(None, "step-2")
+    assert looks.look()["partitions"] == []
+    assert "0 partitions" in shown(looks.look())
 
 
 def test_storage_units_and_the_rows_that_were_lost_with_them(client, monkeypatch):
     unit = UnitInfo(name="unit-1", state="serving", node="77a10c3e99", address="10.1.0.8:1", num_rows=7, num_lost=5)
-    looks = asked(Looks(client))
-    assert "unit" not in shown(looks)
+    looks = Looks(client)
+    assert "unit" not in shown(looks.look())
     monkeypatch.setattr(client, "list_units", lambda: [unit])
     monkeypatch.setattr(type(client), "capabilities", {Capability.UNITS})
-    looks.ask_all()
-    lines = [" ".join(line.split()) for line in shown(looks).splitlines()]
+    lines = [" ".join(line.split()) for line in shown(looks.look()).splitlines()]
     assert "unit-1 serving 10.1.0.8:1 77a10c3e 7 0 B 5 1" in lines
     assert lines[-1] == "5 rows were lost with unit-1: clear and produce these samples again."
 

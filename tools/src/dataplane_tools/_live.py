@@ -32,6 +32,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
 
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     BackendUnavailableError,
     DataPlaneError,
@@ -40,10 +41,9 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_tools._read import lines_of
-from dataplane_tools._report import Looks, newest
+from dataplane_tools._report import Looks, Screen, newest
 from dataplane_tools._rows import Found, Rows
 from dataplane_tools._sample import Decode, Sample, group_of_id
-from dataplane_tools._screen import Screen
 from dataplane_tools._store import PAUSE_S, attach, pause_s
 from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._where import Where, parse_where
@@ -149,6 +149,7 @@ class Watcher(Thread):
         self._partition_id = partition_id
         self._decode = decode
         self._looks: Looks | None = None
+        self._report: dict[str, Any] = {}
         self._rows: Rows | None = None
         self._found = Found({}, 0, 0)
         self._refused = ""
@@ -170,8 +171,6 @@ class Watcher(Thread):
             self._close()
             raise
         self._looks = Looks(client, self._partition_id)
-        for _ in range(3):  # the first screen at once
-            self._looks.ask()
 
     def ask_for(self, wish: Wish) -> None:
         """Sets what is wished."""
@@ -190,15 +189,15 @@ class Watcher(Thread):
         before, due, seen = Wish(), 0.0, Seen()
         while not self._ends.is_set():
             start = time.monotonic()
-            wish, is_due = self.wish, start >= due
+            wish, is_due = self.wish, start >= due or self._looks is None
             try:
                 if self._looks is None:
                     self.open()
                 assert self._looks is not None
                 if is_due:
-                    self._looks.ask()
+                    self._report = self._looks.look()
                 with suppress(UnknownPartitionError):  # cleared meanwhile
-                    seen = self._look(self._looks, wish, None if is_due else before)
+                    seen = self._look(self._looks.client, wish, None if is_due else before)
             except DataPlaneError as error:
                 self._close()
                 seen = Seen(wish, error=f"waiting for the store: {error}")
@@ -216,20 +215,20 @@ class Watcher(Thread):
             self._open.close()
         self._looks = self._rows = None
 
-    def _look(self, looks: Looks, wish: Wish, before: Wish | None) -> Seen:
+    def _look(self, client: DataPlaneClient, wish: Wish, before: Wish | None) -> Seen:
         """``before``: the wish of the last look. None: look at all again."""
-        shown = newest(looks.partitions)
-        seen = Seen(wish, Screen(looks.report, shown))
+        partitions = self._report["partitions"]
+        shown = newest(partitions)
+        seen = Seen(wish, Screen(self._report, shown))
         if not wish.samples:
             return seen
-        seen.partition_ids = list(looks.partitions) or looks.client.list_partitions()
+        seen.partition_ids = [partition["partition_id"] for partition in partitions]
         held = self._rows.partition_id if self._rows else None
         name = wish.partition_id if wish.partition_id in seen.partition_ids else held
         if name not in seen.partition_ids:
-            names = [report["partition_id"] for report in shown] or [*seen.partition_ids]
-            name = names[0] if names else None
+            name = shown[0]["partition_id"] if shown else None
         if self._rows is None or self._rows.partition_id != name:
-            self._rows, self._found, before = None if name is None else Rows(looks.client, name), Found({}, 0, 0), None
+            self._rows, self._found, before = None if name is None else Rows(client, name), Found({}, 0, 0), None
         if self._rows is None:
             return seen
         rows, seen.partition_id = self._rows, name

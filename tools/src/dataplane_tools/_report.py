@@ -1,4 +1,4 @@
-"""What `dataplane top` asks of a store, and its answers as JSON values. It changes nothing."""
+"""What `dataplane top` asks of a store, its answers as JSON values, and how they are drawn. It changes nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Final
 
 from msgspec import structs
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
@@ -22,31 +24,32 @@ from dataplane_core.errors import (
     MissingDataError,
     UnknownPartitionError,
     UnsupportedOperationError,
-    Verdict,
+    printable,
 )
-from dataplane_core.spec import Capability, ClientInfo, FieldSpec, PartitionDescription, PartitionInfo
-from dataplane_tools._store import capacity_of
+from dataplane_core.spec import Capability, ClientInfo, PartitionDescription, PartitionInfo
+from dataplane_tools._store import capacity_of, size_text
 
 _STACKS_TIMEOUT_S: Final = 20.0
 #: Partitions that are shown live.
 _MOST_PARTITIONS: Final = 4
+_BAR: Final = 24
+#: How many characters wide the screen must be to have room for all columns.
+_WIDE: Final = 100
+_MOST_CLIENTS: Final = 10
+#: The columns of stages and of clients that are shown where the screen has no room for all.
+_NARROW_STAGES: Final = (0, 1, 3, 4, 5)
+_NARROW_CLIENTS: Final = (2, 5)
 
 
 class Looks:
-    """Asks a store one question after the other, and keeps the last answers.
+    """Asks a store what it holds, again and again. From the second time on, its answers have rates.
 
     Args:
         client: A client of the store.
-        partition_id: The partition to ask for. None: all, in turns.
-        details: Also how many samples have each field; and, of a partition that is named, which sample each task has
-            not consumed longest.
+        partition_id: The partition to ask for. None: all.
+        details: Also why tasks of all partitions wait, and how many samples have each field; and, of a partition that
+            is named, which sample each task has not consumed longest. Else why tasks wait of those that are shown live.
         clock: Gives the time in seconds.
-
-    Attributes:
-        partitions: Partition -> its report, see `partition_report`.
-        clients: The clients that announced themselves, also those that are gone. None: not known yet, or the backend
-            does not list them.
-        units: The storage units. None: not known yet, or the backend has none.
     """
 
     def __init__(
@@ -58,104 +61,95 @@ class Looks:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
-        self.partitions: dict[str, dict[str, Any]] = {}
-        self.clients: list[dict[str, Any]] | None = None
-        self.units: list[dict[str, Any]] | None = None
         self._partition_id, self._details, self._clock = partition_id, details, clock
-        self._questions: list[Callable[[], None]] = []
         self._before: dict[str, tuple[float, PartitionDescription]] = {}
-        self._verdicts: dict[tuple[str, str], Verdict] = {}
 
-    @property
-    def report(self) -> dict[str, Any]:
-        """All answers, as JSON values."""
+    def look(self) -> dict[str, Any]:
+        """Asks. Returns the answers as JSON values.
+
+        Raises:
+            DataPlaneError: The store does not answer, or it has not the partition that is named.
+        """
+        client, now = self.client, self._clock()
+        descriptions: dict[str, PartitionDescription] = {}
+        for name in client.list_partitions() if self._partition_id is None else [self._partition_id]:
+            try:
+                descriptions[name] = client.describe(name, count_rows=self._details)
+            except UnknownPartitionError:  # cleared meanwhile
+                if self._partition_id is not None:
+                    raise
+        partitions = [self._report(name, description, now) for name, description in descriptions.items()]
+        self._before = {name: (now, description) for name, description in descriptions.items()}
+        for partition in partitions if self._details else newest(partitions):
+            self._judge(partition)
+        clients = client.list_clients(ended=True) if Capability.CLIENTS in client.capabilities else None
+        units = client.list_units() if Capability.UNITS in client.capabilities else None
         return {
-            "backend": self.client.backend_name,
-            "held_bytes": sum(partition["held_bytes"] for partition in self.partitions.values()),
-            "capacity_bytes": capacity_of(self.client),
-            "partitions": list(self.partitions.values()),
-            "clients": self.clients,
-            "units": self.units,
+            "backend": client.backend_name,
+            "held_bytes": sum(partition["held_bytes"] for partition in partitions),
+            "capacity_bytes": capacity_of(client),
+            "partitions": partitions,
+            "clients": clients and [_client(one) for one in clients if one.state != "closed"],
+            "units": units and [structs.asdict(unit) for unit in units],
         }
 
-    def ask(self) -> None:
-        """Asks one question.
-
-        Raises:
-            DataPlaneError: The store does not answer.
-        """
-        if not self._questions:
-            self._begin_round()
-        self._questions.pop(0)()
-
-    def ask_all(self) -> None:
-        """Asks all questions once.
-
-        Raises:
-            DataPlaneError: As `ask`. Or there is no such partition.
-        """
-        self._questions.clear()
-        self.ask()
-        while self._questions:
-            self.ask()
-
-    def _begin_round(self) -> None:
-        if self._partition_id is None:
-            self._questions.append(self._list)
-        else:
-            self._questions += self._questions_of(self._partition_id)
-        if Capability.CLIENTS in self.client.capabilities:
-            self._questions.append(self._ask_for_clients)
-        if Capability.UNITS in self.client.capabilities:
-            self._questions.append(self._ask_for_units)
-
-    def _list(self) -> None:
-        names = self.client.list_partitions()
-        self.partitions = {name: self.partitions[name] for name in names if name in self.partitions}
-        self._before = {name: seen for name, seen in self._before.items() if name in names}
-        self._verdicts = {task: verdict for task, verdict in self._verdicts.items() if task[0] in names}
-        self._questions[:0] = [question for name in names for question in self._questions_of(name)]
-
-    def _questions_of(self, name: str) -> list[Callable[[], None]]:
-        """What is asked of a partition. Why its tasks wait only if it is shown live, since that may cost more."""
-        is_shown = self._details or name not in self.partitions or self.partitions[name] in newest(self.partitions)
-        return [*([partial(self._ask_why, name)] if is_shown else []), partial(self._describe, name)]
-
-    def _describe(self, name: str) -> None:
-        try:
-            found = self.client.describe(name, count_rows=self._details)
-            waiting = _waiting(self.client, found.info, name) if self._details and self._partition_id else {}
-        except UnknownPartitionError:
-            if self._partition_id is not None:
-                raise
-            self.partitions.pop(name, None)  # cleared meanwhile
-            return
-        now = self._clock()
+    def _report(self, name: str, description: PartitionDescription, now: float) -> dict[str, Any]:
+        """What is known of a partition, as JSON values."""
         at, before = self._before.get(name, (now, None))
-        self.partitions[name] = partition_report(name, found, before, max(now - at, 1e-3), waiting, self._verdicts)
-        self._before[name] = now, found
+        waiting = _waiting(self.client, description.info, name) if self._details and self._partition_id else {}
+        same = before if before is not None and before.info.epoch == description.info.epoch else None
+        written = description.num_samples + description.num_cleared
 
-    def _ask_why(self, name: str) -> None:
-        """How the tasks of a partition fare, if the backend can say it. The next report of the partition says so."""
+        def per_second(count: int, then: int) -> float:
+            return round((count - then) / max(now - at, 1e-3), 1)
+
+        tasks: dict[str, dict[str, Any]] = {}
+        for task, counts in description.tasks.items():
+            tasks[task] = {
+                "left": description.num_samples - counts.num_consumed,
+                "ready": counts.num_ready,
+                "leased": counts.num_leased,
+                "consumed": counts.num_consumed,
+                "oldest_lease": None if counts.oldest_lease is None else _lease(counts.oldest_lease),
+                "oldest_not_consumed": waiting.get(task),
+                "why": None,
+            }
+            # what a task consumed is not known of samples that were cleared meanwhile
+            if same is not None and task in same.tasks and same.num_cleared == description.num_cleared:
+                tasks[task]["consumed_per_s"] = per_second(counts.num_consumed, same.tasks[task].num_consumed)
+        return {
+            "partition_id": name,
+            "num_samples": description.info.num_samples,
+            "grpo_group_size": description.info.grpo_group_size,
+            "written": written,
+            "written_per_s": None if same is None else per_second(written, same.num_samples + same.num_cleared),
+            "held": description.num_samples,
+            "cleared": description.num_cleared,
+            "held_bytes": description.held_bytes,
+            "oldest_s": description.oldest_s,
+            "tasks": tasks,
+            "fields": {
+                field: _shape(description, field)
+                for field in dict.fromkeys((*description.info.fields, *description.specs))
+            },
+        }
+
+    def _judge(self, partition: dict[str, Any]) -> None:
+        """Adds how the tasks of a partition fare, and what is ready by what they claim, if the backend can say it."""
         if {Capability.LISTING, Capability.CLAIMS} <= self.client.capabilities:
             with suppress(UnknownPartitionError):  # cleared meanwhile
-                self._verdicts |= {(name, verdict.task_name): verdict for verdict in self.client.why(name)}
-
-    def _ask_for_clients(self) -> None:
-        clients = self.client.list_clients(ended=True)
-        self.clients = [client_report(client) for client in clients if client.state != "closed"]
-
-    def _ask_for_units(self) -> None:
-        self.units = [structs.asdict(unit) for unit in self.client.list_units()]
+                for verdict in self.client.why(partition["partition_id"]):
+                    if (task := partition["tasks"].get(verdict.task_name)) is not None:
+                        task.update(ready=verdict.num_ready, why=asdict(verdict))
 
 
-def newest(partitions: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def newest(partitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The reports of the few partitions that were written last."""
 
     def age_s(partition: dict[str, Any]) -> float:
         return float("inf") if partition["oldest_s"] is None else float(partition["oldest_s"])
 
-    return sorted(partitions.values(), key=age_s)[:_MOST_PARTITIONS]
+    return sorted(partitions, key=age_s)[:_MOST_PARTITIONS]
 
 
 def stacks_of(clients: Sequence[ClientInfo]) -> dict[str, str]:
@@ -204,71 +198,8 @@ def _stacks_of(pid: int) -> str:
     return (found.stdout if found.returncode == 0 else found.stderr).strip()
 
 
-# --- as values --------------------------------------------------------------------------------------------------------
-
-
-def partition_report(
-    name: str,
-    found: PartitionDescription,
-    before: PartitionDescription | None,
-    passed_s: float,
-    waiting: Mapping[str, Mapping[str, Any]],
-    verdicts: Mapping[tuple[str, str], Verdict],
-) -> dict[str, Any]:
-    """What is known of a partition, as JSON values.
-
-    Args:
-        name: The partition.
-        found: What it holds now.
-        before: What it held ``passed_s`` seconds ago, for rates. None: there are none.
-        passed_s: Seconds.
-        waiting: Task -> the oldest sample that it has not consumed, and what the sample lacks.
-        verdicts: Partition and task -> how it fares, as far as that is known. ``ready`` then counts the samples with
-            the fields that the task claims; else those with all registered fields.
-    """
-    same = before if before is not None and before.info.epoch == found.info.epoch else None
-    written = found.num_samples + found.num_cleared
-
-    def per_second(now: int, then: int) -> float:
-        return round((now - then) / passed_s, 1)
-
-    tasks: dict[str, dict[str, Any]] = {}
-    for task, counts in found.tasks.items():
-        verdict = verdicts.get((name, task))
-        tasks[task] = {
-            "left": found.num_samples - counts.num_consumed,
-            "ready": counts.num_ready if verdict is None else verdict.num_ready,
-            "leased": counts.num_leased,
-            "consumed": counts.num_consumed,
-            "oldest_lease": None if counts.oldest_lease is None else _lease(counts.oldest_lease),
-            "oldest_not_consumed": waiting.get(task),
-            "why": None if verdict is None else asdict(verdict),
-        }
-        # what a task consumed is not known of samples that were cleared meanwhile
-        if same is not None and task in same.tasks and same.num_cleared == found.num_cleared:
-            tasks[task]["consumed_per_s"] = per_second(counts.num_consumed, same.tasks[task].num_consumed)
-    return {
-        "partition_id": name,
-        "num_samples": found.info.num_samples,
-        "grpo_group_size": found.info.grpo_group_size,
-        "written": written,
-        "written_per_s": None if same is None else per_second(written, same.num_samples + same.num_cleared),
-        "held": found.num_samples,
-        "cleared": found.num_cleared,
-        "held_bytes": found.held_bytes,
-        "oldest_s": found.oldest_s,
-        "tasks": tasks,
-        "fields": {
-            field: None
-            if field not in found.specs
-            else {**_shape(found.specs[field]), "rows": found.num_rows.get(field)}
-            for field in dict.fromkeys((*found.info.fields, *found.specs))
-        },
-    }
-
-
-def client_report(client: ClientInfo) -> dict[str, Any]:
-    """What a client announced, as JSON values. Its times are as of then: it may be stopped or dead since."""
+def _client(client: ClientInfo) -> dict[str, Any]:
+    """What a client announced. Its times are as of then: it may be stopped or dead since."""
     return {
         "host": client.host,
         "pid": client.pid,
@@ -298,5 +229,217 @@ def _lease(lease: LeaseHolder) -> dict[str, Any]:
     }
 
 
-def _shape(spec: FieldSpec) -> dict[str, Any]:
-    return {"kind": spec.kind, "dtype": spec.dtype, "cells": spec.describe()}
+def _shape(description: PartitionDescription, field: str) -> dict[str, Any] | None:
+    spec = description.specs.get(field)
+    if spec is None:
+        return None
+    rows = description.num_rows.get(field)
+    return {"kind": spec.kind, "dtype": spec.dtype, "cells": spec.describe(), "rows": rows}
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+class Screen:
+    """A report, drawn. Where there is little room: without bars, rates, leases, hosts and processes.
+
+    Args:
+        report: As `Looks.look` gives it, perhaps with stacks.
+        partitions: Those of its partitions that are shown. None: all, with all clients.
+        fields: Whether to show the fields of partitions.
+    """
+
+    def __init__(
+        self, report: Mapping[str, Any], partitions: Sequence[Mapping[str, Any]] | None = None, *, fields: bool = False
+    ) -> None:
+        self._report, self._fields = report, fields
+        self._partitions = report["partitions"] if partitions is None else partitions
+        self._most_clients = None if partitions is None else _MOST_CLIENTS
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws it."""
+        report, narrow = self._report, options.max_width < _WIDE
+        yield _head(report, narrow)
+        for partition in self._partitions:
+            yield Group("", _stages(partition, narrow), *(Text(printable(line)) for line in _lines_of(partition)))
+            yield from (Text(printable(line), "red") for line in _starved_lines(partition))
+            if self._fields:
+                yield _fields(partition)
+        if others := len(report["partitions"]) - len(self._partitions):
+            yield Text(f"\nand {others} partitions that were written earlier", "dim")
+        if report["clients"]:
+            yield Group("", _clients(report["clients"], narrow, self._most_clients))
+        if report["units"]:
+            yield Group("", _units(report["units"]))
+            for unit in report["units"]:
+                if lost := unit["num_lost"]:
+                    text = f"{lost} rows were lost with {unit['name']}: clear and produce these samples again."
+                    yield Text(printable(text), "red")
+        for pid, stacks in report.get("stacks", {}).items():
+            yield Group("", f"stacks of process {pid}:")
+            yield from (Text(printable(f"  {line}")) for line in stacks.splitlines())
+
+
+def _head(report: Mapping[str, Any], narrow: bool) -> Text:
+    held, capacity, count = report["held_bytes"], report["capacity_bytes"], len(report["partitions"])
+    plural = "partition" if count == 1 else "partitions"
+    head = Text.assemble((printable(report["backend"]), "bold"), f"  {count} {plural}  {size_text(held)}")
+    if capacity:
+        head.append(f" of {size_text(capacity)}")
+        if not narrow:
+            head.append_text(Text.assemble("  ", _bar(held / capacity)))
+    return head
+
+
+def _stages(report: Mapping[str, Any], narrow: bool) -> Table:
+    """A partition as a line per stage, from the one that is ahead to the one that is behind."""
+    expected = report["num_samples"] or report["written"]
+
+    def bar(done: int) -> Text:
+        return _bar(done / expected if expected else 0.0)
+
+    rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
+    written = _of(report["written"], report["num_samples"])
+    rows: list[Sequence[str | Text]] = [("written", written, rate, "", "", "", bar(report["written"]), "")]
+    lagging = _lag_of(report)
+    for task, counts in sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"]):
+        done = counts["consumed"] + report["cleared"]  # a sample is cleared after its last stage
+        is_late = task == lagging or _is_starved(counts)
+        rate = f"{counts['consumed_per_s']:.1f}" if "consumed_per_s" in counts else ""
+        rows.append(
+            (
+                Text(printable(f"→ {task}"), "bold red" if is_late else ""),
+                *(_of(done, report["num_samples"]), rate, *(str(counts[name]) for name in ("left", "ready", "leased"))),
+                Text.assemble(bar(done), (" lags", "bold red") if task == lagging else ""),
+                _lease_text(counts["oldest_lease"]),
+            )
+        )
+    name = Text(printable(report["partition_id"]), "bold")
+    head = (name, "done", "per s", "left", "ready", "leased", "", "oldest lease")
+    return _table(head, rows, right=range(1, 6), places=_NARROW_STAGES if narrow else None)
+
+
+def _lag_of(report: Mapping[str, Any]) -> str | None:
+    """The task for which most samples of a partition are ready, if it is one alone: others wait for it.
+
+    One that waits for a field does not lag, however many samples it has not consumed.
+    """
+    ready = {task: counts["ready"] for task, counts in report["tasks"].items()}
+    most = max(ready.values(), default=0)
+    lagging = [task for task, count in ready.items() if count == most]
+    return lagging[0] if most > 0 and len(lagging) == 1 < len(ready) else None
+
+
+def _lines_of(report: Mapping[str, Any]) -> list[str]:
+    """What is said of a partition below its stages."""
+    age = "" if report["oldest_s"] is None else f", the oldest {report['oldest_s']:.0f} s old"
+    lines = [f"{report['held']} held ({size_text(report['held_bytes'])}{age}), {report['cleared']} cleared"]
+    for task, counts in report["tasks"].items():
+        if oldest := counts["oldest_not_consumed"]:
+            but = f" but {', '.join(oldest['lacks'])}" if oldest["lacks"] else ""
+            which = f"The oldest sample that {task} has not consumed is {oldest['sample_id']}"
+            lines.append(f"{which}; it has all registered fields{but}.")
+    return lines
+
+
+def _is_starved(counts: Mapping[str, Any]) -> bool:
+    return counts["why"] is not None and counts["why"]["state"] == "starved"
+
+
+def _starved_lines(report: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for task, counts in report["tasks"].items():
+        if _is_starved(counts):
+            waited_s = counts["why"]["waited_s"]
+            waited = f" for {waited_s:.0f} s" if waited_s else ""
+            lines.append(f"{task} is starved{waited}: {counts['why']['text']}")
+    return lines
+
+
+def _lease_text(lease: Mapping[str, Any] | None) -> str:
+    if lease is None:
+        return ""
+    held = "" if lease["held_s"] is None else f" for {lease['held_s']:.0f} s"
+    return f"{lease['sample_id']}{held}, {lease['left_s']:.0f} s left: {lease['holder']}"
+
+
+def _fields(report: Mapping[str, Any]) -> Table:
+    rows = [
+        [name, str(field["rows"] or 0) if field else "0", field["cells"] if field else "not written"]
+        for name, field in report["fields"].items()
+    ]
+    return _table(["field", "samples", "cells"], rows, right=(1,))
+
+
+def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | None) -> RenderableType:
+    """Those first whose phase or operation has been under way longest."""
+
+    def waits_s(client: Mapping[str, Any]) -> float:
+        first = (*client["phases"][:1], *client["calls"][:1])
+        running_s = max((float(work["running_s"]) for work in first), default=0.0)
+        return float("inf") if client["state"] != "open" else running_s  # those that ended come first
+
+    rows = [
+        [
+            *(client["host"], str(client["pid"]), client["role"]),
+            *(f"{client['open_s']:.0f}", f"{client['heard_s']:.0f}", _call_text(client)),
+        ]
+        for client in sorted(clients, key=waits_s, reverse=True)
+    ]
+    head = ["host", "process", "role", "open s", "heard s ago", "in flight"]
+    table = _table(head, rows[:most], right=(1, 3, 4), places=_NARROW_CLIENTS if narrow else None)
+    rest = len(rows) - len(rows[:most])
+    return Group(table, Text(f"and {rest} clients", "dim")) if rest else table
+
+
+def _call_text(client: Mapping[str, Any]) -> str:
+    """The phase that a client has been in longest, the operation that it has had under way longest, and how many
+    others. Of one that ended, how.
+    """
+    parts = [f"{phase['name']} for {phase['running_s']:.0f} s" for phase in client["phases"][:1]]
+    if client["state"] != "open":
+        parts = [f"{client['state']}, heard of {client['heard_s']:.0f} s ago", *(f"in {phase}" for phase in parts)]
+    elif client["calls"]:
+        first = client["calls"][0]
+        where = f" {first['partition_id']}" if first["partition_id"] else ""
+        others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
+        parts.append(f"{first['operation']}{where} for {first['running_s']:.0f} s{others}")
+    return ", ".join(parts) or "-"
+
+
+def _units(units: Sequence[Mapping[str, Any]]) -> Table:
+    head = ["unit", "state", "address", "node", "path", "rows", "held", "rows lost", "starts"]
+    rows = [
+        [
+            *(unit["name"], str(unit["state"]), unit["address"], unit["node"][:8], unit["path"], str(unit["num_rows"])),
+            *(size_text(unit["size_bytes"]), str(unit["num_lost"]), str(unit["num_starts"])),
+        ]
+        for unit in units
+    ]
+    return _table(head, rows, right=range(5, 9))
+
+
+def _table(
+    head: Sequence[str | Text],
+    rows: Sequence[Sequence[str | Text]],
+    right: Sequence[int] = (),
+    places: Sequence[int] | None = None,
+) -> Table:
+    """A table of the columns at some places. None: of all."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if places is None else 1, 0, 0), header_style="dim")
+    places = range(len(head)) if places is None else places
+    for place in places:
+        table.add_column(head[place], justify="right" if place in right else "left", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        cells = (row[place] for place in places)
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
+    return table
+
+
+def _of(count: int, expected: int | None) -> str:
+    return str(count) if expected is None else f"{count}/{expected}"
+
+
+def _bar(part: float) -> Text:
+    full = round(min(max(part, 0.0), 1.0) * _BAR)
+    return Text.assemble(("━" * full, "green"), ("─" * (_BAR - full), "dim"))

@@ -1,4 +1,6 @@
-"""`dataplane top`: what a running store holds, how far each task is, and who waits. It changes nothing."""
+"""`dataplane top`: what a running store holds, how far each task is, and who waits. `dataplane why`: why tasks get no
+samples. They change nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,31 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from io import StringIO
-from typing import Any
+from typing import Final
 
 from rich.console import Console
 
 from dataplane_core.client import DataPlaneClient
-from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
-from dataplane_tools._report import Looks, stacks_of
-from dataplane_tools._screen import Screen
-from dataplane_tools._store import attach
-from dataplane_tools._why import watched
+from dataplane_core.errors import (
+    DataPlaneError,
+    InvalidRequestError,
+    UnsupportedOperationError,
+    Verdict,
+    printable,
+)
+from dataplane_tools._report import Looks, Screen, stacks_of
+from dataplane_tools._store import attach, pause_s
 
-_MOST_INTERVAL_S = 86400.0
+#: Exit statuses: a task is starved, and that was not found out.
+STARVED: Final = 1
+UNKNOWN: Final = 2
+_ORDER: Final = ("starved", "waits", "moves", "idle", "done")
+_MOST_INTERVAL_S: Final = 86400.0
 #: Lines of a pipe are not broken.
-_PIPE_WIDTH = 10_000
+_PIPE_WIDTH: Final = 10_000
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -47,7 +59,7 @@ def run(chosen: argparse.Namespace) -> int:
             f"top refused: --interval {chosen.interval:g}. Expected a number of seconds from 0 to {_MOST_INTERVAL_S:g}."
         )
     if chosen.watch:
-        return watched(chosen, None, lambda client, _: print(_text_of(client, chosen), flush=True))
+        return _watched(chosen, None, lambda client, _: print(_text_of(client, chosen), flush=True))
     with attach(chosen.config) as client:
         print(_text_of(client, chosen))
     return 0
@@ -55,11 +67,10 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _text_of(client: DataPlaneClient, chosen: argparse.Namespace) -> str:
     looks = Looks(client, chosen.partition, details=True)
-    looks.ask_all()
+    report = looks.look()
     if chosen.interval:
         time.sleep(chosen.interval)
-        looks.ask_all()
-    report: dict[str, Any] = looks.report
+        report = looks.look()
     if chosen.stacks:
         report["stacks"] = stacks_of(client.list_clients())
     if chosen.json:
@@ -72,3 +83,54 @@ def drawn(screen: Screen) -> str:
     text = StringIO()
     Console(width=_PIPE_WIDTH, file=text).print(screen)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def why(chosen: argparse.Namespace) -> int:
+    """Prints how the tasks of the store of a config fare. Returns as `_watched`."""
+
+    def tell(_: DataPlaneClient, verdicts: Sequence[Verdict]) -> None:
+        print(json.dumps([asdict(verdict) for verdict in verdicts]) if chosen.json else _said(verdicts), flush=True)
+
+    return _watched(chosen, chosen.task, tell)
+
+
+def _said(verdicts: Sequence[Verdict]) -> str:
+    lines = []
+    for verdict in verdicts:
+        waited = f" for {verdict.waited_s:.0f} s" if verdict.waited_s else ""
+        left = f"{verdict.backlog} left, {verdict.num_ready} ready"
+        lines.append(printable(f"{verdict.partition_id} / {verdict.task_name}: {verdict.state}{waited} ({left})"))
+        lines += [printable(f"  {verdict.text}")] if verdict.text else []
+    return "\n".join(lines) or "No task is registered."
+
+
+def _watched(
+    chosen: argparse.Namespace, task_name: str | None, tell: Callable[[DataPlaneClient, Sequence[Verdict]], None]
+) -> int:
+    """Tells the verdicts of tasks, the starved ones first: once; or each time that one changed, until a task is starved
+    or all are done.
+
+    Returns:
+        0, `STARVED` or `UNKNOWN`.
+    """
+    before: Sequence[tuple[str, ...]] | None = None
+    try:
+        with attach(chosen.config) as client:
+            while True:
+                start = time.monotonic()
+                verdicts = client.why(chosen.partition, task_name)
+                verdicts.sort(key=lambda verdict: _ORDER.index(verdict.state))
+                now = [(v.partition_id, v.task_name, v.state, v.cause, v.culprit) for v in verdicts]
+                if now != before:
+                    tell(client, verdicts)
+                    before = now
+                if any(verdict.state == "starved" for verdict in verdicts):
+                    return STARVED
+                if not chosen.watch or (verdicts and all(verdict.state == "done" for verdict in verdicts)):
+                    return 0
+                time.sleep(pause_s(time.monotonic() - start))
+    except DataPlaneError as error:
+        print(f"dataplane: {error}", file=sys.stderr)
+        return UNKNOWN
+    except KeyboardInterrupt:
+        return 0

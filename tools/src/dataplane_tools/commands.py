@@ -1,7 +1,7 @@
 """The commands of this package: the one place that spells their arguments.
 
-Each adds its arguments to its parser. What a command needs is imported when it runs: its module's ``run`` gets what the
-parser found.
+Each adds its arguments to its parser. What a command needs is imported when it runs: a function of its module gets what
+the parser found.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _CONFIG = "the config file that its processes use"
 _OR_FOLDER = _CONFIG + ", or the folder of a save or of a recording"
 
 
-def _runs(module: str) -> Command:
+def _runs(module: str, function: str = "run") -> Command:
     def run(chosen: argparse.Namespace) -> int:
-        status: int = import_module(f"dataplane_tools.{module}").run(chosen)
+        status: int = getattr(import_module(f"dataplane_tools.{module}"), function)(chosen)
         return status
 
     return run
@@ -77,7 +77,7 @@ def why(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument("--partition", metavar="NAME", help="look at this partition only")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
     _watch(parser)
-    return _runs("_why")
+    return _runs("_top", "why")
 
 
 def read(parser: argparse.ArgumentParser) -> Command:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from dataplane_core import connect
 from dataplane_core.cli import main
 from dataplane_testkit._timing import STARTS_S, eventually
-from dataplane_tools import _report, _top, _why
+from dataplane_tools import _report, _top
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_report.Looks, "ask", interrupted)
+    monkeypatch.setattr(_report.Looks, "look", interrupted)
     assert main(["top", config]) == 128 + signal.SIGINT
     assert capsys.readouterr() == ("", "")
 
@@ -176,7 +176,7 @@ def test_watch_prints_what_changed_until_all_are_done(store, config, capsys, mon
         else:
             store.claim_meta("step-1", "train", ["x"], 1)
 
-    monkeypatch.setattr(_why, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=proceeds))
+    monkeypatch.setattr(_top, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=proceeds))
     assert main(["top", config, "--watch", "--json"]) == 0
     looks = [json.loads(line)["partitions"][0] for line in capsys.readouterr().out.splitlines()]
     assert [(look["written"], look["tasks"]["train"]["consumed"]) for look in looks] == [(0, 0), (1, 1)]

@@ -6,24 +6,16 @@ Operators and researchers run the commands. `export_partition` and `follow_parti
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dataplane_tools._export import export_partition, follow_partition
-    from dataplane_tools._portions import Exported
+    from dataplane_tools._export import Exported, export_partition, follow_partition
 
 __all__ = ["Exported", "export_partition", "follow_partition"]
-
-#: Name -> the module that has it.
-_MODULES: Final = {
-    "Exported": "_portions",
-    "export_partition": "_export",
-    "follow_partition": "_export",
-}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use (PEP 562): commands that do not need pyarrow and torch start without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}._export"), name)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 from dataplane_core.client import DataPlaneClient
+from dataplane_core.config import size_bytes
 from dataplane_core.errors import (
     ClaimTimeoutError,
     DataPlaneError,
@@ -30,16 +33,51 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, TaskDescription
-from dataplane_tools._portions import Exported, Portions, Tags
-from dataplane_tools._rows import opened
-from dataplane_tools._shards import OWN_TASK, What
+from dataplane_core.spec import Capability, FieldSpec, PartitionDescription, TaskDescription
+from dataplane_tools import _shards as arrow
+from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
+from dataplane_tools._rows import Portion, Rows, opened, read_portion
+from dataplane_tools._shards import MANIFEST, OWN_TASK, Manifest, Shards, What, pa
 from dataplane_tools._store import attach, size_text
+from dataplane_tools._tokenizer import Tokenizer
+from dataplane_tools._where import parse_where
 
+#: Rows that are read first, and at most; size of a portion that is aimed at.
+_FIRST_ROWS, _MOST_ROWS, _PORTION_BYTES = 64, 4096, 16 << 20
+#: Of a field of objects, rows that are looked at to learn whether they are bytes.
+_LOOKED_AT: Final = 16
 #: Seconds of a claim that waits, after which a follower looks whether it should stop.
 _WAIT_S: Final = 0.5
 #: Seconds that a shard may take to be written, beyond the time in which it is filled.
 _LEASE_MARGIN_S: Final = 120.0
+#: What the metadata of a column of a shard says, as JSON: its kind, its name, and how its items are stored.
+_ABOUT: Final = b"dataplane"
+
+#: Id -> tags.
+Tags = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        num_rows: Rows that the folder holds.
+        num_shards: Its shards.
+        size_bytes: Their size.
+        lacking: Field -> samples that were left out since they lack it. Empty for one that follows.
+        num_gone: Samples that were cleared, or lost by the store, while they were read.
+        num_left: Of one that follows: samples of the partition that it was not given until it ended.
+        no_chat: What rows lack that were left out since they are no chats -> how many they are.
+    """
+
+    num_rows: int
+    num_shards: int
+    size_bytes: int
+    lacking: Mapping[str, int]
+    num_gone: int
+    num_left: int = 0
+    no_chat: Mapping[str, int] = field(default_factory=dict)
 
 
 def export_partition(
@@ -84,9 +122,9 @@ def export_partition(
         >>> export_partition(client, "step-1", folder, where="reward > 0.5").num_rows  # doctest: +SKIP
         2
     """
-    what = What(fields=fields, where=where, messages=messages, partial=partial, task=None)
-    with Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
-        rows = portions.found if where is not None else portions.rows.find().tags
+    what = What(fields=None if fields is None else list(fields), where=where, messages=messages, partial=partial)
+    with _Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
+        rows = portions.found
         ids, lacking = _finished(client, partition_id, rows, [] if partial else portions.required)
         portions.know_tags(rows[sample_id] for sample_id in ids)
         start = 0
@@ -107,9 +145,9 @@ def _finished(
     has = set(client.list_sample_ids(partition_id, fields=required))
     lacking: Counter[str] = Counter()
     with suppress(MissingDataError):  # some were cleared meanwhile
-        for names in client.list_fields([each for each in rows if each not in has], partition_id):
+        for names in client.list_fields([sample_id for sample_id in rows if sample_id not in has], partition_id):
             lacking.update(name for name in required if name not in names)
-    return [each for each in rows if each in has], lacking
+    return [sample_id for sample_id in rows if sample_id in has], lacking
 
 
 def follow_partition(
@@ -162,36 +200,65 @@ def follow_partition(
             f"export refused: the task '{task}'. Expected one whose name begins with '{OWN_TASK}': no trainer has it, "
             "and `why` never says that it is starved."
         )
-    what = What(fields=fields, where=where, messages=messages, partial=False, task=task or OWN_TASK)
-    with Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
+    if task is not None and not Path(folder, MANIFEST).exists():
+        _check_is_new(client, partition_id, task, folder)
+    what = What(fields=None if fields is None else list(fields), where=where, messages=messages, task=task or OWN_TASK)
+    with _Portions(client, partition_id, folder, what, tokenizer, shard_bytes) as portions:
         follower = _Follower(portions, every_s)
         follower.run(idle_s, stop or threading.Event())
         return portions.end(num_left=follower.num_left)
 
 
+def _check_is_new(client: DataPlaneClient, partition_id: str, task: str, folder: str | os.PathLike[str]) -> None:
+    """Refuses the task of something else, as far as it was announced: its samples would not be in a new folder."""
+    description = client.describe(partition_id).tasks.get(task)
+    if description is not None and (why := _why_not_new(client, partition_id, task, description)):
+        raise InvalidRequestError(
+            f"the task '{task}' of '{partition_id}' {why}, so '{folder}' would not get all samples.",
+            hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
+        )
+
+
+def _why_not_new(client: DataPlaneClient, partition_id: str, task: str, description: TaskDescription) -> str:
+    if description.num_leased or description.num_consumed:
+        return "was given samples already"
+    if Capability.CLIENTS not in client.capabilities:
+        return ""
+    own, claim = (socket.gethostname(), os.getpid()), ("claim_meta", partition_id, task)
+    others = [
+        f"process {other.pid} on {other.host}"
+        for other in client.list_clients(ended=True)
+        if other.state in ("open", "stopped") and (other.host, other.pid) != own
+        if claim in [(work.operation, work.partition_id, work.task_name) for work in other.work]
+    ]
+    return f"is that of {preview(others)}" if others else ""
+
+
 class _Follower:
     """Claims finished rows, writes them, and acks them once their shard is complete."""
 
-    def __init__(self, portions: Portions, every_s: float) -> None:
+    def __init__(self, portions: _Portions, every_s: float) -> None:
         self._portions, self._every_s = portions, every_s
         self._lease_s = 2 * every_s + _LEASE_MARGIN_S
         self._client, self._partition_id = portions.client, portions.partition_id
-        self._task: str = portions.shards.manifest["what"]["task"]
-        found = self._client.describe(self._partition_id)
-        where = portions.where
+        self._task = str(portions.shards.manifest.what.task)
+        description = self._client.describe(self._partition_id)
         # a row that lacks a field of the condition may meet it later
-        also = [name for name in (where.names if where else ()) if name in (*found.info.fields, *found.specs)]
+        names = portions.where.names if portions.where else ()
+        also = [name for name in names if name in (*description.info.fields, *description.specs)]
         self._required = list(dict.fromkeys([*portions.required, *also]))
-        self._group_size = found.info.grpo_group_size
+        self._group_size = description.info.grpo_group_size
         self._pending: list[tuple[float, KVBatchMeta]] = []  # looked at, and not acked; when their leases end
         self._written: set[str] = set()  # those of them that are in the open shard
-        self._late: set[str] = set()  # in a complete shard, but their lease ran out: they are given again
         self._first = 0.0  # when the first of the pending ones was given
         self.num_left = 0
 
     def run(self, idle_s: float | None, stop: threading.Event) -> None:
         """Follows until the partition is finished or cleared, or it is to stop."""
-        self._register()
+        client, partition_id, task = self._client, self._partition_id, self._task
+        if task not in client.describe(partition_id).tasks:
+            client.register_partition(partition_id, [], None, [task], self._group_size, if_exists="keep")
+        self._take_stock()
         shards, last = self._portions.shards, time.monotonic()
         try:
             while not stop.is_set():
@@ -203,7 +270,7 @@ class _Follower:
                 else:
                     if meta is not None:  # all are written, and given
                         self._flush()
-                        if self._client.is_finished(self._partition_id, [self._task]):
+                        if client.is_finished(partition_id, [task]):
                             break
                         stop.wait(_WAIT_S)
                     if idle_s is not None and now - last >= idle_s:
@@ -211,8 +278,8 @@ class _Follower:
                 if self._pending and now - self._first >= self._every_s:
                     self._flush()
             self._flush()
-            ids = self._client.list_sample_ids(self._partition_id)
-            self.num_left = len(set(ids).difference(self._client.list_consumed(self._partition_id, self._task)))
+            ids = client.list_sample_ids(partition_id)
+            self.num_left = len(set(ids).difference(client.list_consumed(partition_id, task)))
         except (UnknownPartitionError, UnknownTaskError, StalePartitionError):  # cleared, or registered anew
             shards.complete()
         except SaveError:
@@ -221,42 +288,15 @@ class _Follower:
             shards.complete()
             raise
 
-    def _register(self) -> None:
-        """Adds the task. If it was killed before, it has consumed what is on the disk, and nothing
-        else is its own.
-
-        Raises:
-            InvalidRequestError: It is the task of something else.
+    def _take_stock(self) -> None:
+        """Sets what the task has consumed: what is on the disk, and nothing else. So after a kill, or if it was stopped
+        for so long that its leases ended, it has every row once.
         """
         client, partition_id, task, shards = self._client, self._partition_id, self._task, self._portions.shards
-        found = client.describe(partition_id)
-        if task in found.tasks and shards.is_new and (why := self._why_not(found.tasks[task])):
-            shards.take_back()
-            raise InvalidRequestError(
-                f"the task '{task}' of '{partition_id}' {why}, so '{shards.folder}' would not get all samples.",
-                hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
-            )
-        if task not in found.tasks:
-            client.register_partition(partition_id, [], None, [task], self._group_size, if_exists="keep")
         consumed = client.list_consumed(partition_id, task)
         # not the rows that were acked: since then, one may have been cleared, and put again as another row
         client.reset_consumption(partition_id, task, list(dict.fromkeys([*consumed, *shards.unacked_ids()])))
         shards.note_acked()
-
-    def _why_not(self, found: TaskDescription) -> str:
-        """What says that the task is that of something else, as far as it was announced. Empty: nothing."""
-        if found.num_leased or found.num_consumed:
-            return "was given samples already"
-        if Capability.CLIENTS not in self._client.capabilities:
-            return ""
-        own, task = (socket.gethostname(), os.getpid()), ("claim_meta", self._partition_id, self._task)
-        others = [
-            f"process {each.pid} on {each.host}"
-            for each in self._client.list_clients(ended=True)
-            if each.state in ("open", "stopped") and (each.host, each.pid) != own
-            if task in [(work.operation, work.partition_id, work.task_name) for work in each.work]
-        ]
-        return f"is that of {preview(others)}" if others else ""
 
     def _claimed(self) -> KVBatchMeta | None:
         """Samples that are finished. Empty: there will be none. None: there was none for a while."""
@@ -268,11 +308,11 @@ class _Follower:
         return None
 
     def _write(self, meta: KVBatchMeta, ends_at: float, now: float) -> None:
-        if not self._written.isdisjoint(meta.sample_ids):  # given again, or put again: an ack tells
-            self._flush()
+        # given again, or put again: an ack tells
+        if not self._written.isdisjoint(meta.sample_ids) and not self._flush():
+            return  # the claim ended with the others: what is not on the disk is given anew
         self._first = self._first if self._pending else now
-        tags = zip(meta.sample_ids, meta.tags or ({},) * meta.size, strict=True)
-        rows: Tags = {sample_id: row for sample_id, row in tags if sample_id not in self._late}
+        rows: Tags = dict(zip(meta.sample_ids, meta.tags or ({},) * meta.size, strict=True))
         if self._portions.where is not None:
             rows = self._portions.rows.matching(self._portions.where, rows)
         try:
@@ -285,27 +325,26 @@ class _Follower:
         if self._portions.shards.is_full or not (self._portions.shards.num_open_rows or self._portions.no_chat):
             self._flush()
 
-    def _flush(self) -> None:
-        """Brings what was written to the disk, and acks it."""
+    def _flush(self) -> bool:
+        """Brings what was written to the disk, and acks it. Returns whether what is claimed now still is."""
         if not self._pending:
-            return
+            return True
         self._portions.check_chats()
         self._portions.shards.complete()
+        is_late = False
         for ends_at, meta in self._pending:
-            lost = self._ack(meta)
-            again = {each for each in lost if each in self._written or each in self._late}
-            self._late.difference_update(meta.sample_ids)
-            if time.monotonic() >= ends_at:  # it was stopped for long; else they were cleared
-                self._late |= again
+            is_acked = self._ack(meta)
+            is_late |= not is_acked and time.monotonic() >= ends_at  # else samples were cleared
         self._pending.clear()
         self._written.clear()
-        if self._late:
-            self._late.intersection_update(self._client.list_sample_ids(self._partition_id))
-        if not self._late:
+        if is_late:
+            self._take_stock()
+        else:
             self._portions.shards.note_acked()
+        return not is_late
 
-    def _ack(self, meta: KVBatchMeta) -> set[str]:
-        """Acks what is still leased. Returns the ids of the others."""
+    def _ack(self, meta: KVBatchMeta) -> bool:
+        """Acks what is still leased. Returns whether that is all."""
         lost: set[str] = set()
         while left := [place for place, sample_id in enumerate(meta.sample_ids) if sample_id not in lost]:
             try:
@@ -313,7 +352,229 @@ class _Follower:
                 break
             except LeaseExpiredError as error:
                 lost.update(error.sample_ids or meta.sample_ids)
-        return lost
+        return not lost
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class _Portions:
+    """Writes rows of a partition as shards. Use it in a ``with`` statement.
+
+    Args:
+        client: Of the store.
+        partition_id: The partition.
+        folder: The folder.
+        what: Which rows and columns. With a task, it goes on with what the folder has.
+        tokenizer: As for `Tokenizer`; for messages.
+        shard_bytes: Size of a shard before compression.
+
+    Attributes:
+        required: The fields that a row is to have.
+        where: The condition of ``what``.
+        rows: The samples of the partition.
+        found: Those that meet the condition. With a task, they are not looked for.
+        shards: The folder.
+        num_gone: Samples that were gone when they were to be read.
+        num_rows: How many rows to write next.
+        no_chat: What rows lack that are no chats -> how many they are.
+
+    Raises:
+        InvalidRequestError: There is no such field, tag or size, or `Shards` refuses the folder.
+        DataPlaneError: As `Shards`, `Tokenizer`, `parse_where` and `DataPlaneClient.describe`.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        partition_id: str,
+        folder: str | os.PathLike[str],
+        what: What,
+        tokenizer: str | None,
+        shard_bytes: int | str,
+    ) -> None:
+        try:
+            size = int(size_bytes(shard_bytes))
+        except ValueError as error:
+            raise InvalidRequestError(f"export refused: the size of a shard is {shard_bytes!r}; {error}.") from error
+        if size < 1:
+            raise InvalidRequestError("export refused: a shard's size must be above 0.")
+        description = client.describe(partition_id)
+        names = dict.fromkeys((*description.info.fields, *description.specs))
+        if unknown := [name for name in what.fields or () if name not in names]:
+            has = preview(names, limit=20) or "none"
+            raise InvalidRequestError(f"partition '{partition_id}' has no field {preview(unknown)}. It has: {has}.")
+        self.client, self.partition_id, self._what = client, partition_id, what
+        self.required = list(description.info.fields if what.fields is None else what.fields)
+        if what.task is not None and not self.required:
+            raise InvalidRequestError(
+                f"partition '{partition_id}' is registered without fields, so nothing says when a row is finished.",
+                hint="Name the fields that it waits for.",
+            )
+        self.where = None if what.where is None else parse_where(what.where)
+        self._decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
+        self.rows = Rows(client, partition_id)
+        # of one that follows, later rows may have what a condition names
+        self.found: Tags = self.rows.find(where=self.where).tags if what.task is None else {}
+        manifest = Manifest(partition_id=partition_id, epoch=description.info.epoch, what=what)
+        self.shards = Shards(folder, manifest, size)
+        self.num_gone, self.num_rows = 0, _FIRST_ROWS
+        self.no_chat: Counter[str] = Counter()
+        #: The column of a field, and of a tag. Later shards keep it.
+        self._titles = {("", name): name for name in ("sample_id", "tags", *(["messages"] * what.messages))}
+        #: Of a field of objects: how its items are stored; whether its column is one of binary.
+        self._forms: dict[str, str | None] = {}
+        self._binary: dict[str, bool] = {}
+        #: Tag -> type of its column. None: the tags of the first rows say it.
+        self._tag_types: dict[str, Any] | None = None if self.shards.schema is None else {}
+        for column in self.shards.schema or ():
+            kind, name, form = json.loads((column.metadata or {}).get(_ABOUT, b'["", "", null]'))
+            if kind == "tag" and self._tag_types is not None:
+                self._tag_types[name] = column.type
+            if kind == "field":
+                self._forms[name], self._binary[name] = form, pa.types.is_large_binary(column.type)
+            self._titles.setdefault((kind, name), column.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shards.close()
+
+    def end(self, lacking: Mapping[str, int] | None = None, num_left: int = 0) -> Exported:
+        """Completes the export. Raises as `check_chats`."""
+        self.check_chats()
+        self.shards.end()
+        num_rows, size_bytes = self.shards.totals()
+        return Exported(
+            num_rows=num_rows,
+            num_shards=len(self.shards.numbers),
+            size_bytes=size_bytes,
+            lacking=lacking or {},
+            num_gone=self.num_gone,
+            num_left=num_left,
+            no_chat=self.no_chat,
+        )
+
+    def check_chats(self) -> None:
+        """Refuses rows of which none is a chat.
+
+        Raises:
+            InvalidRequestError: No row that was read so far is a chat.
+        """
+        if self.no_chat and not (self.shards.num_open_rows or self.shards.numbers):
+            count, what = self.no_chat.total(), next(iter(self.no_chat))
+            raise InvalidRequestError(
+                f"export refused: none of {count} rows is a chat. The first one has {what}.",
+                hint="docs/recording.md says what a chat is taken from.",
+            )
+
+    def know_tags(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Sets which tags have columns, if no shard has said it: those whose values have a common type."""
+        if self._tag_types is None:
+            values: dict[str, list[Any]] = {}
+            for row in rows:
+                for name, value in row.items():
+                    values.setdefault(name, []).append(value)
+            types = {name: arrow.type_of_values(some) for name, some in values.items()}
+            self._tag_types = {name: kind for name, kind in types.items() if kind is not None}
+
+    def write(self, tags: Tags) -> list[str]:
+        """Writes rows. Returns the ids of those that are still there.
+
+        Raises:
+            StalePartitionError: The partition was registered anew.
+            InvalidTypeError: As `arrow_of_items`.
+            SaveError: They cannot be written.
+        """
+        specs = self._specs(self._described())
+        portion = read_portion(self.client, self.partition_id, list(tags), list(specs))
+        self._described()  # the registration may have changed meanwhile
+        self.num_gone += len(tags) - len(portion.ids)
+        if not portion.ids:
+            return []
+        table = self._table(portion, [tags[sample_id] for sample_id in portion.ids], specs)
+        num_rows = _PORTION_BYTES * len(table) // max(1, table.nbytes)
+        self.num_rows = max(1, min(_MOST_ROWS, 4 * self.num_rows, num_rows))
+        if self._what.messages and table["messages"].null_count:
+            table = table.filter(table["messages"].is_valid())
+        if len(table):
+            self.shards.write(table)
+        return list(portion.ids)
+
+    def _described(self) -> PartitionDescription:
+        description = self.client.describe(self.partition_id)
+        if description.info.epoch != self.shards.manifest.epoch:
+            raise StalePartitionError(f"partition '{self.partition_id}' was registered anew while it was exported.")
+        return description
+
+    def _specs(self, description: PartitionDescription) -> dict[str, FieldSpec]:
+        """The fields that are to be read."""
+        names = self._what.fields or dict.fromkeys((*description.info.fields, *description.specs))
+        specs = {name: description.specs[name] for name in names if name in description.specs}
+        if self._what.messages:
+            return {name: spec for name, spec in specs.items() if is_for_messages(name, spec)}
+        return specs
+
+    def _table(self, portion: Portion, tags: Sequence[Mapping[str, Any]], specs: Mapping[str, FieldSpec]) -> Any:
+        """The rows as Arrow has them."""
+        columns: list[Any] = []
+        heads: list[Any] = []
+
+        def add(kind: str, name: str, column: Any, form: str | None = None) -> None:
+            about = {_ABOUT: json.dumps([kind, name, form])}
+            columns.append(column)
+            heads.append(pa.field(self._title(kind, name), column.type, metadata=about))
+
+        add("", "sample_id", pa.array(portion.ids, pa.large_string()))
+        add("", "tags", arrow.arrow_of_items("tags", tags, arrow.JSON, binary=False))
+        if self._what.messages:
+            column, reasons = messages_of(portion.ids, tags, portion.cells(), self._decode)
+            add("", "messages", column)
+            self.no_chat.update(reasons)
+            specs = {name: spec for name, spec in specs.items() if is_beside_messages(name, spec)}
+        for name, spec in specs.items():
+            column = self._column(name, spec, portion)
+            add("field", name, column, self._forms.get(name))
+        self.know_tags(tags)
+        for name, kind in (self._tag_types or {}).items():
+            add("tag", name, arrow.arrow_of_values([row.get(name) for row in tags], kind))
+        return pa.table(columns, schema=pa.schema(heads))
+
+    def _title(self, kind: str, name: str) -> str:
+        """The column of a field or a tag. A name that is taken gets ``_`` at its end."""
+        title = self._titles.get((kind, name), name)
+        while (kind, name) not in self._titles and title in self._titles.values():
+            title += "_"
+        return self._titles.setdefault((kind, name), title)
+
+    def _column(self, name: str, spec: FieldSpec, portion: Portion) -> Any:
+        """The Arrow column of a field."""
+        if spec.kind == "object":
+            return self._column_of_items(name, portion.items(name))
+        if spec.lists == "empty":  # they may become lists of any numbers
+            return pa.array(portion.items(name), arrow.type_of_tensors(FieldSpec("tensor", "int64", 1)))
+        pieces = portion.pieces[name]
+        if not pieces:
+            return pa.nulls(len(portion.ids), arrow.type_of_tensors(spec))
+        arrays = [arrow.arrow_of_tensors(piece, spec) for _, piece in pieces]
+        column = pa.chunked_array([chunk for array in arrays for chunk in array.chunks])
+        places = [place for some, _ in pieces for place in some]
+        if places == list(range(len(portion.ids))):
+            return column
+        there = {place: row for row, place in enumerate(places)}
+        return column.take(pa.array([there.get(row) for row in range(len(portion.ids))], pa.int64()))
+
+    def _column_of_items(self, name: str, items: Sequence[Any]) -> Any:
+        if name not in self._binary:
+            some = items
+            if all(item is None for item in items):  # others may say whether they are bytes
+                ids = self.client.list_sample_ids(self.partition_id, fields=[name])[:_LOOKED_AT]
+                with suppress(MissingDataError):
+                    some = self.client.get_samples(ids, self.partition_id, [name])[name].tolist() if ids else ()
+            self._binary[name] = arrow.form_of_items(some, None) == arrow.BYTES
+        self._forms[name] = arrow.form_of_items(items, self._forms.get(name))
+        return arrow.arrow_of_items(name, items, self._forms[name], self._binary[name])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -338,14 +599,14 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.partial:
         raise InvalidRequestError("export refused: it follows finished rows, so partial rows cannot come along.")
     stop = threading.Event()
-    former = {each: signal.signal(each, lambda *_: stop.set()) for each in (signal.SIGINT, signal.SIGTERM)}
+    former = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     following = {"task": chosen.task, "every_s": chosen.every, "idle_s": chosen.idle, "stop": stop}
     try:
         with attach(path, announced=True) as client:
             done = follow_partition(client, partition_id, folder, **following, **options)
     finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)
+        for number, handler in former.items():
+            signal.signal(number, handler)
     return _told(chosen, done)
 
 

@@ -13,9 +13,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from dataplane_core.spec import FieldSpec
-from dataplane_tools._columns import json_text, pa
-from dataplane_tools._rows import rows_of
 from dataplane_tools._sample import TEXT_FIELDS, TURNS, Decode, Part, is_chat, json_value, sample_of
+from dataplane_tools._shards import json_text, pa
 
 #: What the parts of a sample are in a chat, where nothing says their roles. What follows the prompt and was not
 #: generated came from the environment.
@@ -40,7 +39,7 @@ def is_beside_messages(name: str, spec: FieldSpec) -> bool:
 def messages_of(
     ids: Sequence[str],
     tags: Sequence[Mapping[str, Any]],
-    cells: Mapping[str, tuple[Sequence[int], Any]],
+    cells: Sequence[Mapping[str, Any]],
     decode: Decode | None,
 ) -> tuple[Any, Counter[str]]:
     """The Arrow column of the chats of rows.
@@ -51,19 +50,15 @@ def messages_of(
     Args:
         ids: N ids.
         tags: N dicts.
-        cells: Field -> the places of the rows that have it, and their column.
+        cells: N dicts: field -> cell.
         decode: The text of a list of token ids. None: there is no tokenizer.
 
     Returns:
         The column, null where a row is no chat; and why those are none -> how many.
     """
-    rows: list[dict[str, Any]] = [{} for _ in ids]
-    for name, (places, column) in cells.items():
-        for place, cell in zip(places, rows_of(column), strict=True):
-            rows[place][name] = cell
     chats: list[list[str] | None] = []
     reasons: Counter[str] = Counter()
-    for row in zip(ids, tags, rows, strict=True):
+    for row in zip(ids, tags, cells, strict=True):
         try:
             chats.append(_chat(*row, decode))
         except _NoChatError as error:

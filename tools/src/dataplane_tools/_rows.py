@@ -8,11 +8,11 @@ a condition or an order, and the other cells of the samples that are shown only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
@@ -23,8 +23,6 @@ from dataplane_tools._recorded import opened_recording
 from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of
 from dataplane_tools._store import attach
 from dataplane_tools._where import Where
-
-T = TypeVar("T")
 
 #: Samples of one read: the cells that are shown, and the values of a condition.
 _SHOWN_ROWS: Final = 64
@@ -181,7 +179,9 @@ class Rows:
         samples = []
         ids = list(found.tags)
         for start in range(0, len(ids), _SHOWN_ROWS):
-            for sample_id, (cells, has) in self._cells(ids[start : start + _SHOWN_ROWS], names).items():
+            some = ids[start : start + _SHOWN_ROWS]
+            portion = read_portion(self._client, self.partition_id, some, names, share_rows=True)
+            for sample_id, has, cells in zip(portion.ids, portion.has, portion.cells(), strict=True):
                 lacks = [name for name in (self._expected if fields is None else names) if name not in has]
                 sample = sample_of(sample_id, found.tags[sample_id], cells, lacks=lacks, decode=decode)
                 if fields is None:
@@ -204,7 +204,8 @@ class Rows:
         values: dict[str, dict[str, Any]] = {}
         start, count = 0, 1  # one first, to see that it is one value
         while start < len(ids):
-            for sample_id, (cells, _) in self._cells(ids[start : start + count], fields).items():
+            portion = read_portion(self._client, self.partition_id, ids[start : start + count], fields)
+            for sample_id, cells in zip(portion.ids, portion.cells(), strict=True):
                 for name, cell in cells.items():
                     if not is_value(cell):
                         raise InvalidRequestError(
@@ -215,42 +216,68 @@ class Rows:
             start, count = start + count, _VALUE_ROWS
         return values
 
-    def _cells(self, ids: list[str], fields: Sequence[str]) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
-        """For each sample that is there, its cells of these fields, and the names of all fields that it has."""
 
-        def read(ids: list[str]) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
-            has = dict(zip(ids, self._client.list_fields(ids, self.partition_id), strict=True))
-            alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-            for sample_id, written in has.items():
-                alike[tuple(name for name in fields if name in written)].append(sample_id)
-            cells: dict[str, dict[str, Any]] = {}
-            for names, some in alike.items():
-                columns = self._client.get_samples(some, self.partition_id, names, share_rows=True) if names else {}
-                rows = zip(*(rows_of(columns.get(name)) for name in names), strict=True) if names else [()] * len(some)
-                cells |= {each: dict(zip(names, row, strict=True)) for each, row in zip(some, rows, strict=True)}
-            return {each: (cells[each], has[each]) for each in ids}
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Some samples that were read.
 
-        return read_there(self._client, self.partition_id, ids, read) or {}
+    Attributes:
+        ids: Those that are there.
+        has: For each of them, the names of all fields that it has.
+        pieces: Field -> the samples that have it, in one or several pieces: their places in ``ids``, and their column.
+    """
+
+    ids: Sequence[str]
+    has: Sequence[Sequence[str]]
+    pieces: Mapping[str, Sequence[tuple[Sequence[int], Any]]]
+
+    def items(self, field: str) -> list[Any]:
+        """A cell for each sample. None: it lacks the field, or its item is None."""
+        items: list[Any] = [None] * len(self.ids)
+        for places, column in self.pieces[field]:
+            for place, cell in zip(places, _cells_of(column), strict=True):
+                items[place] = cell
+        return items
+
+    def cells(self) -> list[dict[str, Any]]:
+        """For each sample the cells that it has."""
+        columns = {name: self.items(name) for name in self.pieces}
+        return [
+            {name: items[place] for name, items in columns.items() if name in has} for place, has in enumerate(self.has)
+        ]
 
 
-def read_there(client: DataPlaneClient, partition_id: str, ids: list[str], read: Callable[[list[str]], T]) -> T | None:
-    """Reads samples, without those that are cleared or lost meanwhile. None: none is there.
+def read_portion(
+    client: DataPlaneClient, partition_id: str, ids: Sequence[str], fields: Sequence[str], *, share_rows: bool = False
+) -> Portion:
+    """Reads what samples have of some fields. Those that are cleared or lost meanwhile are left out.
 
     Raises:
-        DataPlaneError: As ``read``, if all of the samples are there.
+        DataPlaneError: As `DataPlaneClient.get_samples`, if all of the samples are there.
     """
     while ids:
         try:
-            return read(ids)
+            has = client.list_fields(ids, partition_id)
+            alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+            for place, written in enumerate(has):
+                alike[tuple(name for name in fields if name in written)].append(place)
+            pieces: dict[str, list[tuple[Sequence[int], Any]]] = {name: [] for name in fields}
+            for names, places in alike.items():
+                if names:
+                    some = [ids[place] for place in places]
+                    columns = client.get_samples(some, partition_id, names, share_rows=share_rows)
+                    for name in names:
+                        pieces[name].append((places, columns[name]))
+            return Portion(ids, has, pieces)
         except MissingDataError as error:
             if isinstance(error, LostSamplesError):
-                left = [each for each in ids if each not in error.missing_samples]
+                left = [sample_id for sample_id in ids if sample_id not in error.missing_samples]
             else:  # samples were cleared
                 left = client.list_samples(partition_id, sample_ids=ids).sample_ids
             if left == ids:
                 raise
             ids = left
-    return None
+    return Portion([], [], {})
 
 
 def _is_shown(spec: FieldSpec) -> bool:
@@ -258,8 +285,7 @@ def _is_shown(spec: FieldSpec) -> bool:
     return spec.kind == "object" or spec.rank <= 1 or (spec.dtype == "uint8" and spec.rank == 3)
 
 
-def rows_of(column: Any) -> Sequence[Any]:
-    """The cells of a column."""
+def _cells_of(column: Any) -> Sequence[Any]:
     rows: Sequence[Any] = column.unbind() if hasattr(column, "is_nested") else column.tolist()
     return rows
 

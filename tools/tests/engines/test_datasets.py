@@ -10,7 +10,7 @@ from tensordict import NonTensorStack
 
 from dataplane_core.batch import stack_or_nest
 from dataplane_core.codec.rows import object_column
-from dataplane_tools import _portions as portions_module, export_partition, follow_partition
+from dataplane_tools import _export as export_module, export_partition, follow_partition
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def load(tmp_path, monkeypatch):
 
 
 def test_datasets_loads_a_folder(client, tmp_path, monkeypatch, load):
-    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 4)
+    monkeypatch.setattr(export_module, "_FIRST_ROWS", 4)
     client.register_partition("p", ["tokens"], None, [])
     for number in range(4):
         ids = [f"{number}_{row}" for row in range(4)]
@@ -71,7 +71,7 @@ def test_a_folder_whose_columns_came_later_loads(client, tmp_path, load):
 
 
 def test_chats_with_tool_calls_load(client, tmp_path, monkeypatch, load):
-    monkeypatch.setattr(portions_module, "_FIRST_ROWS", 1)
+    monkeypatch.setattr(export_module, "_FIRST_ROWS", 1)
     call = {"type": "function", "function": {"name": "now", "arguments": {"zone": {"utc": True}}}}
     user, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
     logs = [[user, answer], [user, {"role": "assistant", "content": "", "tool_calls": [call]}]]

@@ -21,9 +21,9 @@ EXPORT = f"""
 import sys
 from dataplane_core.cli import main
 from dataplane_core.client import announcing
-from dataplane_tools import _portions
+from dataplane_tools import _export
 announcing._TIMEOUT_S = {STARTS_S}
-_portions._FIRST_ROWS, _portions._MOST_ROWS = 3, 4
+_export._FIRST_ROWS, _export._MOST_ROWS = 3, 4
 sys.exit(main(["export", *sys.argv[1:]]))
 """
 

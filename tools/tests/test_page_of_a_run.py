@@ -92,8 +92,8 @@ def test_the_page_has_every_stage_with_its_rows_and_bytes(events, capsys):
     ],
 )
 def test_samples_are_held_until_they_are_dropped(tmp_path, monkeypatch, drop, gone):
-    spans = []
-    monkeypatch.setattr(_picture, "_draw_stays", lambda axes, stays, *more: spans.extend(stays.spans))
+    spans = {}
+    monkeypatch.setattr(_picture._Picture, "_draw_stays", lambda self, axes: spans.update(self._stays))
     held = [name for name in map(str, range(99)) if is_followed(name)][:2]
     assert not is_followed("0")
     if drop.get("ids"):
@@ -104,7 +104,7 @@ def test_samples_are_held_until_they_are_dropped(tmp_path, monkeypatch, drop, go
         {**PUT, "op": "get_samples", "at": 200.0, "rows": 1, "seconds": 0.0},
     ]
     drawn(recorded(tmp_path / "events", *lines))
-    ends = [until for stage, since, until in spans if (stage, since) == ("put x", 0.0)]
+    ends = [until for since, until in spans["put x"] if since == 0.0]
     assert sorted(ends) == [50.0] * gone + [100.0] * (2 - gone)
 
 

@@ -9,12 +9,12 @@ import html
 import math
 import statistics
 import warnings
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from dataplane_core.errors import DataPlaneError, UnsupportedOperationError, printable
 from dataplane_observe import Recording, is_followed
@@ -69,15 +69,10 @@ class _Move(NamedTuple):
     drops: str  # the partition of which it dropped all samples
 
 
-@dataclass
-class _Run:
-    moves: list[_Move] = field(default_factory=list)
-    steps: list[tuple[float, int, float | None]] = field(default_factory=list)  # end, number, staleness
-
-    @property
-    def end(self) -> float:
-        """When the last operation or step ended."""
-        return max(*(move.end for move in self.moves), *(at for at, _, _ in self.steps), 1e-3)
+class _Step(NamedTuple):
+    end: float
+    number: int
+    staleness: float | None
 
 
 def page(folder: str, lines: Iterable[str]) -> str:
@@ -90,24 +85,25 @@ def page(folder: str, lines: Iterable[str]) -> str:
     Raises:
         DataPlaneError: It cannot be read, or has no operation.
     """
-    run = _read(Recording(folder))
-    shown = [move for move in run.moves if move.rows or move.error]  # a registration only drops samples
+    moves, steps = _read(Recording(folder))
+    shown = [move for move in moves if move.rows or move.error]  # a registration only drops samples
     if not shown:
         raise DataPlaneError(f"audit --html refused: the recording in '{folder}' has no operation.")
     with rc_context(_STYLE), warnings.catch_warnings(action="ignore"):  # of glyphs that its own font lacks
-        svg = _svg(run, shown)
+        svg = _Picture(moves, shown, steps).svg()
     title = html.escape(printable(f"Run {folder}"))
     text = html.escape("\n".join(map(printable, lines)))
     return _PAGE.format(title=title, svg=svg, table=_totals(shown), text=text)
 
 
-def _read(recording: Recording) -> _Run:
-    run = _Run()
+def _read(recording: Recording) -> tuple[list[_Move], list[_Step]]:
+    """The operations and the steps, in the order of their ends."""
+    moves, steps = [], []
     records = [record for record in recording.records() if record.op not in ("end", "lost")]
     zero = min((record.at - record.seconds for record in records), default=0.0)
     for record in records:
         if record.op == "step":
-            run.steps.append((record.at - zero, record.step or 0, record.values.get("staleness")))
+            steps.append(_Step(record.at - zero, record.step or 0, record.values.get("staleness")))
             continue
         kind = record.op.removesuffix("_samples")
         names = record.fields if kind in ("put", "get") else []
@@ -124,164 +120,147 @@ def _read(recording: Recording) -> _Run:
             samples=[(record.partition, name) for name in record.ids if is_followed(name)],
             drops=record.partition if record.drops_all else "",
         )
-        run.moves.append(move)
-    run.moves.sort(key=lambda move: move.end)
-    run.steps.sort()
-    return run
+        moves.append(move)
+    return sorted(moves, key=lambda move: move.end), sorted(steps)
 
 
-# --- where the followed samples were ----------------------------------------------------------------------------------
+class _Picture:
+    """A picture of a run, one panel below the other.
 
+    Args:
+        moves: All operations.
+        shown: Those that a reader counts.
+        steps: The steps.
+    """
 
-@dataclass
-class _Stays:
-    """From an operation on a followed sample to the next."""
+    def __init__(self, moves: Sequence[_Move], shown: Sequence[_Move], steps: Sequence[_Step]) -> None:
+        self._shown, self._steps = shown, steps
+        self._end = max(*(move.end for move in moves), *(step.end for step in steps), 1e-3)
+        self._flow = [move for move in shown if move.kind in _FLOW and not move.error]
+        self._num_rows = Counter[str]()
+        for move in self._flow:
+            self._num_rows[move.stage] += move.rows
+        most = [stage for stage, _ in self._num_rows.most_common(_MOST_STAGES)]
+        stages = [stage for stage in self._num_rows if stage in most]  # in the order in which a sample goes through
+        self._colors = {stage: f"C{number}" for number, stage in enumerate(stages)}
+        #: Of the followed samples, stage -> since when and until when one was in it.
+        self._stays: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        #: Two stages -> the seconds between them, of each sample.
+        self._waits: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self._follow(move for move in moves if not move.error and (move.kind in _FLOW or move.drops))
 
-    spans: list[tuple[str, float, float]] = field(default_factory=list)  # last stage, from, until
-    between: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    def _follow(self, moves: Iterable[_Move]) -> None:
+        last: dict[tuple[str, str], tuple[str, float]] = {}  # sample -> its last stage, and since when
+        for move in moves:
+            samples = [sample for sample in last if sample[0] == move.drops] if move.drops else move.samples
+            for sample in samples:
+                if (before := last.pop(sample, None)) is not None:
+                    self._stays[before[0]].append((before[1], move.end))
+                    if move.kind in _FLOW:
+                        self._waits[before[0], move.stage].append(max(move.end - move.seconds - before[1], 0.0))
+                if move.kind != "clear" and not move.drops:
+                    last[sample] = (move.stage, move.end)
+        for stage, since in last.values():
+            self._stays[stage].append((since, self._end))
 
+    def svg(self) -> str:
+        """The picture."""
+        panels: list[tuple[float, Callable[[Axes], None]]] = [(2.6, self._draw_rows)]
+        if len(self._flow) > _FEW and (not self._steps or len(self._steps) >= 2 * _CLOSE_STEPS):
+            panels.append((2.6, self._draw_close))
+        if self._stays:
+            panels.append((2.0, self._draw_stays))
+        if self._waits:
+            panels.append((0.4 + 0.2 * min(len(self._waits), _MOST_BARS), self._draw_waits))
+        if any(step.staleness is not None for step in self._steps):
+            panels.append((1.2, self._draw_staleness))
+        panels.append((1.6, self._draw_bytes))
+        heights = [height for height, _ in panels]
+        figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.8 * len(panels)), layout="constrained")
+        places: Any = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+        for axes, (_, draw) in zip(places[:, 0], panels, strict=True):
+            axes.set_xlabel("seconds")
+            draw(axes)
+            axes.grid(alpha=0.3)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(**_BESIDE)
+        text = StringIO()
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        return text.getvalue()[text.getvalue().index("<svg") :]
 
-def _stays(moves: Iterable[_Move], end: float) -> _Stays:
-    stays = _Stays()
-    last: dict[tuple[str, str], tuple[str, float]] = {}  # sample -> its last stage, and since when
-    for move in moves:
-        samples = [sample for sample in last if sample[0] == move.drops] if move.drops else move.samples
-        for sample in samples:
-            if (before := last.pop(sample, None)) is not None:
-                stays.spans.append((*before, move.end))
-                if move.kind in _FLOW:
-                    stays.between[before[0], move.stage].append(max(move.end - move.seconds - before[1], 0.0))
-            if move.kind != "clear" and not move.drops:
-                last[sample] = (move.stage, move.end)
-    stays.spans += [(*before, end) for before in last.values()]
-    return stays
+    def _draw_rows(self, axes: Axes, begin: float = 0.0) -> None:
+        axes.set_title("Rows through the stages so far. Between two curves are the rows that wait", loc="left")
+        for stage, color in self._colors.items():
+            total, points = 0, {-1: (0.0, 0)}
+            for move in self._flow:
+                if move.stage == stage and move.end >= begin:
+                    total += move.rows
+                    points[round(move.end / self._end * _MOST_POINTS)] = move.end, total
+            label = f"{self._num_rows[stage]:,} {stage}"
+            axes.step(*zip(*points.values(), strict=True), where="post", color=color, label=label)
 
+    def _draw_close(self, axes: Axes) -> None:
+        begin = self._steps[-_CLOSE_STEPS - 1].end if self._steps else 0.97 * self._end
+        self._draw_rows(axes, begin)
+        axes.set_title("The end of the run closely", loc="left")
+        axes.set_xlim(begin, self._end)
+        for step in self._steps:
+            if step.end > begin:
+                axes.axvline(step.end, color="grey", linestyle=":")
+                place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
+                axes.annotate(f"step {step.number}", (step.end, 1), **place)
 
-def _averages(spans: Iterable[tuple[str, float, float]], edges: Sequence[float]) -> dict[str, list[float]]:
-    """Stage -> how many samples were in it, on average over each part of the time."""
-    averages: dict[str, list[float]] = defaultdict(lambda: [0.0] * (len(edges) - 1))
-    for stage, since, until in spans:
-        part = max(bisect_right(edges, since) - 1, 0)
-        while part < len(edges) - 1 and edges[part] < until:
-            inside = min(until, edges[part + 1]) - max(since, edges[part])
-            averages[stage][part] += inside / (edges[part + 1] - edges[part])
-            part += 1
-    return averages
+    def _draw_stays(self, axes: Axes) -> None:
+        axes.set_title("Where the samples were: how many of the followed ones, since which operation", loc="left")
+        edges = self._parts()
+        stages = [stage for stage in self._colors if stage in self._stays]
+        layers = []
+        for stage in stages:
+            since, until = np.array(self._stays[stage]).T
+            stayed = [np.clip(edge, since, until).sum() for edge in edges]  # of all, up to each edge
+            averages = np.diff(stayed) / np.diff(edges)
+            layers.append([*averages, averages[-1]])
+        names, colors = [f"since {stage}" for stage in stages], [self._colors[stage] for stage in stages]
+        axes.stackplot(edges, layers, labels=names, colors=colors, step="post")
 
+    def _parts(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The bounds of the parts of the time that averages are taken over: a step each, or several."""
+        if len(self._steps) < 3:
+            return np.linspace(0.0, self._end, _NUM_PARTS + 1)
+        every = math.ceil(len(self._steps) / _NUM_PARTS)
+        ends = [step.end for step in self._steps[every - 1 :: every] if step.end < self._end]
+        return np.unique([0.0, *ends, self._end])
 
-def _parts(run: _Run) -> list[float]:
-    """The bounds of the parts that averages are taken over: a step each, or several."""
-    if len(run.steps) < 3:
-        return [run.end * part / _NUM_PARTS for part in range(_NUM_PARTS + 1)]
-    every = math.ceil(len(run.steps) / _NUM_PARTS)
-    return sorted({0.0, *(at for at, _, _ in run.steps[every - 1 :: every] if at < run.end), run.end})
+    def _draw_waits(self, axes: Axes) -> None:
+        longest = sorted(self._waits, key=lambda pair: -sum(self._waits[pair]))[:_MOST_BARS]
+        pairs = [pair for pair in self._waits if pair in longest]
+        title = "Where they waited (blue) or were worked on (orange), until the next operation"
+        axes.set_title(f"{title}: median, and 90th percentile", loc="left")
+        for place, pair in enumerate(pairs):
+            median, p90 = statistics.median(self._waits[pair]), _p90(self._waits[pair])
+            axes.barh(place, median, color=("C0", "C1")[pair[0].split()[0] in _TAKES])
+            axes.plot([median, p90], [place, place], color="black", linewidth=1)
+            axes.annotate(f" {median:.3g} s, p90 {p90:.3g} s", (p90, place), va="center")
+        axes.set_yticks(range(len(pairs)), [f"{before} → {after}" for before, after in pairs])
+        axes.invert_yaxis()
 
+    def _draw_staleness(self, axes: Axes) -> None:
+        axes.set_title("Staleness: how many weight versions old the rows of each step were", loc="left")
+        stale = [(step.end, step.staleness) for step in self._steps if step.staleness is not None]
+        axes.plot(*zip(*stale, strict=True), "o", markersize=4)
+        axes.set_xlim(0, self._end)
+        axes.set_ylim(-0.5, max(staleness for _, staleness in stale) + 0.5)
 
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-
-def _svg(run: _Run, shown: Sequence[_Move]) -> str:
-    flow = [move for move in shown if move.kind in _FLOW and not move.error]
-    by_rows = Counter[str]()
-    for move in flow:
-        by_rows[move.stage] += move.rows
-    most = [stage for stage, _ in by_rows.most_common(_MOST_STAGES)]
-    stages = [stage for stage in by_rows if stage in most]  # in the order in which a sample goes through them
-    colors = {stage: f"C{number}" for number, stage in enumerate(stages)}
-    stays = _stays((move for move in run.moves if not move.error and (move.kind in _FLOW or move.drops)), run.end)
-    panels: list[tuple[float, Callable[[Axes], None]]] = []
-    panels.append((2.6, lambda axes: _draw_rows(axes, flow, by_rows, colors, run.end)))
-    if len(flow) > _FEW and (not run.steps or len(run.steps) >= 2 * _CLOSE_STEPS):
-        begin = run.steps[-_CLOSE_STEPS - 1][0] if run.steps else 0.97 * run.end
-        panels.append((2.6, lambda axes: _draw_close(axes, flow, by_rows, colors, run, begin)))
-    if stays.spans:
-        panels.append((2.0, lambda axes: _draw_stays(axes, stays, _parts(run), colors)))
-    if stays.between:
-        panels.append((0.4 + 0.2 * min(len(stays.between), _MOST_BARS), lambda axes: _draw_waits(axes, stays)))
-    stale = [(at, staleness) for at, _, staleness in run.steps if staleness is not None]
-    if stale:
-        panels.append((1.2, lambda axes: _draw_staleness(axes, stale, run.end)))
-    panels.append((1.6, lambda axes: _draw_bytes(axes, shown, run.end)))
-
-    heights = [height for height, _ in panels]
-    figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.8 * len(panels)), layout="constrained")
-    places: Any = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for axes, (_, draw) in zip(places[:, 0], panels, strict=True):
-        axes.set_xlabel("seconds")
-        draw(axes)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(**_BESIDE)
-    text = StringIO()
-    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def _draw_rows(axes: Axes, flow: Sequence[_Move], by_rows: Counter[str], colors: dict[str, str], end: float) -> None:
-    axes.set_title("Rows through the stages so far. Between two curves are the rows that wait", loc="left")
-    for stage, color in colors.items():
-        total, points = 0, {-1: (0.0, 0)}
-        for move in flow:
-            if move.stage == stage:
-                total += move.rows
-                points[round(move.end / end * _MOST_POINTS)] = move.end, total
-        axes.step(*zip(*points.values(), strict=True), where="post", color=color, label=f"{by_rows[stage]:,} {stage}")
-
-
-def _draw_close(
-    axes: Axes, flow: Sequence[_Move], by_rows: Counter[str], colors: dict[str, str], run: _Run, begin: float
-) -> None:
-    _draw_rows(axes, [move for move in flow if move.end >= begin], by_rows, colors, run.end)
-    axes.set_title("The end of the run closely", loc="left")
-    axes.set_xlim(begin, run.end)
-    for at, number, _ in run.steps:
-        if at > begin:
-            axes.axvline(at, color="grey", linestyle=":")
-            axes.annotate(f"step {number}", (at, 1), xycoords=("data", "axes fraction"), ha="right", va="top")
-
-
-def _draw_stays(axes: Axes, stays: _Stays, edges: Sequence[float], colors: dict[str, str]) -> None:
-    averages = _averages(stays.spans, edges)
-    stages = [stage for stage in colors if stage in averages]
-    axes.set_title("Where the samples were: how many of the followed ones, since which operation", loc="left")
-    layers = [[*averages[stage], averages[stage][-1]] for stage in stages]
-    names = [f"since {stage}" for stage in stages]
-    axes.stackplot(edges, layers, labels=names, colors=[colors[stage] for stage in stages], step="post")
-
-
-def _draw_waits(axes: Axes, stays: _Stays) -> None:
-    longest = sorted(stays.between, key=lambda pair: -sum(stays.between[pair]))[:_MOST_BARS]
-    pairs = [pair for pair in stays.between if pair in longest]
-    title = "Where they waited (blue) or were worked on (orange), until the next operation: median, and 90th percentile"
-    axes.set_title(title, loc="left")
-    for place, pair in enumerate(pairs):
-        median, p90 = statistics.median(stays.between[pair]), _p90(stays.between[pair])
-        axes.barh(place, median, color=("C0", "C1")[pair[0].split()[0] in _TAKES])
-        axes.plot([median, p90], [place, place], color="black", linewidth=1)
-        axes.annotate(f" {median:.3g} s, p90 {p90:.3g} s", (p90, place), va="center")
-    axes.set_yticks(range(len(pairs)), [f"{before} → {after}" for before, after in pairs])
-    axes.invert_yaxis()
-
-
-def _draw_staleness(axes: Axes, stale: Sequence[tuple[float, float]], end: float) -> None:
-    axes.set_title("Staleness: how many weight versions old the rows of each step were", loc="left")
-    axes.plot(*zip(*stale, strict=True), "o", markersize=4)
-    axes.set_xlim(0, end)
-    axes.set_ylim(-0.5, max(value for _, value in stale) + 0.5)
-
-
-def _draw_bytes(axes: Axes, shown: Sequence[_Move], end: float) -> None:
-    num_parts = min(max(round(end), 5), _NUM_PARTS)
-    axes.set_title(f"Bytes per second, over parts of {end / num_parts:.3g} s", loc="left")
-    edges = [end * part / num_parts for part in range(num_parts + 1)]
-    for kind in ("put", "get"):
-        sizes = [0.0] * num_parts
-        for move in shown:
-            if move.kind == kind and not move.error:
-                sizes[min(int(move.end / end * num_parts), num_parts - 1)] += move.size_bytes * num_parts / end
-        if any(sizes):
-            axes.stairs(sizes, edges, label=f"{kind}: {size_text(sum(sizes) * end / num_parts)} in all")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{size_text(value)}/s"))
+    def _draw_bytes(self, axes: Axes) -> None:
+        edges = np.linspace(0.0, self._end, min(max(round(self._end), 5), _NUM_PARTS) + 1)
+        axes.set_title(f"Bytes per second, over parts of {edges[1]:.3g} s", loc="left")
+        for kind in ("put", "get"):
+            moves = [move for move in self._shown if move.kind == kind and not move.error]
+            sizes = [move.size_bytes for move in moves]
+            if any(sizes):
+                in_parts, _ = np.histogram([move.end for move in moves], edges, weights=sizes)
+                axes.stairs(in_parts / edges[1], edges, label=f"{kind}: {size_text(sum(sizes))} in all")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{size_text(value)}/s"))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

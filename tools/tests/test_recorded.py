@@ -158,8 +158,7 @@ def test_a_client_that_records_less_is_said(folder, capsys):
     assert "Not recorded, so not shown: 2 of them, by clients that recorded payload 'digests'" in err
 
 
-def test_large_blocks_of_several_columns_are_read_once_while_their_rows_are_asked_for(folder, monkeypatch):
-    monkeypatch.setattr(_recorded, "_KEPT_BYTES", 1)
+def test_blocks_of_several_columns_are_read_once_while_their_rows_are_asked_for(folder, monkeypatch):
     ids = [f"s{row}" for row in range(8)]
     with run_of(folder) as client:
         client.register_partition("train", ["x", "y"], None, [])

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from dataplane_core import connect
 from dataplane_core.errors import InvalidRequestError
 from dataplane_tools._where import parse_where
 
@@ -54,45 +53,6 @@ def test_a_row_matches_or_not(text, expected):
 
 def test_names_are_those_compared_each_once_in_order():
     assert parse_where("b>1 and (a in ('c', 'd') or not b<3) and e").names == ("b", "a", "e")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("reward<0.5 and (weight_version>=7 and task in ('a', 'b'))",
-         {"reward": ("<", 0.5), "weight_version": (">=", 7), "task": ("in", ["a", "b"])}),
-        ("done == true", {"done": ("==", True)}),
-        ("a < 1 and a > 0", None),  # the store takes one condition for each name
-        ("a < 1 or b > 0", None),
-        ("not a < 1", None),
-        ("a not in (1, 2)", None),
-        ("a", None),
-        ("a == nan", None),
-        ("a in (1, nan)", None),
-        ("a < 99999999999999999999", None),  # no tag is so large
-    ],
-)  # fmt: skip
-def test_what_the_store_can_filter(text, expected):
-    assert parse_where(text).tag_filter == expected
-
-
-def test_the_store_filters_alike():
-    rows = [
-        {},
-        {"a": 1},
-        {"a": 2, "b": "x"},
-        {"a": "x", "b": "y"},
-        {"a": None, "b": None},
-        {"a": math.nan},
-        {"a": True},
-    ]
-    with connect({"backend": "noop"}) as client:
-        client.register_partition("p", [], None, [])
-        client.put_samples([f"s{number}" for number in range(len(rows))], "p", tags=rows)
-        for text in ("a < 2", "a != 1", "a == 1 and b == 'x'", "a >= 1 and b in ('x', 'y')", "b != none", "a == none"):
-            where = parse_where(text)
-            found = client.list_samples("p", where.tag_filter).sample_ids
-            assert found == [f"s{number}" for number, row in enumerate(rows) if where.matches(row)], text
 
 
 #: What is no condition -> what was found there, and what was expected.

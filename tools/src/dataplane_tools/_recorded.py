@@ -29,8 +29,6 @@ from dataplane_observe import Record, Recording
 
 #: The tag that says after which rows a step ended.
 _STEP: Final = "step"
-#: Blocks that were read last are kept up to this size, and the last one of each set of columns in any case.
-_KEPT_BYTES: Final = 64 << 20
 
 
 @contextmanager
@@ -209,7 +207,7 @@ class _Load:
 
 
 class _Blocks:
-    """The rows of puts, read from the recording. Those that were read last are kept.
+    """The rows of puts, read from the recording. Of each set of fields, those that were read last are kept.
 
     Attributes:
         recording: The recording.
@@ -219,7 +217,7 @@ class _Blocks:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.record: Record | None = None
-        self._kept: dict[tuple[str, int], tuple[int, dict[str, WireColumn | SharedRows]]] = {}
+        self._kept: dict[tuple[str, ...], tuple[Record, dict[str, WireColumn | SharedRows]]] = {}
 
     def read(self, record: Record) -> tuple[list[str], dict[str, Any]]:
         """The ids and columns of a put."""
@@ -228,19 +226,11 @@ class _Blocks:
 
     def encoded(self, record: Record, wire: WireFormat) -> dict[str, WireColumn | SharedRows]:
         """Its columns, encoded."""
-        key = record.segment, record.line
-        size, columns = self._kept.pop(key, (0, {}))
-        if not size and record.block is not None:
+        kept, columns = self._kept.get(tuple(record.fields), (None, {}))
+        if kept is not record:
             ids, rows = self.recording.rows(record)
-            size, columns = record.block[1], encode_columns(rows, len(ids), wire)[0]
-        self._kept[key] = size, columns
-        excess = sum(each for each, _ in self._kept.values()) - _KEPT_BYTES
-        if excess > 0:
-            newest = {frozenset(each): key for key, (_, each) in self._kept.items()}.values()
-            for old in [key for key in self._kept if key not in newest]:
-                excess -= self._kept.pop(old)[0]
-                if excess <= 0:
-                    break
+            columns = encode_columns(rows, len(ids), wire)[0]
+            self._kept[tuple(record.fields)] = record, columns
         return columns
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
 from dataplane_core.errors import InvalidRequestError, LostSamplesError, MissingDataError, preview
-from dataplane_core.spec import Capability, FieldSpec, TagFilter
+from dataplane_core.spec import FieldSpec
 from dataplane_observe import is_recording
 from dataplane_tools._recorded import opened_recording
 from dataplane_tools._sample import Decode, Sample, group_of_id, is_value, sample_of, value_of
@@ -125,40 +125,34 @@ class Rows:
         self._specs, self._expected = found.specs, found.info.fields
         names = [*(where.names if where is not None else ()), *([sort] if sort else [])]
         known = {*self._specs, *self._expected}
-        tag_filter = None
-        if where is not None and known.isdisjoint(where.names) and Capability.TAG_FILTERS in self._client.capabilities:
-            tag_filter = where.tag_filter
-        rows = self._list(tag_filter)
-        num_samples = found.num_samples if tag_filter else len(rows)
-        tags = {name for each in rows.values() for name in each}
-        if tag_filter and not tags.issuperset(names):  # those that it left out may have them
-            tags = {name for each in self._list().values() for name in each}
+        listed = self._client.list_samples(self.partition_id)
+        rows: dict[str, Mapping[str, Any]] = dict(zip(listed.sample_ids, listed.tags or (), strict=True))
+        num_samples = len(rows)
+        tags = {name for row in rows.values() for name in row}
         for name in names:
-            if name not in known and name not in tags and num_samples:
+            if name not in known and name not in tags and rows:
                 raise self._lacks(f"tag or field '{name}'", {*known, *tags})
         if group is not None:
             members = {sample_id: tags for sample_id, tags in rows.items() if group_of_id(sample_id) == group}
             if rows and not members:
                 raise self._lacks(f"group '{group}'", filter(None, map(group_of_id, rows)))
             rows = members
-        values = self._values(rows, [name for name in dict.fromkeys(names) if name in self._specs])
-        if where is not None:
-            rows = {each: tags for each, tags in rows.items() if where.matches({**values.get(each, {}), **tags})}
-        ids = list(rows)
+        values = self._values(rows, dict.fromkeys(names))
+        ids = [sample_id for sample_id, row in values.items() if where is None or where.matches(row)]
         if sort is not None:
-            by = {each: {**values.get(each, {}), **rows[each]}.get(sort) for each in ids}
-            ordered = [each for each in ids if _has_order(by[each])]
-            ordered.sort(key=lambda each: (isinstance(by[each], str), by[each]), reverse=descending)
-            ids = ordered + [each for each in ids if not _has_order(by[each])]
+            by = {sample_id: values[sample_id].get(sort) for sample_id in ids}
+            ordered = [sample_id for sample_id in ids if _has_order(by[sample_id])]
+            ordered.sort(key=lambda sample_id: (isinstance(by[sample_id], str), by[sample_id]), reverse=descending)
+            ids = ordered + [sample_id for sample_id in ids if not _has_order(by[sample_id])]
         elif descending:
             ids.reverse()
-        return Found({each: rows[each] for each in ids[:limit]}, len(ids), num_samples)
+        return Found({sample_id: rows[sample_id] for sample_id in ids[:limit]}, len(ids), num_samples)
 
     def matching(self, where: Where, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Those of some samples, id -> tags, that meet a condition. A name that none has is no error."""
         self._specs = self._client.describe(self.partition_id).specs
-        values = self._values(rows, [name for name in where.names if name in self._specs])
-        return {each: tags for each, tags in rows.items() if where.matches({**values.get(each, {}), **tags})}
+        values = self._values(rows, where.names)
+        return {sample_id: rows[sample_id] for sample_id, row in values.items() if where.matches(row)}
 
     def read(self, found: Found, *, fields: Sequence[str] | None = None, decode: Decode | None = None) -> list[Sample]:
         """Reads samples, in their order. Those that were cleared meanwhile, or whose payload is lost, are left out.
@@ -194,14 +188,11 @@ class Rows:
         has = preview(dict.fromkeys(sorted(others)), limit=20)
         return InvalidRequestError(f"partition '{self.partition_id}' has no {what}. It has: {has or 'none'}.")
 
-    def _list(self, tag_filter: TagFilter | None = None) -> dict[str, Mapping[str, Any]]:
-        listed = self._client.list_samples(self.partition_id, tag_filter)
-        return dict(zip(listed.sample_ids, listed.tags or (), strict=True))
-
-    def _values(self, rows: Mapping[str, Mapping[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The values of fields, of each sample that lacks a tag of that name."""
-        ids = [each for each, tags in rows.items() if any(name not in tags for name in fields)]
-        values: dict[str, dict[str, Any]] = {}
+    def _values(self, rows: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """For each sample its tags, and the values of those fields of these names that have no tag of their name."""
+        fields = [name for name in names if name in self._specs]
+        ids = [sample_id for sample_id, tags in rows.items() if any(name not in tags for name in fields)]
+        values = dict(rows)
         start, count = 0, 1  # one first, to see that it is one value
         while start < len(ids):
             portion = read_portion(self._client, self.partition_id, ids[start : start + count], fields)
@@ -212,7 +203,7 @@ class Rows:
                             f"'{name}' of sample '{sample_id}' is no single value. Expected a tag or a field of one "
                             "number or string for each sample."
                         )
-                values[sample_id] = {name: value_of(cell) for name, cell in cells.items()}
+                values[sample_id] = {**{name: value_of(cell) for name, cell in cells.items()}, **rows[sample_id]}
             start, count = start + count, _VALUE_ROWS
         return values
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_core.spec import TagFilter, check_tag_filter
 
 _TOKEN: Final = re.compile(
     r"""\s*(?: (?P<number>[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?:inf|nan)\b))
@@ -34,7 +33,7 @@ _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
     ">=": operator.ge,
     "==": lambda value, operand: value == operand or (value != value and operand != operand),  # so that nan == nan
     "!=": lambda value, operand: value != operand and (value == value or operand == operand),
-    "in": lambda value, operands: any(_COMPARE["=="](value, each) for each in operands),
+    "in": lambda value, operands: any(_COMPARE["=="](value, operand) for operand in operands),
 }
 _CONSTANTS: Final = {"true": True, "false": False, "none": None}
 _KEYWORDS: Final = {"and", "or", "not", "in", *_CONSTANTS}
@@ -51,13 +50,10 @@ class Where:
     Attributes:
         text: As it was written.
         names: The tags and fields that it compares, each once, in the order of the text.
-        tag_filter: The whole condition as the store filters by tags. It holds only where all names are tags. None: it
-            cannot be said so.
     """
 
     text: str
     names: tuple[str, ...]
-    tag_filter: TagFilter | None
     _test: _Test
 
     def matches(self, row: Mapping[str, Any]) -> bool:
@@ -73,23 +69,12 @@ def parse_where(text: str) -> Where:
     """
     parser = _Parser(text)
     try:
-        test, pushed = parser.any_of()
+        test = parser.any_of()
     except RecursionError:
         raise InvalidRequestError("--where refused: its parentheses are too deep.") from None
     if parser.kind != "end":
         parser.refuse("'and', 'or' or the end")
-    names = tuple(dict.fromkeys(parser.names))
-    # the store takes one condition for each name
-    tag_filter = dict(pushed) if pushed is not None and len(pushed) == len(names) else None
-    try:
-        check_tag_filter(tag_filter)
-    except InvalidRequestError:  # a number that no tag can be
-        tag_filter = None
-    return Where(text, names, tag_filter, test)
-
-
-#: A condition's test, and its parts for the store: None where it is no conjunction of comparisons.
-_Parsed = tuple[_Test, list[tuple[str, tuple[str, Any]]] | None]
+    return Where(text, tuple(dict.fromkeys(parser.names)), test)
 
 
 class _Parser:
@@ -101,28 +86,25 @@ class _Parser:
         self._end = 0
         self._next()
 
-    def any_of(self) -> _Parsed:
+    def any_of(self) -> _Test:
         return self._joined("or", lambda: self._joined("and", self._opposite))
 
-    def _joined(self, word: str, part: Callable[[], _Parsed]) -> _Parsed:
+    def _joined(self, word: str, read: Callable[[], _Test]) -> _Test:
         """Parts with a word between them: ``or`` is decided by one that is true, ``and`` by one that is false."""
-        parts = [part()]
+        parts = [read()]
         while self._took(word):
-            parts.append(part())
+            parts.append(read())
         if len(parts) == 1:
             return parts[0]
-        tests = [test for test, _ in parts]
-        conditions = [each for _, pushed in parts for each in pushed or ()]
-        whole = word == "and" and all(pushed is not None for _, pushed in parts)
-        return lambda row: _first_of(word == "or", [test(row) for test in tests]), conditions if whole else None
+        return lambda row: _first_of(word == "or", [part(row) for part in parts])
 
-    def _opposite(self) -> _Parsed:
+    def _opposite(self) -> _Test:
         if not self._took("not"):
             return self._comparison()
-        test, _ = self._opposite()
-        return lambda row: None if (found := test(row)) is None else not found, None
+        test = self._opposite()
+        return lambda row: None if (answer := test(row)) is None else not answer
 
-    def _comparison(self) -> _Parsed:
+    def _comparison(self) -> _Test:
         if self._took("("):
             inner = self.any_of()
             self._expect(")")
@@ -138,14 +120,11 @@ class _Parser:
             self._expect("in")
         elif symbol not in _COMPARE:
             if self.kind == "end" or symbol in ("and", "or", ")"):
-                return lambda row: bool(row[name]) if row.get(name) is not None else None, None
+                return lambda row: bool(row[name]) if row.get(name) is not None else None
             self.refuse("one of < <= > >= == != in")
         else:
             self._next()
-        if symbol == "in":
-            operand: Any = self._values()
-        else:
-            operand = self._value()
+        operand = self._values() if symbol == "in" else self._value()
 
         def test(row: _Row) -> bool | None:
             try:
@@ -153,9 +132,7 @@ class _Parser:
             except (KeyError, TypeError):
                 return None
 
-        # no store finds a value that is not equal to itself
-        special = opposite or any(each != each for each in (operand if symbol == "in" else [operand]))
-        return test, None if special else [(name, (symbol, operand))]
+        return test
 
     def _values(self) -> list[Any]:
         self._expect("(")

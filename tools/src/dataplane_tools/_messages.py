@@ -72,19 +72,35 @@ class _NoChatError(Exception):
 
 
 def _chat(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], decode: Decode | None) -> list[str]:
-    """The messages of a row, each as JSON."""
-    parts = _kept(sample_id, tags, cells)
+    """The messages of a row, each as JSON: of what says its turns first."""
+    turns = {name: cells[name] for name in TURNS if name in cells}
+    lists = {name: cell for name, cell in cells.items() if name not in TEXT_FIELDS and is_chat(cell)}
+    prompt, answer = lists.pop("prompt", None), lists.get("completion")
+    if prompt and answer:  # as TRL has them
+        lists = {"completion": [*prompt, *answer], **{name: lists[name] for name in lists if name != "completion"}}
+    says = [(turns, None), *(({name: chat}, None) for name, chat in lists.items())]
     tokens = {name: cell for name, cell in cells.items() if name in TEXT_FIELDS}
-    without_turns = {name: cell for name, cell in tokens.items() if name not in TURNS}
-    if parts is None and decode is not None:
-        parts = sample_of(sample_id, tags, tokens, decode=decode).parts
-        if not _has_answer(parts):  # the turns are those of the prompt alone
-            parts = sample_of(sample_id, tags, without_turns, decode=decode).parts
-    if not parts or any(part.role == "text" for part in parts):
-        what = "no kept turns with one of the role 'assistant'"
-        more = ", and no mask that tells prompt from answer" if decode is not None else ", and no --tokenizer was named"
-        raise _NoChatError(what + (more if tokens else ""))
-    return [json_text(_message(part)) for part in parts]
+    if decode is not None:  # the turns may be those of the prompt alone
+        without_turns = {name: cell for name, cell in tokens.items() if name not in TURNS}
+        says += [(tokens, decode), (without_turns, decode)]
+    for columns, decoded_by in says:
+        parts = sample_of(sample_id, tags, columns, decode=decoded_by).parts
+        if _is_whole(parts):
+            return [json_text(_message(part)) for part in parts]
+    what = "no kept turns with one of the role 'assistant'"
+    more = ", and no mask that tells prompt from answer" if decode is not None else ", and no --tokenizer was named"
+    raise _NoChatError(what + (more if tokens else ""))
+
+
+def _is_whole(parts: Sequence[Part]) -> bool:
+    """Whether parts are a chat. A prompt alone is none, whatever it holds; of tokens, a mask says what they are."""
+    roles = {part.role for part in parts}
+    if roles and roles <= _ROLES.keys():
+        return True
+    return "text" not in roles and any(
+        part.role == "assistant" and (part.text or not {_CALLS, "content"}.isdisjoint(part.calls or ()))
+        for part in parts
+    )
 
 
 def _message(part: Part) -> dict[str, Any]:
@@ -108,24 +124,3 @@ def _tool_call(call: Any) -> dict[str, Any]:
             arguments = json_value(json.loads(arguments))
     told = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return {"id": call["id"], **told} if call.get("id") is not None else told
-
-
-def _kept(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any]) -> Sequence[Part] | None:
-    """The turns that are kept, if there is an answer among them. A prompt alone is no chat, whatever it holds."""
-    turns = {name: cells[name] for name in TURNS if name in cells}
-    lists = {name: cell for name, cell in cells.items() if name not in TEXT_FIELDS and is_chat(cell)}
-    prompt, answer = lists.pop("prompt", None), lists.get("completion")
-    if prompt and answer:  # as TRL has them
-        lists = {"completion": [*prompt, *answer], **{name: lists[name] for name in lists if name != "completion"}}
-    for each in (turns, *({name: cell} for name, cell in lists.items())):
-        parts = sample_of(sample_id, tags, each).parts
-        if _has_answer(parts):
-            return parts
-    return None
-
-
-def _has_answer(parts: Sequence[Part]) -> bool:
-    return any(
-        part.role == "assistant" and (part.text or not {_CALLS, "content"}.isdisjoint(part.calls or ()))
-        for part in parts
-    )

@@ -12,8 +12,7 @@ from dataplane_core.spec import UnitInfo
 from dataplane_testkit.chaos import Call, Finding, History
 from dataplane_testkit.chaos.run import page
 from dataplane_testkit.report import Report
-from dataplane_tools._report import Screen
-from dataplane_tools._top import drawn
+from dataplane_tools._report import Screen, drawn
 from dataplane_tools.commands import read
 
 #: An escape sequence that clears a screen, a C1 control, a new line, NUL, an override of direction, markup.

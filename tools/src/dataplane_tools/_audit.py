@@ -20,6 +20,7 @@ from dataplane_core.spec import FieldSpec
 from dataplane_observe import Recording
 from dataplane_tools._history import Cell, History, Row, Step
 from dataplane_tools._prompts import several
+from dataplane_tools._report import drawn, table
 from dataplane_tools._sample import json_value
 from dataplane_tools._survey import Survey, survey
 
@@ -328,17 +329,7 @@ def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table. ``right``: the columns that are aligned to the right."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
+    return [f"  {line}" for line in drawn(table(head, rows, right)).splitlines()]
 
 
 def _fate(fate: Mapping[str, Any]) -> str:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Final
+from io import StringIO
+from typing import Any, Final, Literal
 
 from msgspec import structs
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -33,6 +34,8 @@ _STACKS_TIMEOUT_S: Final = 20.0
 #: Partitions that are shown live.
 _MOST_PARTITIONS: Final = 4
 _BAR: Final = 24
+#: Lines of a pipe are not broken.
+_PIPE_WIDTH: Final = 10_000
 #: How many characters wide the screen must be to have room for all columns.
 _WIDE: Final = 100
 _MOST_CLIENTS: Final = 10
@@ -316,7 +319,7 @@ def _stages(report: Mapping[str, Any], narrow: bool) -> Table:
         )
     name = Text(printable(report["partition_id"]), "bold")
     head = (name, "done", "per s", "left", "ready", "leased", "", "oldest lease")
-    return _table(head, rows, right=range(1, 6), places=_NARROW_STAGES if narrow else None)
+    return table(head, rows, right=range(1, 6), places=_NARROW_STAGES if narrow else None)
 
 
 def _lag_of(report: Mapping[str, Any]) -> str | None:
@@ -368,7 +371,7 @@ def _fields(report: Mapping[str, Any]) -> Table:
         [name, str(field["rows"] or 0) if field else "0", field["cells"] if field else "not written"]
         for name, field in report["fields"].items()
     ]
-    return _table(["field", "samples", "cells"], rows, right=(1,))
+    return table(["field", "samples", "cells"], rows, right=(1,))
 
 
 def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | None) -> RenderableType:
@@ -387,9 +390,9 @@ def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | Non
         for client in sorted(clients, key=waits_s, reverse=True)
     ]
     head = ["host", "process", "role", "open s", "heard s ago", "in flight"]
-    table = _table(head, rows[:most], right=(1, 3, 4), places=_NARROW_CLIENTS if narrow else None)
+    shown = table(head, rows[:most], right=(1, 3, 4), places=_NARROW_CLIENTS if narrow else None)
     rest = len(rows) - len(rows[:most])
-    return Group(table, Text(f"and {rest} clients", "dim")) if rest else table
+    return Group(shown, Text(f"and {rest} clients", "dim")) if rest else shown
 
 
 def _call_text(client: Mapping[str, Any]) -> str:
@@ -416,24 +419,32 @@ def _units(units: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for unit in units
     ]
-    return _table(head, rows, right=range(5, 9))
+    return table(head, rows, right=range(5, 9))
 
 
-def _table(
+def table(
     head: Sequence[str | Text],
     rows: Sequence[Sequence[str | Text]],
     right: Sequence[int] = (),
     places: Sequence[int] | None = None,
 ) -> Table:
-    """A table of the columns at some places. None: of all."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2 if places is None else 1, 0, 0), header_style="dim")
+    """A table of the columns at some places. None: of all. ``right``: those that are aligned to the right."""
+    columns = Table(box=None, pad_edge=False, padding=(0, 2 if places is None else 1, 0, 0), header_style="dim")
     places = range(len(head)) if places is None else places
+    head, *rows = ([Text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in (head, *rows))
     for place in places:
-        table.add_column(head[place], justify="right" if place in right else "left", no_wrap=True, overflow="ellipsis")
+        justify: Literal["left", "right"] = "right" if place in right else "left"
+        columns.add_column(head[place], justify=justify, no_wrap=True, overflow="ellipsis")
     for row in rows:
-        cells = (row[place] for place in places)
-        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells))
-    return table
+        columns.add_row(*(row[place] for place in places))
+    return columns
+
+
+def drawn(what: RenderableType) -> str:
+    """What would be drawn, as text: no line is broken, and none ends with blanks."""
+    text = StringIO()
+    Console(width=_PIPE_WIDTH, file=text).print(what)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _of(count: int, expected: int | None) -> str:

@@ -10,10 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from io import StringIO
 from typing import Final
-
-from rich.console import Console
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
@@ -23,7 +20,7 @@ from dataplane_core.errors import (
     Verdict,
     printable,
 )
-from dataplane_tools._report import Looks, Screen, stacks_of
+from dataplane_tools._report import Looks, Screen, drawn, stacks_of
 from dataplane_tools._store import attach, pause_s
 
 #: Exit statuses: a task is starved, and that was not found out.
@@ -31,8 +28,6 @@ STARVED: Final = 1
 UNKNOWN: Final = 2
 _ORDER: Final = ("starved", "waits", "moves", "idle", "done")
 _MOST_INTERVAL_S: Final = 86400.0
-#: Lines of a pipe are not broken.
-_PIPE_WIDTH: Final = 10_000
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -76,13 +71,6 @@ def _text_of(client: DataPlaneClient, chosen: argparse.Namespace) -> str:
     if chosen.json:
         return json.dumps(report, indent=None if chosen.watch else 2)
     return drawn(Screen(report, fields=chosen.partition is not None))
-
-
-def drawn(screen: Screen) -> str:
-    """A screen as text, for a pipe: no line is broken, and none ends with blanks."""
-    text = StringIO()
-    Console(width=_PIPE_WIDTH, file=text).print(screen)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def why(chosen: argparse.Namespace) -> int:

@@ -223,6 +223,7 @@ def test_which_steps_are_shown_and_the_samples_of_one(tmp_path, look):
     assert lines == [*map(str, range(1, 11)), "...", *map(str, range(13, 43))]
     lines = look(tmp_path, "--steps", "12:13")[1].splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["12", "13"]
+    assert "..." not in look(tmp_path, "--steps", "1:40")[1]
     assert len(look(tmp_path, "--steps", "41:", "--json")[1]["steps"]) == 2
     assert look(tmp_path, "--steps", "x")[0] == 2
     status, text = look(tmp_path, "--step", 2)

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -45,8 +45,8 @@ def run(chosen: argparse.Namespace) -> int:
         if html is not None and other is not None:
             raise InvalidRequestError("audit refused: --html is the page of one recording.")
         if other is None:
-            report = audit(folder, step=chosen.step, bounds=bounds, task=task, all_steps=chosen.json)
-            lines = _lines(report)
+            report = audit(folder, step=chosen.step, bounds=bounds, task=task)
+            lines = _lines(report, cuts=bounds is None)
         else:
             report = compare(folder, other, task=task)
             lines = _lines_of_difference(report)
@@ -68,7 +68,6 @@ def audit(
     step: int | None = None,
     bounds: tuple[float, float] | None = None,
     task: str | None = None,
-    all_steps: bool = False,
 ) -> dict[str, Any]:
     """What a recording says of a run, as JSON values.
 
@@ -77,20 +76,20 @@ def audit(
         DataPlaneError: The recording cannot be read.
     """
     recording = Recording(folder)
-    still_open = {each.client for each in recording.writers if recording.is_open(each.client)}  # and may end meanwhile
+    # those that may end meanwhile
+    still_open = {writer.client for writer in recording.writers if recording.is_open(writer.client)}
     found = survey(recording, task)
     history = History(recording, found)
-    first: list[dict[str, Any]] = []
-    last: deque[dict[str, Any]] = deque(maxlen=None if all_steps or bounds or step is not None else _LAST)
     low, high = (step, step) if step is not None else bounds or (-math.inf, math.inf)
+    steps: list[dict[str, Any]] = []
     count = 0
     for each in history.steps():
         count += not each.is_undone
         number = each.batch or each.number
         if (bounds is None and step is None) or (number is not None and low <= number <= high):
             rows = {} if step is None else {"rows": _row_reports(each)}
-            (first if len(first) < _FIRST else last).append({**_step_report(each), **rows})
-    if step is not None and not first:
+            steps.append({**_step_report(each), **rows})
+    if step is not None and not steps:
         raise InvalidRequestError(f"audit refused: no step {step} is in '{folder}'. It has {count} steps.")
     untrained = sorted(history.untrained.values(), key=lambda fate: -fate["count"])
     return {
@@ -104,7 +103,7 @@ def audit(
         "num_records": found.num_records,
         "clients": _client_reports(found, still_open),
         "resumes": [str(each) for each in found.resumes],
-        "steps": first + list(last),
+        "steps": steps,
         "only_step": step,
         "latency": {name: _latency(sorted(values)) for name, values in sorted(history.latency_s.items())},
         "untrained": [] if history.num_misplaced else untrained,
@@ -239,7 +238,8 @@ def _lacks(recording: Recording, found: Survey, num_misplaced: int = 0) -> list[
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 
-def _lines(report: Mapping[str, Any]) -> list[str]:
+def _lines(report: Mapping[str, Any], *, cuts: bool) -> list[str]:
+    """``cuts``: leave out the steps in the middle."""
     one, several = ("step", "steps") if report["marked"] else ("batch", "batches")
     size = f"{_count(report['num_steps'], one, several)}, {_count(len(report['clients']), 'client', 'clients')}"
     span = "" if report["begin"] is None else f", {_time(report['begin'])} to {_time(report['end'])}"
@@ -248,7 +248,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         for step in report["steps"]:
             lines += ["", *_lines_of_rows(step)]
         return [*lines, *_lines_of_wrong(report)]
-    lines += _lines_of_steps(report)
+    lines += _lines_of_steps(report["steps"], cuts=cuts)
     head = ["role", "process", "host", "put", "claimed", "read", "cleared", "first", "last", "state"]
     counts = ("put_samples", "claim", "get_samples", "clear_samples")
     rows = [
@@ -280,26 +280,28 @@ def _lines_of_wrong(report: Mapping[str, Any]) -> list[str]:
     return ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
 
 
-def _lines_of_steps(report: Mapping[str, Any]) -> list[str]:
-    names = list(dict.fromkeys(name for each in report["steps"] for name in each["values"]))[:4]
+def _lines_of_steps(steps: Sequence[Mapping[str, Any]], *, cuts: bool) -> list[str]:
+    cuts = cuts and len(steps) > _FIRST + _LAST
+    shown = [*steps[:_FIRST], *steps[-_LAST:]] if cuts else steps
+    names = list(dict.fromkeys(name for step in shown for name in step["values"]))[:4]
     rows = []
-    for each in report["steps"]:
-        number = each["batch"] or each["step"]
-        name = each["name"] if number is None else f"{each['task']} {number}" if each["task"] else str(number)
+    for step in shown:
+        number = step["batch"] or step["step"]
+        name = step["name"] if number is None else f"{step['task']} {number}" if step["task"] else str(number)
         rows.append(
             [
-                f"{name} (undone)" if each["undone"] else name,
-                str(each["samples"]),
-                _range(each["weight_versions"]),
-                _range(each["staleness"]),
-                *(f"{each['values'][name]:.6g}" if name in each["values"] else "" for name in names),
-                ", ".join(f"{name} {count}" for name, count in each["writers"].items()),
+                f"{name} (undone)" if step["undone"] else name,
+                str(step["samples"]),
+                _range(step["weight_versions"]),
+                _range(step["staleness"]),
+                *(f"{step['values'][name]:.6g}" if name in step["values"] else "" for name in names),
+                ", ".join(f"{name} {count}" for name, count in step["writers"].items()),
             ]
         )
     if not rows:
         return []
     lines = _table(["step", "samples", "weights", "stale", *names, "put by"], rows, right=range(1, 4 + len(names)))
-    if report["num_steps"] > len(rows) == _FIRST + _LAST:
+    if cuts:
         lines.insert(1 + _FIRST, "  ...")
     return lines
 

@@ -78,7 +78,8 @@ def _chat(sample_id: str, tags: Mapping[str, Any], cells: Mapping[str, Any], dec
     prompt, answer = lists.pop("prompt", None), lists.get("completion")
     if prompt and answer:  # as TRL has them
         lists = {"completion": [*prompt, *answer], **{name: lists[name] for name in lists if name != "completion"}}
-    says = [(turns, None), *(({name: chat}, None) for name, chat in lists.items())]
+    says: list[tuple[Mapping[str, Any], Decode | None]] = [(turns, None)]
+    says += [({name: chat}, None) for name, chat in lists.items()]
     tokens = {name: cell for name, cell in cells.items() if name in TEXT_FIELDS}
     if decode is not None:  # the turns may be those of the prompt alone
         without_turns = {name: cell for name, cell in tokens.items() if name not in TURNS}

@@ -207,8 +207,8 @@ class _Picture:
         for step in self._steps:
             if step.end > begin:
                 axes.axvline(step.end, color="grey", linestyle=":")
-                place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
-                axes.annotate(f"step {step.number}", (step.end, 1), **place)
+                name = f"step {step.number}"
+                axes.annotate(name, (step.end, 1), xycoords=("data", "axes fraction"), ha="right", va="top")
 
     def _draw_stays(self, axes: Axes) -> None:
         axes.set_title("Where the samples were: how many of the followed ones, since which operation", loc="left")

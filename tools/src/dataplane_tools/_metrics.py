@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -108,45 +109,30 @@ class Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         """Asks the store for its clients and tasks."""
         clients = self._ask()
-        store_up = GaugeMetricFamily("dataplane_store_up", "Whether the store answers.")
-        store_up.add_metric((), float(clients is not None))
-        yield store_up
+        yield _gauge("dataplane_store_up", "Whether the store answers.", (), {(): clients is not None})
         if clients is None:
             return
-        heard = GaugeMetricFamily("dataplane_client_heard_seconds", "Since a client was heard of.", labels=_LABELS)
-        longest = GaugeMetricFamily(
-            "dataplane_client_longest_call_seconds", "Of the operation that began first.", labels=_LABELS
-        )
-        seconds: dict[tuple[str, ...], tuple[float, float]] = {}
+        heard: dict[tuple[str, ...], float] = defaultdict(float)
+        longest: dict[tuple[str, ...], float] = defaultdict(float)
         for client in clients:  # those of a process have the same labels
-            running_s = client.calls[0].running_s if client.calls else 0.0
-            before = seconds.get(_labels(client), (0.0, 0.0))
-            seconds[_labels(client)] = max(before[0], client.heard_s), max(before[1], running_s)
-        for labels, (heard_s, longest_s) in seconds.items():
-            heard.add_metric(labels, heard_s)
-            longest.add_metric(labels, longest_s)
-        yield from (heard, longest, *self._of_tasks())
-
-    def _of_tasks(self) -> Iterable[Metric]:
-        left = GaugeMetricFamily("dataplane_task_backlog", "Samples that a task has not consumed.", labels=("task",))
-        ready = GaugeMetricFamily("dataplane_task_ready", "Samples that are ready for a task.", labels=("task",))
-        starved = GaugeMetricFamily(
-            "dataplane_starved_seconds", "For which a task has got nothing, and why.", labels=("task", "cause")
-        )
-        counts: dict[str, tuple[int, int]] = {}
-        longest: dict[tuple[str, str], float] = {}
+            labels = _labels(client)
+            heard[labels] = max(heard[labels], client.heard_s)
+            longest[labels] = max(longest[labels], client.calls[0].running_s if client.calls else 0.0)
+        yield _gauge("dataplane_client_heard_seconds", "Since a client was heard of.", _LABELS, heard)
+        yield _gauge("dataplane_client_longest_call_seconds", "Of the operation that began first.", _LABELS, longest)
+        left: dict[tuple[str, ...], float] = defaultdict(float)
+        ready: dict[tuple[str, ...], float] = defaultdict(float)
+        starved: dict[tuple[str, ...], float] = defaultdict(float)
         for verdict in self._ask_why():
             task = printable(verdict.task_name)
-            before = counts.get(task, (0, 0))
-            counts[task] = before[0] + verdict.backlog, before[1] + verdict.num_ready
+            left[task,] += verdict.backlog
+            ready[task,] += verdict.num_ready
             if verdict.state == "starved":
-                longest[task, verdict.cause] = max(longest.get((task, verdict.cause), 0.0), verdict.waited_s)
-        for task, (num_left, num_ready) in counts.items():
-            left.add_metric((task,), num_left)
-            ready.add_metric((task,), num_ready)
-        for labels, waited_s in longest.items():
-            starved.add_metric(labels, waited_s)
-        return left, ready, starved
+                starved[task, verdict.cause] = max(starved[task, verdict.cause], verdict.waited_s)
+        yield _gauge("dataplane_task_backlog", "Samples that a task has not consumed.", ("task",), left)
+        yield _gauge("dataplane_task_ready", "Samples that are ready for a task.", ("task",), ready)
+        why = "For which a task has got nothing, and why."
+        yield _gauge("dataplane_starved_seconds", why, ("task", "cause"), starved)
 
     def _ask_why(self) -> list[Verdict]:
         """The verdicts; those of the last time if the store would else be asked for too much of its time."""
@@ -173,6 +159,13 @@ class Gauges(Collector):
             except DataPlaneError as error:
                 print(f"dataplane: {error}", file=sys.stderr, flush=True)
                 return None
+
+
+def _gauge(name: str, about: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+    gauge = GaugeMetricFamily(name, about, labels=labels)
+    for key, value in values.items():
+        gauge.add_metric(key, float(value))
+    return gauge
 
 
 def _labels(client: ClientInfo) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def audit(
         "num_steps": count,
         "marked": bool(found.marks),
         "tasks": sorted(found.tasks),
-        "begin": min(found.first.values(), default=None),
+        "begin": min((client.first for client in found.clients.values()), default=None),
         "end": found.end or None,
         "num_records": found.num_records,
         "clients": _client_reports(found, still_open),
@@ -179,21 +179,16 @@ def _row_reports(step: Step) -> list[dict[str, Any]]:
 
 
 def _client_reports(found: Survey, still_open: Set[str]) -> list[dict[str, Any]]:
-    names = ("put_samples", "get_samples", "claim", "ack", "clear_samples")
+    operations = ("put_samples", "get_samples", "claim", "ack", "clear_samples")
     return [
         {
-            "client": client,
-            "role": writer.role,
-            "host": writer.host,
-            "pid": writer.pid,
-            "backend": writer.backend,
-            "payload": writer.payload,
-            "begin": found.first[client],
-            "end": found.last[client],
-            "state": "closed" if client in found.ended else "open" if client in still_open else "not closed",
-            "samples": {name: found.counts[client][name] for name in names},
+            **{name: getattr(client.writer, name) for name in ("client", "role", "host", "pid", "backend", "payload")},
+            "begin": client.first,
+            "end": client.last,
+            "state": "closed" if client.is_closed else "open" if name in still_open else "not closed",
+            "samples": {operation: client.counts[operation] for operation in operations},
         }
-        for client, writer in found.writers.items()
+        for name, client in found.clients.items()
     ]
 
 
@@ -223,7 +218,7 @@ def _lacks(recording: Recording, found: Survey, num_misplaced: int = 0) -> list[
             f"{len(recording.dropped)} segments ({size / 1e6:.1f} MB) were deleted to keep max_bytes, written until "
             f"{until}: what they held is not judged."
         )
-    without = [str(each) for each in found.writers.values() if each.payload == "none"]
+    without = [str(client.writer) for client in found.clients.values() if client.writer.payload == "none"]
     if without:
         lacks.append(f"No digests were recorded by {', '.join(without[:5])}: equal values cannot be told.")
     if num_misplaced:

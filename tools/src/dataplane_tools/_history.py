@@ -264,7 +264,8 @@ class History:
         markers = {client for _, _, client in self.survey.marks}
         for record in self._recording.records():
             client = record.client.client
-            if (record.segment, record.line) > self.survey.until.get(client, ("", 0)):
+            known = self.survey.clients.get(client)
+            if known is None or (record.segment, record.line) > known.until:
                 continue  # it was written since, or says that its client was closed
             if client in markers and client != self._marker:
                 if self._marker:
@@ -510,7 +511,7 @@ class History:
             given = row.given.get(record.task)
             if given is None or given.batch is None or given.consumed:
                 continue
-            reads = self.survey.counts[record.client.client]["get_samples"]  # whether they are recorded
+            reads = self.survey.clients[record.client.client].counts["get_samples"]  # whether they are recorded
             if record.op == "ack" and given.batch.is_filtered and not row.is_read and reads:
                 row.last += _UNREAD  # its consumer dropped it, such as for its age
             elif record.op == "ack":
@@ -544,7 +545,7 @@ class History:
                 _keep(self._unused, row, None)
             self._note_untrained(row, task, reason or self._why_cleared(task, record, whole), record.client)
             if row.prompt is not None and row.put is not None:
-                later = whole and self.survey.first[record.client.client] > row.put.at
+                later = whole and self.survey.clients[record.client.client].first > row.put.at
                 row.prompt.is_dropped_later |= later
                 row.prompt.is_decided |= not later or reason == "filter"
 

@@ -16,13 +16,31 @@ _WEIGHTS: Final = "weight_anchor"
 
 
 @dataclass(slots=True)
+class Client:
+    """A client of the run, which has done something.
+
+    Attributes:
+        writer: What it said of itself.
+        first: When its first operation ended, and ``last``: its last one.
+        until: Segment and line of its last record: a run that goes on writes more.
+        counts: Operation -> how many samples.
+        is_closed: Whether it was closed.
+    """
+
+    writer: Writer
+    first: float
+    last: float = 0.0
+    until: tuple[str, int] = ("", 0)
+    counts: Counter[str] = field(default_factory=Counter)
+    is_closed: bool = False
+
+
+@dataclass(slots=True)
 class Survey:
     """What is to be known of a run before its samples are followed.
 
     Attributes:
-        writers: The clients in the order of their first record.
-        first: Client -> when its first operation ended, and ``last``: its last one.
-        counts: Client -> operation -> how many samples.
+        clients: Id -> client, in the order of their first records.
         marks: (time, step, client) of each mark that counts.
         undone: For each of them, whether the run went on from an earlier step later.
         others: Marks that do not count, since two clients marked steps at the same time.
@@ -35,16 +53,11 @@ class Survey:
         failures: (operation, error) -> how often.
         resumes: Where a role began again.
         blind_until: Up to then records are lost or were deleted.
-        ended: Clients that were closed.
-        until: Client -> segment and line of its last record: a run that goes on writes more.
         end: When the last operation ended.
         num_records: How many there are.
     """
 
-    writers: dict[str, Writer] = field(default_factory=dict)
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    clients: dict[str, Client] = field(default_factory=dict)
     marks: list[tuple[float, int, str]] = field(default_factory=list)
     undone: list[bool] = field(default_factory=list)
     others: int = 0
@@ -56,8 +69,6 @@ class Survey:
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     resumes: list[Resume] = field(default_factory=list)
     blind_until: float = -math.inf
-    ended: set[str] = field(default_factory=set)
-    until: dict[str, tuple[str, int]] = field(default_factory=dict)
     end: float = 0.0
     num_records: int = 0
 
@@ -75,16 +86,14 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     for record in recording.records():
         client = record.client.client
         if record.op == "end":
-            found.ended.add(client)
+            if client in found.clients:
+                found.clients[client].is_closed = True
             continue
         found.num_records += 1
-        found.writers.setdefault(client, record.client)
-        found.first.setdefault(client, record.at)
-        found.last[client] = record.at
-        found.until[client] = record.segment, record.line
+        does = found.clients.setdefault(client, Client(record.client, record.at))
+        does.last, does.until = record.at, (record.segment, record.line)
+        does.counts[record.op] += record.rows if record.status == "ok" else 0
         found.end = max(found.end, record.at)
-        counts = found.counts.setdefault(client, Counter())
-        counts[record.op] += record.rows if record.status == "ok" else 0
         if record.op == "step" and record.step is not None:
             found.marks.append((record.at, record.step, client))
         elif record.op == "lost":
@@ -101,15 +110,15 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     read = {key: each for key, each in read.items() if key[0] not in found.weights}
     _choose_marks(found)
     markers = {client for _, _, client in found.marks}
-    roles = {found.writers[client].role for client in markers}
+    roles = {found.clients[client].writer.role for client in markers}
     by_marker = {name for _, name, client in claimed if client in markers}
-    by_role = {name for _, name, client in claimed if found.writers[client].role in roles}
+    by_role = {name for _, name, client in claimed if found.clients[client].writer.role in roles}
     found.tasks = {task} if task is not None else by_marker or by_role or {name for _, name, _ in claimed}
     found.claimed = {partition for partition, _, _ in claimed}
     steps = {key: len(each) for key, each in read.items() if key[0] not in found.claimed}
     most = max(steps.values(), default=0)  # who reads in few steps, such as at the end, does not train
     readers = {client for (_, client), count in steps.items() if 2 * count >= most}
-    of_role = {client for client in readers if found.writers[client].role in roles}
+    of_role = {client for client in readers if found.clients[client].writer.role in roles}
     found.readers = readers & markers or of_role or readers
     found.consumers = {client for _, name, client in claimed if name in found.tasks}
     found.resumes = sorted(_resumes(found))
@@ -120,8 +129,8 @@ def _choose_marks(found: Survey) -> None:
     """Leaves the marks of one client at a time, and finds those from before which the run went on later."""
     markers = {client for _, _, client in found.marks}
     chosen: list[str] = []
-    for client in sorted(markers, key=found.first.__getitem__):
-        if not chosen or found.first[client] > found.last[chosen[-1]]:
+    for client in sorted(markers, key=lambda client: found.clients[client].first):
+        if not chosen or found.clients[client].first > found.clients[chosen[-1]].last:
             chosen.append(client)
     marks = [each for each in found.marks if each[2] in chosen]
     found.others = len(found.marks) - len(marks)
@@ -135,9 +144,9 @@ def _choose_marks(found: Survey) -> None:
 
 def _resumes(found: Survey) -> Iterator[Resume]:
     ends: dict[str, float] = {}
-    for client, at in found.first.items():  # in the order of their first records
-        role = found.writers[client].role
+    for client in found.clients.values():  # in the order of their first records
+        at, role = client.first, client.writer.role
         if at > ends.get(role, math.inf):
             after = max((step for when, step, _ in found.marks if when < at), default=None)
-            yield Resume(at, role, found.writers[client].pid, after)
-        ends[role] = max(ends.get(role, -math.inf), found.last[client])
+            yield Resume(at, role, client.writer.pid, after)
+        ends[role] = max(ends.get(role, -math.inf), client.last)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from pydantic import ConfigDict
@@ -47,20 +47,21 @@ def opened_recording(folder: str, partition_id: str | None) -> Iterator[DataPlan
         MissingDataError: No rows of the partition were recorded, but it had some.
     """
     recording = Recording(folder)
-    found = _registered(recording)
+    partitions = _registered(recording)
     blocks = _Blocks(recording)
     options = {"blocks": blocks}
     config = DataPlaneConfig(backend="recording", options=options, announce_s=None, op_timeout_s=3600.0)
     with connect_backend(_RecordedStore, config) as client:
-        for name, each in found.items():
-            each.register(client, name)
-        chosen = next(iter(found)) if partition_id is None and len(found) == 1 else partition_id
-        remarks = [] if chosen not in found else _Load(client, blocks, chosen, found[chosen]).run()
-        for name, each in found.items():
-            if each.fields:
-                each.register(client, name, list(each.fields))
+        for name in partitions:
+            client.register_partition(name, [], None, [])  # without fields, it takes all without a word
+        chosen = next(iter(partitions)) if partition_id is None and len(partitions) == 1 else partition_id
+        remarks = []
+        if chosen is not None and chosen in partitions:
+            remarks = _Load(client, blocks, chosen, has_step=partitions[chosen].puts_step).run()
+        for name, registered in partitions.items():
+            client.register_partition(name, list(registered.fields), None, [], if_exists="keep")
         if recording.dropped:
-            until = datetime.fromtimestamp(max(each.until for each in recording.dropped))
+            until = datetime.fromtimestamp(max(segment.until for segment in recording.dropped))
             remarks.append(f"Segments were deleted to keep max_bytes: rows put before {until:%F %T} may be missing.")
         for remark in dict.fromkeys((*recording.remarks, *remarks)):
             print(printable(f"dataplane: {remark}"), file=sys.stderr)
@@ -72,45 +73,29 @@ def opened_recording(folder: str, partition_id: str | None) -> Iterator[DataPlan
 
 @dataclass(slots=True)
 class _Registered:
-    """How a partition was registered, all times together, and which fields were put."""
+    """How a partition was registered, all times together. ``puts_step``: whether a field of that name was put."""
 
     fields: dict[str, None] = field(default_factory=dict)
-    tasks: dict[str, None] = field(default_factory=dict)
-    enums: dict[str, list[str]] = field(default_factory=dict)
-    group_size: int | None = None
-    put_fields: set[str] = field(default_factory=set)
-
-    def register(self, client: DataPlaneClient, name: str, fields: Sequence[str] = ()) -> None:
-        """Registers it, at first without fields: it then takes all without a word."""
-        if_exists: Literal["keep", "replace"] = "keep" if fields else "replace"
-        client.register_partition(
-            name, fields, None, list(self.tasks), self.group_size, self.enums, if_exists=if_exists
-        )
+    puts_step: bool = False
 
 
 def _registered(recording: Recording) -> dict[str, _Registered]:
-    found: dict[str, _Registered] = {}
+    partitions: dict[str, _Registered] = {}
     for record in recording.records():
-        if record.status != "ok" or record.op not in ("register_partition", "put_samples"):
-            continue
-        each = found.setdefault(record.partition, _Registered())
-        if record.op == "put_samples":
-            each.put_fields.update(record.fields)
-            continue
-        each.fields |= dict.fromkeys(record.fields)
-        each.tasks |= dict.fromkeys(record.consumer_tasks)
-        each.group_size = record.grpo_group_size or each.group_size
-        for name, words in record.enums.items():
-            each.enums[name] = list(dict.fromkeys((*each.enums.get(name, ()), *words)))
-    return found
+        if record.status == "ok" and record.op in ("register_partition", "put_samples"):
+            registered = partitions.setdefault(record.partition, _Registered())
+            if record.op == "put_samples":
+                registered.puts_step |= _STEP in record.fields
+            else:
+                registered.fields |= dict.fromkeys(record.fields)
+    return partitions
 
 
 class _Load:
     """Puts the rows of a partition once more, in the order of the run. Nothing is cleared but what is put again."""
 
-    def __init__(self, client: DataPlaneClient, blocks: _Blocks, name: str, registered: _Registered) -> None:
-        self._client, self._blocks, self._name, self._registered = client, blocks, name, registered
-        self._has_step = _STEP in registered.put_fields
+    def __init__(self, client: DataPlaneClient, blocks: _Blocks, name: str, *, has_step: bool) -> None:
+        self._client, self._blocks, self._name, self._has_step = client, blocks, name, has_step
 
     def run(self) -> list[str]:
         """Returns what a reader should know."""
@@ -123,7 +108,7 @@ class _Load:
                 if self._num_drops == first:
                     raise
                 first = self._num_drops
-                self._registered.register(self._client, self._name)
+                self._client.register_partition(self._name, [], None, [])
         payloads = " and ".join(sorted(map(repr, self._unrecorded)))
         if self._unrecorded and not self._num_rows:
             raise MissingDataError(

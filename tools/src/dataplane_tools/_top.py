@@ -20,7 +20,6 @@ from dataplane_core.errors import (
     Verdict,
     printable,
 )
-from dataplane_tools._report import Looks, Screen, drawn, stacks_of
 from dataplane_tools._store import attach, pause_s
 
 #: Exit statuses: a task is starved, and that was not found out.
@@ -61,6 +60,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _text_of(client: DataPlaneClient, chosen: argparse.Namespace) -> str:
+    from dataplane_tools._report import Looks, Screen, drawn, stacks_of  # `why` need not wait for rich
+
     looks = Looks(client, chosen.partition, details=True)
     report = looks.look()
     if chosen.interval:

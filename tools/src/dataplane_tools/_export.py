@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
+import torch
+
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import size_bytes
 from dataplane_core.errors import (
@@ -552,8 +554,9 @@ class _Portions:
         """The Arrow column of a field."""
         if spec.kind == "object":
             return self._column_of_items(name, portion.items(name))
-        if spec.lists == "empty":  # they may become lists of any numbers
-            return pa.array(portion.items(name), arrow.type_of_tensors(FieldSpec("tensor", "int64", 1)))
+        if spec.lists == "empty":  # they may become lists of any numbers, also before they are read
+            items = [cell.tolist() if isinstance(cell, torch.Tensor) else cell for cell in portion.items(name)]
+            return pa.array(items, arrow.type_of_tensors(FieldSpec("tensor", "int64", 1)))
         pieces = portion.pieces[name]
         if not pieces:
             return pa.nulls(len(portion.ids), arrow.type_of_tensors(spec))

@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,8 +81,8 @@ class Unit:
     def session(self, path: str) -> Session:
         tcp = TcpAddress("127.0.0.1", self.port, self.token)
         address = UnixAddress(self.name, self.token) if path == "memory" else tcp
-        watch = SimpleNamespace(check=lambda: None, describe=str)  # as units have, whose clients look after them
-        return Session(address, ExtentHost.messages, soon(), failure, None if path == "memory" else lambda: watch)
+        watch = None if path == "memory" else lambda: str  # as units have, whose clients look after them
+        return Session(address, ExtentHost.messages, soon(), failure, watch)
 
     def client(self, path: str, **options: bool) -> ExtentClient:
         return ExtentClient(self.session(path), **options)

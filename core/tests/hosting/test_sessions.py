@@ -277,11 +277,10 @@ def test_a_call_that_waits_long_watches_the_host(hosted, monkeypatch):
     monkeypatch.setattr("dataplane_core.hosting.session._PATIENCE_S", 0.01)
     host, _, address = hosted
 
-    class Watch:
-        def check(self):
-            raise BackendUnavailableError("the host is dead.")
+    def check():
+        raise BackendUnavailableError("the host is dead.")
 
-    session = session_with(address, watch=Watch)
+    session = session_with(address, watch=lambda: check)
     with pytest.raises(BackendUnavailableError, match="is dead"):
         session.call("hold", soon(), Hold())
     host.go_on.set()

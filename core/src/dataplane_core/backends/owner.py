@@ -326,28 +326,6 @@ class EngineLog(Log):
 # --- clients ----------------------------------------------------------------------------------------------------------
 
 
-class _Watch:
-    """Whether an owner that does not answer is still the owner."""
-
-    def __init__(self, engine: Store, lease: Lease, address: TcpAddress) -> None:
-        self._engine, self._lease, self._address = engine, lease, address
-
-    def check(self) -> None:
-        try:
-            number, newest = newest_record(self._engine, time.monotonic() + _REACH_S)
-        except (BackendUnavailableError, OperationTimeoutError) as error:
-            if not error.retryable:
-                raise
-            return  # the owner waits for the engine, too
-        if newest is None or newest.address is None or TcpAddress(*newest.address) != self._address:
-            raise HostGoneError("another process owns the store.")
-        if self._lease.is_over(number):
-            raise HostGoneError("the owner of the store is dead.")
-
-    def describe(self) -> str:
-        return "it is alive, and writes its log"
-
-
 class OwnerLink(LedgerLink):
     """A client's way to the owner, wherever that is. The begin of a put may be known to one owner alone.
 
@@ -414,12 +392,8 @@ class OwnerLink(LedgerLink):
                     hint="Close this client, connect again, register the partitions and produce their samples again.",
                 )
             if newest is not None and newest.address is not None:
-                address = TcpAddress(*newest.address)
                 try:
-                    until = min(deadline, time.monotonic() + _REACH_S)
-                    watch = partial(_Watch, self._backend, self._lease, address)
-                    failure = failure_of(f"the owner of the store at {address.ip}:{address.port}")
-                    session = Session(address, _MESSAGES, until, failure, watch)
+                    session = self._reach(TcpAddress(*newest.address), min(deadline, time.monotonic() + _REACH_S))
                     self._forget()  # that process has its owner: itself, or one that was faster
                     return session
                 except (HostGoneError, OperationTimeoutError) as error:
@@ -434,6 +408,24 @@ class OwnerLink(LedgerLink):
                 raise OperationTimeoutError(f"the store has no owner that can be reached: {why}")
             time.sleep(_SEEK_S)
         raise ClientClosedError("this client is closed.")
+
+    def _reach(self, address: TcpAddress, deadline: float) -> Session:
+        failure = failure_of(f"the owner of the store at {address.ip}:{address.port}")
+        return Session(address, _MESSAGES, deadline, failure, lambda: partial(self._check, address))
+
+    def _check(self, address: TcpAddress) -> str:
+        """Whether an owner that does not answer is still the owner."""
+        try:
+            number, newest = newest_record(self._backend, time.monotonic() + _REACH_S)
+        except (BackendUnavailableError, OperationTimeoutError) as error:
+            if not error.retryable:
+                raise
+            return "It waits for the engine, as this process does."
+        if newest is None or newest.address is None or TcpAddress(*newest.address) != address:
+            raise HostGoneError("another process owns the store.")
+        if self._lease.is_over(number):
+            raise HostGoneError("the owner of the store is dead.")
+        return "It is alive, and writes its log."
 
     # --- the process --------------------------------------------------------------------------------------------------
 

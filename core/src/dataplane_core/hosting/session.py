@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -64,6 +64,9 @@ _Moved = TypeVar("_Moved")
 #: What a backend makes of the failure of a call, in its own words: of the operation; of `TimeoutError`, with what is
 #: known about the host, another `OSError`, or `EOFError`; and of whether the session was not begun yet.
 Failure: TypeAlias = Callable[[str, Exception, bool], DataPlaneError]
+#: Called each second while a call waits. Raises `BackendUnavailableError` if the host is dead, else says in a sentence
+#: what is known about it. Must not block.
+Watch: TypeAlias = Callable[[], str]
 
 _POLL_S: Final = 0.01
 #: Seconds that sending a release may take.
@@ -143,16 +146,6 @@ def _left_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-class Watch(Protocol):
-    """Checks whether a host is alive whose answer a call waits for."""
-
-    def check(self) -> None:
-        """Called each second. Must not block. Raises `BackendUnavailableError` if it is dead."""
-
-    def describe(self) -> str:
-        """What is known about it, as a sentence for the timeout's error."""
-
-
 class HostGoneError(LostReplyError):
     """The host has ended, the connection to it broke, or it is the host no longer."""
 
@@ -217,7 +210,7 @@ class Session:
         self._address = address
         self._messages = messages
         self._fail = failure
-        self._make_watch = watch
+        self._new_watch = watch
         self._pid = os.getpid()
         self._idle: deque[socket.socket] = deque()
         self._used: set[socket.socket] = set()
@@ -287,7 +280,7 @@ class Session:
             raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")
         message = self._messages.encode_request(request)
         with self._channel(what, deadline) as channel:
-            line = _Line(channel, deadline, self._make_watch)
+            line = _Line(channel, deadline, self._new_watch)
             line.send([memoryview(message), *(array.data for array in sources if len(array))])
             message = line.message()
             if receive is not None:
@@ -463,16 +456,16 @@ class Session:
 
     def _reach(self, deadline: float) -> socket.socket:
         """A connection. While there is no answer, the host is watched."""
-        watch: Watch | None = None
+        watch, says = None, ""
         while True:
             now = time.monotonic()
             try:
-                return self._address.connect(deadline if self._make_watch is None else min(deadline, now + _PATIENCE_S))
+                return self._address.connect(deadline if self._new_watch is None else min(deadline, now + _PATIENCE_S))
             except TimeoutError:
-                if self._make_watch is None or time.monotonic() >= deadline:
-                    raise TimeoutError("" if watch is None else watch.describe()) from None
-                watch = watch or self._make_watch()
-                watch.check()
+                if self._new_watch is None or time.monotonic() >= deadline:
+                    raise TimeoutError(says) from None
+                watch = watch or self._new_watch()
+                says = watch()
 
     def _failure(self, what: str, error: Exception) -> DataPlaneError:
         if self._closed:
@@ -490,14 +483,15 @@ class _Line:
 
     _channel: socket.socket
     _deadline: float
-    _make_watch: Callable[[], Watch] | None
+    _new_watch: Callable[[], Watch] | None
     _watch: Watch | None = None
+    _says: str = ""
     _received: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
 
     def send(self, arrays: list[memoryview]) -> None:
         """Sends arrays, one after the other."""
-        if len(arrays) == 1 and len(arrays[0]) < RECEIVE_BYTES and self._make_watch is None:
+        if len(arrays) == 1 and len(arrays[0]) < RECEIVE_BYTES and self._new_watch is None:
             self._channel.settimeout(_left_s(self._deadline))
             self._channel.sendall(arrays[0])
             return
@@ -537,14 +531,14 @@ class _Line:
         while True:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError("" if self._watch is None else self._watch.describe())
-            self._channel.settimeout(left_s if self._make_watch is None else min(left_s, _PATIENCE_S))
+                raise TimeoutError(self._says)
+            self._channel.settimeout(left_s if self._new_watch is None else min(left_s, _PATIENCE_S))
             try:
                 return act()
             except TimeoutError:
-                if self._make_watch is not None:
-                    self._watch = self._watch or self._make_watch()
-                    self._watch.check()
+                if self._new_watch is not None:
+                    self._watch = self._watch or self._new_watch()
+                    self._says = self._watch()
 
 
 def _end_session(first: socket.socket, idle: deque[socket.socket]) -> None:

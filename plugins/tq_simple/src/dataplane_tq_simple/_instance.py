@@ -34,7 +34,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.host_memory import arena_bytes_for
-from dataplane_core.hosting import HostGoneError, LedgerLink, Session, TcpAddress, failure_of
+from dataplane_core.hosting import HostGoneError, LedgerLink, Session, TcpAddress, Watch, failure_of
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._controller import Controller
 from dataplane_tq_simple._folders import JOURNAL, folder_of, unit_of
@@ -381,15 +381,14 @@ class ControllerLink(LedgerLink):
                 raise BackendUnavailableError("this process is no longer connected to Ray.", retryable=False)
             address = watch.ask(max(0.0, min(_ASK_S, deadline - time.monotonic())))
             if address is not None:
-                watches = partial(ControllerWatch, self._instance, address)
-                return Session(address, MESSAGES, deadline, failure_of("the controller"), watches)
+                return Session(address, MESSAGES, deadline, failure_of("the controller"), partial(self._watch, address))
             # with a journal, the controller comes back as soon as a head does that keeps its state
             if config.journal is None:
                 check_head(config.instance)
             if time.monotonic() + _ASK_AGAIN_S < deadline:
                 time.sleep(_ASK_AGAIN_S)
             elif config.journal is None:
-                raise OperationTimeoutError(f"{what}: no answer in time.", hint=watch.describe())
+                raise OperationTimeoutError(f"{what}: no answer in time.", hint=watch.says)
             else:
                 raise BackendUnavailableError(
                     f"the controller of instance {config.instance!r} died, and was not back by the deadline. "
@@ -399,21 +398,29 @@ class ControllerLink(LedgerLink):
                 )
         raise ClientClosedError(f"{what}: this client is closed.")
 
+    def _watch(self, address: TcpAddress) -> Watch:
+        watch = ControllerWatch(self._instance)
+
+        def check() -> str:
+            if ray.is_initialized() and watch.ask() not in (None, address):
+                raise HostGoneError("the controller was started again, and is elsewhere.")
+            return watch.says
+
+        return check
+
 
 class ControllerWatch:
-    """Asks Ray where the controller is: to find it, and while a call waits for it.
+    """Asks Ray where the controller of an instance is: to find it, and while a call waits for it.
 
-    Args:
-        instance: The instance.
-        address: Where the call takes the controller to be.
+    Attributes:
+        says: What is known about it, as a sentence.
     """
 
-    def __init__(self, instance: Instance, address: TcpAddress | None = None) -> None:
+    def __init__(self, instance: Instance) -> None:
         self._instance = instance
-        self._address = address
         self._asked: Any = None
         self._ask_at = 0.0
-        self._says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
+        self.says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
 
     def ask(self, within_s: float = 0.0) -> TcpAddress | None:
         """Where the controller says it is, if it answers. Raises `BackendUnavailableError` if it is dead for good."""
@@ -427,7 +434,7 @@ class ControllerWatch:
             address: TcpAddress = ray.get(asked, timeout=0)
         except ray.exceptions.ActorUnavailableError:
             self._ask_at = now + _ASK_AGAIN_S
-            self._says = "Ray cannot reach the controller, or starts it again."
+            self.says = "Ray cannot reach the controller, or starts it again."
             return None
         except ray.exceptions.RayActorError as error:
             raise BackendUnavailableError(
@@ -437,22 +444,8 @@ class ControllerWatch:
             ) from error
         except ray.exceptions.RayError:
             return None  # says nothing about the controller
-        self._says = "The process of the controller is alive, but busy with other requests."
+        self.says = "The process of the controller is alive, but busy with other requests."
         return address
-
-    def check(self) -> None:
-        """Does not block.
-
-        Raises:
-            HostGoneError: The controller was started again, and is elsewhere.
-            BackendUnavailableError: It is dead for good.
-        """
-        if ray.is_initialized() and self.ask() not in (None, self._address):
-            raise HostGoneError("the controller was started again, and is elsewhere.")
-
-    def describe(self) -> str:
-        """What is known, as a sentence."""
-        return self._says
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _FULL_S: Final = 1.0
 #: Seconds that a listing waits for a unit, to say how rows get from there.
 _PATH_S: Final = 1.0
+_NEVER: Final = threading.Event()
 #: The most units that one operation moves bytes to or from at the same time.
 _AT_ONCE: Final = 16
 
@@ -325,13 +326,23 @@ class TQSimpleBackend(QueueBackend):
         return unit
 
     def _connect(self, number: int, life: Life, deadline: float) -> ExtentClient:
-        def watch() -> UnitWatch:
-            ends = getattr(self._current, "ends", threading.Event())
-            return UnitWatch(self, number, life, ends.is_set)
+        def watch() -> str:
+            """Asks the book whether the unit has ended, while a call waits for it."""
+            if getattr(self._current, "ends", _NEVER).is_set():  # another call of the operation failed
+                raise BackendUnavailableError("the call was given up with another one of its operation.")
+            if self.life(number) == life:
+                try:
+                    self.refresh(time.monotonic() + _QUESTION_S)
+                except (OperationTimeoutError, BackendUnavailableError) as error:
+                    if isinstance(error, BackendUnavailableError) and not error.retryable:
+                        raise  # else the controller is busy, or is started again
+            if self.life(number) != life:
+                raise UnitsGoneError("a storage unit ended.")
+            return "It has not ended: it is stopped, overloaded, or not reachable from this process."
 
         def open_at(address: UnixAddress | TcpAddress, views: bool) -> ExtentClient:
             failure = failure_of(f"storage {life.unit}", UnitsGoneError)
-            session = Session(address, ExtentHost.messages, deadline, failure, watch)
+            session = Session(address, ExtentHost.messages, deadline, failure, lambda: watch)
             return ExtentClient(session, views=views)
 
         started = life.started
@@ -347,36 +358,3 @@ class TQSimpleBackend(QueueBackend):
             units = [self._units.pop(number) for number in numbers if number in self._units]
         for unit in units:
             unit.session.finish()
-
-
-class UnitWatch:
-    """Asks the book whether a storage unit has ended, while a call waits for it.
-
-    Args:
-        backend: Gets the answers.
-        number, life: The life of the unit, as it was when the call began.
-        is_cancelled: Whether the call is to end: another one of the same operation failed, or was interrupted.
-    """
-
-    def __init__(self, backend: TQSimpleBackend, number: int, life: Life, is_cancelled: Callable[[], bool]) -> None:
-        self._backend = backend
-        self._number = number
-        self._life = life
-        self._is_cancelled = is_cancelled
-
-    def check(self) -> None:
-        """Raises `UnitsGoneError` if it has ended; `BackendUnavailableError` if the controller has, or if cancelled."""
-        if self._is_cancelled():
-            raise BackendUnavailableError("the call was given up with another one of its operation.")
-        if self._backend.life(self._number) == self._life:
-            try:
-                self._backend.refresh(time.monotonic() + _QUESTION_S)
-            except (OperationTimeoutError, BackendUnavailableError) as error:
-                if isinstance(error, BackendUnavailableError) and not error.retryable:
-                    raise  # else it is busy, or is started again
-        if self._backend.life(self._number) != self._life:
-            raise UnitsGoneError("a storage unit ended.")
-
-    def describe(self) -> str:
-        """What is known, as a sentence."""
-        return "It has not ended: it is stopped, overloaded, or not reachable from this process."

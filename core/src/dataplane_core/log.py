@@ -251,8 +251,6 @@ _VERSION: Final = 4
 _HEAD: Final = struct.Struct("<IIQ")
 #: The name that earlier versions gave it, whose folders are not empty ones.
 _NAME: Final = "journal"
-#: How long the log was when its process ended well. A shorter one was cut.
-_ENDED: Final = "ended"
 #: So much room is set aside for what makes room on a full disk.
 _RESERVE_BYTES: Final = 64 << 10
 _DAMAGED_HINT: Final = "Restore a whole copy of it, or move it away to begin without what it holds."
@@ -268,7 +266,7 @@ class _Beginning(msgspec.Struct, array_like=True):
 
 
 class _Frame(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A record, or a note (None: no longer), or neither: the process ended, and all that it wrote is before this.
+    """A record, or a note (None: no longer).
 
     ``synced``: how much of the file the disk had by then. None: the disk is not waited for.
     """
@@ -276,7 +274,7 @@ class _Frame(msgspec.Struct, array_like=True, omit_defaults=True):
     at: float
     synced: int | None
     record: bytes | None = None
-    name: str | None = None
+    name: str = ""
     value: bytes | None = None
 
 
@@ -373,22 +371,14 @@ class FolderLog(Log):
             )
         beginning = _decode_beginning(first)
         self.state, self.notes = beginning.state, beginning.notes
-        last_at, end = beginning.at, _HEAD.size + len(first)
-        for body in self._bodies(data, end):
+        last_at = beginning.at
+        for body in self._bodies(data, _HEAD.size + len(first)):
             frame = _decode_frame(body)
-            last_at, end = frame.at, end + _HEAD.size + len(body)
+            last_at = frame.at
             if frame.record is not None:
                 self.records.append((frame.at, frame.record))
-            elif frame.name is not None:
+            else:
                 self._take_note(frame.name, frame.value)
-        with suppress(FileNotFoundError):
-            whole = int((self._earlier / _ENDED).read_bytes() or b"0")  # the disk may have been full
-            if end < whole:
-                raise CorruptDataError(
-                    f"the log in {self._root} lacks {whole - end} of the {whole} bytes that it had when it was closed.",
-                    hint=f"Restore a whole copy of it, or remove {self._earlier / _ENDED} to go on without what it "
-                    "lacks.",
-                )
         return last_at
 
     def _bodies(self, data: bytes, start: int) -> Iterator[bytes]:
@@ -467,15 +457,10 @@ class FolderLog(Log):
             self._refuse_if_taken()
 
     def finish(self) -> None:
-        """Says that nothing follows. What is damaged or missing later was written whole, so it is no torn record."""
-        with suppress(OSError):  # the disk is full, or another process has the log
-            self.commit()
-            with self._lock:
-                self._write(_Frame(self.now(), None), False)
-                self._is_dirty = True
-            self.commit()  # the disk has the end before it has the note
-            write_file(self._folder / _ENDED, [b"%d" % self._size])
-            sync_path(self._folder)
+        """Has the disk keep all in one frame: if a part of it is missing later, it is no torn record."""
+        self._sync = True
+        with suppress(BackendUnavailableError):  # the disk is full, or another process has the log
+            self.begin()
 
     def close(self) -> None:
         """Closes the file. The log stays in its folder."""

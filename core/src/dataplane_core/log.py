@@ -1,8 +1,8 @@
 """What the host of a ledger wrote down, so that the next host goes on where it ended.
 
-`Log` is the interface, and `FolderLog` one in a folder; the owner of a `RowStoreBackend`'s ledger has one in its
-engine. `LoggedLedger` is the ledger that is kept in a log, and `NotesLog` has notes that outlive a process. Durable
-stores and controllers use it. Nothing here imports torch.
+`Log` is the interface, and `FolderLog` one in a folder, also of notes alone; the owner of a `RowStoreBackend`'s ledger
+has one in its engine. `LoggedLedger` is the ledger that is kept in a log. Durable stores and controllers use them.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataplane_core.hosting.messages import COMMANDS_FORM, Messages
 from dataplane_core.ledger import Command, Ledger, LedgerService, Ref, Reply, commands
 from dataplane_core.ledger.state import pack_state, unpack_state
 
-__all__ = ["EXIT_STATUS", "FolderLog", "Log", "LoggedLedger", "NotesLog", "TakenError"]
+__all__ = ["EXIT_STATUS", "FolderLog", "Log", "LoggedLedger", "TakenError"]
 
 _log = logging.getLogger(__name__)
 
@@ -440,6 +440,7 @@ class FolderLog(Log):
         with self._lock:
             self._write(_Frame(self.now(), None, None, name, value), value is None)
             self._take_note(name, value)
+        self.shorten_if_long()
 
     def _take_note(self, name: str, value: bytes | None) -> None:
         if value is None:
@@ -512,18 +513,6 @@ class FolderLog(Log):
     def _refuse_if_taken(self) -> None:
         if self._next.exists():
             raise TakenError(f"another process has taken the log in {self._root}.")
-
-
-class NotesLog(FolderLog):
-    """Notes without records, which stay short by themselves. Args and raises: as `FolderLog`."""
-
-    def __init__(self, folder: Path, *, sync: bool = True) -> None:
-        super().__init__(folder, sync=sync)
-        self.begin()
-
-    def note(self, name: str, value: bytes | None) -> None:
-        super().note(name, value)
-        self.shorten_if_long()
 
 
 def _packed(frame: _Beginning | _Frame) -> bytes:

@@ -42,7 +42,7 @@ from dataplane_core.hosting.extent_host import Fetch, Fill, Find, Written
 from dataplane_core.hosting.extents import Layout, Wanted
 from dataplane_core.kept_extents import KeptExtents
 from dataplane_core.ledger import commands
-from dataplane_core.log import NotesLog
+from dataplane_core.log import FolderLog
 from dataplane_core.spec import FieldSpec, Ragged
 from dataplane_testkit._timing import eventually
 
@@ -71,7 +71,8 @@ class Unit:
         if folder is None:
             host = ExtentHost(ExtentService(Arena.create(size_bytes)))
         else:
-            self.notes = NotesLog(folder / "notes")
+            self.notes = FolderLog(folder / "notes")
+            self.notes.begin()
             host = ExtentHost(KeptExtents(folder, size_bytes, self.notes), self.notes.commit_or_end)
         self.server = Server(host, memory, wire, token=self.token)
         self.thread = threading.Thread(target=self.server.run, daemon=True)

@@ -8,7 +8,13 @@ from tiers import in_long
 
 from dataplane_core import log as room
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
-from dataplane_core.log import FolderLog, NotesLog, TakenError
+from dataplane_core.log import FolderLog, TakenError
+
+
+def notes_in(folder, **options):
+    log = FolderLog(folder, **options)
+    log.begin()
+    return log
 
 
 class Logs:
@@ -212,7 +218,7 @@ def test_a_log_that_cannot_be_opened_says_what_to_do(logs, monkeypatch, number, 
 
 @pytest.mark.parametrize("cut_bytes", [1, 100])
 def test_a_log_that_was_closed_and_is_shorter_now_is_refused(tmp_path, cut_bytes):
-    log = NotesLog(tmp_path, sync=False)
+    log = notes_in(tmp_path, sync=False)
     log.note("n", b"value" * 20)
     log.finish()
     log.close()
@@ -221,32 +227,32 @@ def test_a_log_that_was_closed_and_is_shorter_now_is_refused(tmp_path, cut_bytes
     os.truncate(file, len(whole) - cut_bytes)
     for _ in range(2):  # what was refused changes nothing
         with pytest.raises(CorruptDataError, match="damaged at byte 0"):
-            NotesLog(tmp_path)
+            notes_in(tmp_path)
     file.write_bytes(whole)
-    assert NotesLog(tmp_path).notes == {"n": b"value" * 20}
+    assert notes_in(tmp_path).notes == {"n": b"value" * 20}
 
 
 def test_a_log_is_opened_again_whose_end_found_a_full_disk(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    log = NotesLog(tmp_path)
+    log = notes_in(tmp_path)
     log.note("n", b"value")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse)
         log.finish()
     log.close()
-    assert NotesLog(tmp_path).notes == {"n": b"value"}
+    assert notes_in(tmp_path).notes == {"n": b"value"}
 
 
 def test_notes_stay_short(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "TAIL_BYTES", 2000)
-    log = NotesLog(tmp_path)
+    log = notes_in(tmp_path)
     for number in range(500):
         log.note(f"n{number}", b"x" * 40)
         log.note(f"n{number - 5}", None)
     assert sum(path.stat().st_size for path in tmp_path.rglob("journal")) < 5000
-    assert sorted(NotesLog(tmp_path).notes) == [f"n{number}" for number in range(495, 500)]
+    assert sorted(notes_in(tmp_path).notes) == [f"n{number}" for number in range(495, 500)]
 
 
 def test_a_log_that_cannot_be_shortened_goes_on_growing(tmp_path, monkeypatch):
@@ -254,11 +260,11 @@ def test_a_log_that_cannot_be_shortened_goes_on_growing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(room, "TAIL_BYTES", 500)
-    log, tries = NotesLog(tmp_path), []
+    log, tries = notes_in(tmp_path), []
     with monkeypatch.context() as patch:
         patch.setattr(room, "write_file", lambda *words: tries.append(words) or refuse())
         for number in range(100):
             log.note(f"n{number}", b"x" * 40)
     assert 2 <= len(tries) <= 5, "it tries again when it is twice as long"
     log.note("last", b"")
-    assert len(NotesLog(tmp_path).notes) == 101
+    assert len(notes_in(tmp_path).notes) == 101

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from dataplane_core.errors import BackendUnavailableError, CorruptDataError
 from dataplane_core.kept_extents import KeptExtents
-from dataplane_core.log import NotesLog
+from dataplane_core.log import FolderLog
 from dataplane_core.ownership import lock_folder
 from dataplane_core.spec import new_id
 
@@ -36,7 +36,7 @@ class OpenedUnit(NamedTuple):
 
     token: str
     extents: KeptExtents
-    notes: NotesLog
+    notes: FolderLog
 
 
 def folder_of(folder: str, instance: str) -> Path:
@@ -50,7 +50,7 @@ def unit_of(folder: str, instance: str) -> Path:
 
 
 def open_unit(
-    path: Path, instance: str, open_in: Callable[[Path, NotesLog], KeptExtents], *, sync: bool = False
+    path: Path, instance: str, open_in: Callable[[Path, FolderLog], KeptExtents], *, sync: bool = False
 ) -> OpenedUnit:
     """Opens the folder of a unit, which is locked until this process ends. One that is damaged is set aside.
 
@@ -58,7 +58,7 @@ def open_unit(
         path: The folder.
         instance: Identifies the instance.
         open_in: Opens the extents in the folder.
-        sync: See `NotesLog`.
+        sync: See `FolderLog`.
 
     Raises:
         AlreadyRunningError: Another process has it.
@@ -81,8 +81,9 @@ def open_unit(
         raise BackendUnavailableError(f"the folder {path} cannot be used: {why}.", retryable=False) from error
 
 
-def _open(path: Path, instance: str, open_in: Callable[[Path, NotesLog], KeptExtents], sync: bool) -> OpenedUnit:
-    notes = NotesLog(path / _NOTES, sync=sync)
+def _open(path: Path, instance: str, open_in: Callable[[Path, FolderLog], KeptExtents], sync: bool) -> OpenedUnit:
+    notes = FolderLog(path / _NOTES, sync=sync)
+    notes.begin()
     if notes.notes.get(_INSTANCE_NOTE, instance.encode()) != instance.encode():
         raise BackendUnavailableError(
             f"the folder {path} holds rows of an instance whose journal is not the one that was found.",

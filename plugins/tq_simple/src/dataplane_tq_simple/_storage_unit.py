@@ -23,7 +23,7 @@ from dataplane_core.hosting import (
     new_token,
 )
 from dataplane_core.kept_extents import KeptExtents, check_extents
-from dataplane_core.log import NotesLog
+from dataplane_core.log import FolderLog
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._folders import open_unit
 from dataplane_tq_simple._messages import Started
@@ -94,7 +94,7 @@ class StorageUnit:
         port, kept = wire.getsockname()[1], options.folder is not None
         return Started(token, ip, port, node, name, secret, extents.most_bytes, kept)
 
-    def _extents_in(self, folder: Path, notes: NotesLog) -> KeptExtents:
+    def _extents_in(self, folder: Path, notes: FolderLog) -> KeptExtents:
         options = self._options
         size_bytes = options.size_bytes or check_extents(folder, notes.notes) or _default_bytes()
         ahead_bytes = options.touch_ahead_bytes

@@ -19,11 +19,11 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -174,7 +174,7 @@ class KeptExtents(ExtentService):
         self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
         self._undigested: dict[int, bytes | None] = {}  # write id -> the digest that it must have; None: to be made
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
-        self._hashing: tuple[int, int, Any] | None = None  # a write, how much of it is hashed, and the state
+        self._digests = self._make_digests()
         status = os.fstat(arena.fd)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         now = _Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id)
@@ -316,7 +316,7 @@ class KeptExtents(ExtentService):
         if name in self._notes.notes:
             self._notes.note(name, None)  # it may fail, and what is noted is never overwritten
         super()._remove(write_id)
-        self._end_hashing(write_id)
+        self._undigested.pop(write_id, None)
 
     # --- digests ------------------------------------------------------------------------------------------------------
 
@@ -328,45 +328,46 @@ class KeptExtents(ExtentService):
         if digest != digest_of(self.bytes_of(self._payloads[write_id].extent)):
             self._lose(write_id)
             return False
-        self._end_hashing(write_id)
+        self._undigested.pop(write_id, None)
         return True
 
     def work_aside(self) -> bool:
         """Makes or checks a part of a digest. False: there is nothing to do."""
-        if self._hashing is None:
+        return next(self._digests)
+
+    def _make_digests(self) -> Iterator[bool]:
+        """Makes or checks all digests, in steps; a step that says False had nothing to do, or found no room."""
+        while True:
             write_id = next(iter(self._undigested), None)
             if write_id is None:
-                return False
-            self._hashing = write_id, 0, lasting_hash()
-        write_id, done, state = self._hashing
-        data = self.bytes_of(self._payloads[write_id].extent)
-        state.update(data[done : done + _STEP].data)
-        self._hashing = write_id, done + _STEP, state
-        if done + _STEP < len(data):
-            return True
-        self._hashing = None
-        digest = self._undigested[write_id]
+                yield False
+                continue
+            data, state = self.bytes_of(self._payloads[write_id].extent), lasting_hash()
+            for start in range(0, len(data), _STEP):
+                state.update(data[start : start + _STEP].data)
+                yield True
+                if write_id not in self._undigested:  # it is gone, or has its digest
+                    break
+            else:
+                if not self._keeps_digest(write_id, state.digest()):
+                    yield False
+
+    def _keeps_digest(self, write_id: int, digest: bytes) -> bool:
         try:
-            if digest is None:
-                self._note(write_id, state.digest())
-            elif state.digest() != digest:
+            if self._undigested[write_id] is None:
+                self._note(write_id, digest)
+            elif self._undigested[write_id] != digest:
                 self._lose(write_id)
         except BackendUnavailableError as error:  # no room on the disk: later
             _log.warning("a digest is not kept yet: %s", error)
             return False
-        self._end_hashing(write_id)
+        self._undigested.pop(write_id, None)
         return True
 
     def finish(self) -> None:
         """Makes all digests, before the service ends."""
         while self.work_aside():
             pass
-
-    def _end_hashing(self, write_id: int) -> None:
-        """The bytes of a write are gone, or its digest is known."""
-        self._undigested.pop(write_id, None)
-        if self._hashing is not None and self._hashing[0] == write_id:
-            self._hashing = None
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -407,7 +408,7 @@ class KeptExtents(ExtentService):
             self._free(extent)
             return 0
         self._payloads[write_id] = squeezed
-        self._end_hashing(write_id)
+        self._undigested.pop(write_id, None)
         self._note(write_id, digest_of(self.bytes_of(extent)))
         self._free(before)
         return before.size_bytes - extent.size_bytes

@@ -322,9 +322,9 @@ def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_
 def test_a_put_that_comes_after_its_drop_is_refused(unit, path, monkeypatch):
     """Requests over two connections may overtake one another. Ids are never used again."""
     client = unit.client(path)
-    monkeypatch.setattr(extent_host, "_MOST_LATE", 0)  # each drop begins a new period, and the one before still counts
-    client.drop([(5, 0)], soon())
-    client.drop([(6, 0)], soon())
+    monkeypatch.setattr(extent_host, "_MOST_LATE", 2)
+    client.drop([(4, 0), (5, 0), (6, 0)], soon())
+    assert list(unit.server._host._late) == [5, 6]
     for size in (10, 1 << 20):
         with pytest.raises(BackendError, match="dropped before it came"):
             client.put({5: block(size)}, soon())

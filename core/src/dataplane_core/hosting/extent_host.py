@@ -8,7 +8,7 @@ out of them (`Find`), or gets rows over the wire (`Fetch`).
 
 from __future__ import annotations
 
-import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -24,8 +24,7 @@ from dataplane_core.ledger import Ref
 
 #: Seconds after which a put that found no room in the arena asks again.
 _ASK_AGAIN_S: Final = 0.02
-#: For how many seconds it is remembered that a write was dropped before it came, and for about how many at most.
-_LATE_S: Final = 60.0
+#: Of so many writes it is remembered that they were dropped before they came.
 _MOST_LATE: Final = 100_000
 
 
@@ -138,8 +137,7 @@ class ExtentHost(Host):
         self.descriptors = (extents.arena.fd,)
         self._puts: dict[int, _Put] = {}  # write id -> its put that is not written yet
         self._pins: dict[Client, dict[int, list[Extent]]] = {}  # client -> number of a pin -> what it reads or views
-        self._late: tuple[set[int], set[int]] = (set(), set())  # write ids: the newer ones, and those before
-        self._forget_at = time.monotonic() + _LATE_S
+        self._late: OrderedDict[int, None] = OrderedDict()  # ids of writes that were dropped before they came
         extents.touch_ahead()
 
     def about(self) -> AboutExtents:
@@ -161,7 +159,7 @@ class ExtentHost(Host):
 
     def _allocate(self, request: Allocate, client: Client) -> list[int]:
         write_ids = [write.write_id for write in request.writes]
-        if any(write_id in late for late in self._late for write_id in write_ids):
+        if any(write_id in self._late for write_id in write_ids):
             raise BackendError("a put was dropped before it came.")
         if any(write_id in self._puts or self._extents.holds(write_id) for write_id in write_ids):
             raise InvalidRequestError("a put was begun that had been begun before.")
@@ -271,9 +269,9 @@ class ExtentHost(Host):
         write_ids = {write_id for write_id, _ in request.refs}
         for put in {self._puts[write_id] for write_id in self._puts.keys() & write_ids}:
             self._end_put(put)
-        if len(self._late[0]) >= _MOST_LATE or time.monotonic() >= self._forget_at:
-            self._late, self._forget_at = (set(), self._late[0]), time.monotonic() + _LATE_S
-        self._late[0].update(write_id for write_id in write_ids if not self._extents.holds(write_id))
+        self._late.update((write_id, None) for write_id in write_ids if not self._extents.holds(write_id))
+        while len(self._late) > _MOST_LATE:
+            self._late.popitem(last=False)
         self._extents.drop(request.refs)
 
     def _memory(self, request: Memory, client: Client) -> ExtentStatistics:

@@ -19,7 +19,6 @@ from dataplane_core.errors import (
     BackendUnavailableError,
     CapacityExceededError,
     InvalidRequestError,
-    OperationTimeoutError,
     StalePartitionError,
 )
 from dataplane_core.host_memory import Arena, copy_arrays
@@ -34,6 +33,7 @@ from dataplane_core.hosting import (
     TcpAddress,
     UnixAddress,
     extent_host,
+    failure_of,
     listen_on,
     listen_unseen,
     new_token,
@@ -54,11 +54,6 @@ SPECS = {
     "ragged": FieldSpec("tensor", "bfloat16", 1),
 }
 SLOTS = {name: slot for slot, name in enumerate(SPECS)}
-
-
-def failure(what, error, connecting):
-    kind = OperationTimeoutError if isinstance(error, TimeoutError) else BackendUnavailableError
-    return kind(f"{what}: {error}")
 
 
 class Unit:
@@ -83,7 +78,7 @@ class Unit:
         tcp = TcpAddress("127.0.0.1", self.port, self.token)
         address = UnixAddress(self.name, self.token) if path == "memory" else tcp
         watch = None if path == "memory" else lambda: str  # as units have, whose clients look after them
-        return Session(address, ExtentHost.messages, soon(), failure, watch)
+        return Session(address, ExtentHost.messages, soon(), failure_of("the unit", BackendUnavailableError), watch)
 
     def client(self, path: str, **options: bool) -> ExtentClient:
         return ExtentClient(self.session(path), **options)

@@ -30,6 +30,7 @@ from dataplane_core.hosting import (
     Session,
     TcpAddress,
     UnixAddress,
+    failure_of,
     listen_at,
     listen_on,
     new_token,
@@ -41,6 +42,7 @@ from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
 
 LONG_S = 60.0
+failure = failure_of("the host")
 X = {"x": FieldSpec("tensor", "int64", 1)}
 
 
@@ -72,11 +74,6 @@ class TestHost(LedgerHost):
             assert self.go_on.wait(LONG_S)
             return None
         return super().answer(request, client)
-
-
-def failure(what, error, connecting):
-    kind = OperationTimeoutError if isinstance(error, TimeoutError) else LostReplyError
-    return kind(f"{what} failed: {error or 'no answer'}")
 
 
 @contextlib.contextmanager

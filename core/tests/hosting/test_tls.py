@@ -13,6 +13,7 @@ from dataplane_core.hosting import (
     Server,
     Session,
     TcpAddress,
+    failure_of,
     listen_on,
     new_token,
     server as hosting_server,
@@ -21,10 +22,6 @@ from dataplane_core.hosting.server import new_tls
 from dataplane_core.ledger import LedgerService, commands
 
 pytest.importorskip("cryptography", reason="not run: cryptography is optional; only a host behind TLS needs it")
-
-
-def failure(what, error, connecting):
-    return BackendUnavailableError(f"{what}: {error}")
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def place():
 
 
 def session(place):
-    return Session(TcpAddress(*place), Messages(), time.monotonic() + 60, failure)
+    return Session(TcpAddress(*place), Messages(), time.monotonic() + 60, failure_of("the host"))
 
 
 def test_calls_of_any_size_go_through(place):

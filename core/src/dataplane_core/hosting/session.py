@@ -61,9 +61,9 @@ from dataplane_core.ownership import not_in_forks
 
 Reply = TypeVar("Reply")
 _Moved = TypeVar("_Moved")
-#: What a backend makes of the failure of a call, in its own words: of the operation; of `TimeoutError`, with what is
-#: known about the host, another `OSError`, or `EOFError`; and of whether the session was not begun yet.
-Failure: TypeAlias = Callable[[str, Exception, bool], DataPlaneError]
+#: What a backend makes of the failure of a call, in its own words: of the operation (``connect``: the session was not
+#: begun yet), and of `TimeoutError`, with what is known about the host, another `OSError`, or `EOFError`.
+Failure: TypeAlias = Callable[[str, Exception], DataPlaneError]
 #: Called each second while a call waits. Raises `BackendUnavailableError` if the host is dead, else says in a sentence
 #: what is known about it. Must not block.
 Watch: TypeAlias = Callable[[], str]
@@ -153,7 +153,7 @@ class HostGoneError(LostReplyError):
 def failure_of(host: str, gone: Callable[[str], DataPlaneError] = HostGoneError) -> Failure:
     """What failed calls to a host mean. ``host`` names it, and ``gone`` makes the error if it cannot be reached."""
 
-    def failure(what: str, error: Exception, connecting: bool) -> DataPlaneError:
+    def failure(what: str, error: Exception) -> DataPlaneError:
         if isinstance(error, TimeoutError):
             message = f"{what}: no answer in time from {host}. It may have been done or not."
             return OperationTimeoutError(message, hint=str(error) or None)
@@ -221,7 +221,6 @@ class Session:
         self._waiting: dict[str, Callable[[], object]] = {}  # token of what waits -> how to wake it
         self._listener: threading.Thread | None = None
         self._listener_lock = threading.Lock()
-        self._connecting = True
         self._first = self._open("connect", deadline, None)
         not_in_forks(self)
         self._end = weakref.finalize(self, _end_session, self._first, self._idle)
@@ -243,7 +242,6 @@ class Session:
                 retryable=False,
                 hint="Install the same version of dataplane-core for all processes.",
             )
-        self._connecting = False
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -470,7 +468,7 @@ class Session:
     def _failure(self, what: str, error: Exception) -> DataPlaneError:
         if self._closed:
             return ClientClosedError(f"{what}: this client is closed.")
-        return self._fail(what, error, self._connecting)
+        return self._fail(what, error)
 
     def forget_in_fork(self) -> None:
         """Closes the sockets that a fork inherited, without ending the session."""

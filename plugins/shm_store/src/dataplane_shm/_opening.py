@@ -12,10 +12,10 @@ from dataplane_core.ownership import PrivateFolder
 from dataplane_shm._messages import About
 
 
-def _failure(path: Path, what: str, error: Exception, connecting: bool) -> DataPlaneError:
+def _failure(path: Path, what: str, error: Exception) -> DataPlaneError:
     if isinstance(error, TimeoutError):
         return OperationTimeoutError(f"{what} timed out: the ledger's process of {path} does not answer.")
-    if connecting:
+    if what == "connect":
         return BackendUnavailableError(
             f"{what} failed: no store runs at {path}: {error}.",
             hint="Start its owner, connect(config, bootstrap=True), as the same user on this host and with the "

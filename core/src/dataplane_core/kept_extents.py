@@ -336,7 +336,7 @@ class KeptExtents(ExtentService):
         return next(self._digests)
 
     def _make_digests(self) -> Iterator[bool]:
-        """Makes or checks all digests, in steps; a step that says False had nothing to do, or found no room."""
+        """Makes or checks all digests, in steps. A step that gives False had nothing to do, or found no room."""
         while True:
             write_id = next(iter(self._undigested), None)
             if write_id is None:
@@ -344,13 +344,13 @@ class KeptExtents(ExtentService):
                 continue
             data, state = self.bytes_of(self._payloads[write_id].extent), lasting_hash()
             for start in range(0, len(data), _STEP):
-                state.update(data[start : start + _STEP].data)
-                yield True
+                if start:
+                    yield True
                 if write_id not in self._undigested:  # it is gone, or has its digest
                     break
+                state.update(data[start : start + _STEP].data)
             else:
-                if not self._keeps_digest(write_id, state.digest()):
-                    yield False
+                yield self._keeps_digest(write_id, state.digest())
 
     def _keeps_digest(self, write_id: int, digest: bytes) -> bool:
         try:

@@ -24,7 +24,7 @@ from dataplane_core.backends import (
 from dataplane_core.backends.owner import newest_record
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError, PluginImportError
-from dataplane_core.hosting import HostGoneError
+from dataplane_core.hosting import HostGoneError, Session
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
@@ -129,6 +129,25 @@ def test_rows_of_a_put_that_no_owner_knows_are_deleted_when_it_is_repeated(path,
         for handle in (unknown, unknown + 1):
             with pytest.raises(RefsGoneError):
                 backend.get_rows([handle], time.monotonic() + 60)
+
+
+def test_a_put_whose_owner_is_gone_in_the_middle_begins_again(path, monkeypatch):
+    call, sent = Session.call, []
+
+    def lose(self, what, deadline, request, *rest):
+        sent.append(type(request))
+        if sent.count(commands.CommitPut) == 1 and sent[-1] is commands.CommitPut:
+            raise HostGoneError("it was killed.")
+        return call(self, what, deadline, request, *rest)
+
+    with open_client(path) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "call", lose)
+            client.put_samples(["a"], "p", {"x": [1]})
+        assert sent.count(commands.BeginPut) == 2
+        assert backend_of(client)._owner.num_sessions == 2
+        assert client.list_sample_ids("p") == ["a"]
 
 
 def test_an_owner_with_nothing_to_do_says_that_it_is_there(path):

@@ -203,7 +203,7 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
                     deadline,
                     undo=undo,
                     hold=store.in_call,
-                    watch=lambda: self._instance.watch_call(self._check_master),
+                    watch=lambda: self._instance.watch_call(self._check_master).check,
                     closed=lambda: self._closed,
                     on_give_up=lambda: self._end_given_up(store),
                 )

@@ -173,7 +173,7 @@ def bounded(
     call = Call()
     started = time.monotonic()
     call.start(work, undo, hold)
-    watching: Watch | None = None
+    watching, says = None, ""
     try:
         while not call.wait(max(0.0, min(POLL_S, deadline - time.monotonic()))):
             now = time.monotonic()
@@ -182,11 +182,11 @@ def bounded(
             if now >= deadline:
                 raise OperationTimeoutError(
                     f"{what}: no answer within {now - started:.3g} s. It may have been executed or not.",
-                    hint=watching.describe() if watching else None,
+                    hint=says or None,
                 )
             if watch is not None and now - started >= _PATIENCE_S:
                 watching = watching or watch()
-                watching.check()
+                says = watching()
     except BaseException as error:
         given_up = call.give_up()
         if given_up:

@@ -311,14 +311,13 @@ class CallWatch:
     def check(self) -> str:
         """Raises `BackendUnavailableError` if the master is dead. Does not block for long. As `describe`."""
         self._check_master()
-        if not self.asked or not ray.is_initialized():
-            return self.describe()
-        answered, _ = ray.wait(list(self.asked.values()), num_returns=len(self.asked), timeout=0)
-        for name in [name for name, ref in self.asked.items() if ref in answered]:
-            with contextlib.suppress(ray.exceptions.RayError):  # it died: its segment is soon known to be gone
-                ray.get(self.asked[name], timeout=0)
-                self._alive.append(name)
-                del self.asked[name]
+        if self.asked and ray.is_initialized():
+            answered, _ = ray.wait(list(self.asked.values()), num_returns=len(self.asked), timeout=0)
+            for name in [name for name, ref in self.asked.items() if ref in answered]:
+                with contextlib.suppress(ray.exceptions.RayError):  # it died: its segment is soon known to be gone
+                    ray.get(self.asked[name], timeout=0)
+                    self._alive.append(name)
+                    del self.asked[name]
         return self.describe()
 
     def describe(self) -> str:

@@ -633,13 +633,14 @@ class LedgerLink(ABC):
                 raise OperationTimeoutError(
                     "the deadline passed while another thread looked for the host of the ledger."
                 )
-            if self._session is None:
+            session = self._session  # which may be gone when it is returned, and then says so
+            if session is None:
                 session = self.connect(deadline)
                 self.num_sessions += 1  # before others use it
                 self._session = session
                 if self._closed:  # meanwhile
                     session.close()
-            return self._session
+            return session
         finally:
             try:  # noqa: SIM105  (also if an interrupt came right after `acquire`; one may come in a call of `suppress`)
                 self._lock.release()

@@ -83,12 +83,12 @@ def audit(
     low, high = (step, step) if step is not None else bounds or (-math.inf, math.inf)
     steps: list[dict[str, Any]] = []
     count = 0
-    for each in history.steps():
-        count += not each.is_undone
-        number = each.batch or each.number
+    for ended in history.steps():
+        count += not ended.is_undone
+        number = ended.batch or ended.number
         if (bounds is None and step is None) or (number is not None and low <= number <= high):
-            rows = {} if step is None else {"rows": _row_reports(each)}
-            steps.append({**_step_report(each), **rows})
+            rows = {} if step is None else {"rows": _row_reports(ended)}
+            steps.append({**_step_report(ended), **rows})
     if step is not None and not steps:
         raise InvalidRequestError(f"audit refused: no step {step} is in '{folder}'. It has {count} steps.")
     untrained = sorted(history.untrained.values(), key=lambda fate: -fate["count"])
@@ -102,7 +102,7 @@ def audit(
         "end": found.end or None,
         "num_records": found.num_records,
         "clients": _client_reports(found, still_open),
-        "resumes": [str(each) for each in found.resumes],
+        "resumes": [str(resume) for resume in found.resumes],
         "steps": steps,
         "only_step": step,
         "latency": {name: _latency(sorted(values)) for name, values in sorted(history.latency_s.items())},
@@ -119,7 +119,7 @@ def audit(
 def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, Any]:
     """Where two recordings differ, as JSON values: see `differences`."""
     recordings = [Recording(folder), Recording(other)]
-    histories = [History(each, survey(each, task), check_rows=False) for each in recordings]
+    histories = [History(recording, survey(recording, task), check_rows=False) for recording in recordings]
     report = differences(*histories)
     lacks = [
         f"The {which} recording: {text}"
@@ -212,8 +212,8 @@ def _lacks(recording: Recording, found: Survey, num_misplaced: int = 0) -> list[
     if found.others:
         lacks.append(f"{found.others} marks were left out: another client marked steps at the same time.")
     if recording.dropped:
-        size = sum(each.size_bytes for each in recording.dropped)
-        until = _time(max(each.until for each in recording.dropped))
+        size = sum(segment.size_bytes for segment in recording.dropped)
+        until = _time(max(segment.until for segment in recording.dropped))
         lacks.append(
             f"{len(recording.dropped)} segments ({size / 1e6:.1f} MB) were deleted to keep max_bytes, written until "
             f"{until}: what they held is not judged."
@@ -248,31 +248,33 @@ def _lines(report: Mapping[str, Any], *, cuts: bool) -> list[str]:
     counts = ("put_samples", "claim", "get_samples", "clear_samples")
     rows = [
         [
-            *(each["role"], str(each["pid"]), each["host"], *(str(each["samples"][name]) for name in counts)),
-            *(_time(each["begin"]), _time(each["end"]), each["state"]),
+            *(client["role"], str(client["pid"]), client["host"], *(str(client["samples"][name]) for name in counts)),
+            *(_time(client["begin"]), _time(client["end"]), client["state"]),
         ]
-        for each in report["clients"]
+        for client in report["clients"]
     ]
     lines += ["", *_table(head, rows, right=(1, 3, 4, 5, 6))] if rows else []
-    lines += [f"  {each[0].upper()}{each[1:]}." for each in report["resumes"][-_MOST_RESUMES:]]
+    lines += [f"  {resume[0].upper()}{resume[1:]}." for resume in report["resumes"][-_MOST_RESUMES:]]
     rows = [
-        [name, str(each["samples"]), *(f"{each[key]:.3f}" for key in ("median_s", "p90_s", "max_s"))]
-        for name, each in report["latency"].items()
+        [name, str(latency["samples"]), *(f"{latency[key]:.3f}" for key in ("median_s", "p90_s", "max_s"))]
+        for name, latency in report["latency"].items()
     ]
     head = ["task", "samples", "median", "p90", "max"]
-    failed = [f"{each['operation']} failed: {each['error']}, {each['count']}x." for each in report["failures"]]
+    failed = [
+        f"{failure['operation']} failed: {failure['error']}, {failure['count']}x." for failure in report["failures"]
+    ]
     latency = "From the put that made a sample ready to the claim, in seconds:"
     for title, said in (
         (latency, _table(head, rows, right=range(1, 5)) if rows else []),
-        ("Not trained on:", [f"  {_fate(each)}" for each in report["untrained"]]),
-        ("What the recording lacks, and what failed:", [f"  {each}" for each in (*report["lacks"], *failed)]),
+        ("Not trained on:", [f"  {_fate(fate)}" for fate in report["untrained"]]),
+        ("What the recording lacks, and what failed:", [f"  {lack}" for lack in (*report["lacks"], *failed)]),
     ):
         lines += ["", title, *said] if said else []
     return [*lines, *(_lines_of_wrong(report) or ["", "Nothing wrong was found."])]
 
 
 def _lines_of_wrong(report: Mapping[str, Any]) -> list[str]:
-    return ["", "Wrong:", *(f"  {each['text']}" for each in report["wrong"])] if report["wrong"] else []
+    return ["", "Wrong:", *(f"  {finding['text']}" for finding in report["wrong"])] if report["wrong"] else []
 
 
 def _lines_of_steps(steps: Sequence[Mapping[str, Any]], *, cuts: bool) -> list[str]:
@@ -318,8 +320,8 @@ def _lines_of_rows(step: Mapping[str, Any]) -> list[str]:
 
 def _lines_of_difference(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{' and '.join(report['folders'])}: {_count(report['equal_steps'], 'step is', 'steps are')} equal"]
-    lines += [f"  {each}" for each in (*report["begins"], *report["lacks"])]
-    lines += [f"  {each['text']}" for each in report["found"]]
+    lines += [f"  {lack}" for lack in (*report["begins"], *report["lacks"])]
+    lines += [f"  {finding['text']}" for finding in report["found"]]
     if report["not_compared"]:
         lines.append(f"  Not compared, since a recording lacks their digests: {', '.join(report['not_compared'])}.")
     return lines if report["found"] else [*lines, "They do not differ."]
@@ -337,7 +339,7 @@ def _fate(fate: Mapping[str, Any]) -> str:
 
 
 def _range(bounds: Sequence[float] | None) -> str:
-    return "" if bounds is None else " to ".join(f"{each:g}" for each in dict.fromkeys(bounds))
+    return "" if bounds is None else " to ".join(f"{bound:g}" for bound in dict.fromkeys(bounds))
 
 
 def _time(at: float) -> str:
@@ -371,8 +373,8 @@ def differences(first: History, second: History) -> dict[str, Any]:
             text = f"{step} is in the {'first' if other is None else 'second'} recording only"
             found["steps"] = {"step": step, "kind": "steps", "text": text}
             break
-        for each in _in_step(one, other, not_compared):
-            found.setdefault(each["kind"], {"step": step, **each})
+        for finding in _in_step(one, other, not_compared):
+            found.setdefault(finding["kind"], {"step": step, **finding})
         equal += not found
         if not found.keys().isdisjoint(("column", "samples")):
             break
@@ -393,8 +395,8 @@ def _pairs(first: History, second: History, begins: list[str]) -> Iterator[tuple
         [step for (_, step, _), is_undone in zip(found.marks, found.undone, strict=True) if not is_undone]
         for found in (first.survey, second.survey)
     ]
-    least = [min(each, default=-math.inf) for each in numbers]
-    is_common = max(least) <= min(max(each, default=-math.inf) for each in numbers)
+    least = [min(steps, default=-math.inf) for steps in numbers]
+    is_common = max(least) <= min(max(steps, default=-math.inf) for steps in numbers)
     start = max(least) if is_common else -math.inf
     if start > min(least):
         late = "first" if start == least[0] else "second"
@@ -427,7 +429,7 @@ def _in_step(one: Step, other: Step, not_compared: set[str]) -> Iterator[dict[st
         yield {"kind": "samples", "text": text, "samples": only, "counts": counts}
     else:
         yield from _column(one, pairs, not_compared)
-        tags = ((row.sample_id, *each) for row, another in pairs for each in _unequal(row.tags, another.tags))
+        tags = ((row.sample_id, *tag) for row, another in pairs for tag in _unequal(row.tags, another.tags))
         for sample_id, name, values in islice(tags, 1):
             text = f"{one}, tag '{name}' of sample '{sample_id}': {values[0]!r} and {values[1]!r}"
             yield {"kind": "tag", "text": text, "sample": sample_id, "tag": name, "values": values}
@@ -473,20 +475,20 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
                 if one.digest == other.digest and _same_type(one.put.specs.get(name), other.put.specs.get(name)):
                     continue
             counts[name] += 1
-            order = max(each.put.order for each in (one, other) if each is not None) if one is None else one.put.order
+            order = max(cell.put.order for cell in (one, other) if cell is not None) if one is None else one.put.order
             if first is None or order < first[0]:
                 first = (order, name, mine, one, other)
     if first is not None:
         _, name, row, one, other = first
-        values = [value_of(name, each) for each in (one, other)]
+        values = [value_of(name, cell) for cell in (one, other)]
         if one is not None and other is not None and values[0] == values[1]:  # two NaN, or other types
             more = [
-                f"{each.digest:016x}" if one.digest != other.digest else each.put.specs[name] for each in (one, other)
+                f"{cell.digest:016x}" if one.digest != other.digest else cell.put.specs[name] for cell in (one, other)
             ]
-            values = [f"{value} ({each})" for value, each in zip(values, more, strict=True)]
+            values = [f"{value} ({about})" for value, about in zip(values, more, strict=True)]
         text = f"{step}, column '{name}' of sample '{row.sample_id}': {values[0]} and {values[1]}"
         text += f"; of {len(pairs)} samples, it differs in {counts[name]}"
-        rest = [f"'{each}' in {count}" for each, count in counts.items() if each != name]
+        rest = [f"'{column}' in {count}" for column, count in counts.items() if column != name]
         text += f", {', '.join(rest)}" if rest else ""
         found: dict[str, Any] = {"kind": "column", "text": text, "sample": row.sample_id, "column": name}
         yield found | {"values": values, "counts": dict(counts)}
@@ -496,10 +498,10 @@ def _column(step: Step, pairs: Sequence[tuple[Row, Row]], not_compared: set[str]
 def _same_type(*specs: str | None) -> bool:
     """Whether cells are of one dtype and shape, beside their first dim. So are empty lists, and what cannot be told."""
     try:
-        found = [FieldSpec.from_text(each) for each in specs if each is not None]
+        found = [FieldSpec.from_text(text) for text in specs if text is not None]
     except DataPlaneError:
         return True
-    return len({each.stored for each in found if each.lists != "empty"}) < 2
+    return len({spec.stored for spec in found if spec.lists != "empty"}) < 2
 
 
 def value_of(name: str, cell: Cell | None) -> str:

@@ -168,24 +168,24 @@ class _Load:
         if set(record.fields).difference(record.left_out):
             self._unrecorded += Counter({record.client.payload: len(record.ids) - len(ids)})
             self._num_rows += len(ids)
-        if again := [each for each in ids if each in self._cleared]:
+        if again := [sample_id for sample_id in ids if sample_id in self._cleared]:
             self._client.clear_samples(again, self._name)
             self._cleared.difference_update(again)
             self._num_replaced += len(again)
         if not self._has_step:
-            self._unmarked |= dict.fromkeys(each for each in ids if each not in self._alive)
+            self._unmarked |= dict.fromkeys(sample_id for sample_id in ids if sample_id not in self._alive)
         self._alive.update(ids)
         written, tags = set(ids), dict(zip(record.ids, record.tags or (), strict=False))
         if ids:
             self._client.put_samples(
-                ids, self._name, columns, tags=[tags.get(each, {}) for each in ids] if tags else None
+                ids, self._name, columns, tags=[tags.get(sample_id, {}) for sample_id in ids] if tags else None
             )
         # the tags of a put are there, also if its cells are not
-        if others := [each for each in tags if each in self._alive and each not in written]:
-            self._client.put_samples(others, self._name, {}, tags=[tags[each] for each in others])
-        for each, some in tags.items():
+        if others := [sample_id for sample_id in tags if sample_id in self._alive and sample_id not in written]:
+            self._client.put_samples(others, self._name, {}, tags=[tags[sample_id] for sample_id in others])
+        for sample_id, some in tags.items():
             if _STEP in some:
-                self._unmarked.pop(each, None)
+                self._unmarked.pop(sample_id, None)
 
 
 # --- the store --------------------------------------------------------------------------------------------------------

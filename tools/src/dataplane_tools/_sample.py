@@ -157,7 +157,7 @@ class _Rows:
     """The tokens of a row, and which numbers of its other columns belong to them."""
 
     def __init__(self, cells: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        pair = next((each for each in _PAIRS if any(_is_row(cells.get(name)) for name in each)), None)
+        pair = next((names for names in _PAIRS if any(_is_row(cells.get(name)) for name in names)), None)
         halves = [
             cells[name] if _is_row(cells.get(name)) else torch.empty(0, dtype=torch.int64, device="cpu")
             for name in pair or ()
@@ -212,7 +212,7 @@ def _stretches(cells: Mapping[str, Any], rows: _Rows, decode: Decode | None) -> 
 def _turns(cells: Mapping[str, Any], tokens: list[int], decode: Decode | None) -> list[Part]:
     lengths, roles, contents = (_items(cells.get(name)) for name in TURNS)
     count = len(roles) or len(lengths) or len(contents)
-    cuts = list(accumulate((each for each in lengths[:count] if type(each) is int and each >= 0), initial=0))
+    cuts = list(accumulate((length for length in lengths[:count] if type(length) is int and length >= 0), initial=0))
     whole = len(cuts) == count + 1 and cuts[-1] <= len(tokens)
     parts = []
     for number in range(count):
@@ -234,9 +234,9 @@ def _turn(turn: Mapping[str, Any]) -> Part:
         turn, content = {**content, **turn}, content.get("content")
     empty = [key for key, value in turn.items() if value is None or (isinstance(value, list) and not value)]
     rest = {key: value for key, value in turn.items() if key not in ("role", "content", *empty)}
-    if isinstance(content, list) and content and all(isinstance(each, Mapping) and "type" in each for each in content):
-        if all(each["type"] == "text" and isinstance(each.get("text"), str) for each in content):
-            content = "".join(each["text"] for each in content)
+    if isinstance(content, list) and content and all(isinstance(part, Mapping) and "type" in part for part in content):
+        if all(part["type"] == "text" and isinstance(part.get("text"), str) for part in content):
+            content = "".join(part["text"] for part in content)
         else:  # as with images
             rest["content"], content = content, None
     text = content if isinstance(content, str) else "" if content is None else json.dumps(json_value(content))
@@ -293,9 +293,9 @@ def json_value(value: Any, *, exact_ints: bool = False) -> Any:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, Mapping):
-        return {str(key): json_value(each, exact_ints=exact_ints) for key, each in value.items()}
+        return {str(key): json_value(item, exact_ints=exact_ints) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_value(each, exact_ints=exact_ints) for each in value]
+        return [json_value(item, exact_ints=exact_ints) for item in value]
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
@@ -307,7 +307,7 @@ def _numbers(cell: torch.Tensor) -> Any:
 
 
 def _rounded(values: Any) -> Any:
-    return [_rounded(each) for each in values] if isinstance(values, list) else float(f"{values:.6g}")
+    return [_rounded(value) for value in values] if isinstance(values, list) else float(f"{values:.6g}")
 
 
 def _items(cell: Any) -> list[Any]:
@@ -319,7 +319,7 @@ def _is_row(cell: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_chat(cell: Any) -> bool:
-    return isinstance(cell, list) and bool(cell) and all(isinstance(each, Mapping) and "role" in each for each in cell)
+    return isinstance(cell, list) and bool(cell) and all(isinstance(turn, Mapping) and "role" in turn for turn in cell)
 
 
 def _is_image(cell: Any) -> bool:

@@ -80,7 +80,7 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
         recording: The recording.
         task: The task that trains. None: find it out.
     """
-    found = Survey(blind_until=max((each.until for each in recording.dropped), default=-math.inf))
+    found = Survey(blind_until=max((segment.until for segment in recording.dropped), default=-math.inf))
     claimed: set[tuple[str, str, str]] = set()  # partition, task, client
     read: dict[tuple[str, str], set[int]] = {}  # partition, client -> how many steps had ended at its reads
     for record in recording.records():
@@ -106,8 +106,8 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
             claimed.add((record.partition, record.task, client))
         elif record.op == "get_samples" and record.ids:
             read.setdefault((record.partition, client), set()).add(len(found.marks))
-    claimed = {each for each in claimed if each[0] not in found.weights}
-    read = {key: each for key, each in read.items() if key[0] not in found.weights}
+    claimed = {claim for claim in claimed if claim[0] not in found.weights}
+    read = {key: counts for key, counts in read.items() if key[0] not in found.weights}
     _choose_marks(found)
     markers = {client for _, _, client in found.marks}
     roles = {found.clients[client].writer.role for client in markers}
@@ -115,7 +115,7 @@ def survey(recording: Recording, task: str | None = None) -> Survey:
     by_role = {name for _, name, client in claimed if found.clients[client].writer.role in roles}
     found.tasks = {task} if task is not None else by_marker or by_role or {name for _, name, _ in claimed}
     found.claimed = {partition for partition, _, _ in claimed}
-    steps = {key: len(each) for key, each in read.items() if key[0] not in found.claimed}
+    steps = {key: len(counts) for key, counts in read.items() if key[0] not in found.claimed}
     most = max(steps.values(), default=0)  # who reads in few steps, such as at the end, does not train
     readers = {client for (_, client), count in steps.items() if 2 * count >= most}
     of_role = {client for client in readers if found.clients[client].writer.role in roles}
@@ -132,7 +132,7 @@ def _choose_marks(found: Survey) -> None:
     for client in sorted(markers, key=lambda client: found.clients[client].first):
         if not chosen or found.clients[client].first > found.clients[chosen[-1]].last:
             chosen.append(client)
-    marks = [each for each in found.marks if each[2] in chosen]
+    marks = [mark for mark in found.marks if mark[2] in chosen]
     found.others = len(found.marks) - len(marks)
     found.marks = marks
     least = math.inf

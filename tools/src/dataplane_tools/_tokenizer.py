@@ -58,13 +58,13 @@ class Tokenizer:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each id. A character of several ids is with the first of them."""
-        for each in {*ids} - self._pieces.keys():
+        for token in {*ids} - self._pieces.keys():
             # the second of two: a decoder may drop the space before the first word
-            self._pieces[each] = self.decode([each, each])[len(self.decode([each])) :]
+            self._pieces[token] = self.decode([token, token])[len(self.decode([token])) :]
         pieces: list[str] = []
-        for broken, run in groupby(ids, key=lambda each: _BROKEN in self._pieces[each]):
+        for broken, run in groupby(ids, key=lambda token: _BROKEN in self._pieces[token]):
             some = list(run)
-            pieces += [self.decode(some), *[""] * (len(some) - 1)] if broken else [self._pieces[each] for each in some]
+            pieces += [self.decode(some), *[""] * (len(some) - 1)] if broken else map(self._pieces.__getitem__, some)
         return pieces
 
 

@@ -19,10 +19,9 @@ from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_core.spec import FieldSpec
 from dataplane_observe import Recording
 from dataplane_tools._history import Cell, History, Row, Step
-from dataplane_tools._prompts import several
 from dataplane_tools._report import drawn, table
 from dataplane_tools._sample import json_value
-from dataplane_tools._survey import Survey, survey
+from dataplane_tools._survey import Survey, several, survey
 
 #: Exit statuses: something is wrong, or the runs differ; and that was not found out.
 WRONG: Final = 1

@@ -16,8 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from dataplane_core.spec import matches
 from dataplane_observe import Record, Recording, Writer
-from dataplane_tools._prompts import Prompt, Prompts, several
-from dataplane_tools._survey import Survey
+from dataplane_tools._survey import Prompt, Prompts, Survey, several
 
 #: A tag: which weights generated a row. A value of a step: how many versions old its rows were.
 WEIGHT_VERSION: Final = "weight_version"

@@ -1,4 +1,4 @@
-"""The leader's batch arrives on its siblings bit for bit, in small buckets, and so does its failure."""
+"""The leader's batch arrives on its siblings bit for bit, in small pieces, and so does its failure."""
 
 import contextlib
 import ctypes
@@ -311,7 +311,7 @@ def _resident_bytes(name):
 
 
 @pytest.mark.parametrize("count", [1, 768], ids=["one tensor", "tensors of objects"])
-def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_buckets(ranks, count):
+def test_a_broadcast_takes_the_leader_little_memory_and_goes_in_pieces(ranks, count):
     payload = 48 << 20
 
     def run(rank):

@@ -62,7 +62,7 @@ def test_every_rank_preprocesses_what_the_leader_read(ranks):
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
-        ([3, 4], [f"planned {own} microbatches, the data-parallel ranks planned 1 to 2" for own in (1, 2)]),
+        ([3, 4], [f"planned {own} microbatches, the data-parallel ranks planned [1, 2]" for own in (1, 2)]),
         ([3, 5], ["planned 1 microbatches, another data-parallel rank could not plan", "row 1 has 5 tokens"]),
     ],
     ids=["unequal plans", "a rank that cannot plan"],

@@ -2,10 +2,9 @@
 
 There are two phases. The first broadcasts a small descriptor object: the value pickled without its tensors, and their
 dtypes and shapes; or the leader's failure. The second broadcasts the bytes of all tensors, those inside list and object
-columns too, with `torch.distributed.broadcast` on the group's device, in buckets of at most 4 MiB. They are sent as
+columns too, with `torch.distributed.broadcast` on the group's device, in pieces of at most 4 MiB. They are sent as
 bytes, because no backend supports every dtype (gloo refuses float8). Integers on the host go in the narrowest dtype
-that holds them (`dataplane_core.codec.narrowed`); every rank has the dtype that the leader had. A bucket that is a part
-of one tensor is sent out of that tensor's memory; the parts of several are copied into a buffer first.
+that holds them (`dataplane_core.codec.narrowed`); every rank has the dtype that the leader had.
 
 Every rank of the group must call `broadcast_from_leader`, in the same order.
 """
@@ -18,7 +17,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,9 @@ from dataplane_core.codec import narrowed, widened
 from dataplane_core.errors import InvalidTypeError
 from dataplane_integrations.errors import ReplicaLeaderError, noted_on
 
-#: Large enough that the time of a broadcast is that of its bytes, small beside a batch.
-_BUCKET_BYTES: Final = 4 << 20
+#: Large enough that the time of a broadcast is that of its bytes. Small, because a GPU that communicates for tensors on
+#: the host has room for a piece.
+_PIECE_BYTES: Final = 4 << 20
 
 _T = TypeVar("_T")
 
@@ -101,13 +101,12 @@ def _send(produce: Callable[[], _T], group: dist.ProcessGroup) -> _T:
             sent = narrowed(tensor.contiguous()) if tensor.device.type == "cpu" else tensor.contiguous()
             infos.append(_TensorInfo(tensor.dtype, sent.dtype, tuple(tensor.shape), tensor.device.type))
             contents.append(sent.reshape(-1).view(torch.uint8))  # shares its memory
-        buckets = _buckets(contents, group)
     except BaseException as error:
         _send_failure(error, group)
         raise
     own_rank = dist.get_rank(group)
     _broadcast_object((pickled.getvalue(), infos), group, own_rank)
-    _broadcast_buckets(buckets, group, own_rank, receive=False)
+    _broadcast_contents(contents, group, own_rank, receive=False)
     return value
 
 
@@ -173,7 +172,7 @@ def _receive(group: dist.ProcessGroup, leader: int) -> Any:
     infos: list[_TensorInfo]
     pickled, infos = descriptor
     contents = [torch.empty(info.nbytes, dtype=torch.uint8, device=_own_device(info.device_type)) for info in infos]
-    _broadcast_buckets(_buckets(contents, group), group, leader, receive=True)
+    _broadcast_contents(contents, group, leader, receive=True)
     tensors = [
         widened(content.view(info.sent_as).reshape(info.shape), info.dtype)
         for content, info in zip(contents, infos, strict=True)
@@ -218,52 +217,16 @@ class _Unpickler(pickle.Unpickler):
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
-class _Bucket(NamedTuple):
-    """One broadcast."""
-
-    parts: list[Tensor]  # views of the contents, all on one type of device
-    message: Tensor  # on the group's device: the only part itself, or a buffer for all of them
-
-
-def _buckets(contents: Sequence[Tensor], group: dist.ProcessGroup) -> list[_Bucket]:
-    """Divides byte tensors, end to end, into buckets; the same on every rank. Empty tensors are not sent."""
-    divided: list[list[Tensor]] = []
-    kind, room = "", 0
+def _broadcast_contents(contents: Sequence[Tensor], group: dist.ProcessGroup, leader: int, *, receive: bool) -> None:
+    """Broadcasts byte tensors, in place on the siblings. Empty tensors are not sent."""
     for content in contents:
-        start = 0
-        while start < len(content):
-            # one bucket has parts of one device type, since its message lies on one device
-            if not room or content.device.type != kind:
-                divided.append([])
-                kind, room = content.device.type, _BUCKET_BYTES
-            part = content[start : start + room]
-            divided[-1].append(part)
-            start, room = start + len(part), room - len(part)
-    buffers: dict[torch.device, Tensor] = {}
-    buckets = []
-    for parts in divided:
-        device = group_device(group, parts[0].device.type)
-        message = parts[0]
-        if len(parts) > 1 or message.device.type != device.type:
-            # one buffer for all buckets: they are sent one after the other
-            if device not in buffers:
-                buffers[device] = torch.empty(_BUCKET_BYTES, dtype=torch.uint8, device=device)
-            message = buffers[device][: sum(map(len, parts))]
-        buckets.append(_Bucket(parts, message))
-    return buckets
-
-
-def _broadcast_buckets(buckets: Sequence[_Bucket], group: dist.ProcessGroup, leader: int, *, receive: bool) -> None:
-    for parts, message in buckets:
-        places = [] if message is parts[0] else torch.split(message, [len(part) for part in parts])
-        if not receive:
-            for place, part in zip(places, parts, strict=False):
-                place.copy_(part)
-        with _collective_errors_name_the_leader() if receive else contextlib.nullcontext():
-            dist.broadcast(message, group=group, group_src=leader)
-        if receive:
-            for place, part in zip(places, parts, strict=False):
-                part.copy_(place)
+        device = group_device(group, content.device.type)
+        for piece in content.split(_PIECE_BYTES) if len(content) else ():
+            message = piece.to(device)  # the piece itself, if it is there
+            with _collective_errors_name_the_leader() if receive else contextlib.nullcontext():
+                dist.broadcast(message, group=group, group_src=leader)
+            if receive and message is not piece:
+                piece.copy_(message)
 
 
 def _own_device(kind: str) -> torch.device:

@@ -7,12 +7,14 @@ data-parallel rank, with the microbatch plan and the common length. The workers 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
+from dataplane_core import shard_meta_for_dp
 from dataplane_core.arguments import Index, checked_as
 from dataplane_core.batch import BatchedDataDict, read_columns, write_columns
 from dataplane_core.client import DataPlaneClient
@@ -29,15 +31,17 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.middleware import merge_snapshots
 from dataplane_core.schema import (
     DP_TRAIN_FIELDS,
+    GLOBAL_FORWARD_PAD_SEQLEN,
     LP_SEED_FIELDS,
     MULTIMODAL_FIELDS,
+    PAD_TO_MULTIPLE,
     ROUTED_EXPERTS_FIELD,
     fields_with_optional_routed_experts,
+    padded_length,
 )
 from dataplane_core.spec import Scope
 from dataplane_integrations.attach import DataPlaneSource, metrics_of
 from dataplane_integrations.errors import noted_on
-from dataplane_integrations.trainer._shards import ReplaceLost, Shards, batch_size
 from dataplane_integrations.trainer.batching import Batching, Stage
 from dataplane_integrations.trainer.groups import WorkerGroup
 from dataplane_integrations.trainer.results import FlopsTracker, aggregate_training_results, theoretical_tflops
@@ -48,6 +52,12 @@ _log = logging.getLogger(__name__)
 _PATIENCE_AFTER_FAILURE_S: Final = 2.0
 #: How often the rows of one call may be lost before it gives up.
 _MOST_REPLACEMENTS: Final = 5
+#: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.
+_SHORTENED: Final = "replace_lost_left_rows_out"
+
+#: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with. It
+#: may also get ids that are not lost, see `DataPlanePolicy`.
+ReplaceLost: TypeAlias = Callable[[KVBatchMeta, Sequence[str]], KVBatchMeta]
 
 
 class Timer(Protocol):
@@ -116,7 +126,6 @@ class DataPlanePolicy:
         self._read_ahead = checked_as("DataPlanePolicy: read_ahead", Index, read_ahead)
         self._workers = workers
         self._batching = batching or Batching()
-        self._shards = Shards(max(workers.dp_ranks) + 1, self._batching, replace_lost)
         self._router_replay = router_replay
         with_experts = fields_with_optional_routed_experts
         self._named: dict[Stage, bool] = {"train": train_fields is not None, "logprob": logprob_fields is not None}
@@ -267,7 +276,7 @@ class DataPlanePolicy:
             message_logs: Also return the conversations, as `read_columns` does.
         """
         if meta.sequence_lengths:
-            self._shards.stamp_common_length(meta)
+            self._stamp_common_length(meta)
         return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, message_logs=message_logs)
 
     def write_to_dataplane(
@@ -362,7 +371,7 @@ class DataPlanePolicy:
                 results = self._call(
                     "train_presharded",
                     lambda rank: (shards[rank], loss_fn),
-                    {"eval_mode": eval_mode, "gbs": batch_size(meta, gbs), "mbs": mbs},
+                    {"eval_mode": eval_mode, "gbs": _batch_size(meta, gbs), "mbs": mbs},
                     doing="training",
                 )
             return self._aggregate(results)
@@ -399,8 +408,8 @@ class DataPlanePolicy:
         step = self._require_split_step("train_microbatch_from_meta")
         with _timed(timer, "policy_training/shard_meta"):
             meta, shards = self._readable(meta, "train", self._fields(meta, "train"), step=step)
-        self._track(shards)
         step.append(meta)
+        self._track(shards)
         with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
             self._call(
                 "train_microbatch_presharded", lambda rank: (shards[rank],), doing="training on a portion of a step"
@@ -418,7 +427,7 @@ class DataPlanePolicy:
             WorkerFailedError: As `train_microbatch_from_meta`. ``timeout_s`` is the time for each portion.
         """
         step = self._require_split_step("train_microbatches_from_metas")
-        portions = [self._shards.shard(meta, "train", self._fields(meta, "train")) for meta in metas]
+        portions = [self._shard(meta, "train", self._fields(meta, "train")) for meta in metas]
         for shards in portions:
             self._track(shards)
         step.extend(metas)
@@ -522,6 +531,31 @@ class DataPlanePolicy:
             )
         return names
 
+    def _stamp_common_length(self, meta: KVBatchMeta) -> None:
+        """Writes the sequence length of every rank's forward into ``meta``, once: all calls on its rows use it."""
+        if meta.sequence_lengths is None or not meta.size:
+            raise InvalidRequestError(
+                f"meta of '{meta.partition_id}' refused: {meta.size} rows "
+                f"{'without' if meta.sequence_lengths is None else 'with'} sequence_lengths. Expected at least one "
+                "row, and a length for each: kv_first_write fills them from input_lengths."
+            )
+        longest = max(meta.sequence_lengths)
+        if (meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN) or 0) < longest:
+            multiples = (self._batching.pad_multiple, self._batching.length_round)
+            own_multiple = meta.extra_info.get(PAD_TO_MULTIPLE) or 1
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = padded_length(longest, own_multiple, *multiples)
+
+    def _shard(
+        self, meta: KVBatchMeta, stage: Stage, fields: Sequence[str], gbs: int | None = None
+    ) -> list[KVBatchMeta]:
+        """One meta per data-parallel rank, with its microbatch plan, the common length, and the fields to read."""
+        self._stamp_common_length(meta)
+        ranks = max(self._workers.dp_ranks) + 1
+        shards, _ = shard_meta_for_dp(
+            meta, dp_world=ranks, batch_size=_batch_size(meta, gbs), **self._batching.shard_args(stage)
+        )
+        return [dataclasses.replace(shard, fields=list(fields)) for shard in shards]
+
     def _readable(
         self,
         meta: KVBatchMeta,
@@ -539,16 +573,41 @@ class DataPlanePolicy:
             gbs: Global batch size in rows.
             step: The earlier portions of the split step that the rows belong to, if they do.
         """
+        if self._replace_lost is None:
+            return meta, self._shard(meta, stage, fields, gbs)
         lost: list[str] = []
-        for _ in range(_MOST_REPLACEMENTS):
-            meta, shards = self._shards.divided(meta, stage, fields, gbs, lost)
-            if self._replace_lost is None or not (lost := self._hold(meta, shards, step)):
-                return meta, shards
-            self._num_lost += len(lost)
-            meta = self._shards.replaced(meta, lost, lost)
+        rounds = 0
+        while rounds < _MOST_REPLACEMENTS:
+            refusal = None
+            try:
+                shards = self._shard(meta, stage, fields, gbs)
+            except InvalidRequestError as error:
+                if _SHORTENED not in meta.extra_info:
+                    raise
+                refusal, gone = error, meta.sample_ids[-1:]  # the ranks cannot share the rest: more is left out
+            else:
+                gone = self._hold(meta, shards, step)
+                if not gone:
+                    return meta, shards
+                lost, rounds = gone, rounds + 1
+                self._num_lost += len(lost)
+            size, meta = meta.size, self._replace_lost(meta, gone)
+            if not meta.size:
+                raise LostSamplesError(
+                    f"no rows of '{meta.partition_id}' are left of those of the call: "
+                    f"{preview(lost) or 'some of an earlier call'} were lost, and replace_lost has left out all. "
+                    "Expected as many as the data-parallel ranks can share.",
+                    partition_id=meta.partition_id,
+                    missing_samples=lost,
+                    hint="Make the call with other rows.",
+                )
+            if meta.size < size:
+                meta.extra_info[_SHORTENED] = True
+            elif refusal is not None:
+                raise refusal
         raise LostSamplesError(
-            f"rows of '{meta.partition_id}' were lost again after replace_lost had replaced them {_MOST_REPLACEMENTS} "
-            f"times, the last time {preview(lost)}.",
+            f"rows of '{meta.partition_id}' were lost again after replace_lost had replaced them {rounds} times, the "
+            f"last time {preview(lost)}.",
             partition_id=meta.partition_id,
             missing_samples=lost,
             hint="Check that replace_lost writes the rows it is given or leaves them out, and that the storage lives.",
@@ -634,3 +693,10 @@ class DataPlanePolicy:
 
 def _timed(timer: Timer | None, label: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if timer is None else timer.time(label)
+
+
+def _batch_size(meta: KVBatchMeta, gbs: int | None) -> int | None:
+    """Rows of a global batch. If rows were left out: that of the fewest equal batches of at most ``gbs`` rows."""
+    if gbs is None or _SHORTENED not in meta.extra_info:
+        return gbs
+    return meta.size // -(-meta.size // gbs)

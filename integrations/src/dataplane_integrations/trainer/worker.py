@@ -51,11 +51,11 @@ from dataplane_core.schema import (
     ROUTED_EXPERTS_FIELD,
 )
 from dataplane_core.sharding import REPLICATED_AXES
-from dataplane_integrations.ahead import read_ahead
+from dataplane_integrations import ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.batching import Batching, Stage
-from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
+from dataplane_integrations.trainer.broadcast import broadcast_from_leader
 
 #: Who reads from the store: every rank (``independent``), or only the leader of each replica group, which then
 #: broadcasts. ``auto``: the leader if the group has several ranks.
@@ -63,12 +63,10 @@ FetchPolicy: TypeAlias = Literal["auto", "independent", "leader_broadcast"]
 
 #: ``extra_info`` key: names the read of `DataPlaneWorkerMixin.hold_presharded` whose rows a call works on.
 HELD_ROWS: Final = "held_rows"
-#: Rows as they were read, and the arguments of `pad_columns`; None: they are padded.
-_Rows: TypeAlias = tuple[BatchedDataDict, dict[str, Any] | None]
+#: Rows as they were read, and the arguments of `pad_columns`.
+_Rows: TypeAlias = tuple[BatchedDataDict, dict[str, Any]]
 #: What a worker may return beside log-probabilities: the mask, without tokens whose log-probabilities do not count.
 _MASK: Final = "token_mask"
-#: In place of a number of microbatches: this rank could not plan.
-_NO_PLAN: Final = -1
 
 
 class PolicyWorker(Protocol):
@@ -157,6 +155,11 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """The ranks that work on this rank's rows, the leader first; None: no other rank does."""
         return None
 
+    def _siblings(self) -> dist.ProcessGroup | None:
+        """The replica group, if another rank is in it."""
+        group = self._get_replica_group()
+        return None if group is None or dist.get_world_size(group) == 1 else group
+
     def _is_replica_leader(self) -> bool:
         """Whether this rank is 0 on every replicated axis. Missing axes count as 0."""
         return NamedSharding.is_axis_zero(self._local_coords(), REPLICATED_AXES)
@@ -195,7 +198,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         fetch_policy: FetchPolicy = "auto",
         preprocess: Callable[[Any, BatchedDataDict], BatchedDataDict] | None = None,
         dp_aligned_seq_len: bool = True,
-        read: Callable[[], _Rows] | None = None,
         message_logs: bool = False,
     ) -> BatchedDataDict:
         """Reads the rows and fields of ``meta``. Collective over the replica group, unless ``independent``.
@@ -208,7 +210,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 is returned.
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
-            read: Replaces `_read` on the rank that reads; used for rows that were read ahead.
             message_logs: Also return the column ``message_log``, as `read_columns` does.
 
         Returns:
@@ -225,40 +226,32 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 f"_fetch refused: fetch_policy is {fetch_policy!r}. Expected 'auto', 'independent' or "
                 "'leader_broadcast'."
             )
-
         if message_logs:
             meta = meta.with_fields(MESSAGE_LOG_FIELDS)
-        read_rows = read or functools.partial(self._read, meta, dp_aligned_seq_len)
-
-        def check_and_read() -> _Rows:
-            self._check_leader_is_first(cast(dist.ProcessGroup, group))
-            return read_rows()
-
-        (name, held), self._held = self._held or (None, None), None
-        group = None if fetch_policy == "independent" else self._get_replica_group()
+        group = None if fetch_policy == "independent" else self._siblings()
         if group is None and fetch_policy == "leader_broadcast":
             raise InvalidRequestError(
                 f"_fetch refused: fetch_policy is 'leader_broadcast', and {type(self).__name__} has no replica group. "
                 "Expected _get_replica_group() to return one, or fetch_policy 'auto'."
             )
-        if (
-            held is not None
-            and name == meta.extra_info.get(HELD_ROWS)
-            and layout == "padded"
-            and dp_aligned_seq_len
-            and not message_logs
-        ):
-            batch, padding = held, None
-        elif group is None or dist.get_world_size(group) == 1:
-            batch, padding = read_rows()
-        else:
-            batch, padding = broadcast_from_leader(check_and_read, group=group)
-            self._check_leader_is_first(group)  # only now: an error before the broadcast would make other ranks wait
-        if layout == "padded" and padding is not None:
+        read = functools.partial(self._read, meta, dp_aligned_seq_len)
+        batch, padding = read() if group is None else self._from_leader(read, group)
+        if layout == "padded":
             pad_columns(batch, meta, **padding)
         if message_logs:
             add_message_logs(batch)
         return batch if preprocess is None else preprocess(self, batch)
+
+    def _from_leader(self, read: Callable[[], _Rows], group: dist.ProcessGroup) -> _Rows:
+        """The leader reads, and every rank of the group gets the rows."""
+
+        def check_and_read() -> _Rows:
+            self._check_leader_is_first(group)
+            return read()
+
+        rows = broadcast_from_leader(check_and_read, group=group)
+        self._check_leader_is_first(group)  # only now: an error before the broadcast would make other ranks wait
+        return rows
 
     def _check_leader_is_first(self, group: dist.ProcessGroup) -> None:
         if self._is_replica_leader() != (dist.get_rank(group) == 0):
@@ -268,7 +261,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "be the group's first. Build the group in the order of the axes."
             )
 
-    def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
+    def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> _Rows:
         """Reads the rows unpadded. Returns them and the arguments of `pad_columns`, so that all ranks pad alike."""
         padding: dict[str, Any] = {
             # 0 is the number of an expert
@@ -345,10 +338,22 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             batch_size = self._rows_of_a_batch(gbs, data.size)
             planned_shards = data.shard_by_batch_size(1, batch_size, **batching.shard_args(stage))
         except Exception:
-            self._extreme_microbatch_counts(_NO_PLAN)  # the other ranks wait for this rank's number
+            self._of_data_parallel_ranks(None)  # they wait for this rank's number
             raise
         (planned,), order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
-        self._check_equal_microbatches(planned)
+        count = sum(len(chunk) for chunk in planned.micro_batch_indices or [])
+        counts = self._of_data_parallel_ranks(count)
+        if None in counts:
+            raise InvalidRequestError(
+                f"microbatch plan refused: this rank planned {count} microbatches, another data-parallel rank could "
+                "not plan its rows. Its own error says why."
+            )
+        if len(set(counts)) > 1:
+            raise InvalidRequestError(
+                f"microbatch plan refused: this rank planned {count} microbatches, the data-parallel ranks planned "
+                f"{counts}. Expected equal numbers, or the ranks wait for each other for ever. Let the driver plan "
+                "(DataPlanePolicy with batching=...)."
+            )
         return planned, order
 
     def _rows_of_a_batch(self, gbs: int | None, num_rows: int) -> int | None:
@@ -382,29 +387,13 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         """This rank and those that train on other rows; None: unknown, or there is no other."""
         return None
 
-    def _check_equal_microbatches(self, data: BatchedDataDict) -> None:
-        count = sum(len(chunk) for chunk in data.micro_batch_indices or [])
-        least, most = self._extreme_microbatch_counts(count)
-        if least == _NO_PLAN:
-            raise InvalidRequestError(
-                f"microbatch plan refused: this rank planned {count} microbatches, another data-parallel rank could "
-                "not plan its rows. Its own error says why."
-            )
-        if most != least:
-            raise InvalidRequestError(
-                f"microbatch plan refused: this rank planned {count} microbatches, the data-parallel ranks planned "
-                f"{least} to {most}. Expected equal numbers, or the ranks wait for each other for ever. Let the driver "
-                "plan (DataPlanePolicy with batching=...)."
-            )
-
-    def _extreme_microbatch_counts(self, count: int) -> tuple[int, int]:
-        """The least and the largest number of microbatches of the data-parallel ranks. Collective over them."""
+    def _of_data_parallel_ranks(self, count: int | None) -> list[int | None]:
+        """The number of each data-parallel rank. Collective over them."""
         group = self._get_data_parallel_group()
-        if group is None or dist.get_world_size(group) == 1:
-            return count, count
-        extremes = torch.tensor([-count, count], device=group_device(group))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        return -int(extremes[0]), int(extremes[1])
+        counts = [count] * (1 if group is None else dist.get_world_size(group))
+        if group is not None:
+            dist.all_gather_object(counts, count, group=group)
+        return counts
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -488,6 +477,13 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         self._held = (meta.extra_info[HELD_ROWS], batch)
         return []
 
+    def _rows_of(self, meta: KVBatchMeta) -> BatchedDataDict:
+        """The rows of a call: those that were read for it, which it gets once, or else a fetch."""
+        held, self._held = self._held, None
+        if held is not None and held[0] == meta.extra_info.get(HELD_ROWS):
+            return held[1]
+        return self._fetch(meta)
+
     def train_presharded(
         self,
         meta: KVBatchMeta,
@@ -516,7 +512,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "train_presharded refused: a split step is open. Expected finish_train_step_presharded() or "
                 "abort_train_step_presharded() first."
             )
-        data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "train", gbs)
+        data, _ = self._attach_or_repack_pack_metadata(self._rows_of(meta), meta, "train", gbs)
         worker = cast(PolicyWorker, self)
         return self._tag_result(self._run(lambda: worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)))
 
@@ -534,7 +530,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _compute_and_write(
         self, compute: Callable[..., Any], meta: KVBatchMeta, micro_batch_size: int | None, **names: str
     ) -> None:
-        data, meta = self._attach_or_repack_pack_metadata(self._fetch(meta), meta, "logprob")
+        data, meta = self._attach_or_repack_pack_metadata(self._rows_of(meta), meta, "logprob")
         result = self._run(lambda: compute(data, micro_batch_size=micro_batch_size))
         results: list[tuple[Any, dict[str, str]]] = [(result, names)]
         mask = result.get(_MASK) if isinstance(result, Mapping) else None
@@ -569,7 +565,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Raises:
             InvalidRequestError: No step is open.
         """
-        self._train_portions("train_microbatch_presharded", [meta], 0)
+        self._open_split_step("train_microbatch_presharded")
+        self._train_portion(meta, functools.partial(self._rows_of, meta))
 
     def train_microbatches_presharded(self, metas: Sequence[KVBatchMeta], read_ahead: int = 0) -> None:
         """As one `train_microbatch_presharded` for each portion, in order.
@@ -583,29 +580,31 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Raises:
             InvalidRequestError: No step is open, or a negative depth.
         """
-        self._train_portions("train_microbatches_presharded", metas, read_ahead)
-
-    def _train_portions(self, what: str, metas: Sequence[KVBatchMeta], depth: int) -> None:
-        checked_as(f"{what}: read_ahead", Index, depth)
-        worker = self._open_split_step(what)
-        group = self._get_replica_group()
-        alone = group is None or dist.get_world_size(group) == 1
-        reads_here = alone or dist.get_rank(group) == 0
-
-        def read_portion(meta: KVBatchMeta) -> _Rows:
-            batch, padding = self._read(meta, True)
-            return (pad_columns(batch, meta, **padding), None) if alone else (batch, padding)
-
-        reads = [functools.partial(read_portion, meta) for meta in metas]
-
-        def train(meta: KVBatchMeta, read: Callable[[], _Rows]) -> None:
-            data, _ = self._attach_or_repack_pack_metadata(self._fetch(meta, read=read), meta, "train")
-            self._before_method()
-            worker.train_microbatch(data)
-
-        with contextlib.closing(read_ahead(reads, depth if reads_here else 0)) as results:
+        checked_as("train_microbatches_presharded: read_ahead", Index, read_ahead)
+        self._open_split_step("train_microbatches_presharded")
+        group = self._siblings()
+        reads: list[Callable[[], Any]]
+        if group is None:
+            reads = [functools.partial(self._fetch, meta) for meta in metas]
+        else:
+            reads = [functools.partial(self._read, meta, True) for meta in metas]
+            read_ahead = read_ahead if dist.get_rank(group) == 0 else 0
+        with contextlib.closing(ahead.read_ahead(reads, read_ahead)) as results:
             for meta, read in zip(metas, results, strict=True):
-                train(meta, read)  # a call, which frees the portion before the next is fetched
+                rows = read if group is None else functools.partial(self._padded_from_leader, read, meta, group)
+                self._train_portion(meta, rows)
+
+    def _train_portion(self, meta: KVBatchMeta, rows: Callable[[], BatchedDataDict]) -> None:
+        """Gets the rows itself, so that they are freed before those of the next portion come."""
+        data, _ = self._attach_or_repack_pack_metadata(rows(), meta, "train")
+        self._before_method()
+        cast(SplitStepWorker, self).train_microbatch(data)
+
+    def _padded_from_leader(
+        self, read: Callable[[], _Rows], meta: KVBatchMeta, group: dist.ProcessGroup
+    ) -> BatchedDataDict:
+        batch, padding = self._from_leader(read, group)
+        return pad_columns(batch, meta, **padding)
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
         """Makes the optimizer step. Returns the worker's result with ``is_replica_leader``.

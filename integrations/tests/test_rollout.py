@@ -51,26 +51,18 @@ def test_everything_goes_out_in_one_put(rollout, client, make_batch):
     assert client.get_samples(ids, "train", ["input_ids"])["input_ids"].layout is torch.jagged
 
 
-def test_a_carry_of_the_callers_own_may_be_wide_and_is_not_written(rollout, client, make_batch):
-    prompts = torch.tensor([[1, 2], [3, 0]])
-    carry = {"prompts": prompts}
-    receipt = rollout._first_write(make_batch([3, 1]), sample_ids=["a_g0", "a_g1"], partition_id="train", carry=carry)
-    assert receipt.carry == {"input_lengths": [3, 1], "prompts": prompts}
-    assert "prompts" not in (receipt.meta.fields or [])
-    for options, error, named in (
-        (
-            {"carry_fields": (), "carry": {"prompts": prompts[:1]}},
-            InvalidRequestError,
-            "the carry has 1 rows. Expected 2",
-        ),
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
         ({"sample_ids": ["b_g0"]}, InvalidRequestError, "has 2 rows. Expected 1"),
         ({"carry_fields": ["input_ids"]}, InvalidTypeError, r"'input_ids' has shape \(2, 3\). Expected \(N,\)"),
         ({"carry_fields": ["rewards"]}, InvalidRequestError, "'rewards' is not in the batch"),
-    ):
-        arguments = {"sample_ids": ["b_g0", "b_g1"], "partition_id": "train", **options}
-        with pytest.raises(error, match=named):
-            rollout._first_write(make_batch([3, 1]), **arguments)
-    assert client.list_samples("train").sample_ids == ["a_g0", "a_g1"]
+    ],
+)
+def test_a_first_write_that_does_not_fit_writes_nothing(rollout, client, make_batch, options, error, named):
+    with pytest.raises(error, match=named):
+        rollout._first_write(make_batch([3, 1]), **{"sample_ids": ["b_g0", "b_g1"], "partition_id": "train", **options})
+    assert client.list_samples("train").size == 0
 
 
 # --- what a run that is started again finds ---------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.router_replay import (
     RoutingReplay,
     check_routed_experts,
-    fill_missing_routes,
     lay_out_routed_experts,
 )
 
@@ -63,25 +62,6 @@ def test_rows_without_their_routing_are_refused_at_the_fetch(client, toy_worker)
     assert isinstance(caught.value.__cause__, MissingDataError)
     assert "routed_experts" in caught.value.__cause__.message
     assert "required_fields=['routed_experts']" in (caught.value.__cause__.hint or "")
-
-
-# --- turns without experts --------------------------------------------------------------------------------------------
-
-
-def test_turns_without_experts_are_left_to_the_router_or_refused_as_told():
-    answer = {"role": "assistant", "token_ids": torch.arange(2), "routed_experts": torch.ones(2, 3, 2).short()}
-    logs = [[{"role": "user", "token_ids": torch.arange(4)}, answer], [{"role": "user"}, {**answer}]]
-    with pytest.raises(InvalidRequestError, match="turn 0 of sample 0 has tokens and no experts"):
-        fill_missing_routes(logs, missing="refuse")
-    fill_missing_routes(logs)
-    filled = logs[0][0]["routed_experts"]
-    assert filled.dtype == torch.int16
-    assert torch.equal(filled, torch.full((4, 3, 2), -1).short())
-    assert bool((logs[0][1]["routed_experts"] == 1).all())
-    assert "routed_experts" not in logs[1][0], "it has no tokens"
-    bare = [[{"role": "user", "token_ids": torch.arange(4)}]]
-    fill_missing_routes(bare, missing="refuse")
-    assert "routed_experts" not in bare[0][0], "the first write says that nothing was recorded"
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -155,13 +135,8 @@ def _refusals(rank):
     bare.install(None)
     bare.remove()
 
-    def record():
-        with bare.recording() as recorded:
-            recorded.routed_experts(1)
-
     calls = {
         "on a stage without experts": lambda: bare.check(known),
-        "nothing to record": record,
         "in a model without experts": lambda: RoutingReplay(Stage(1, experts=None)),
         "routers that cannot be set": lambda: RoutingReplay(Stage(1)),
         "half": lambda: bare.check(half),
@@ -176,7 +151,6 @@ def _refusals(rank):
 
 
 REFUSALS = {
-    "nothing to record": "on a pipeline stage that has such layers",
     "in a model without experts": "no mixture-of-experts layers",
     "routers that cannot be set": "no mixture-of-experts layers whose experts can be set",
     "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
@@ -327,8 +301,6 @@ def _route_by(worker, config, meta):
     worker.setup_data_plane(config)
     meta.fields = list(_batch())
     own = _choices(worker, lambda: worker.get_logprobs(worker._fetch(meta), 2))
-    with worker.replay.recording() as recorded:
-        worker.get_logprobs(worker._fetch(meta))
     meta = meta.with_fields([ROUTED_EXPERTS_FIELD])
     used = _choices(worker, lambda: worker.get_logprobs_presharded(meta, 2))
     trained_on, results = meta.with_fields(["prev_logprobs"]), []
@@ -336,13 +308,6 @@ def _route_by(worker, config, meta):
     worker.close_data_plane()
     layers = [router.layer_number - 1 for router in _routers(worker)]  # of this stage
     installed = [experts[:, :, layers] for experts in worker.installed]
-    if not worker.packed:
-        # what was recorded names the layers of this stage, for the tokens of this rank
-        experts = recorded.routed_experts(len(LENGTHS)).long()
-        there = torch.cat(own)
-        assert torch.equal(torch.zeros_like(there).scatter(-1, experts[:, :, layers], True), there)
-        others = [layer for layer in range(tiny_megatron.LAYERS) if layer not in layers]
-        assert bool((experts[:, :, others] == -1).all())
     return {"own": own, "used": used, "installed": installed, "results": results}
 
 
@@ -380,8 +345,8 @@ def test_training_routes_as_recorded_although_the_router_would_choose_otherwise(
     np.testing.assert_allclose(norms, norms[0], rtol=0, atol=1e-5)
 
 
-def _record_and_replay(rank):
-    """Records a forward, replays what was recorded, and has the router choose otherwise afterwards."""
+def _replay_own_choices(rank):
+    """Replays what the routers chose in a forward, and has them choose otherwise afterwards."""
     with _alone(LAYOUTS["one"]) as (worker, client, meta):
         meta.fields = list(_batch())
         data = worker._fetch(meta)
@@ -396,12 +361,10 @@ def _record_and_replay(rank):
         def apart(one, other):
             return (one - other).abs().max().item()
 
-        with worker.replay.recording() as recorded:
-            generated = logprobs()
-        experts = recorded.routed_experts(len(LENGTHS))
-        assert experts.shape == (len(LENGTHS), WIDTH, tiny_megatron.LAYERS, CHOSEN)
-        assert experts.dtype == torch.int16
-
+        parts = []
+        chosen = torch.cat(_choices(worker, lambda: parts.append(worker.get_logprobs(data, 2))))
+        generated = parts[0]["logprobs"]
+        experts = chosen.int().topk(CHOSEN, -1).indices.short()
         meta = _write(client, "train", experts[:, : max(LENGTHS)])
         meta.fields = [*LP_SEED_FIELDS, ROUTED_EXPERTS_FIELD]
         worker.get_logprobs_presharded(meta)
@@ -436,5 +399,5 @@ def _record_and_replay(rank):
         assert all(router.router_replay is None for router in routers)
 
 
-def test_what_was_recorded_can_be_replayed_and_mistakes_are_refused(ranks):
-    ranks(1, _record_and_replay, timeout_s=150)
+def test_own_choices_can_be_replayed_and_mistakes_are_refused(ranks):
+    ranks(1, _replay_own_choices, timeout_s=150)

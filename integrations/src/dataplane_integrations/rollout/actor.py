@@ -31,7 +31,7 @@ from dataplane_core.schema import (
     TURN_ROLES_FIELD,
 )
 from dataplane_integrations.attach import DataPlaneSource
-from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, RolloutReceipt, mint_sample_ids
+from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, mint_sample_ids
 
 _TOKENS: Final = "token_ids"
 _LOGPROBS: Final = "generation_logprobs"
@@ -130,11 +130,11 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
                 made, metrics = self.run_rollout(
                     input_batch, self.task_to_env if task_to_env_override is None else task_to_env_override
                 )
-            receipt = self._write(input_batch.size, made, metrics, partition_id, group_size, carry_keys)
+            meta, carry = self._write(input_batch.size, made, metrics, partition_id, group_size, carry_keys)
         finally:
             if finish_generation:
                 _call(engine, "finish_generation")
-        return receipt.meta, BatchedDataDict(receipt.carry), metrics, _call(engine, "get_logger_metrics")
+        return meta, carry, metrics, _call(engine, "get_logger_metrics")
 
     def shutdown(self) -> None:
         """Detaches from the data plane. Idempotent."""
@@ -148,8 +148,8 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
         partition_id: str,
         group_size: int,
         carry_keys: Sequence[str] | None,
-    ) -> RolloutReceipt:
-        """Writes what `run_rollout` has made."""
+    ) -> tuple[KVBatchMeta, BatchedDataDict]:
+        """Writes what `run_rollout` has made. Returns the meta and the driver's columns."""
         lacking = [name for name in ("message_log", *_PER_ROW) if name not in made]
         if lacking:
             raise InvalidRequestError(
@@ -177,12 +177,11 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
                     f"rollout_to_tq refused: carry_keys {missing} are not there. Found: {', '.join(offered)}."
                 )
             carry = {name: offered[name] for name in carry_keys}
-        return self._first_write(
+        receipt = self._first_write(
             columns,
             sample_ids=self._new_ids(num_inputs, columns.size, group_size),
             partition_id=partition_id,
             carry_fields=(),
-            carry=carry,
             extra_info={"rollout_metrics": metrics},
             task_name=partition_id,
             pad_to_multiple=int(self._policy_option("make_sequence_length_divisible_by") or 1),
@@ -190,6 +189,7 @@ class SyncRolloutActor(DataPlaneRolloutMixin):
                 [ROUTED_EXPERTS_FIELD] if (self._policy_option("router_replay") or {}).get("enabled") else []
             ),
         )
+        return receipt.meta, BatchedDataDict(carry)
 
     def _new_ids(self, num_inputs: int, num_rows: int, group_size: int) -> list[str]:
         prompts, left = divmod(num_inputs, max(group_size, 1))

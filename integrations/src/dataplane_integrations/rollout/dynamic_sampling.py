@@ -115,8 +115,6 @@ class DynamicSampling:
     counts: SamplingCounts = field(default_factory=SamplingCounts, init=False)
     carry: BatchedDataDict = field(default_factory=BatchedDataDict, init=False)
     _held: KVBatchMeta | None = field(default=None, init=False)
-    #: Partition -> rows whose clear has not succeeded yet.
-    _to_clear: dict[str, dict[str, None]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "group_size", "max_generations"):
@@ -172,7 +170,7 @@ class DynamicSampling:
     def add(self, made: KVBatchMeta | RolloutReceipt) -> bool:
         """Adds one generation. Clears the groups that the rule refuses, and those beyond the wanted number.
 
-        If the clear fails, its error is raised, but the generation is added; the next call clears the rows.
+        If the clear fails, its error is raised and nothing has changed: add the same generation again.
 
         Args:
             made: Whole groups, with the tags that ``keep`` reads; or their receipt, with a carry.
@@ -192,18 +190,18 @@ class DynamicSampling:
         kept = [rows for rows in groups if self.keep([tags[row] for row in rows])]
         wanted, overflow = kept[: self.missing], kept[self.missing :]
         stay = [row for rows in wanted for row in rows]
-        gone = meta.drop(stay)
 
         part = meta.subset(stay)
         joined = part if self._held is None else self._held.concat(part)
-        self.carry = self._joined_carry(receipt, stay)
+        carry = self._joined_carry(receipt, stay)
+        self._clear(meta.drop(stay))  # before anything changes here, so that a call that failed can be repeated
+        self.carry = carry
         self._held = joined if joined.size else None
         self.counts.generations += 1
         self.counts.generated += len(groups)
         self.counts.dropped += len(groups) - len(kept)
         self.counts.overflow += len(overflow)
         self.counts.held += len(wanted)
-        self._clear(gone)
         return self.complete
 
     def take(self) -> KVBatchMeta:
@@ -223,7 +221,6 @@ class DynamicSampling:
                 hint="Generate more groups at a time, raise max_generations, or use prompts that are neither solved "
                 "nor hopeless.",
             )
-        self._clear()
         taken, self._held = self._held, None
         return taken
 
@@ -234,19 +231,13 @@ class DynamicSampling:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _discard(self, *others: KVBatchMeta) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            self.counts.held = 0
-            self.carry = BatchedDataDict()
-        self._clear(held, *others)
+        self._clear(self._held, *others)
+        if self._held is not None:
+            self._held, self.carry, self.counts.held = None, BatchedDataDict(), 0
 
     def _clear(self, *metas: KVBatchMeta | None) -> None:
-        """Clears rows, and those whose clear failed before."""
         for meta in filter(None, metas):
-            self._to_clear.setdefault(meta.partition_id, {}).update(dict.fromkeys(meta.sample_ids))
-        for partition_id, ids in list(self._to_clear.items()):
-            self.client.clear_samples(list(ids), partition_id)
-            del self._to_clear[partition_id]
+            self.client.clear_samples(meta.sample_ids, meta.partition_id)
 
     def _joined_carry(self, receipt: RolloutReceipt, stay: Sequence[int]) -> BatchedDataDict:
         new = BatchedDataDict(receipt.carry)

@@ -67,7 +67,6 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
         sample_ids: Sequence[str],
         partition_id: str,
         carry_fields: Sequence[str] = ("input_lengths",),
-        carry: Mapping[str, Any] | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
         extra_info: Mapping[str, Any] | None = None,
         task_name: str = "train",
@@ -82,8 +81,6 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
             sample_ids: N ids from `mint_sample_ids`.
             partition_id: The step's partition.
             carry_fields: Columns of one small value per row, which are also returned to the driver.
-            carry: Further columns for the driver, which are not written: N rows each, of any width, such as the token
-                ids of the prompts (N, P).
             tags: N dicts of simple values, which can be read without the tensors.
             extra_info: Values of the whole batch for the readers.
             task_name: The task that will train on the rows.
@@ -93,15 +90,10 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
                 ``routed_experts``.
 
         Raises:
-            InvalidRequestError: There are not N ids, a column of ``carry`` has not N rows, or the batch lacks a carry
-                field or a required column.
+            InvalidRequestError: There are not N ids, or the batch lacks a carry field or a required column.
             InvalidTypeError: A carry field has more than one value per row.
         """
-        if carry and (rows := BatchedDataDict(carry).size) != len(sample_ids):
-            raise InvalidRequestError(
-                f"first write refused: the carry has {rows} rows. Expected {len(sample_ids)}, one per sample id."
-            )
-        carried = {name: _small_column(batch, name) for name in carry_fields} | dict(carry or {})
+        carry = {name: _small_column(batch, name) for name in carry_fields}
         meta = kv_first_write(
             batch,
             sample_ids=sample_ids,
@@ -114,7 +106,7 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
             token_aligned_fields=token_aligned_fields,
             required_fields=required_fields,
         )
-        return RolloutReceipt(meta=meta, carry=carried)
+        return RolloutReceipt(meta=meta, carry=carry)
 
 
 def _small_column(batch: BatchedDataDict, name: str) -> list[Any]:

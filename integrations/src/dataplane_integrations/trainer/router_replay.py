@@ -15,9 +15,8 @@ Shape legend: ``N`` rows as they were read, ``B`` rows and ``S`` tokens of the m
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from dataplane_core.codec import jagged_parts
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
-from dataplane_core.schema import ROUTED_EXPERTS_FIELD
 
 #: What becomes of a token that the rollout recorded no experts for: the ``router`` chooses them, or the rows are
 #: refused (``refuse``). The last token of a row never has any: generation does not run it.
@@ -34,37 +32,6 @@ MissingRoutes: TypeAlias = Literal["router", "refuse"]
 
 #: Stands for "no expert" in a column of experts.
 _NONE: Final = -1
-
-
-def fill_missing_routes(
-    message_logs: Sequence[Sequence[MutableMapping[str, Any]]], missing: MissingRoutes = "router"
-) -> None:
-    """Gives every turn with tokens its ``routed_experts``, **in place**, before the rollout joins the turns.
-
-    Generation records experts only where it ran, so turns of a prompt or of a failed trajectory have none. If no turn
-    of the batch has any, nothing is filled, so that ``required_fields`` of the first write still refuses the batch.
-
-    Args:
-        message_logs: Per sample its turns, with ``token_ids`` and perhaps ``routed_experts`` (tokens, L, k).
-        missing: ``router``: fill with -1, so the router chooses; ``refuse``: raise.
-
-    Raises:
-        InvalidRequestError: A turn has tokens and no experts, and these are refused. The message names sample and turn.
-    """
-    recorded = (turn.get(ROUTED_EXPERTS_FIELD) for log in message_logs for turn in log)
-    like = next((routes for routes in recorded if routes is not None), None)
-    if like is None:
-        return
-    for sample, log in enumerate(message_logs):
-        for number, turn in enumerate(log):
-            if turn.get("token_ids") is None or turn.get(ROUTED_EXPERTS_FIELD) is not None:
-                continue
-            if missing == "refuse":
-                raise InvalidRequestError(
-                    f"routed_experts refused: turn {number} of sample {sample} has tokens and no experts, and others "
-                    "have some. Expected experts for each turn, or missing='router'."
-                )
-            turn[ROUTED_EXPERTS_FIELD] = like.new_full((len(turn["token_ids"]), *like.shape[1:]), _NONE)
 
 
 def lay_out_routed_experts(
@@ -147,7 +114,7 @@ def context_parallel_tokens(bounds: Sequence[int], rank: int, size: int) -> Tens
 
 
 class RoutingReplay:
-    """Sets and records the experts that the routers of one model use. Runs in the worker's process.
+    """Sets the experts that the routers of one model use. Runs in the worker's process.
 
     A pipeline stage without mixture-of-experts layers has nothing to set; all calls are allowed there too.
 
@@ -241,21 +208,6 @@ class RoutingReplay:
         for layer in self._layers:
             layer.router.router_replay = layer.previous
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[RecordedRouting]:
-        """Records the experts that the routers use in one forward inside the block.
-
-        Yields:
-            The record; read it after that forward.
-        """
-        for layer in self._layers:
-            layer.used, layer.records = None, True
-        try:
-            yield RecordedRouting(self._layers, self._moe_layers, self._sequence_parallel_group())
-        finally:
-            for layer in self._layers:
-                layer.records = False
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _num_layers(self) -> set[int]:
@@ -283,45 +235,6 @@ class RoutingReplay:
         return routed_sbk.reshape(-1, routed_sbk.shape[-1]).long()
 
 
-class RecordedRouting:
-    """The experts that the routers used in a forward; made by `RoutingReplay.recording`."""
-
-    def __init__(
-        self, layers: Sequence[_LayerRouting], moe_layers: Sequence[int], group: dist.ProcessGroup | None
-    ) -> None:
-        self._layers, self._moe_layers, self._group = layers, moe_layers, group
-
-    def routed_experts(self, num_rows: int) -> Tensor:
-        """The experts of every token. With sequence parallelism, collective over the tensor-parallel ranks.
-
-        Args:
-            num_rows: Rows of the model's input.
-
-        Returns:
-            (B, S, L, k) int16, in the layout of the model's ``input_ids``, with the mixture-of-experts layers in their
-            order; -1 for layers of other pipeline stages.
-
-        Raises:
-            InvalidRequestError: No forward was made, or this pipeline stage has no mixture-of-experts layers.
-        """
-        columns: dict[int, Tensor] = {}
-        if any(layer.used is None for layer in self._layers) or not self._layers:
-            raise InvalidRequestError(
-                "routed_experts refused: no forward through a mixture-of-experts layer was made while recording. "
-                "Expected one, on a pipeline stage that has such layers."
-            )
-        for layer in self._layers:
-            assert layer.used is not None
-            used = layer.used  # not yet int16, which neither Gloo nor NCCL gathers
-            if self._group is not None:
-                parts = [torch.empty_like(used) for _ in range(dist.get_world_size(self._group))]
-                dist.all_gather(parts, used.contiguous(), group=self._group)
-                used = torch.cat(parts)
-            columns[layer.router.layer_number] = used.short().view(-1, num_rows, used.shape[-1]).transpose(0, 1)
-        elsewhere = torch.full_like(next(iter(columns.values())), -1)
-        return torch.stack([columns.get(number, elsewhere) for number in self._moe_layers], dim=2)
-
-
 class _LayerRouting:
     """The object that Megatron's ``TopKRouter.router_replay`` expects, for one router."""
 
@@ -330,9 +243,6 @@ class _LayerRouting:
         self.previous = router.router_replay
         #: (tokens, k): the experts to use, negative where the router chooses; None: it chooses for all tokens.
         self.target: Tensor | None = None
-        #: (tokens, k): the experts used in the last forward that was recorded.
-        self.used: Tensor | None = None
-        self.records = False
 
     def get_replay_topk(
         self,
@@ -354,8 +264,6 @@ class _LayerRouting:
             target = self.target.to(scores.device)
             chosen = torch.where((target >= 0).all(-1, keepdim=True), target, chosen)
             values = scores.gather(1, chosen)
-        if self.records:
-            self.used = chosen.detach()
         return values, chosen
 
 

@@ -65,7 +65,7 @@ def test_every_worker_gets_its_own_arguments_and_calls_run_at_the_same_time(grou
     assert not group.in_process
     calls = [(tmp_path, name, 3) for name in "abc"]
     assert group.call("meet", calls, timeout_s=240, doing="meeting") == [True] * 3
-    with pytest.raises(InvalidRequestError, match="2 actors with the names"):
+    with pytest.raises(InvalidRequestError, match="2 workers with the names"):
         RayWorkerGroup([object(), object()], names=["a", "a"])
 
 
@@ -88,7 +88,7 @@ def test_after_a_failure_the_others_have_the_grace_together(group, local_ray, mo
         now[0] += min(timeout, 2.0)
         return (pending[:1], pending[1:]) if timeout >= 2.0 else ([], pending)
 
-    failing, other, _ = group._actors
+    failing, other, _ = group._workers
     calls = {"first": failing.fail.remote("leader"), **{str(n): other.echo.remote(n) for n in range(20)}}
     monkeypatch.setattr(local_ray, "wait", an_answer_every_2_s)
     monkeypatch.setattr(f"{GROUP_MODULE}.time", SimpleNamespace(monotonic=lambda: now[0]))

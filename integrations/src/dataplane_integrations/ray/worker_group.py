@@ -9,36 +9,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
-from dataplane_integrations.trainer.groups import check_dp_ranks
+from dataplane_integrations.trainer.groups import WorkerGroup
 
 #: Seconds to wait for errors of other workers once one has failed: the first report may not be of the first failure.
 _CAUSE_GRACE_S: Final = 3.0
 
 
-class RayWorkerGroup:
-    """Policy workers that are Ray actors; a `WorkerGroup`.
-
-    Args:
-        actors: Their handles, in the order of the ranks. The caller ends them.
-        dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank.
-        names: Per worker, a name for messages.
-    """
-
-    in_process = False
-
-    def __init__(
-        self, actors: Sequence[Any], dp_ranks: Sequence[int] | None = None, names: Sequence[str] | None = None
-    ) -> None:
-        self._actors = list(actors)
-        self.dp_ranks = check_dp_ranks(len(self._actors), dp_ranks)
-        self._names = [f"policy worker {i}" for i in range(len(self._actors))] if names is None else list(names)
-        if len(set(self._names)) != len(self._actors):
-            raise InvalidRequestError(
-                f"RayWorkerGroup refused: {len(self._actors)} actors with the names {self._names}. Expected one name "
-                "for each, all different."
-            )
+class RayWorkerGroup(WorkerGroup):
+    """Policy workers that are Ray actors. The group gets their handles, and the caller ends them."""
 
     def call(
         self,
@@ -52,7 +31,7 @@ class RayWorkerGroup:
         """As `WorkerGroup.call`. Starts all calls before it waits for the first."""
         calls = {
             name: getattr(actor, method).remote(*own, **(kwargs or {}))
-            for name, actor, own in zip(self._names, self._actors, args, strict=True)
+            for name, actor, own in zip(self._names, self._workers, args, strict=True)
         }
         return wait_for_all(calls, timeout_s=timeout_s, doing=doing)
 

@@ -219,9 +219,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _broadcast_contents(contents: Sequence[Tensor], group: dist.ProcessGroup, leader: int, *, receive: bool) -> None:
     """Broadcasts byte tensors, in place on the siblings. Empty tensors are not sent."""
-    for content in contents:
+    for content in filter(len, contents):
         device = group_device(group, content.device.type)
-        for piece in content.split(_PIECE_BYTES) if len(content) else ():
+        for piece in torch.split(content, _PIECE_BYTES):
             message = piece.to(device)  # the piece itself, if it is there
             with _collective_errors_name_the_leader() if receive else contextlib.nullcontext():
                 dist.broadcast(message, group=group, group_src=leader)

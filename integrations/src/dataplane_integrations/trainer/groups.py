@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import WorkerFailedError
 
 
-class WorkerGroup(Protocol):
-    """The policy workers, as the driver calls them. `dataplane_integrations.ray.RayWorkerGroup` is one."""
+class WorkerGroup(ABC):
+    """The policy workers, as the driver calls them. A subclass defines `call`.
 
-    @property
-    def dp_ranks(self) -> Sequence[int]:
-        """Per worker, its data-parallel rank. Workers of equal rank are a replica group and get the same rows."""
+    Args:
+        workers: The workers, in the order of the ranks.
+        dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank. Workers of equal rank are a replica
+            group and get the same rows.
+        names: Per worker, a name for messages.
 
-    @property
-    def in_process(self) -> bool:
-        """Whether the workers run in the driver's process."""
+    Attributes:
+        in_process: Whether the workers run in the driver's process.
+    """
 
+    in_process: ClassVar[bool] = False
+
+    def __init__(
+        self, workers: Sequence[Any], dp_ranks: Sequence[int] | None = None, names: Sequence[str] | None = None
+    ) -> None:
+        self._workers = list(workers)
+        self.dp_ranks = check_dp_ranks(len(self._workers), dp_ranks)
+        self._names = [f"policy worker {i}" for i in range(len(self._workers))] if names is None else list(names)
+        if len(set(self._names)) != len(self._workers):
+            raise InvalidRequestError(
+                f"{type(self).__name__} refused: {len(self._workers)} workers with the names {self._names}. Expected "
+                "one name for each, all different."
+            )
+
+    @abstractmethod
     def call(
         self,
         method: str,
@@ -47,21 +65,13 @@ class WorkerGroup(Protocol):
         """
 
 
-class InProcessWorkerGroup:
+class InProcessWorkerGroup(WorkerGroup):
     """Workers that are objects in the driver's process, called one after another.
 
     For one worker, or for workers without collectives: collectives need a process per rank.
-
-    Args:
-        workers: The workers.
-        dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank.
     """
 
     in_process = True
-
-    def __init__(self, workers: Sequence[Any], dp_ranks: Sequence[int] | None = None) -> None:
-        self._workers = list(workers)
-        self.dp_ranks = check_dp_ranks(len(self._workers), dp_ranks)
 
     def call(
         self,
@@ -74,13 +84,12 @@ class InProcessWorkerGroup:
     ) -> list[Any]:
         """As `WorkerGroup.call`, without the timeout: a call in this process cannot be interrupted."""
         results = []
-        for index, (worker, own) in enumerate(zip(self._workers, args, strict=True)):
+        for name, worker, own in zip(self._names, self._workers, args, strict=True):
             try:
                 results.append(getattr(worker, method)(*own, **(kwargs or {})))
             except Exception as error:
                 raise WorkerFailedError(
-                    f"policy worker {index} failed while {doing}: {type(error).__name__}: {error}",
-                    worker=f"policy worker {index}",
+                    f"{name} failed while {doing}: {type(error).__name__}: {error}", worker=name
                 ) from error
         return results
 

@@ -265,7 +265,6 @@ class DataPlanePolicy:
         select_fields: Sequence[str] | None = None,
         *,
         pad_value_dict: Mapping[str, int | float] | None = None,
-        message_logs: bool = False,
     ) -> BatchedDataDict:
         """Reads columns into the driver, padded to the common length of the workers. Meant for small columns.
 
@@ -273,11 +272,10 @@ class DataPlanePolicy:
             meta: The rows. If it has lengths, the common length is written into its ``extra_info``.
             select_fields: The columns; None: those that the meta names.
             pad_value_dict: Pad values by field; default 0.
-            message_logs: Also return the conversations, as `read_columns` does.
         """
         if meta.sequence_lengths:
             self._stamp_common_length(meta)
-        return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict, message_logs=message_logs)
+        return read_columns(self._client, meta, select_fields, pad_value_dict=pad_value_dict)
 
     def write_to_dataplane(
         self, meta: KVBatchMeta, fields: Mapping[str, Any], *, token_aligned_fields: Collection[str] | None = None

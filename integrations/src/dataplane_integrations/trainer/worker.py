@@ -25,7 +25,6 @@ from dataplane_core.arguments import Index, checked_as
 from dataplane_core.batch import (
     BatchedDataDict,
     SlicedDataDict,
-    add_message_logs,
     pad_columns,
     read_columns,
     token_columns,
@@ -44,7 +43,6 @@ from dataplane_core.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_IDS_FIELD,
     INPUT_LENGTHS_FIELD,
-    MESSAGE_LOG_FIELDS,
     MULTIMODAL_FIELDS,
     PER_TOKEN_FIELDS,
     PLAN_KEYS,
@@ -198,7 +196,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         fetch_policy: FetchPolicy = "auto",
         preprocess: Callable[[Any, BatchedDataDict], BatchedDataDict] | None = None,
         dp_aligned_seq_len: bool = True,
-        message_logs: bool = False,
     ) -> BatchedDataDict:
         """Reads the rows and fields of ``meta``. Collective over the replica group, unless ``independent``.
 
@@ -210,7 +207,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 is returned.
             dp_aligned_seq_len: Pad to the length that the driver set, the same on all data-parallel ranks; else to the
                 longest of these rows.
-            message_logs: Also return the column ``message_log``, as `read_columns` does.
 
         Returns:
             One row per sample id, in that order.
@@ -226,8 +222,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 f"_fetch refused: fetch_policy is {fetch_policy!r}. Expected 'auto', 'independent' or "
                 "'leader_broadcast'."
             )
-        if message_logs:
-            meta = meta.with_fields(MESSAGE_LOG_FIELDS)
         group = None if fetch_policy == "independent" else self._siblings()
         if group is None and fetch_policy == "leader_broadcast":
             raise InvalidRequestError(
@@ -238,8 +232,6 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         batch, padding = read() if group is None else self._from_leader(read, group)
         if layout == "padded":
             pad_columns(batch, meta, **padding)
-        if message_logs:
-            add_message_logs(batch)
         return batch if preprocess is None else preprocess(self, batch)
 
     def _from_leader(self, read: Callable[[], _Rows], group: dist.ProcessGroup) -> _Rows:

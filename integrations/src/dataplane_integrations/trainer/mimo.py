@@ -252,8 +252,6 @@ def _share_of(key: str, module_name: str, shares: Mapping[str, _Share]) -> _Shar
 
 
 def _slice_dict(batch: Mapping[str, Any], share: _Share, path: str) -> dict[str, Any]:
-    if share.size == 1:
-        return dict(batch)
     patches, grids = batch.get(_PATCHES), batch.get(_GRIDS)
     if isinstance(patches, Tensor) and patches.dim() and isinstance(grids, Tensor) and grids.shape[1:] == (3,):
         return {**batch, **_slice_images(patches, grids, share, path)}

@@ -54,12 +54,10 @@ def _stand(layout):
         group = worker._get_replica_group()
         again = MegatronDataPlaneMixin() if is_megatron else worker
         assert again._get_replica_group() is group, "made once"
-        across = worker._get_data_parallel_group()
         return (
             worker._local_coords(),
             worker._is_replica_leader(),
             members(group),
-            members(across),
             worker._pad_multiple() if is_megatron else None,
         )
 
@@ -67,13 +65,11 @@ def _stand(layout):
 def test_ranks_that_share_rows_form_one_group_with_the_leader_first(ranks):
     described = ranks(4, lambda rank: {name: _stand(layout) for name, (layout, _) in LAYOUTS.items()}, timeout_s=150)
     for name, (layout, groups) in LAYOUTS.items():
-        for rank, (coords, leads, group, across, multiple) in enumerate(seen[name] for seen in described):
+        for rank, (coords, leads, group, multiple) in enumerate(seen[name] for seen in described):
             assert group in groups, name
             assert rank in group, name
             assert coords["data_parallel"] == groups.index(group), name
             assert leads == (rank == group[0]), name
-            place = group.index(rank)
-            assert across == [of[place] for of in groups], name
             if isinstance(layout, dict):
                 assert multiple == megatron_pad_multiple(
                     tensor_parallel=layout.get("tensor", 1),
@@ -145,11 +141,11 @@ def test_one_rank_alone_has_no_group_and_one_that_does_not_know_where_it_stands_
         alone = MeshWorker((1, 1), ("dp", "tp"))
         asked = [lambda names=names: MeshWorker((1, 1), names)._local_coords() for names in (None, ("dp", "ep"))]
         asked += [FSDP2DataPlaneMixin()._local_coords, MegatronDataPlaneMixin()._local_coords]
-        groups = alone._get_replica_group(), alone._get_data_parallel_group(), alone._local_coords()
+        groups = alone._get_replica_group(), alone._local_coords()
         return groups, [told(call)[2] for call in asked]
 
     [(groups, said)] = ranks(1, run, timeout_s=150)
-    assert groups == (None, None, {"data_parallel": 0, "tensor_parallel": 0})
+    assert groups == (None, {"data_parallel": 0, "tensor_parallel": 0})
     for text, part in zip(
         said,
         ("dims have no names", "'ep' of ('dp', 'ep')", "'device_mesh' or 'mesh'", "initialize_model_parallel"),

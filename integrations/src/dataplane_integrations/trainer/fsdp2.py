@@ -30,10 +30,9 @@ class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
     """`DataPlaneWorkerMixin` for a worker whose attribute ``device_mesh`` or ``mesh`` holds its `DeviceMesh`."""
 
     def setup_data_plane(self, cfg: DataPlaneSource) -> None:
-        """Attaches. If the mesh exists, first makes the groups; it is then collective over the mesh."""
+        """Attaches. If the mesh exists, first makes the replica group; it is then collective over the mesh."""
         if self._find_mesh() is not None:
             self._get_replica_group()
-            self._get_data_parallel_group()
         super().setup_data_plane(cfg)  # may fail on one rank: no other rank waits for it by now
 
     def _find_mesh(self) -> DeviceMesh | None:
@@ -68,11 +67,13 @@ class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):
     def _get_replica_group(self) -> dist.ProcessGroup | None:
         """If several replicated axes are larger than 1, the first call makes the group: collective over the mesh."""
         mesh = self._require_mesh()
-        return _group_over(mesh, _split_axes(mesh)[1])
-
-    def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        mesh = self._require_mesh()
-        return _group_over(mesh, _split_axes(mesh)[0])
+        large = tuple(axis for axis in _split_axes(mesh)[1] if mesh[axis].size() > 1)
+        if not large:
+            return None
+        if len(large) == 1:
+            return mesh.get_group(large[0])
+        flat = mesh[large]._flatten("dataplane_" + "_".join(large))  # torch has no public method for this
+        return flat.get_group()
 
 
 def _split_axes(mesh: DeviceMesh) -> tuple[list[str], list[str]]:
@@ -89,13 +90,3 @@ def _split_axes(mesh: DeviceMesh) -> tuple[list[str], list[str]]:
             f"nor whether they see others. Expected names that begin with 'dp', or {', '.join(_REPLICATED)}."
         )
     return [name for name in names if name not in _REPLICATED], [name for name in names if name in _REPLICATED]
-
-
-def _group_over(mesh: DeviceMesh, axes: list[str]) -> dist.ProcessGroup | None:
-    large = tuple(axis for axis in axes if mesh[axis].size() > 1)
-    if not large:
-        return None
-    if len(large) == 1:
-        return mesh.get_group(large[0])
-    flat = mesh[large]._flatten("dataplane_" + "_".join(large))  # torch has no public method for this
-    return flat.get_group()

@@ -100,10 +100,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
             group = state.get_tensor_and_context_parallel_group()
         else:
             group = _tensor_context_pipeline_group(state)
-        return _unless_alone(group)
-
-    def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return _unless_alone(_parallel_state().get_data_parallel_group())
+        return None if dist.get_world_size(group) == 1 else group
 
     def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
         batch, padding = super()._read(meta, dp_aligned)
@@ -224,7 +221,3 @@ def _tensor_context_pipeline_group(state: Any) -> dist.ProcessGroup:
         assert made is not None
         _made = (beside, made)
     return _made[1]
-
-
-def _unless_alone(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    return None if dist.get_world_size(group) == 1 else group

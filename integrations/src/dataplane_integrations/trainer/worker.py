@@ -313,79 +313,33 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> tuple[BatchedDataDict, list[int] | None]:
         """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
-        Ranks that plan separately may get different numbers of microbatches, and would then deadlock. So this compares
-        the numbers over `_get_data_parallel_group`. If there is such a group, this is a collective call.
+        A rank plans only if no other works on other rows. Ranks that plan apart may get different numbers of
+        microbatches, and would wait for each other for ever.
 
         Returns:
             The rows with their plan, and their order; None: it is as it was.
 
         Raises:
-            InvalidRequestError: Data-parallel ranks got different numbers of microbatches, or one of them could not
-                plan, for example because a row is over the token limit.
+            InvalidRequestError: Other ranks work on other rows, or the rows cannot be planned, for example because one
+                is over the token limit.
         """
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
             return data, None
-        try:
-            batch_size = self._rows_of_a_batch(gbs, data.size)
-            planned_shards = data.shard_by_batch_size(1, batch_size, **batching.shard_args(stage))
-        except Exception:
-            self._of_data_parallel_ranks(None)  # they wait for this rank's number
-            raise
+        group = self._get_replica_group()
+        num_twins = 1 if group is None else dist.get_world_size(group)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else num_twins
+        if num_ranks > num_twins:
+            raise InvalidRequestError(
+                f"microbatch plan refused: of {num_ranks} ranks, {num_twins} work on these rows. Expected all of them, "
+                "or a plan of the driver: ranks that plan apart may get different numbers of microbatches, and wait "
+                "for each other for ever.",
+                hint="Let the driver plan: DataPlanePolicy with batching=...",
+            )
+        batch_size = gbs if gbs is not None and gbs < data.size else None
+        planned_shards = data.shard_by_batch_size(1, batch_size, **batching.shard_args(stage))
         (planned,), order = cast("tuple[list[SlicedDataDict], list[int]]", planned_shards)
-        count = sum(len(chunk) for chunk in planned.micro_batch_indices or [])
-        counts = self._of_data_parallel_ranks(count)
-        if None in counts:
-            raise InvalidRequestError(
-                f"microbatch plan refused: this rank planned {count} microbatches, another data-parallel rank could "
-                "not plan its rows. Its own error says why."
-            )
-        if len(set(counts)) > 1:
-            raise InvalidRequestError(
-                f"microbatch plan refused: this rank planned {count} microbatches, the data-parallel ranks planned "
-                f"{counts}. Expected equal numbers, or the ranks wait for each other for ever. Let the driver plan "
-                "(DataPlanePolicy with batching=...)."
-            )
         return planned, order
-
-    def _rows_of_a_batch(self, gbs: int | None, num_rows: int) -> int | None:
-        """How many of this rank's rows are of one global batch. None: all.
-
-        Raises:
-            InvalidRequestError: It is not known over how many ranks a global batch is spread, or they cannot share it.
-        """
-        if gbs is None:
-            return None
-        group = self._get_data_parallel_group()
-        if group is not None:
-            ranks = dist.get_world_size(group)
-            if gbs % ranks:
-                raise InvalidRequestError(
-                    f"microbatch plan refused: gbs is {gbs}, for {ranks} data-parallel ranks. Expected a multiple."
-                )
-            return gbs // ranks if gbs // ranks < num_rows else None
-        if gbs >= num_rows:
-            return None
-        replica = self._get_replica_group()
-        twins = 1 if replica is None else dist.get_world_size(replica)  # ranks with the same rows
-        if dist.is_initialized() and dist.get_world_size() > twins:
-            raise InvalidRequestError(
-                f"microbatch plan refused: gbs is {gbs}, this rank has {num_rows} rows, and its data-parallel group is "
-                "not known. Let the driver plan (DataPlanePolicy with batching=...)."
-            )
-        return gbs
-
-    def _get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """This rank and those that train on other rows; None: unknown, or there is no other."""
-        return None
-
-    def _of_data_parallel_ranks(self, count: int | None) -> list[int | None]:
-        """The number of each data-parallel rank. Collective over them."""
-        group = self._get_data_parallel_group()
-        counts = [count] * (1 if group is None else dist.get_world_size(group))
-        if group is not None:
-            dist.all_gather_object(counts, count, group=group)
-        return counts
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def stand_in(layout):
         "module": module,
         "shared": get_megatron_mimo_shared_dp_info(grids),
         "needs": {name: _needs_data_for_module(grids[name], name) for name in grids},
-        "named": {name: get_megatron_mimo_dp_info(None, grids, module_name=name) for name in grids},
+        "one": {name: get_megatron_mimo_dp_info(None, {name: grids[name]}) for name in grids},
         **{
             f"every stage {every}": (
                 get_megatron_mimo_dp_info(None, grids, every_language_stage=every),
@@ -70,20 +70,20 @@ def expected(rank, layout):
             places[name] = at // (tp * pp), dp
             needs[name] = stage == 0 or (name == "language" and stage == pp - 1)  # token ids, or labels
 
-    def info(names, needs, default):
+    def info(names, needs):
         here = [name for name in names if name in places]
         loaders = [name for name in here if needs[name]]
         name = next(iter([*loaders, *here]), None)
-        return (0, 1, False, default) if name is None else (*places[name], bool(loaders), name)
+        return (0, 1, False, "language") if name is None else (*places[name], bool(loaders), name)
 
     # the inner stages of the language model need data only if told; every rank samples the same micro-batch
     told_to = {False: needs, True: {name: need or name == "language" for name, need in needs.items()}}
-    infos = {every: info(layout, told_to[every], "language") for every in (False, True)}
+    infos = {every: info(layout, told_to[every]) for every in (False, True)}
     return {
         "module": next(iter(places), None),
         "shared": places,
         "needs": {name: needs.get(name, False) for name in layout},
-        "named": {name: info([name], needs, name) for name in layout},
+        "one": {name: info([name], needs) for name in layout},
         **{f"every stage {every}": (infos[every], (0, 1, infos[every][2])) for every in (False, True)},
     }
 

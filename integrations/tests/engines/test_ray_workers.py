@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dataplane_core.errors import InvalidRequestError, MissingDataError
+from dataplane_core.errors import MissingDataError
 from dataplane_integrations.errors import ReplicaLeaderError, WorkerFailedError, WorkerTimeoutError
 from dataplane_integrations.ray import RayWorkerGroup, wait_for_all
 
@@ -65,8 +65,6 @@ def test_every_worker_gets_its_own_arguments_and_calls_run_at_the_same_time(grou
     assert not group.in_process
     calls = [(tmp_path, name, 3) for name in "abc"]
     assert group.call("meet", calls, timeout_s=240, doing="meeting") == [True] * 3
-    with pytest.raises(InvalidRequestError, match="2 workers with the names"):
-        RayWorkerGroup([object(), object()], names=["a", "a"])
 
 
 def test_the_first_failure_ends_the_wait_and_a_leaders_own_error_is_told_before_its_siblings(group, monkeypatch):

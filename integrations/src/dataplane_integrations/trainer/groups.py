@@ -17,7 +17,6 @@ class WorkerGroup(ABC):
         workers: The workers, in the order of the ranks.
         dp_ranks: Per worker, its data-parallel rank; None: each worker is a rank. Workers of equal rank are a replica
             group and get the same rows.
-        names: Per worker, a name for messages.
 
     Attributes:
         in_process: Whether the workers run in the driver's process.
@@ -25,17 +24,10 @@ class WorkerGroup(ABC):
 
     in_process: ClassVar[bool] = False
 
-    def __init__(
-        self, workers: Sequence[Any], dp_ranks: Sequence[int] | None = None, names: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, workers: Sequence[Any], dp_ranks: Sequence[int] | None = None) -> None:
         self._workers = list(workers)
         self.dp_ranks = check_dp_ranks(len(self._workers), dp_ranks)
-        self._names = [f"policy worker {i}" for i in range(len(self._workers))] if names is None else list(names)
-        if len(set(self._names)) != len(self._workers):
-            raise InvalidRequestError(
-                f"{type(self).__name__} refused: {len(self._workers)} workers with the names {self._names}. Expected "
-                "one name for each, all different."
-            )
+        self._names = [f"policy worker {number}" for number in range(len(self._workers))]  # in messages
 
     @abstractmethod
     def call(

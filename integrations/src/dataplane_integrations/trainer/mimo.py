@@ -56,31 +56,29 @@ ModuleGrids: TypeAlias = Mapping[str, ModuleGrid]
 
 
 def get_megatron_mimo_dp_info(
-    cfg: Any, grids: ModuleGrids, module_name: str | None = None, *, every_language_stage: bool = False
+    cfg: Any, grids: ModuleGrids, *, every_language_stage: bool = False
 ) -> tuple[int, int, bool, str]:
     """What this rank works on, as arguments of `slice_batch_for_megatron_mimo`.
 
     Args:
         cfg: The trainer's parallelism config. Not used: the grids have all the information.
-        grids: Module name -> grid.
-        module_name: Ask for this module, where modules share ranks. None: for the rank's module.
+        grids: Module name -> grid. Where modules share ranks, pass one of them to ask for it.
         every_language_stage: Whether the inner pipeline stages of the language model need data too. Models whose
             decoder blocks take ``position_ids``, as with M-RoPE, need this.
 
     Returns:
         Data-parallel rank and size within this rank's module, whether the rank needs data, and the module's name.
-        Outside every grid ``(0, 1, False, "language")``, and outside the grid of ``module_name``
-        ``(0, 1, False, module_name)``. If several modules share the rank, and none is named, the values of the first
+        Outside every grid ``(0, 1, False, "language")``. If several modules share the rank, the values of the first
         module, in the order of ``grids``, that needs data here; see `get_megatron_mimo_shared_dp_info` for all.
 
     Raises:
         ConfigError: The groups ``dp`` and ``pp`` of a grid were not created.
     """
-    held = {name: grid for name, grid in _modules_of_rank(grids).items() if module_name in (None, name)}
+    held = _modules_of_rank(grids)
     loaders = [name for name in held if _needs_data_for_module(held[name], name, every_language_stage)]
     name = next(iter([*loaders, *held]), None)
     if name is None:
-        return 0, 1, False, module_name or LANGUAGE_MODULE
+        return 0, 1, False, LANGUAGE_MODULE
     return *_coordinate(held[name], name, "dp"), bool(loaders), name
 
 

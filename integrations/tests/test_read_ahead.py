@@ -1,14 +1,11 @@
 """Portions are read ahead of their turn: the same bits, errors at their own portion, and nothing left running."""
 
-import contextlib
-import functools
 import threading
 
 import pytest
 from bits import bits
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
-from dataplane_integrations.ahead import read_ahead
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
 from dataplane_integrations.trainer.policy import DataPlanePolicy
 
@@ -20,57 +17,6 @@ DEPTHS = [0, 1, 2, 9]
 def no_reader_is_left():
     yield
     assert [each.name for each in threading.enumerate() if each.name.startswith("read-ahead")] == []
-
-
-# --- the mechanism ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_results_and_an_error_come_in_order_and_no_more_than_the_depth_run_ahead(depth):
-    done = []
-
-    def read(number):
-        done.append(number)
-        if number == 5:
-            raise MissingDataError("gone")
-        return number
-
-    taken = []
-    with contextlib.closing(read_ahead((functools.partial(read, number) for number in range(7)), depth)) as takes:
-        for take in takes:
-            if len(taken) == 5:
-                with pytest.raises(MissingDataError):
-                    take()
-                break
-            taken.append(take())
-            assert len(done) <= len(taken) + depth
-    assert taken == list(range(5))
-    assert done == list(range(len(done)))
-
-
-def test_the_close_waits_for_the_read_that_runs_and_the_rest_is_never_read():
-    read_now, may_end = threading.Event(), threading.Event()
-    done = []
-
-    def read(number):
-        if number == 2:
-            read_now.set()
-            assert may_end.wait(WAIT_S)
-        done.append(number)
-        return number
-
-    takes = read_ahead([functools.partial(read, number) for number in range(9)], 4)
-    assert next(takes)() == 0
-    assert read_now.wait(WAIT_S)
-    closing = threading.Thread(target=takes.close)
-    closing.start()
-    may_end.set()
-    closing.join(WAIT_S)
-    assert done[:3] == [0, 1, 2]
-    assert len(done) < 9
-
-
-# --- a worker that walks portions, and the driver ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -97,15 +43,27 @@ def test_portions_are_trained_on_as_if_each_were_a_call_up_to_one_that_is_missin
     one_by_one, at_once, worker = make_worker(), make_worker(), make_worker()
     for portion in portions:
         one_by_one.train_microbatch_presharded(portion)
+    reads, get_samples, train = [], client.get_samples, at_once.train_microbatch
+
+    def counted(*args):
+        reads.append(args)
+        return get_samples(*args)
+
+    def train_while_no_more_than_the_depth_is_read(data):
+        assert len(reads) <= len(at_once.seen) + 1 + depth
+        train(data)
+
+    client.get_samples, at_once.train_microbatch = counted, train_while_no_more_than_the_depth_is_read
     at_once.train_microbatches_presharded(portions, read_ahead=depth)
+    assert len(reads) == 3
     expected, found = ([bits(batch) for _, batch in worker.seen] for worker in (one_by_one, at_once))
     assert found == expected
     assert len(found) == 3
     assert at_once.finish_train_step_presharded()["all_mb_metrics"] == {"rows": [2, 2, 2]}
-    client.clear_samples(portions[2].sample_ids[:1], "train")
-    with pytest.raises(MissingDataError, match=portions[2].sample_ids[0]):
-        worker.train_microbatches_presharded(portions, read_ahead=depth)
-    assert len(worker.seen) == 2
+    client.clear_samples(portions[1].sample_ids[:1], "train")
+    with pytest.raises(MissingDataError, match=portions[1].sample_ids[0]):
+        worker.train_microbatches_presharded(portions, read_ahead=depth)  # the third may be read at this moment
+    assert len(worker.seen) == 1
     worker.abort_train_step_presharded()
 
 

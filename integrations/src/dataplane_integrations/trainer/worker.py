@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, cast
 
@@ -49,7 +52,6 @@ from dataplane_core.schema import (
     ROUTED_EXPERTS_FIELD,
 )
 from dataplane_core.sharding import REPLICATED_AXES
-from dataplane_integrations import ahead
 from dataplane_integrations.attach import DataPlaneClientMixin
 from dataplane_integrations.errors import ReplicaLeaderError
 from dataplane_integrations.trainer.batching import Batching, Stage
@@ -535,7 +537,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         else:
             reads = [functools.partial(self._read, meta, True) for meta in metas]
             read_ahead = read_ahead if dist.get_rank(group) == 0 else 0
-        with contextlib.closing(ahead.read_ahead(reads, read_ahead)) as results:
+        with contextlib.closing(_read_ahead(reads, read_ahead)) as results:
             for meta, read in zip(metas, results, strict=True):
                 rows = read if group is None else functools.partial(self._padded_from_leader, read, meta, group)
                 self._train_portion(meta, rows)
@@ -604,6 +606,28 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
                 "global_loss, grad_norm and all_mb_metrics."
             )
         return {**result, "is_replica_leader": self._is_replica_leader()}
+
+
+def _read_ahead(reads: Sequence[Callable[[], Any]], depth: int) -> Generator[Callable[[], Any], None, None]:
+    """Does reads in order, in one thread, up to ``depth`` of them before their turn. With 0, there is no thread.
+
+    Yields, per read, a function that waits for it, and returns its result or raises its error. It must be called before
+    the next is yielded. The close cancels reads that have not begun, waits for the one that runs, and ends the thread.
+    """
+    if depth == 0:
+        yield from reads
+        return
+    waiting = iter(reads)
+    begun: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        try:
+            while True:
+                begun.extend(thread.submit(read) for read in itertools.islice(waiting, depth + 1 - len(begun)))
+                if not begun:
+                    return
+                yield begun.popleft().result
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def _check_plan(meta: KVBatchMeta, micro_batch_indices: Any, num_rows: int) -> None:

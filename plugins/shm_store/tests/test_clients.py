@@ -274,7 +274,7 @@ def test_a_client_without_file_descriptors_says_so_loses_nothing_and_goes_on(own
         with pytest.raises(BackendUnavailableError, match="this process can open no further socket") as caught:
             owner.list_samples("p")
         assert caught.value.retryable
-        connection.end_waiting("a claim that cannot be told", tell=True)
+        connection.stop_waiting("a claim that cannot be told")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         connection._idle.extend(idle)

@@ -262,7 +262,7 @@ class Session:
             deadline: On `time.monotonic`'s clock, in seconds.
             request: The request.
             wake: For a claim that waits, or a put that says that it waits for room. Unless the claim is answered, it is
-                called in a thread when that is to ask again, until `end_waiting`.
+                called in a thread when that is to ask again, until `stop_waiting`.
             sources: The bytes that follow the request, one array after the other.
             receive: Called with the reply, if bytes follow it, and with a function that fills an array with the next of
                 them. It takes all of them.
@@ -320,17 +320,16 @@ class Session:
             return reply
         finally:
             if not waits:
-                self.end_waiting(token)
+                self._waiting.pop(token, None)
 
-    def end_waiting(self, token: str, *, tell: bool = False) -> None:
-        """Nothing waits with this token any longer. With ``tell``, the host does not know that yet."""
+    def stop_waiting(self, token: str) -> None:
+        """As `LedgerBackend.stop_waiting`."""
         self._waiting.pop(token, None)
-        if tell:
-            try:
-                channel = self._take("tell", time.monotonic() + _RELEASE_S)
-            except (BackendUnavailableError, OperationTimeoutError, ClientClosedError):
-                return  # the host has ended, or hangs
-            self._tell(channel, StopWaiting(token))
+        try:
+            channel = self._take("tell", time.monotonic() + _RELEASE_S)
+        except (BackendUnavailableError, OperationTimeoutError, ClientClosedError):
+            return  # the host has ended, or hangs
+        self._tell(channel, StopWaiting(token))
 
     def _tell(self, channel: socket.socket, request: Request[None]) -> bool:
         """Sends a request that has no reply. False: the host has ended, or hangs."""
@@ -650,7 +649,7 @@ class LedgerLink(ABC):
     def stop_waiting(self, token: str) -> None:
         """As `LedgerBackend.stop_waiting`."""
         if (session := self._session) is not None:
-            session.end_waiting(token, tell=True)
+            session.stop_waiting(token)
 
     def close(self) -> None:
         """Ends calls that are under way with `ClientClosedError`, and then the session."""

@@ -165,7 +165,7 @@ class ShmBackend(LedgerBackend):
 
     def stop_waiting(self, token: str) -> None:
         if self._extents is not None:
-            self._extents.session.end_waiting(token, tell=True)
+            self._extents.session.stop_waiting(token)
 
     def new_write_id(self, num_ids: int) -> int:
         """The number of the session and of the id: unique as long as the ledger lives."""

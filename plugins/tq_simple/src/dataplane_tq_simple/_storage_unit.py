@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import ray
 
-from dataplane_core.host_memory import Arena, memory_limit
+from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import (
     ExtentHost,
     ExtentService,
@@ -22,17 +22,13 @@ from dataplane_core.hosting import (
     listen_unseen,
     new_token,
 )
-from dataplane_core.kept_extents import KeptExtents, check_extents
-from dataplane_core.log import FolderLog
 from dataplane_core.spec import new_id
-from dataplane_tq_simple._folders import open_unit
+from dataplane_tq_simple._folders import default_bytes, open_unit
 from dataplane_tq_simple._messages import Started
 from dataplane_tq_simple._ray import NAMESPACE, lookup, own_address
 
 #: Seconds between two looks of a unit that no process owns whether its instance still runs.
 _FOLLOW_S: Final = 1.0
-#: The least memory of a unit whose size is not said.
-_LEAST_BYTES: Final = 64 << 20
 
 
 class UnitOptions(NamedTuple):
@@ -81,11 +77,14 @@ class StorageUnit:
     def _serve(self) -> Started:
         options = self._options
         if options.folder is None:
-            arena = Arena.create(options.size_bytes or _default_bytes())
+            arena = Arena.create(options.size_bytes or default_bytes())
             token, extents = new_id(), ExtentService(arena, options.touch_ahead_bytes)
             host = ExtentHost(extents)
         else:
-            token, extents, notes = open_unit(Path(options.folder), self._instance, self._extents_in, sync=options.sync)
+            folder, size_bytes, ahead_bytes = Path(options.folder), options.size_bytes, options.touch_ahead_bytes
+            token, extents, notes = open_unit(
+                folder, self._instance, size_bytes, sync=options.sync, touch_ahead_bytes=ahead_bytes
+            )
             host = ExtentHost(extents, notes.commit_or_end)
         ip, node = own_address(), ray.get_runtime_context().get_node_id()
         (name, memory), wire, secret = listen_unseen(), listen_on(ip), new_token()
@@ -93,16 +92,6 @@ class StorageUnit:
         threading.Thread(target=server.run, name="dataplane-rows", daemon=True).start()
         port, kept = wire.getsockname()[1], options.folder is not None
         return Started(token, ip, port, node, name, secret, extents.most_bytes, kept)
-
-    def _extents_in(self, folder: Path, notes: FolderLog) -> KeptExtents:
-        options = self._options
-        size_bytes = options.size_bytes or check_extents(folder, notes.notes) or _default_bytes()
-        ahead_bytes = options.touch_ahead_bytes
-        return KeptExtents(folder, size_bytes, notes, sync=options.sync, touch_ahead_bytes=ahead_bytes)
-
-
-def _default_bytes() -> int:
-    return max(memory_limit().available_bytes // 2, _LEAST_BYTES)
 
 
 def _follow(own: str, controller: str, actor_id: str) -> None:

@@ -11,7 +11,6 @@ from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
 from dataplane_core.hosting import ExtentHost, extent_host, extents
-from dataplane_core.kept_extents import KeptExtents
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
 from dataplane_tq_simple import _folders, _host
@@ -29,10 +28,6 @@ def no_patience(monkeypatch):
         monkeypatch.setattr(module, "ENDING_S", 0.0)
 
 
-def opening(sync=False):
-    return lambda path, notes: KeptExtents(path, SIZE, notes, sync=sync)
-
-
 class Life:
     """The processes of an instance with one unit, and what its clients do. Rows of equal length hold a number."""
 
@@ -41,7 +36,7 @@ class Life:
         for module in (_host, _folders):
             monkeypatch.setattr(module, "lock_folder", self._lock)
         ledger, self._log = make_ledger(folder / "journal", None, sync, durable=True)
-        self._opened = open_unit(folder / "unit", "identity", opening(sync), sync=sync)
+        self._opened = open_unit(folder / "unit", "identity", SIZE, sync=sync)
         self._controller = ControllerHost(ledger, self._log)
         self._unit = ExtentHost(self._opened.extents, self._opened.notes.commit_or_end)
         started = Started(self._opened.token, "10.0.0.1", 1, "node", size_bytes=SIZE, kept=True)
@@ -157,7 +152,7 @@ def test_a_folder_that_is_damaged_in_use_or_of_another_instance(tmp_path, monkey
     folder = tmp_path / "unit"
 
     def open_as(instance):
-        opened = open_unit(folder, instance, opening())
+        opened = open_unit(folder, instance, SIZE)
         opened.notes.close()
         return opened.token
 

@@ -358,8 +358,10 @@ class Shortfall(Frozen, frozen=True):
         num_not_matching: Samples that do not match the tag filter.
         not_matching: A few of them: those that were first written last, the newest first. Of each group the newest
             that does not match by itself.
+        newest_tags: The tags of the first of these.
         num_incomplete: Samples of groups that lack a member, or lost one.
         incomplete_groups: For the first few of these groups, the number of members that are there.
+        members: The members that are there of the first of these groups.
         num_lacking: Samples that lack required fields, or whose group has a member that does.
         missing_cells: For the first few samples that lack fields, these fields.
     """
@@ -368,8 +370,10 @@ class Shortfall(Frozen, frozen=True):
     leased: tuple[LeaseHolder, ...] = ()
     num_not_matching: int = 0
     not_matching: tuple[str, ...] = ()
+    newest_tags: Mapping[str, bool | int | float | str | None] = msgspec.field(default_factory=dict)
     num_incomplete: int = 0
     incomplete_groups: Mapping[str, int] = msgspec.field(default_factory=dict)
+    members: tuple[str, ...] = ()
     num_lacking: int = 0
     missing_cells: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
 

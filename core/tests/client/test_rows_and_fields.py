@@ -208,7 +208,8 @@ def test_a_filter_holds_for_all_of_a_group_or_any_and_who_does_not_pass_is_named
             return
         with pytest.raises(ClaimTimeoutError) as caught:
             client.claim_meta("p", "train", ["x"], 2, **claim)
-        assert caught.value.shortfall.not_matching == (wrong,)
+        shortfall = caught.value.shortfall
+        assert (shortfall.not_matching, shortfall.newest_tags) == ((wrong,), tags[PAIR.index(wrong)])
 
 
 # --- registrations ----------------------------------------------------------------------------------------------------

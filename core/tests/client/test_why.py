@@ -19,7 +19,7 @@ from dataplane_core import connect, connect_async
 from dataplane_core.client import async_client, claims, explaining, verdict as verdicts
 from dataplane_core.client.announcing import WorkLog
 from dataplane_core.client.connection import Waiters
-from dataplane_core.client.verdict import Facts, judge, question_of
+from dataplane_core.client.verdict import Facts, claims_of, judge
 from dataplane_core.errors import ClaimTimeoutError, LeaseHolder, Shortfall
 from dataplane_core.middleware import Metrics
 from dataplane_core.spec import (
@@ -308,7 +308,8 @@ def partition(held=4, cleared=0, num_samples=None, fields=("x", "y"), group=None
     )
 
 
-def verdict(found, *clients, task="train", ready=0, short=None, others=None, **facts):
+def verdict(found, *clients, task="train", ready=0, short=None, others=None, full=None, **facts):
+    found = replace(found, full=full)
     answers = {("p", name): Answer(num_ready=0, shortfall=each) for name, each in (others or {}).items()}
     answers["p", task] = Answer(num_ready=ready, shortfall=short or Shortfall())
     return judge(Facts(partitions={"p": found}, clients=clients, answers=answers, **facts), [("p", task)])[0]
@@ -321,10 +322,10 @@ LACKING = {"short": Shortfall(num_lacking=4, missing_cells={"a": ("y",)})}
 LEASED = {"short": Shortfall(num_leased=4, leased=(LeaseHolder(sample_id="a", holder="process 8 on h", left_s=9.0),))}
 SOME_LACK = replace(LACKING["short"], num_lacking=2)
 SOME_LEASED = replace(LEASED["short"], num_leased=2)
-PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",)), "tags": {("p", "d"): {"v": 6}}}
-GROUPS = {"short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3})}
-GROUPS["members"] = {("p", "q17"): ["q17_g0", "q17_g1", "q17_g2"]}
-FULL = {"capacity_bytes": 100, "held_bytes": 90}
+PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",), newest_tags={"v": 6})}
+THREE = ("q17_g0", "q17_g1", "q17_g2")
+GROUPS = {"short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3}, members=THREE)}
+FULL = {"full": (90, 100)}
 
 
 def writer(**more):
@@ -338,6 +339,8 @@ WORKS = client("trainer", served(ended_s=20.0), heard_s=0.0)
 BLOCKED = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
 FOUR = partition(group=4)
 ENDED_SHORT = partition(group=4, num_samples=4)
+GIVEN = TaskDescription(num_ready=0, num_leased=0, num_consumed=0, is_consumed=True)
+ALL_BUT_FOUR = replace(ENDED_SHORT, tasks={"train": GIVEN})
 TWO = partition(tasks=("train", "score"))
 OF_TASK = partition(tasks=("train", "trian", "train-1"))
 CONSUMED = replace(partition(), tasks={"train": TaskDescription(num_ready=0, num_leased=0, num_consumed=4)})
@@ -442,7 +445,7 @@ WAITS = [
     row("works", TRAINER, writer(state="closed"), client("r2", puts("y")), said="is alive", **LACKING),
     row("", TRAINER, LOADING, said="process 8 on h (new) is alive", **LEASED),
     row("", TRAINER, said="process 8 on h for another 9 s", **LEASED),
-    row("unwritten", TRAINER, said="No client that is known has written it.", **LACKING),
+    row("unwritten", TRAINER, said="No client that is known writes 'y'.", **LACKING),
     row("", TRAINER, ROLLOUT, said="4 samples do not pass its filter", **PASSED),
     row("", TRAINER, ROLLOUT, said="'q17_g3' was never put. process 7", found=FOUR, **GROUPS),
     # the last claim gets fewer than it asks for
@@ -451,7 +454,7 @@ WAITS = [
     ),
     row("", TRAINER, ROLLOUT, said="3 of 4, and no more samples come.", found=ENDED_SHORT, **GROUPS),
     row("", TRAINER, ROLLOUT, said="4 samples came. process 7 on h (rollout) puts new samples."),
-    row("", TRAINER, said="No client that is known has put any"),
+    row("", TRAINER, said="No client that is known puts new samples."),
     # two tasks that wait for each other
     row("", TRAINER, SCORER, said="for samples of its task 'score' itself.", found=TWO, **LACKING, **MUTUAL),
     # another thread of it was given samples, or another client
@@ -506,7 +509,7 @@ IDLE = [
 ]
 DONE = [
     row("", found=partition(held=0, cleared=8, num_samples=8)),
-    row("", TRAINER, ROLLOUT, said="but 4, which are never given", found=ENDED_SHORT, finished={("p", "train")}),
+    row("", TRAINER, ROLLOUT, said="but 4, which are never given", found=ALL_BUT_FOUR),
 ]
 TABLE = {"starved": STARVED, "waits": WAITS, "moves": MOVES, "idle": IDLE, "done": DONE}
 
@@ -569,30 +572,21 @@ def test_a_group_whose_maker_waits_for_room_is_the_fault_of_who_does_not_consume
 
 
 @pytest.mark.parametrize(
-    ("held_bytes", "blocked", "is_full"),
-    [
-        (90, call("put_samples", 9.0), True),
-        (60, call("put_samples", 9.0), False),
-        (60, call("put_samples", 90.0), True),  # of a large sample
-        (40, call("put_samples", 90.0), False),
-        (90, call("put_samples", 0.1), False),  # under way when it announced itself 9 s ago
-    ],
+    ("full", "running_s", "is_full"),
+    [((90, 100), 9.0, True), (None, 90.0, False), ((90, 100), 0.1, False)],  # the last began when it announced itself
 )
-def test_a_put_that_waits_for_room(held_bytes, blocked, is_full):
-    rollout = client("rollout", puts("x"), calls=[blocked], heard_s=9.0)
-    told = verdict(partition(), TRAINER, rollout, capacity_bytes=100, held_bytes=held_bytes)
+def test_a_put_that_waits_for_room(full, running_s, is_full):
+    rollout = client("rollout", puts("x"), calls=[call("put_samples", running_s)], heard_s=9.0)
+    told = verdict(partition(), TRAINER, rollout, full=full)
     assert (told.cause == "full") is is_full, told
-    assert verdicts.room_is_wanted([rollout]) is (blocked.running_s > 1)
 
 
 def test_the_question_of_a_task_is_what_it_waits_for_or_claimed_last():
     old, new = asks(fields=("x",), waits_s=9.0, ended_s=8.0), asks(fields=("x", "y"), waits_s=1.0, ended_s=0.5)
-    drops = asks(fields=(), waits_s=0.5, ended_s=0.1)
-    assert question_of([client("t", old, drops, new)], "p", "train") == new
-    waiting = replace(old, ended_s=None)
-    assert question_of([client("t", waiting, drops, new)], "p", "train") == waiting
-    assert question_of([client("t", old)], "p", "score") is None
-    assert question_of([client("t", old)], "other", "train") is None
+    drops, waiting = asks(fields=(), waits_s=0.5, ended_s=0.1), replace(old, ended_s=None)
+    assert claims_of([client("t", old, drops, new)], "p") == {"train": new}
+    assert claims_of([client("t", waiting), client("u", drops, new)], "p") == {"train": waiting}
+    assert claims_of([client("t", old, puts("x"))], "other") == {}
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["unwritten", "full"])
@@ -604,10 +598,9 @@ def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypa
     waiting = [client(name, asks(name, waits_s=400.0), puts("x"), pid=place) for place, name in enumerate(names)]
     short = Shortfall() if is_full else LACKING["short"]
     facts = Facts(
-        partitions={"p": partition(tasks=names)},
+        partitions={"p": replace(partition(tasks=names), **(FULL if is_full else {}))},
         clients=[*waiting, BLOCKED if is_full else ROLLOUT],
         answers={("p", name): Answer(num_ready=0, shortfall=short) for name in names},
-        **(FULL if is_full else {}),
     )
     assert [each.state for each in judge(facts, [("p", name) for name in names])] == ["starved"] * len(names)
     assert len(judged) <= 2 * len(names)

@@ -171,12 +171,13 @@ def test_puts_that_wait_for_room_are_woken_when_it_is_there():
             begun(name, 50)
         made.service.call(commands.WaitForRoom(name, 50, wait_s=60.0), made.wake(name))
     made.woken.clear()
+    assert made.service.call(commands.InspectRequest("p")).full == (100, 100)
     made.service.call(commands.ClearRequest("p", ["full"]))
     assert made.woken == ["a", "b"]
     begun("a", 50)
     assert made.woken == ["a", "b", "b"]  # its turn
     made.service.call(commands.WaitForRoom("b", 50, wait_s=0.0))
-    assert not made.service.ledger.room.waiting
+    assert made.service.call(commands.InspectRequest("p")).full is None
 
 
 def test_puts_whose_clients_are_gone_are_forgotten():

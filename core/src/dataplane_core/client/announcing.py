@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
@@ -98,20 +98,26 @@ class WorkLog:
         self.waiting: dict[str, float] = {}
         self._work: dict[tuple[Any, ...], Work] = {}
 
-    def begin(self, operation: str, partition_id: str, fields: Iterable[str] = ()) -> Work:
-        """A put or a registration begins."""
-        work = self._of(operation, partition_id, "", tuple(fields))
-        work.began_at = time.monotonic()
+    def begin(self, operation: str, partition_id: str, fields: Iterable[str] = (), task_name: str = "") -> Work:
+        """A put, a claim or a registration begins."""
+        kind = (operation, partition_id, task_name, tuple(fields))
+        work = self._work.get(kind)
+        if work is None:
+            work = self._work.setdefault(kind, Work(*kind))  # another thread may do the same
+            if len(self._work) > _MOST_ENDED:
+                idle = [(other.began_at, kind) for kind, other in list(self._work.items()) if not other.waits]
+                for _, oldest in heapq.nsmallest(len(idle) - _MOST_ENDED, idle):
+                    self._work.pop(oldest, None)
+        served_at, has_ended = work.served_at, work.ended_at is not None and not work.waits
+        # a claim after one that ended in vain goes on waiting
+        if not has_ended or (served_at is not None and served_at >= work.began_at):
+            work.began_at = time.monotonic()
         return work
 
     def begin_claim(self, request: ClaimRequest) -> Work:
-        """A claim is under way until `end_claim`. After one that got nothing, it goes on waiting."""
-        work = self._of("claim_meta", request.partition_id, request.task_name, tuple(request.required_fields))
-        served_at = work.served_at
-        goes_on = work.ended_at is not None and not work.waits and (served_at is None or served_at < work.began_at)
-        now = self.waiting[request.token] = time.monotonic()
-        if not goes_on:
-            work.began_at = now
+        """A claim is under way until `end_claim`."""
+        work = self.begin("claim_meta", request.partition_id, request.required_fields, request.task_name)
+        self.waiting[request.token] = time.monotonic()
         work.claim = request
         work.waits[request.token] = work.began_at
         return work
@@ -122,16 +128,6 @@ class WorkLog:
         work.waits.pop(request.token, None)
         work.ended_at = time.monotonic()
 
-    def _of(self, *kind: Any) -> Work:
-        work = self._work.get(kind)
-        if work is None:
-            work = self._work.setdefault(kind, Work(*kind))  # another thread may do the same
-            if len(self._work) > _MOST_ENDED:
-                idle = [(other.began_at, kind) for kind, other in list(self._work.items()) if not other.waits]
-                for _, oldest in heapq.nsmallest(len(idle) - _MOST_ENDED, idle):
-                    self._work.pop(oldest, None)
-        return work
-
     def announced(self, now: float) -> list[WorkInfo]:
         """As it is announced, what began last first."""
         last = heapq.nlargest(_MOST_WORK, list(self._work.values()), key=lambda work: work.began_at)
@@ -141,18 +137,15 @@ class WorkLog:
 # --- phases -----------------------------------------------------------------------------------------------------------
 
 
-class _Phase:
+class _Phase(Struct, eq=False):
     """A phase that began now, within others, outermost first."""
 
-    __slots__ = ("around", "began_at", "groups", "has_ended", "name", "partition_id")
-
-    def __init__(self, name: str, partition_id: str, groups: list[str], around: tuple[_Phase, ...]) -> None:
-        self.name = name[:_MOST_LETTERS]
-        self.partition_id = partition_id
-        self.groups = groups[:_MOST_GROUPS]
-        self.around = around
-        self.began_at = time.monotonic()
-        self.has_ended = False
+    name: str
+    partition_id: str
+    groups: list[str]
+    around: tuple[_Phase, ...]
+    began_at: float = field(default_factory=time.monotonic)
+    has_ended: bool = False
 
 
 #: The phases of this thread or task, of any client, outermost first. Some may have ended, if a task outlived them.
@@ -163,42 +156,26 @@ def _still_open() -> tuple[_Phase, ...]:
     return tuple(phase for phase in _WITHIN.get() if not phase.has_ended)
 
 
-class Within:
-    """While a ``with`` of it lasts, this thread or task is in a phase. It may be used again."""
-
-    def __init__(self, phases: set[_Phase], name: str, partition_id: str, groups: list[str]) -> None:
-        self._phases, self._about = phases, (name, partition_id, groups)
-        self._begun: list[_Phase] = []
-
-    def __enter__(self) -> None:
-        around = _still_open()
-        phase = _Phase(*self._about, around)
-        self._begun.append(phase)
-        try:
-            self._phases.add(phase)
-            _WITHIN.set((*around, phase))
-        except BaseException:  # an interrupt
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        phase = self._begun.pop()
-        self._phases.discard(phase)
-        phase.has_ended = True
-        phase.around = ()  # else phases whose ends cross would hold each other
-        # not reset: ends may cross, and a generator may be closed in another context than it was begun in
-        _WITHIN.set(_still_open())
-
-
 class Phases:
     """The phases of a client that have not ended. Any thread may use it: it changes by single steps of C."""
 
     def __init__(self) -> None:
         self._open: set[_Phase] = set()
 
-    def within(self, name: str, partition_id: str, groups: list[str]) -> Within:
+    @contextmanager
+    def within(self, name: str, partition_id: str, groups: list[str]) -> Iterator[None]:
         """While the ``with`` lasts, this thread or task is in a phase."""
-        return Within(self._open, name, partition_id, groups)
+        phase = _Phase(name[:_MOST_LETTERS], partition_id, groups[:_MOST_GROUPS], _still_open())
+        try:
+            self._open.add(phase)
+            _WITHIN.set((*phase.around, phase))
+            yield
+        finally:
+            self._open.discard(phase)
+            phase.has_ended = True
+            phase.around = ()  # else phases whose ends cross would hold each other
+            # not reset: ends may cross, and a generator may be closed in another context than it was begun in
+            _WITHIN.set(_still_open())
 
     def announced(self, now: float) -> list[PhaseInfo]:
         """As they are announced: those that no other one is within, what began first first."""

@@ -6,9 +6,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,22 +14,18 @@ from msgspec import structs
 
 from dataplane_core.client.announcing import describe_client
 from dataplane_core.client.connection import ADVICE_S, Connection
-from dataplane_core.client.verdict import Facts, got_nothing, judge, question_of, room_is_wanted
-from dataplane_core.config import size_bytes
+from dataplane_core.client.verdict import Facts, claims_of, got_nothing, judge
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, UnknownPartitionError, Verdict
 from dataplane_core.spec import (
     Capability,
     ClaimRequest,
     ClientInfo,
     ListPartitionsRequest,
-    ListRequest,
     PartitionDescription,
     Question,
-    SampleList,
-    TagValue,
 )
 from dataplane_core.spec.replies import Answer
-from dataplane_core.spec.requests import ConsumptionRequest, InspectRequest, ListClientsRequest
+from dataplane_core.spec.requests import InspectRequest, ListClientsRequest
 
 #: How long a task may wait before what might be slow counts as a fault, if the config does not say it.
 PATIENCE_S: Final = 60.0
@@ -78,70 +72,41 @@ def _facts(connection: Connection, partition_id: str | None, deadline: float) ->
     if Capability.CLIENTS in connection.capabilities:
         others = clients_of(connection, ended=True, deadline=deadline)
         clients += [client for client in others if client.client_id != own.client_id]
-    capacity = connection.config.options.get("capacity_bytes")
-    wants_all = partition_id is None or (capacity is not None and room_is_wanted(clients))
-    names = list_partitions(connection, deadline) if wants_all else [partition_id or ""]
     partitions: dict[str, PartitionDescription] = {}
     answers: dict[tuple[str, str], Answer | None] = {}
-    finished: set[tuple[str, str]] = set()
-    for name in names:
-        asked = {task: question_of(clients, name, task) for task in _tasks_of(clients, name)}
-        waiting = [claim for claim in asked.values() if claim is not None]
+
+    def inspect(name: str) -> None:
+        claims = claims_of(clients, name)
         questions = [
             Question(
-                task_name=claim.task_name,
+                task_name=task_name,
                 required_fields=list(claim.fields),
                 tag_filter=None if claim.tag_filter is None else dict(claim.tag_filter),
                 explain=got_nothing(claim),
             )
-            for claim in waiting
+            for task_name, claim in claims.items()
         ]
-        try:
-            count_rows = any(question.explain for question in questions)  # all samples are looked at then, anyway
-            request = InspectRequest(name, questions, count_rows=count_rows, deadline=deadline)
-            partitions[name] = connection.call(request)
-        except UnknownPartitionError:
-            if name == partition_id:
-                raise
-            continue  # cleared meanwhile
-        said = partitions[name].answers or [None] * len(waiting)  # a backend may answer none
-        answers |= {(name, claim.task_name): answer for claim, answer in zip(waiting, said, strict=True)}
-        has_ended = partitions[name].is_complete and partitions[name].info.grpo_group_size is not None
-        for task in partitions[name].tasks if has_ended else ():  # those that stay short may be left
-            consumption = ConsumptionRequest(name, [task], deadline=deadline)
-            if connection.call(consumption):
-                finished.add((name, task))
-    facts = Facts(
+        count_rows = any(question.explain for question in questions)  # all samples are looked at then, anyway
+        request = InspectRequest(name, questions, count_rows=count_rows, deadline=deadline)
+        description: PartitionDescription = connection.call(request)
+        partitions[name] = description
+        said = description.answers or [None] * len(claims)  # a backend may answer none
+        answers.update({(name, task_name): answer for task_name, answer in zip(claims, said, strict=True)})
+
+    if partition_id is not None:
+        inspect(partition_id)
+    if partition_id is None or partitions[partition_id].full:  # of which samples?
+        for name in list_partitions(connection, deadline):
+            if name != partition_id:
+                with suppress(UnknownPartitionError):  # cleared meanwhile
+                    inspect(name)
+    return Facts(
         partitions=partitions,
         answers=answers,
-        finished=finished,
         clients=clients,
-        held_bytes=sum(partition.held_bytes for partition in partitions.values()) if wants_all else 0,
-        capacity_bytes=None if capacity is None else int(size_bytes(capacity)) * connection.config.num_ledgers,
         patience_s=connection.config.warn_after_s or PATIENCE_S,
         now=time.time(),
     )
-    return _with_names(connection, facts, deadline)
-
-
-def _with_names(connection: Connection, facts: Facts, deadline: float) -> Facts:
-    """Adds what is known of the samples and groups that shortfalls name."""
-    tags: dict[tuple[str, str], Mapping[str, TagValue]] = {}
-    members: dict[tuple[str, str], list[str]] = {}
-    for (name, _), answer in facts.answers.items():
-        shortfall = None if answer is None else answer.shortfall
-        if shortfall is None or not (shortfall.not_matching or shortfall.incomplete_groups):
-            continue
-        size = facts.partitions[name].info.grpo_group_size or 1
-        groups = {group: [f"{group}_g{place}" for place in range(size)] for group in shortfall.incomplete_groups}
-        ids = [*shortfall.not_matching, *(member for group in groups.values() for member in group)]
-        with suppress(UnknownPartitionError):  # cleared meanwhile
-            request = ListRequest(name, None, list(dict.fromkeys(ids)), deadline=deadline)
-            listed: SampleList = connection.call(request)
-            there = dict(zip(listed.sample_ids, listed.tags, strict=True))
-            tags |= {(name, sample): there[sample] for sample in shortfall.not_matching if sample in there}
-            members |= {(name, group): [sample for sample in ids if sample in there] for group, ids in groups.items()}
-    return replace(facts, tags=tags, members=members)
 
 
 def warn(connection: Connection, request: ClaimRequest, waited_s: float, until: float) -> Verdict | None:
@@ -189,12 +154,6 @@ def _verdict_of(connection: Connection, request: ClaimRequest, until: float = ma
     except Exception:  # of middleware, say; it must not take the place of the claim's own error
         _log.exception("It was not found out why claim_meta('%s', '%s') waits.", *key)
         return None
-
-
-def _tasks_of(clients: Iterable[ClientInfo], partition_id: str) -> list[str]:
-    """The tasks of a partition for which clients claim."""
-    works = (work for client in clients for work in client.work)
-    return list(dict.fromkeys(work.task_name for work in works if work.task_name and work.partition_id == partition_id))
 
 
 def _state_of(client: ClientInfo) -> Literal["open", "closed", "silent", "stopped", "gone"]:

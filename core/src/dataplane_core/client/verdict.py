@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -23,11 +23,8 @@ _Worker: TypeAlias = tuple[ClientInfo, WorkInfo]
 #: A partition and a task of it.
 _Task: TypeAlias = tuple[str, str]
 
-#: Seconds after which a put that has not ended counts as one that waits for room, if so much of the store is taken. If
-#: it has not ended for the patience, less is enough.
+#: Seconds after which a put that has not ended counts as one that waits for room, while puts do.
 _ROOM_S: Final = 3.0
-_FULL: Final = 0.9
-_FULL_FOR_LONG: Final = 0.5
 #: What may be slow or a fault is a fault after so many times the patience.
 _LATE: Final = 5.0
 #: What numbers a name: ``step-3``, ``train_b``.
@@ -44,25 +41,15 @@ class Facts:
 
     Attributes:
         partitions: Partition -> what it holds.
-        answers: Partition and task -> what the claim that `question_of` finds would be given.
-        finished: Partitions of groups and tasks that can be given no more, though samples may be left.
+        answers: Partition and task -> what the claim that `claims_of` finds would be given.
         clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
-        tags: Partition and sample -> its tags, of those that a shortfall names.
-        members: Partition and group -> the members that are there, of those that a shortfall names.
-        held_bytes: Payload of all partitions. 0 if that was not asked for.
-        capacity_bytes: How many the store may hold, or None.
         patience_s: See above.
         now: The time, in seconds since 1970.
     """
 
     partitions: Mapping[str, PartitionDescription]
     answers: Mapping[_Task, Answer | None] = field(default_factory=dict)
-    finished: Collection[_Task] = ()
     clients: Sequence[ClientInfo] = ()
-    tags: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
-    members: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
-    held_bytes: int = 0
-    capacity_bytes: int | None = None
     patience_s: float = 60.0
     now: float = 0.0
 
@@ -72,22 +59,13 @@ def got_nothing(work: WorkInfo) -> bool:
     return work.ended_s is None or work.served_s is None or work.served_s > work.began_s
 
 
-def question_of(clients: Iterable[ClientInfo], partition_id: str, task_name: str) -> WorkInfo | None:
-    """What the clients of a task claim now, or claimed last. None: nobody has claimed for it."""
-    wanted = ("claim_meta", partition_id, task_name)
-    claims = [
-        work
-        for client in clients
-        for work in client.work
-        if (work.operation, work.partition_id, work.task_name) == wanted
-    ]
-    # claims without fields look after old samples, and are no stage's own
-    return min(claims, key=lambda work: (work.ended_s is not None, not work.fields, work.began_s), default=None)
-
-
-def room_is_wanted(clients: Iterable[ClientInfo]) -> bool:
-    """Whether a put may wait for room."""
-    return any(_call_s(client, "put_samples", _ROOM_S) is not None for client in clients if client.state == "open")
+def claims_of(clients: Iterable[ClientInfo], partition_id: str) -> dict[str, WorkInfo]:
+    """Task -> what its clients claim now, or claimed last."""
+    works = (work for client in clients for work in client.work)
+    claims = [work for work in works if (work.operation, work.partition_id) == ("claim_meta", partition_id)]
+    # the last one counts. Claims without fields look after old samples, and are no stage's own
+    claims.sort(key=lambda work: (work.ended_s is None, bool(work.fields), -work.began_s))
+    return {work.task_name: work for work in claims}
 
 
 def judge(facts: Facts, tasks: Iterable[_Task]) -> list[Verdict]:
@@ -150,6 +128,10 @@ class _Reason:
     culprit: str = ""
     is_over: bool = False
 
+    def after(self, text: str, **changes: Any) -> _Reason:
+        """The same, with a text before its own."""
+        return replace(self, text=f"{text} {self.text}", **changes)
+
 
 class _Judge:
     """Judges each task at most twice, so that its cost grows with the tasks and not with the paths between them."""
@@ -167,6 +149,7 @@ class _Judge:
         open_clients = [client for client in facts.clients if client.state == "open"]
         self._roles = Counter(client.role for client in open_clients)
         self._are_listed = any(client.client_id for client in facts.clients)
+        self._full = next((partition.full for partition in facts.partitions.values() if partition.full), None)
         # who has registered and says nothing of what it does does not count: registering is not writing
         begun = {client.client_id for client, _ in self._workers("put_samples")}
         begun |= {client.client_id for client, _ in self._workers("register_partition") if not client.phases}
@@ -201,10 +184,10 @@ class _Judge:
         verdict = Verdict(
             partition_id=partition_id, task_name=task_name, state="moves", backlog=backlog, num_ready=num_ready
         )
-        if partition.is_complete and backlog == 0:
-            return replace(verdict, state="done", text="It was given all samples that were to come.")
-        if (partition_id, task_name) in self._facts.finished:
-            text = f"It was given all samples but {backlog}, which are never given: their groups are not whole."
+        if partition.is_complete and (counts.is_consumed or not backlog):
+            text = "It was given all samples that were to come."
+            if backlog:
+                text = f"It was given all samples but {backlog}, which are never given: their groups are not whole."
             return replace(verdict, state="done", text=text)
         # claims without fields look after old samples, and are no stage's own
         claimers = [
@@ -231,7 +214,7 @@ class _Judge:
             text = f"{_count(answer.num_ready)} are ready, and its claim asks for {wanted}: it is answered now."
             return replace(verdict, text=text)
         reason = self._why(verdict, waiting, answer.shortfall, wanted, waited_s, deep)
-        reason = replace(reason, text=f"It has {answer.num_ready} of {wanted} samples. {reason.text}")
+        reason = reason.after(f"It has {answer.num_ready} of {wanted} samples.")
         return self._starved(verdict, reason, waited_s)
 
     def _starved(self, verdict: Verdict, reason: _Reason, waited_s: float) -> Verdict:
@@ -329,27 +312,22 @@ class _Judge:
             writers = [worker for worker in self._workers("put_samples") if name in worker[1].fields]
             here = [worker for worker in writers if worker[1].partition_id == partition_id] or writers
             lacks = f"{_count(shortfall.num_lacking)} lack '{name}', the first one is '{sample_id}'."
-            reason = (
-                self._of_producers(here, f"writes '{name}'", is_late, deep)
-                if here
-                else self._unwritten(partition_id, name, is_late, deep)
-            )
-            reasons.append(replace(reason, text=f"{lacks} {reason.text}"))
+            reason = self._of_producers(here, f"writes '{name}'", is_late, deep)
+            reason = reason if here else self._unwritten(partition_id, name, reason, deep)
+            reasons.append(reason.after(lacks))
         if not reasons:
             return _Reason("unwritten", f"{_count(shortfall.num_lacking)} lack fields that it requires.", False)
         return next((reason for reason in reasons if reason.is_fault), reasons[0])
 
-    def _unwritten(self, partition_id: str, name: str, is_late: bool, deep: bool) -> _Reason:
-        """Nobody writes a field."""
-        is_over = is_late and not self._may_begin()
-        near = _meant(name, self._facts.partitions[partition_id].specs) if is_over else None
+    def _unwritten(self, partition_id: str, name: str, reason: _Reason, deep: bool) -> _Reason:
+        """Nobody writes a field: since its name is another one, or since another task is starved?"""
+        near = _meant(name, self._facts.partitions[partition_id].specs) if reason.is_over else None
         if near is not None:
             return _Reason("name", f"Nobody writes it, but '{near}' is written.", True, is_over=True)
-        text = "No client that is known has written it."
         other = self._starved_task(partition_id) if deep else None
         if other is None:
-            return _Reason("unwritten", text, is_over, is_over=is_over)
-        text = f"{text} The task '{other.task_name}' is starved: {other.text}"
+            return reason
+        text = f"{reason.text} The task '{other.task_name}' is starved: {other.text}"
         return _Reason(other.cause, text, True, other.culprit, is_over=other.is_over)
 
     def _incomplete(self, partition_id: str, shortfall: Shortfall, is_late: bool, deep: bool) -> _Reason:
@@ -357,37 +335,37 @@ class _Judge:
         partition = self._facts.partitions[partition_id]
         group, count = next(iter(shortfall.incomplete_groups.items()), ("", 0))
         size = partition.info.grpo_group_size or 1
-        there = self._facts.members.get((partition_id, group), ())
-        absent = [member for member in (f"{group}_g{place}" for place in range(size)) if member not in there]
+        absent = [
+            member for member in (f"{group}_g{place}" for place in range(size)) if member not in shortfall.members
+        ]
         are = "is in a group that is" if shortfall.num_incomplete == 1 else "are in groups that are"
         what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
         if count >= size:
             return _Reason("group", f"{what}, and lost one that was cleared. It is never given.", is_late, is_over=True)
         if partition.is_complete:
             return _Reason("group", f"{what}, and no more samples come. It is never given.", False, is_over=True)
-        never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put." if there else f"{what}."
+        never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put."
         makers = [client for client in self._facts.clients if _makes(client, partition_id, group)]
         maker = min(makers, key=lambda client: (client.state != "open", client.heard_s), default=None)
         sources = sorted(self._sources(partition_id), key=lambda worker: worker[0] is not maker)
         reason = self._of_producers(sources, "puts new samples", is_late, deep)
         is_fault = reason.is_fault or is_late
         if maker is None:
-            return _Reason("group", f"{never} {reason.text}", is_fault, reason.culprit, is_over=reason.is_over)
+            return reason.after(never, cause="group", is_fault=is_fault)
         culprit = name = process_of(maker)
         if maker.state == "open":
             story = f"It is made by {name}{_phase_of(maker, group)}."
             culprit = reason.culprit if reason.is_fault else name
         else:
             story = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {self._story(maker)}"
-        return _Reason("group", f"{never} {story} {reason.text}", is_fault, culprit, is_over=reason.is_over)
+        return reason.after(f"{never} {story}", cause="group", is_fault=is_fault, culprit=culprit)
 
     def _not_matching(
         self, partition_id: str, waiting: Sequence[_Worker], shortfall: Shortfall, is_late: bool
     ) -> _Reason:
         """Samples do not pass the filter."""
         asked = next((work.tag_filter for _, work in waiting if work.tag_filter), None) or {}
-        sample_id = next(iter(shortfall.not_matching), "")
-        tags = self._facts.tags.get((partition_id, sample_id), {})
+        sample_id, tags = next(iter(shortfall.not_matching), ""), shortfall.newest_tags
         condition = ", ".join(f"{name} {symbol} {operand!r}" for name, (symbol, operand) in asked.items())
         has = ", ".join(f"{name} {tags[name]!r}" if name in tags else f"no {name}" for name in asked)
         newest = f" The newest of them, '{sample_id}', has {has}." if sample_id and has else ""
@@ -408,23 +386,19 @@ class _Judge:
         if not written and partition.info.registered_by:
             ago = _seconds(max(0.0, self._facts.now - partition.info.registered_at))
             came = f"{came} since {partition.info.registered_by} registered it {ago} ago"
-        sources = self._sources(partition_id)
-        if not sources:
-            is_over = is_late and not self._may_begin()
-            text = f"{came}. No client that is known has put any."
-            return _Reason("unwritten", text, is_over, is_over=is_over)
-        reason = self._of_producers(sources, "puts new samples", is_late, deep)
+        reason = self._of_producers(self._sources(partition_id), "puts new samples", is_late, deep)
         if reason.cause == "closed" and reason.is_fault:
             short = "" if expected is not None else " It did not call finish_partition."
             return replace(reason, cause="short", text=f"{came}, and no more will. {reason.text}{short}")
-        return replace(reason, text=f"{came}. {reason.text}")
+        return reason.after(f"{came}.")
 
     # --- those who are waited for -------------------------------------------------------------------------------------
 
     def _of_producers(self, workers: Sequence[_Worker], what: str, is_late: bool, deep: bool) -> _Reason:
         """How those who do something fare."""
         if not workers:
-            return _Reason("unwritten", f"No client that is known {what}.", False)
+            is_over = is_late and not self._may_begin()
+            return _Reason("unwritten", f"No client that is known {what}.", is_over, is_over=is_over)
         alive = [worker for worker in workers if worker[0].state == "open"]
         if not alive:
             last, story = self._ended(workers)
@@ -451,11 +425,10 @@ class _Judge:
         client, patience_s = worker[0], self._facts.patience_s
         name = process_of(client)
         room_s = _call_s(client, "put_samples", _ROOM_S)
-        # one sample may be large: who waits for long waits for room if not much is left for it
-        share = _FULL if room_s is not None and room_s < patience_s else _FULL_FOR_LONG
-        capacity = self._facts.capacity_bytes
-        if room_s is not None and capacity is not None and self._facts.held_bytes >= share * capacity:
-            return self._full(f"{name} {what}, and waits for room for {_seconds(room_s)}.", is_late, deep)
+        if room_s is not None and self._full is not None:
+            held, most = self._full
+            text = f"The store is full ({held} of {most} bytes). {name} {what}, and waits for room for"
+            return self._not_cleared(is_late, deep).after(f"{text} {_seconds(room_s)}.")
         for claim in client.work:
             task = (claim.partition_id, claim.task_name)
             is_known = task[0] in self._facts.partitions and task[1] in self._facts.partitions[task[0]].tasks
@@ -471,8 +444,7 @@ class _Judge:
                 return _Reason("works", text, False, name, is_over=True)
         stuck_s = _call_s(client, None, patience_s) or _call_s(client, "put_samples", patience_s)
         if stuck_s is not None:
-            stuck = self._stuck(client, stuck_s)
-            return replace(stuck, text=f"It {what}. {stuck.text}")
+            return self._stuck(client, stuck_s).after(f"It {what}.")
         last_s, phase = _ago_s(worker), _phase_of(client)
         if last_s is None:
             now = f": it is{phase}" if phase else ""
@@ -480,13 +452,12 @@ class _Judge:
         text = f"{name} {what}. It is alive{phase}, and last did so {_seconds(last_s)} ago."
         return _Reason("works", text, False, name)
 
-    def _full(self, who: str, is_late: bool, deep: bool) -> _Reason:
+    def _not_cleared(self, is_late: bool, deep: bool) -> _Reason:
         """The store is full: of which samples?"""
-        full = f"The store is full ({self._facts.held_bytes} of {self._facts.capacity_bytes} bytes). {who}"
         other = self._starved_task(None) if deep else None
         if other is not None:
             text = f"It holds samples that the task '{other.task_name}' has not consumed. {other.text}"
-            return _Reason("full", f"{full} {text}", True, other.culprit)
+            return _Reason("full", text, True, other.culprit)
         left = {
             (partition_id, name): partition.num_samples - counts.num_consumed
             for partition_id, partition in self._facts.partitions.items()
@@ -502,7 +473,7 @@ class _Judge:
             claims = [worker for worker in self._workers("claim_meta") if worker[1].fields]
         alive = [worker for worker in claims if worker[0].state == "open"]
         is_fault = is_late and all(self._wait_s(worker) is not None for worker in alive)
-        return _Reason("full", f"{full} {text}", is_fault)
+        return _Reason("full", text, is_fault)
 
     def _starved_task(self, partition_id: str | None) -> Verdict | None:
         """A task that is starved for a reason of its own: of a partition, or of all, the one with most left."""

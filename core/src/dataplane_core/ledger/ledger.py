@@ -460,7 +460,10 @@ class Ledger:
         return list(self._partitions)
 
     def _inspect(self, command: commands.InspectRequest, now: float) -> PartitionDescription:
-        return self.partition(command.partition_id).describe(now, command.questions)
+        description = self.partition(command.partition_id).describe(now, command.questions)
+        if self._capacity_bytes is None or not self.room.is_wanted(now):
+            return description
+        return replace(description, full=(self.held_bytes, self._capacity_bytes))
 
     def _list_fields(self, command: commands.FieldsRequest, now: float) -> FieldList:
         partition = self.partition(command.partition_id)

@@ -605,6 +605,7 @@ class Partition:
                 num_leased=task.num_held - task.num_done,
                 num_consumed=task.num_done,
                 oldest_lease=self._oldest_lease(task_name, now) if task.num_held > task.num_done else None,
+                is_consumed=self.consumed([task_name]),
             )
             for task_name, task in self.tasks.items()
         }

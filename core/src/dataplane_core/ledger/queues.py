@@ -73,6 +73,11 @@ class RoomQueue:
             put = self.waiting.setdefault(ticket, _Put(size_bytes, now, now))
             put.expires_at = now + min(wait_s, _KEPT_S)
 
+    def is_wanted(self, now: float) -> bool:
+        """Whether a put waits."""
+        self._drop_expired(now)
+        return bool(self.waiting)
+
     def ask_again_s(self, ticket: str | None) -> float:
         """The pause of a put that waits until it asks again: soon at the queue's head."""
         return min(_FIRST_IN_QUEUE_S * 2.0 ** min(len(self._ahead(ticket)), 64), _LAST_IN_QUEUE_S)

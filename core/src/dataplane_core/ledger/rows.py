@@ -494,6 +494,7 @@ def find_shortfall(
     passed: list[tuple[int, Claimable]] = []
     num_not_matching = num_incomplete = num_lacking = 0
     groups: dict[str, int] = {}
+    members: tuple[str, ...] = ()
     cells: dict[str, tuple[str, ...]] = {}
     for claimable in claimables:
         free: list[Row] = []
@@ -510,6 +511,7 @@ def find_shortfall(
             passed.append((claimable.seq, claimable))
         elif not is_whole(claimable):
             num_incomplete += len(free)
+            members = members or tuple(row.sample_id for row in claimable.rows)
             if len(groups) < _NUM_NAMED:
                 groups[free[0].group or ""] = len(claimable.rows)
         elif not all(required <= row.cells.fields.keys() for row in free):
@@ -517,6 +519,10 @@ def find_shortfall(
             if len(cells) < _NUM_NAMED:
                 lacking = {row.sample_id: tuple(sorted(required - row.cells.fields.keys())) for row in free}
                 cells.update((sample_id, names) for sample_id, names in lacking.items() if names)
+    newest = [
+        max((row for row in claimable.rows if not matches(row.tags, tag_filter)), key=lambda row: row.seq)
+        for _, claimable in heapq.nlargest(_NUM_NAMED, passed)
+    ]
     return Shortfall(
         num_leased=len(leased),
         leased=tuple(
@@ -524,12 +530,11 @@ def find_shortfall(
             for expires_at, _, row in heapq.nsmallest(_NUM_NAMED, leased)
         ),
         num_not_matching=num_not_matching,
-        not_matching=tuple(
-            max((row.seq, row.sample_id) for row in claimable.rows if not matches(row.tags, tag_filter))[1]
-            for _, claimable in heapq.nlargest(_NUM_NAMED, passed)
-        ),
+        not_matching=tuple(row.sample_id for row in newest),
+        newest_tags=dict(newest[0].tags) if newest else {},
         num_incomplete=num_incomplete,
         incomplete_groups=groups,
+        members=members,
         num_lacking=num_lacking,
         missing_cells=dict(list(cells.items())[:_NUM_NAMED]),
     )

@@ -288,12 +288,14 @@ class TaskDescription(Frozen, frozen=True):
         num_leased: Samples that it holds under a lease.
         num_consumed: Samples that it was given for good: without a lease, or acked.
         oldest_lease: Who has held a sample longest under its present lease. None if the task holds none.
+        is_consumed: Whether `DataPlaneClient.check_consumption_status` is true of the task.
     """
 
     num_ready: int
     num_leased: int
     num_consumed: int
     oldest_lease: LeaseHolder | None = None
+    is_consumed: bool = False
 
 
 class Answer(Frozen, frozen=True):
@@ -322,6 +324,7 @@ class PartitionDescription(Frozen, frozen=True):
         num_rows: Field -> how many of the samples have it, for each field that was written. May be empty if this was
             not asked for.
         answers: One per question of the request. None: there is no such task.
+        full: While puts wait for room: the bytes of payload that the store holds, and may hold.
     """
 
     info: PartitionInfo
@@ -333,6 +336,7 @@ class PartitionDescription(Frozen, frozen=True):
     tasks: Mapping[str, TaskDescription]
     num_rows: Mapping[str, int] = field(default_factory=dict)
     answers: Sequence[Answer | None] = ()
+    full: tuple[int, int] | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -82,7 +82,7 @@ def test_a_sample_that_is_cleared_during_a_save_is_saved_or_counts_as_cleared(
 
 @pytest.mark.parametrize("tagged", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", ["list_samples", "list_fields", "export_partition", "get_samples"])
+@pytest.mark.parametrize("call", ["list_samples", "export_partition", "get_samples"])
 def test_a_row_that_is_written_during_a_save_is_saved_as_it_was_at_one_moment(
     client, faults, tmp_path, call, when, tagged
 ):
@@ -104,7 +104,7 @@ def test_a_row_that_is_written_during_a_save_is_saved_as_it_was_at_one_moment(
     assert client.get_samples(ids, "p", ["x"])["x"].tolist() == [0, n, 0]
     assert client.list_samples("p").tags[1]["n"] == n * tagged
     assert client.list_sample_ids("p", fields=["z"]) == ["b"] * n * tagged
-    if tagged and n:
+    if n:
         assert "b" in client.list_consumed("p", "t"), "it was claimed before it was written"
 
 

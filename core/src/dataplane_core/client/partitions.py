@@ -238,10 +238,10 @@ def _strings_of(column: Any) -> list[str] | None:
     return list(strings)
 
 
-def export(connection: Connection, what: str, partition_id: str) -> PartitionState:
-    """What tasks have consumed, and what was cleared."""
+def export(connection: Connection, what: str, partition_id: str, sample_ids: list[str] | None = None) -> PartitionState:
+    """What tasks have consumed, and what was cleared; or what is known of samples."""
     with connection.operation(what, partition_id, needs=Capability.CURSORS):
-        state: PartitionState = connection.call(ExportRequest(partition_id))
+        state: PartitionState = connection.call(ExportRequest(partition_id, sample_ids))
         return state
 
 

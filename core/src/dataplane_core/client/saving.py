@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
 from dataplane_core.arguments import check_names, checked
-from dataplane_core.client.partitions import export, register, set_cursor
+from dataplane_core.client.partitions import HIDDEN, export, register, set_cursor
 from dataplane_core.errors import (
     CorruptDataError,
     DataPlaneError,
@@ -30,7 +30,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import group_of
 from dataplane_core.saves import SavedFile, pack_rows, tensor_rows, unpack_rows, write_save
 from dataplane_core.spec import FieldSpec, RegisterRequest, TagValue
-from dataplane_core.spec.replies import Registration
+from dataplane_core.spec.replies import Registration, SampleState
 
 _KIND: Final = "dataplane-partitions"
 #: Size of a block that is aimed at, the rows of the first block of a partition, and the most rows of any.
@@ -42,8 +42,8 @@ _TRIES: Final = 100
 
 #: A `DataPlaneClient`, which imports this module.
 _Client: TypeAlias = Any
-#: Rows as they are listed: the tags, and the names of the fields, of each that is there.
-_Listed: TypeAlias = dict[str, tuple[Mapping[str, TagValue], Sequence[str]]]
+#: What the store knows of rows, of each that is there.
+_Rows: TypeAlias = Mapping[str, SampleState]
 #: Rows, and the columns that all of them have.
 _Batch: TypeAlias = tuple[list[str], dict[str, Any]]
 
@@ -93,27 +93,28 @@ def save(
 def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]) -> Iterator[bytes]:
     """The blocks of a partition. Adds its entry to ``entries``."""
     info = client.describe(partition_id).info
-    listed = _list(client, partition_id, None)
+    ids = client.list_sample_ids(partition_id)
     state = export(client._connection, "save", partition_id)  # after the list: so it knows what was cleared before
-    consumed = _sets(state.consumed)
     reader = _Reader(client, partition_id)
     num_blocks = num_saved = 0
-    ids = list(listed)
     start, num_rows = 0, _FIRST_ROWS
     while start < len(ids):
         portion = ids[start : start + num_rows]
-        created, batches = reader.read(portion, listed, consumed)
+        created, batches = reader.read(portion)
         size_bytes = 0
         # the first block of a portion creates all of its rows, so that their order is kept
         for rows_of_batch, columns in batches or ([([], {})] if created else []):
             head = _Head(
                 sample_ids=rows_of_batch,
-                created=[row.sample_id for row in created],
-                tags=[dict(row.tags) for row in created],
-                consumed={task: [row.sample_id for row in created if task in row.tasks] for task in state.consumed},
+                created=list(created),
+                tags=[dict(row.tags) for row in created.values()],
+                consumed={
+                    task: [sample_id for sample_id, row in created.items() if task in row.consumed_by]
+                    for task in state.consumed
+                },
             )
             num_saved += len(created)
-            created = []
+            created = {}
             block = pack_rows(
                 columns, len(rows_of_batch), msgspec.structs.asdict(head), allow_pickle=client.config.allow_pickle
             )
@@ -141,36 +142,11 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
     entries.append(msgspec.to_builtins(entry))
 
 
-def _list(client: _Client, partition_id: str, sample_ids: Sequence[str] | None) -> _Listed:
-    while True:
-        meta = client.list_samples(partition_id, sample_ids=sample_ids)
-        try:
-            fields = client.list_fields(meta.sample_ids, partition_id)
-        except UnknownPartitionError:
-            raise
-        except MissingDataError:
-            continue  # some were cleared since they were listed
-        return dict(zip(meta.sample_ids, zip(meta.tags or (), fields, strict=True), strict=True))
-
-
-def _sets(consumed: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
-    return {task: set(ids) for task, ids in consumed.items()}
-
-
-class _Row(NamedTuple):
-    """A row that was read, without its columns, and the tasks that had consumed it."""
-
-    sample_id: str
-    tags: Mapping[str, TagValue]
-    tasks: set[str]
-
-
 class _Reader:
     """Reads rows of a partition while others write.
 
-    Each row is as it was at one moment: its tags and the names of its fields are listed before its cursors and cells
-    are read, and once more afterwards. If they differ, it is read again. Cells of several reads are read twice: a put
-    may change cells and no tag. Such a put may be newer than the cursors.
+    Each row is as it was at one moment: what the store knows of it is asked before its cells are read, and once more
+    afterwards. If that differs, it is read again.
 
     Attributes:
         gone: The rows that were cleared meanwhile.
@@ -183,67 +159,60 @@ class _Reader:
         self.gone: list[str] = []
 
     def read(
-        self, ids: Sequence[str], before: _Listed, consumed: Mapping[str, set[str]], tries: int = _TRIES
-    ) -> tuple[list[_Row], list[_Batch]]:
+        self, ids: Sequence[str], before: _Rows | None = None, tries: int = _TRIES
+    ) -> tuple[dict[str, SampleState], list[_Batch]]:
         """Reads rows, in this order, and columns of those that have them.
 
         Args:
             ids: The rows.
-            before: How they were listed before ``consumed``.
-            consumed: Task -> what it had consumed.
+            before: What the store knew of them a moment ago, if that was asked.
             tries: How often one row may change while it is read.
 
         Raises:
             StalePartitionError: A row changes all the time.
         """
-        there = [sample_id for sample_id in ids if sample_id in before]
-        self.gone += [sample_id for sample_id in ids if sample_id not in before]
+        before = self._known(ids) if before is None else before
+        rows = {sample_id: before[sample_id] for sample_id in ids if sample_id in before}
+        self.gone += [sample_id for sample_id in ids if sample_id not in rows]
+        there = list(rows)
         if not there:
-            return [], []
-        batches = self._columns(there, before)
-        is_whole = batches is not None and (len(batches) < 2 or self._are_cells_of(batches, there, before))
-        after = _list(self._client, self._partition_id, there)
-        if batches is None and after.keys() == set(there):
-            self._columns(there, after, can_lack=False)  # raises if cells are lost; not if a row was written again
-        if batches is not None and is_whole and _packed(after, there) == _packed(before, there):
-            tasks_of = [{task for task, ids in consumed.items() if sample_id in ids} for sample_id in there]
-            if any(tasks_of):  # a row that was cleared and written as before since then is consumed no longer
-                consumed = self._consumed()
-            if all(
-                sample_id in consumed.get(task, ())
-                for sample_id, tasks in zip(there, tasks_of, strict=True)
-                for task in tasks
-            ):
-                tags = [before[sample_id][0] for sample_id in there]
-                return list(map(_Row, there, tags, tasks_of)), batches
+            return {}, []
+        batches: list[_Batch] = []
+        lost: MissingDataError | None = None
+        try:
+            batches = self._columns(rows)
+        except UnknownPartitionError:
+            raise
+        except MissingDataError as error:  # or rows were cleared
+            lost = error
+        after = self._known(there)
+        if repr(after) == repr(rows):  # as values, two NaN of a tag differ
+            if lost is not None:
+                raise lost
+            return rows, batches
         if not tries:
             raise StalePartitionError(f"save: sample '{there[0]}' is written all the time.", retryable=True)
-        consumed = self._consumed()
         half = (len(there) + 1) // 2  # one of many changes at any time, one alone does not
         (rows, columns), (more_rows, more_columns) = (
-            self.read(part, after, consumed, tries - (len(part) == 1)) for part in (there[:half], there[half:])
+            self.read(part, after, tries - (len(part) == 1)) for part in (there[:half], there[half:])
         )
-        return rows + more_rows, columns + more_columns
+        return {**rows, **more_rows}, columns + more_columns
 
-    def _consumed(self) -> dict[str, set[str]]:
-        return _sets(export(self._client._connection, "save", self._partition_id).consumed)
+    def _known(self, ids: Sequence[str]) -> _Rows:
+        return export(self._client._connection, "save", self._partition_id, list(ids)).samples
 
-    def _columns(self, ids: Sequence[str], listed: _Listed, *, can_lack: bool = True) -> list[_Batch] | None:
+    def _columns(self, rows: _Rows) -> list[_Batch]:
         """The columns of rows: fields that the same rows have are read together, since rows of one read share equal
-        cells. None: some were cleared."""
+        cells."""
         rows_with: dict[str, list[str]] = {}
-        for sample_id in ids:
-            for name in listed[sample_id][1]:
-                rows_with.setdefault(name, []).append(sample_id)
+        for sample_id, row in rows.items():
+            for name in row.fields:
+                if not name.startswith(HIDDEN):
+                    rows_with.setdefault(name, []).append(sample_id)
         by_rows: dict[tuple[str, ...], list[str]] = {}
-        for name, rows in rows_with.items():
-            by_rows.setdefault(tuple(rows), []).append(name)
-        try:
-            return [(list(rows), self._read(rows, names)) for rows, names in by_rows.items()]
-        except MissingDataError as error:
-            if isinstance(error, UnknownPartitionError) or not can_lack:
-                raise
-            return None
+        for name, ids in rows_with.items():
+            by_rows.setdefault(tuple(ids), []).append(name)
+        return [(list(ids), self._read(ids, names)) for ids, names in by_rows.items()]
 
     def _read(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
         """The columns of rows: those that the store shares are read once, and saved once."""
@@ -253,21 +222,6 @@ class _Reader:
         if not self._specs.keys() >= set(names):  # they were dropped since they were read
             raise MissingDataError(f"save: '{self._partition_id}' was cleared meanwhile.", missing_samples=ids)
         return tensor_rows(dict(columns.items()), self._specs)
-
-    def _are_cells_of(self, batches: list[_Batch], ids: Sequence[str], listed: _Listed) -> bool:
-        """Whether the cells are still those that were read."""
-        again = self._columns(ids, listed)
-        pickles = self._client.config.allow_pickle
-        old, new = (
-            [pack_rows(columns, len(rows), {}, allow_pickle=pickles) for rows, columns in read]
-            for read in (batches, again or [])
-        )
-        return old == new
-
-
-def _packed(listed: _Listed, sample_ids: Sequence[str]) -> bytes:
-    """How these rows were listed, to be compared: as values, two NaN of a tag differ."""
-    return msgspec.msgpack.encode([listed.get(sample_id) for sample_id in sample_ids], enc_hook=str)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

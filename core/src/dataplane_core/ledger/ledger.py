@@ -479,6 +479,9 @@ class Ledger:
 
     def _export(self, command: commands.ExportRequest, now: float) -> PartitionState:
         partition = self.partition(command.partition_id)
+        if command.sample_ids is not None:
+            rows = [partition.rows[sample_id] for sample_id in command.sample_ids if sample_id in partition.rows]
+            return PartitionState(samples={row.sample_id: row.state() for row in rows})
         return PartitionState(
             consumed=partition.consumed_ids(),
             cleared_ids=sorted(partition.seen.difference(partition.rows)),

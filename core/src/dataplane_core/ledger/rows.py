@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from dataplane_core.errors import InvalidRequestError, LeaseHolder, Shortfall
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec import ClaimRequest, Sampler, TagValue, group_matches, matches
+from dataplane_core.spec.replies import SampleState
 
 #: Names the payload of one row of one put: ``(write_id, pos)``.
 Ref: TypeAlias = tuple[int, int]
@@ -139,6 +140,11 @@ class Row:
         if isinstance(positions, int):
             return [(write_id, positions) for write_id in write_ids]
         return list(zip(write_ids, positions, strict=True))
+
+    def state(self) -> SampleState:
+        """What a save keeps of it."""
+        fields = {name: self.cells.write_ids[number] for name, number in self.cells.fields.items()}
+        return SampleState(fields, self.tags, sorted(name for name, hold in self.holds.items() if hold.done))
 
     @property
     def rows(self) -> Collection[Row]:

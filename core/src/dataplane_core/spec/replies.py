@@ -361,6 +361,20 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 
 
+class SampleState(Frozen, frozen=True):
+    """A sample at one moment, but for its cells.
+
+    Attributes:
+        fields: Field -> the id of the write of its cell. A cell that is put again has another one.
+        tags: Its tags.
+        consumed_by: The tasks that it was given to for good.
+    """
+
+    fields: Mapping[str, int]
+    tags: Mapping[str, TagValue]
+    consumed_by: Sequence[str]
+
+
 class PartitionState(Frozen, frozen=True):
     """What a partition knows besides its registration and its rows.
 
@@ -368,8 +382,10 @@ class PartitionState(Frozen, frozen=True):
         consumed: Task -> the samples that it was given for good, in order of first write.
         cleared_ids: Samples that were cleared and count for ``num_samples``. Empty if ``num_samples`` is None.
         broken_groups: Groups that lost a member.
+        samples: Those that were asked for and are there. The others are then empty.
     """
 
-    consumed: Mapping[str, Sequence[str]]
-    cleared_ids: Sequence[str]
-    broken_groups: Sequence[str]
+    consumed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    cleared_ids: Sequence[str] = ()
+    broken_groups: Sequence[str] = ()
+    samples: Mapping[str, SampleState] = field(default_factory=dict)

@@ -453,10 +453,15 @@ class FieldsRequest(PartitionRequest, Command[FieldList]):
 
 
 class ExportRequest(PartitionRequest, Command[PartitionState]):
-    """Read what a partition knows besides its rows, to save it."""
+    """Read what a partition knows besides its rows, to save it.
+
+    Attributes:
+        sample_ids: Read what it knows of these samples instead.
+    """
 
     op = "export"
     reads = True
+    sample_ids: list[Name] | None = None
 
 
 class SetCursorRequest(PartitionRequest, Command[int]):

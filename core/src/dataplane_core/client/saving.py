@@ -128,17 +128,9 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
         raise StalePartitionError(
             f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
         )
-    cleared = dict.fromkeys([*state.cleared_ids, *(reader.gone if info.num_samples is not None else ())])
-    broken = set(state.broken_groups)
-    if info.grpo_group_size is not None:
-        broken.update(map(group_of, reader.gone))
-        # a group whose cleared member was written again: any of its members stands for the one that was cleared
-        unnamed = broken.difference(map(group_of, cleared))
-        for sample_id in ids:
-            if (group := group_of(sample_id)) in unnamed:
-                unnamed.remove(group)
-                cleared[sample_id] = None
-    entry = _Entry(partition_id, info.registration(), num_blocks, num_saved, list(cleared), sorted(broken))
+    cleared = list(dict.fromkeys([*state.cleared_ids, *(reader.gone if info.num_samples is not None else ())]))
+    broken = {*state.broken_groups, *(map(group_of, reader.gone) if info.grpo_group_size is not None else ())}
+    entry = _Entry(partition_id, info.registration(), num_blocks, num_saved, cleared, sorted(broken))
     entries.append(msgspec.to_builtins(entry))
 
 
@@ -286,9 +278,9 @@ def _load_partition(
     what the tasks have consumed is set before ``again``, the same blocks once more, gives the columns.
     """
     partition_id = entry.partition_id
-    registration = {**entry.registration, "partition_id": partition_id, "consumer_tasks": []}
+    cleared = {"cleared_ids": entry.cleared_ids, "broken_groups": entry.broken_groups}
+    registration = {**entry.registration, "partition_id": partition_id, "consumer_tasks": [], **cleared}
     register(client._connection, checked("load", RegisterRequest, **registration))
-    _clear_again(client, entry)
     consumed: dict[str, list[str]] = {task: [] for task in entry.registration["consumer_tasks"]}
     num_loaded = 0
     for columns, head in _unpacked(client, partition_id, blocks):
@@ -319,23 +311,3 @@ def _unpacked(client: _Client, partition_id: str, blocks: Iterator[bytes]) -> It
             yield columns, msgspec.convert(head, _Head)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise CorruptDataError(f"load: a block of partition '{partition_id}' holds what no save has.") from error
-
-
-def _clear_again(client: _Client, entry: _Entry) -> None:
-    """Writes and clears what had been cleared: so it counts for ``num_samples``, and its groups count as broken.
-
-    A group that has neither rows nor known ids needs this only if ids of it may still be written.
-    """
-    grouped = entry.registration["grpo_group_size"] is not None
-    open_ended = entry.registration["num_samples"] is None
-    members: dict[str, list[str]] = {f"{group}_g": [] for group in entry.broken_groups}
-    for sample_id in entry.cleared_ids:
-        members.setdefault(f"{group_of(sample_id)}_g" if grouped else sample_id, []).append(sample_id)
-    of_groups = [ids or ([f"{group}0"] if open_ended else []) for group, ids in members.items()]
-    # one member of a group at a time: of a member that was written again, more may be cleared than a group may have
-    for place in range(max(map(len, of_groups), default=0)):
-        ids = [ids[place] for ids in of_groups if place < len(ids)]
-        for start in range(0, len(ids), _MOST_ROWS):
-            portion = ids[start : start + _MOST_ROWS]
-            client.put_samples(portion, entry.partition_id, None, [{}] * len(portion))
-            client.clear_samples(portion, entry.partition_id)

@@ -231,7 +231,13 @@ class Ledger:
         replaced = None if partition is None else partition.replaced()
         self._done.add(request_id, command.left_s, now, None if replaced is None else asdict(replaced))
         _, freed = self._drop(command.partition_id, None, now)
-        self._partitions[command.partition_id] = Partition(command.partition_id, info)
+        self._partitions[command.partition_id] = Partition(
+            command.partition_id,
+            info,
+            seen=set(command.cleared_ids),
+            broken_groups=set(command.broken_groups),
+            num_cleared=len(command.cleared_ids),
+        )
         return replace(info, replaced=replaced), freed
 
     def _found_or_opened(self, command: commands.BeginPut | commands.ClaimRequest) -> Partition:

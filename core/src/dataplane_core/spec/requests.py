@@ -143,6 +143,8 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
         registered_by: The process that asks, with its role, for messages.
         registered_at: When, in seconds since 1970 by that process' clock.
         declared: Field -> what its cells must be, as text (`FieldSpec.declared`, `FieldSpec.to_text`).
+        cleared_ids: Of a partition that is loaded: samples that were cleared, and count for ``num_samples``.
+        broken_groups: Of a partition that is loaded: groups that lost a member, and are never given.
 
     Raises:
         InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size, or a field has other
@@ -160,6 +162,8 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
     declared: dict[str, str] = field(default_factory=dict)
     registered_by: str = ""
     registered_at: float = 0.0
+    cleared_ids: list[Name] = field(default_factory=list)
+    broken_groups: list[str] = field(default_factory=list)
 
     def check(self) -> None:
         self.expect(all(map(FieldSpec.is_text, self.declared.values())), "declared")

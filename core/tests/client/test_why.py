@@ -592,8 +592,8 @@ def test_the_question_of_a_task_is_what_it_waits_for_or_claimed_last():
 @pytest.mark.parametrize("is_full", [False, True], ids=["unwritten", "full"])
 def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypatch, is_full):
     judged = []
-    real = verdicts._Judge._judged
-    monkeypatch.setattr(verdicts._Judge, "_judged", lambda self, *task: judged.append(task) or real(self, *task))
+    real = verdicts._Case.verdict
+    monkeypatch.setattr(verdicts._Case, "verdict", lambda case: judged.append(case) or real(case))
     names = [f"task-{place}" for place in range(12)]
     waiting = [client(name, asks(name, waits_s=400.0), puts("x"), pid=place) for place, name in enumerate(names)]
     short = Shortfall() if is_full else LACKING["short"]

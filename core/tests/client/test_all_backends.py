@@ -20,7 +20,6 @@ from dataplane_core.errors import (
     BackendError,
     ClientClosedError,
     CorruptDataError,
-    LostReplyError,
     UnsupportedOperationError,
 )
 from dataplane_core.meta import KVBatchMeta
@@ -139,23 +138,6 @@ def test_a_hook_gets_the_deadline_of_the_config(client, faults):
     with faults.before("get_samples", lambda request: left.append(request.deadline - time.monotonic())):
         client.get_samples(IDS, "p", ["x"])
     assert 0 < left[0] <= 90.0
-
-
-def test_a_put_that_is_sent_again_is_a_request_of_its_own(client, faults):
-    client.register_partition("q", ["role"], None, ["train"])
-    seen = []
-
-    def refuse(request):
-        seen.append([*request.sample_ids, *request.columns])
-        if len(seen) == 1:
-            request.sample_ids.clear()
-            request.columns.clear()
-            raise LostReplyError("lost.")
-
-    with faults.before("put_samples", refuse):
-        client.put_samples(["again"], "q", {"role": as_objects("user")})
-    assert seen == [["again", "role"]] * 2
-    assert items_of(client.get_samples(["again"], "q", ["role"])["role"]) == ["user"]
 
 
 def test_a_put_returns_what_reads_its_samples(client, faults):

@@ -137,15 +137,20 @@ def test_the_name_of_the_program(monkeypatch, argv, name):
     assert announcing.program_name() == name
 
 
-def test_a_client_announces_its_calls_until_it_closes():
-    with connect({"backend": "noop", "announce_s": 0.05, "role": "r"}) as client:
+def test_a_client_announces_its_calls_and_phases(opened):
+    with opened({"backend": "noop", "announce_s": 0.05, "role": "r"}) as client:
         client.register_partition("p", ["x"], None, ["t"])
-        waiting = Background(lambda: client.claim_meta("p", "t", ["x"], 1, timeout_s=600.0))
 
-        def telling_the_claim():
-            return [each for each in client.list_clients() for call in each.calls if call.partition_id == "p"]
+        def told():
+            listed = client.list_clients()
+            phases = [(each.name, each.partition_id, list(each.groups)) for info in listed for each in info.phases]
+            return [call.operation for info in listed for call in info.calls if call.partition_id], phases
 
-        (found,) = eventually(telling_the_claim, within_s=STARTS_S, what="an announcement of a claim that waits")
+        with client.phase("generate", partition_id="p", groups=["q1"]):
+            waiting = Background(lambda: client.claim_meta("p", "t", ["x"], 1, timeout_s=600.0))
+            eventually(lambda: told() == (["claim_meta"], [("generate", "p", ["q1"])]), STARTS_S, "what is announced")
+        eventually(lambda: told() == (["claim_meta"], []), STARTS_S, "the end of a phase")
+        (found,) = client.list_clients()
         assert (found.host, found.pid, found.role) == (socket.gethostname(), os.getpid(), "r")
         assert found.num_calls == len(found.calls)
         client.clear_samples(None, "p")
@@ -271,18 +276,6 @@ def threaded(block):
     yield
     leave.set()
     thread.join()
-
-
-def test_the_store_lists_the_phase_of_a_client(opened):
-    with opened({"backend": "noop", "announce_s": 0.05}) as client:
-
-        def told():
-            phases = [each for told in client.list_clients() for each in told.phases]
-            return [(each.name, each.partition_id, list(each.groups)) for each in phases]
-
-        with client.phase("generate", partition_id="p", groups=["q1"]):
-            eventually(lambda: told() == [("generate", "p", ["q1"])], STARTS_S, "a phase that is announced")
-        eventually(lambda: told() == [], STARTS_S, "the end of a phase")
 
 
 def test_a_phase_has_a_name_and_its_groups_a_partition_and_who_does_not_announce_itself_notes_none():

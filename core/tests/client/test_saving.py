@@ -13,6 +13,7 @@ from dataplane_core.errors import (
     CorruptDataError,
     InvalidRequestError,
     InvalidTypeError,
+    LostSamplesError,
     MissingDataError,
     SaveError,
     StalePartitionError,
@@ -141,6 +142,13 @@ def test_a_row_that_is_written_all_the_time_is_named(client, faults, tmp_path):
         faults.before("get_samples", lambda request: client.put_samples(["b"], "p", tags=[{"n": next(n)}])),
         pytest.raises(StalePartitionError, match="sample 'b' is written all the time"),
     ):
+        client.save(tmp_path)
+
+
+def test_rows_whose_payload_is_lost_are_named_and_not_taken_for_cleared(client, faults, tmp_path):
+    put(client, "a")
+    lost = LostSamplesError.for_payload("get_samples", "p", [("a", ["x"])])
+    with faults.error_before("get_samples", lost), pytest.raises(LostSamplesError, match="'a' lacks 'x'"):
         client.save(tmp_path)
 
 

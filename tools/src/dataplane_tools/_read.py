@@ -195,9 +195,6 @@ def _image_text(sample: Sample, name: str, paths: Mapping[tuple[str, str], str])
 # --- as a page --------------------------------------------------------------------------------------------------------
 
 
-#: Names of the page's own columns. A field with one of these names shows as ``text (field)``, a tag as ``text (tag)``.
-_OWN = ("id", "text")
-
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy"
@@ -217,12 +214,9 @@ _PAGE = """<!doctype html>
 def _page_of(title: str, samples: Sequence[Sample], tokenizer: Tokenizer | None) -> str:
     """The page of samples, as HTML."""
     script, style = ((files("dataplane_tools") / "page" / name).read_text("utf-8") for name in ("page.js", "page.css"))
-    rows = [_row(sample) for sample in samples]
-    names = dict.fromkeys(name for row in rows for name in row["values"])
-    # what all samples have alike is shown with each, and is no column
-    columns = [name for name in names if len(rows) == 1 or len({row["values"].get(name) for row in rows}) > 1]
+    rows = [asdict(replace(sample, images=_pictures(sample), tokens=[], per_token={})) for sample in samples]
     tokens = dict.fromkeys(name for sample in samples for name in sample.per_token)
-    data = {"columns": columns, "tokens": list(tokens), "rows": rows}
+    data = {"tokens": list(tokens), "rows": rows}
     return _PAGE.format(
         title=html.escape(printable(title)),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -233,26 +227,12 @@ def _page_of(title: str, samples: Sequence[Sample], tokenizer: Tokenizer | None)
     )
 
 
-def _named(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    return {f"{name} ({kind})" if name in _OWN else name: value for name, value in values.items()}
-
-
-def _row(sample: Sample) -> dict[str, Any]:
-    pictures = {name: thumbnail(cell) for name, cell in sample.images.items()}
-    shapes = {name: describe_image(sample.images[name]) for name, picture in pictures.items() if picture is None}
+def _pictures(sample: Sample) -> dict[str, str]:
+    """The images of a sample, each as the address of a small one that the page holds, or in words."""
+    pictures = {name: (cell, thumbnail(cell)) for name, cell in sample.images.items()}
     return {
-        "id": sample.sample_id,
-        "group": sample.group,
-        "values": {**_named(sample.values, "field"), **_named(sample.tags, "tag")},
-        "parts": [asdict(part) for part in sample.parts],
-        "objects": sample.objects,
-        "shapes": {**sample.shapes, **shapes},
-        "images": {
-            name: f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-            for name, picture in pictures.items()
-            if picture is not None
-        },
-        "lacks": list(sample.lacks),
+        name: describe_image(cell) if picture is None else f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        for name, (cell, picture) in pictures.items()
     }
 
 

@@ -5,8 +5,16 @@
 const at = (id) => document.getElementById(id);
 const page = JSON.parse(at("rows").textContent);
 const lines = at("tokens").textContent.split("\n");
-const rows = page.rows;
-const place = new Map(rows.map((row, index) => [row.id, index]));
+const rows = page.rows; // the samples as `--json` has them, but their tokens
+// A field that is called as one of the page's own columns shows as `text (field)`, a tag as `text (tag)`.
+const named = (values, kind) =>
+  Object.entries(values).map(([name, value]) => [["id", "text"].includes(name) ? `${name} (${kind})` : name, value]);
+for (const row of rows) row.values = Object.fromEntries([...named(row.values, "field"), ...named(row.tags, "tag")]);
+// What all samples have alike is shown with each, and is no column.
+const differing = [...new Set(rows.flatMap((row) => Object.keys(row.values)))].filter(
+  (name) => rows.length === 1 || new Set(rows.map((row) => row.values[name])).size > 1,
+);
+const place = new Map(rows.map((row, index) => [row.sample_id, index]));
 const ROW = 26; // pixels, as in the styles
 const MOST_WORDS = 4e6; // of one answer times those of another, for a comparison
 const MORE = 6000; // characters of a text that are added at a time
@@ -92,7 +100,7 @@ const title = (name, ...children) => [element("h3", {}, name), ...children];
 
 // --- table ------------------------------------------------------------------------------------------------------------
 
-const valueOf = (row, name) => (name === "id" ? row.id : name === "text" ? said(row) : row.values[name]);
+const valueOf = (row, name) => (name === "id" ? row.sample_id : name === "text" ? said(row) : row.values[name]);
 const isLast = (value) => value === undefined || value === null || value === "nan";
 
 function compare(left, right) {
@@ -103,9 +111,9 @@ function compare(left, right) {
   return sign * (left - right);
 }
 
-const columns = ["id", ...page.columns, "text"];
-const grid = `grid-template-columns: 7em ${"6em ".repeat(page.columns.length)} minmax(16em, 1fr); ` +
-  `min-width: ${24 + 6.6 * page.columns.length}em; width: 100%`;
+const columns = ["id", ...differing, "text"];
+const grid = `grid-template-columns: 7em ${"6em ".repeat(columns.length)} minmax(16em, 1fr); ` +
+  `min-width: ${24 + 6.6 * columns.length}em; width: 100%`;
 
 function arrange() {
   const wanted = at("search").value.toLowerCase();
@@ -121,7 +129,7 @@ function arrange() {
 }
 
 function haystack(row) {
-  row.haystack ??= [row.id, ...Object.entries(row.values).flat(), said(row)].join("\n").toLowerCase();
+  row.haystack ??= [row.sample_id, ...Object.entries(row.values).flat(), said(row)].join("\n").toLowerCase();
   return row.haystack;
 }
 
@@ -171,7 +179,7 @@ function select(index, { link = true } = {}) {
     if (top < table.scrollTop) table.scrollTop = top;
     if (top + ROW > table.scrollTop + height) table.scrollTop = top + ROW - height;
   }
-  if (link) history.replaceState(null, "", "#" + encodeURIComponent(rows[index].id));
+  if (link) history.replaceState(null, "", "#" + encodeURIComponent(rows[index].sample_id));
   draw();
   drawSample();
 }
@@ -194,7 +202,7 @@ async function drawSample() {
   const facts = Object.entries({ ...row.values, tokens: tokens.pieces.length });
   ends.disconnect();
   at("sample").replaceChildren(
-    element("h2", {}, element("a", { href: "#" + encodeURIComponent(row.id) }, row.id)),
+    element("h2", {}, element("a", { href: "#" + encodeURIComponent(row.sample_id) }, row.sample_id)),
     element("div", { class: "facts" }, facts.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, text(value))))),
     ...(row.lacks.length ? [element("p", { class: "lacks" }, `lacks: ${row.lacks.join(", ")}`)] : []),
     ...(numbers ? title(`${color}: ${range[0] > range[1] ? "no numbers" : range.map(text).join(" to ")}`) : []),
@@ -203,7 +211,9 @@ async function drawSample() {
       const further = part.calls === null ? [] : [element("pre", {}, JSON.stringify(part.calls, null, 2))];
       return element("div", { class: /^\w+$/.test(part.role) ? part.role : "" }, title(part.role), long(inside), further);
     }),
-    ...Object.entries(row.images).flatMap(([name, source]) => title(name, element("img", { src: source, alt: name }))),
+    ...Object.entries(row.images).flatMap(([name, image]) =>
+      title(name, image.startsWith("data:") ? element("img", { src: image, alt: name }) : element("pre", {}, image)),
+    ),
     ...Object.entries(row.objects).flatMap(([name, value]) => title(name, element("pre", {}, JSON.stringify(value, null, 2)))),
     ...Object.entries(row.shapes).flatMap(([name, value]) => title(name, element("pre", {}, value))),
     ...drawGroup(row),
@@ -275,7 +285,7 @@ function drawGroup(row) {
   const members = groupOf(row);
   if (members.length < 2) return [];
   const mine = wordsOf(answerOf(row));
-  const differs = new Set(page.columns.filter((name) => members.some((index) => rows[index].values[name] !== row.values[name])));
+  const differs = new Set(differing.filter((name) => members.some((index) => rows[index].values[name] !== row.values[name])));
   const answers = members.map((index) => {
     const words = wordsOf(answerOf(rows[index]));
     const same = index === current ? words.map(() => true) : common(words, mine);
@@ -283,13 +293,13 @@ function drawGroup(row) {
     const facts = Object.entries(rows[index].values).filter(([name]) => differs.has(name));
     return element(
       "section",
-      { class: index === current ? "on" : "", onclick: () => select(index), "data-id": rows[index].id },
-      title(rows[index].id, element("div", { class: "facts" }, facts.map(([name, value]) => `${name} ${text(value)}`).join(", "))),
+      { class: index === current ? "on" : "", onclick: () => select(index), "data-id": rows[index].sample_id },
+      title(rows[index].sample_id, element("div", { class: "facts" }, facts.map(([name, value]) => `${name} ${text(value)}`).join(", "))),
       same === null ? element("p", { class: "facts" }, "too long to be compared: nothing is marked") : [],
       long(inside),
     );
   });
-  return title(`${row.group}: ${members.length} answers; marked is what ${row.id} has not`, element("div", { class: "group" }, answers));
+  return title(`${row.group}: ${members.length} answers; marked is what ${row.sample_id} has not`, element("div", { class: "group" }, answers));
 }
 
 // --- keys and links ---------------------------------------------------------------------------------------------------

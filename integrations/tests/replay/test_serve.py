@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from replaying import WAIT_S, answers, away_once, prompts_of
+from replaying import WAIT_S, answers, away_once, prompts_of, write
 
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
@@ -72,15 +72,31 @@ def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(make_buffer
     source.close()
 
 
-def test_a_note_that_comes_late_changes_no_committed_group(make_buffer, client, commit):
+@pytest.mark.parametrize("started", [1, 2])
+@pytest.mark.parametrize("comes", ["before the first row", "before the commit", "after the commit"])
+def test_a_late_note_of_a_collector_that_stood_still_costs_no_answers_of_another(make_buffer, client, started, comes):
     buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=2), num_prompts=1)
-    buffer.set_weight_version(1)
     source = PromptSource(client, "replay")
+    for _ in range(started - 1):
+        source.abandon(source.reserve())
+    buffer.set_weight_version(1)
     (reservation,) = source.reserve()
-    commit(source, [reservation])
-    # of a collector that had claimed it before, with the weights of then, and stood still for longer than its lease
-    client.put_samples([reservation.row], buffer.prompts_id, tags=[{"attempt": 1, "weight_version": 0}])
-    assert buffer.select(1, timeout_s=0).sample_ids == ["v1_p0_g0", "v1_p0_g1"]
+
+    def note(point):  # of one that had claimed the prompt before, with the weights of then
+        if point == comes:
+            client.put_samples([reservation.row], buffer.prompts_id, tags=[{"attempt": 1, "weight_version": 0}])
+        buffer.view()
+
+    note("before the first row")
+    meta = write(client, [reservation])
+    note("before the commit")
+    assert source.to_abort([reservation]) == []
+    source.commit([reservation], meta)
+    note("after the commit")
+    selected, columns = buffer.take(1, timeout_s=0)
+    assert selected.sample_ids == list(reservation.sample_ids)
+    assert columns["input_ids"][:, 0].tolist() == [0, 0]
+    assert client.list_samples("replay").size == 0
     source.close()
 
 

@@ -519,11 +519,9 @@ class ReplayBuffer(PromptSource):
         members: dict[str, list[dict[str, Any]]] = {}  # group -> the tags of its answers
         for sample_id, tags in zip(answers.sample_ids, answers.tags or (), strict=True):
             members.setdefault(group_of(sample_id), []).append(tags)
-        committed = {name: rows for name, rows in members.items() if all(COMMITTED_TAG in tags for tags in rows)}
-        made_with: dict[tuple[int, int], int] = {}  # prompt, attempt -> the weights of its committed answers
-        for name in committed:
-            parts = parse_sample_id(f"{name}_g0")
-            made_with[parts["prompt"], parts["attempt"]] = parts["weight_version"]
+        parts = {name: parse_sample_id(f"{name}_g0") for name in members if SAMPLE_ID.fullmatch(f"{name}_g0")}
+        committed = [name for name in parts if all(COMMITTED_TAG in tags for tags in members[name])]
+        latest = {parts[name]["prompt"]: name for name in sorted(committed, key=lambda name: parts[name]["attempt"])}
         # groups are ready in the order in which they were seen, and those of one look in that of their first writes
         places = {group.group: group.committed for group in self._groups.values() if group.committed is not None}
         numbers = itertools.count(max(places.values(), default=-1) + 1)
@@ -531,27 +529,30 @@ class ReplayBuffer(PromptSource):
 
         groups, self._waiting = dict(self._selected), {}
         settled = {group.row for group in (*groups.values(), *(group for group, _ in self._gone.values()))}
+        starts: dict[int, int] = {}  # prompt -> the attempt that was noted last; answers of earlier ones do not count
         for row, tags in sorted(prompts.items(), key=lambda prompt: prompt[1]["order"]):
             if row in settled:
                 continue
             if tags[WEIGHT_VERSION_TAG] is None:
                 self._waiting[row] = tags
                 continue
-            prompt, attempt = tags["prompt"], tags["attempt"]
-            # a collector that stood still for longer than its lease may have noted its own version over the other's
-            version = made_with.get((prompt, attempt - 1), tags[WEIGHT_VERSION_TAG])
-            name = group_name(version, prompt, attempt - 1)
-            whole = len(committed.get(name, ())) == self.group_size
+            version, prompt, attempt = tags[WEIGHT_VERSION_TAG], tags["prompt"], tags["attempt"] - 1
+            starts[prompt] = attempt
+            # a collector that stood still for longer than its lease may have noted its own start over that of another
+            if prompt in latest and parts[latest[prompt]]["attempt"] >= attempt:
+                version, attempt = (parts[latest[prompt]][part] for part in ("weight_version", "attempt"))
+            name = group_name(version, prompt, attempt)
+            whole = name in committed and len(members[name]) == self.group_size
             group = _Group(
                 group=name,
                 weight_version=version,
                 order=tags["order"],
                 target_step=tags["target_step"],
                 committed=places[name] if whole else None,
-                end_weight_version=max(answer[END_WEIGHT_VERSION_TAG] for answer in committed[name]) if whole else None,
+                end_weight_version=max(answer[END_WEIGHT_VERSION_TAG] for answer in members[name]) if whole else None,
                 row=row,
                 prompt=prompt,
-                attempt=attempt,
+                attempt=attempt + 1,
                 failures=tags["failures"],
             )
             if tags["ended"] == "late":
@@ -562,12 +563,14 @@ class ReplayBuffer(PromptSource):
             else:
                 groups[name] = group
         self._groups = dict(sorted(groups.items(), key=lambda named: named[1].order))
-        names = self._groups.keys() | self._gone.keys()
-        return [
-            sample_id
-            for sample_id in answers.sample_ids
-            if group_of(sample_id) not in names and SAMPLE_ID.fullmatch(sample_id)
-        ]
+        left = {
+            name
+            for name, part in parts.items()
+            if name not in self._groups
+            and name not in self._gone
+            and not starts.get(part["prompt"], part["attempt"] + 1) <= part["attempt"]
+        }
+        return [sample_id for sample_id in answers.sample_ids if group_of(sample_id) in left]
 
     def _give_up(self, group: _Group) -> None:
         self._gone[group.group] = group, False

@@ -321,7 +321,7 @@ class PromptSource(DataPlaneClientMixin):
             for reservation in reservations
             if (row := tags.get(reservation.row)) is None
             or row["in_vain"]
-            or row["attempt"] != reservation.attempt + 1
+            or row["attempt"] > reservation.attempt + 1
             or reservation.group not in self._claims
         ]
 

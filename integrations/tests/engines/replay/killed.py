@@ -14,20 +14,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dataplane_core import DataPlaneClient, KVBatchMeta, connect, stream
+from dataplane_core import connect, stream
 from dataplane_core.errors import LeaseExpiredError, MissingDataError
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
     ReplayBuffer,
-    Reservation,
-    StalenessPolicy,
     TargetStepPolicy,
     parse_sample_id,
     serve,
@@ -46,15 +42,15 @@ class Points:
         before_end: Called then.
     """
 
-    def __init__(self, folder: Path, point: str, nth: int) -> None:
+    def __init__(self, folder, point, nth):
         self._log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._point, self._left = point, nth
-        self.before_end: Callable[[], object] = lambda: None
+        self.before_end = lambda: None
 
-    def log(self, what: str, names: Sequence[str]) -> None:
+    def log(self, what, names):
         os.write(self._log, "".join(f"{what} {name}\n" for name in names).encode())
 
-    def pass_by(self, point: str) -> None:
+    def pass_by(self, point):
         if point == self._point:
             self._left -= 1
             if self._left == 0:
@@ -63,17 +59,17 @@ class Points:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(job: dict[str, Any], points: Points) -> None:
+def train(job, points):
     """A streaming trainer."""
     with connect(job["config"], bootstrap=False) as client:
         ack, clear = client.ack, client.clear_samples
 
-        def noted_ack(meta: KVBatchMeta) -> None:
+        def noted_ack(meta):
             ack(meta)
             points.log("acked", meta.sample_ids)
             points.pass_by("acked")
 
-        def noted_clear(sample_ids: Any, partition_id: str) -> None:
+        def noted_clear(sample_ids, partition_id):
             clear(sample_ids, partition_id)
             points.pass_by("cleared")
 
@@ -100,38 +96,42 @@ def train(job: dict[str, Any], points: Points) -> None:
             points.pass_by("trained")
 
 
-def put(client: DataPlaneClient, each: Reservation, index: int) -> KVBatchMeta:
-    return client.put_samples(
-        [each.sample_ids[index]], "replay", {"input_ids": torch.tensor([[each.prompt]])}, tags=[each.tags]
-    )
+def write(client, points, reservation):
+    """The two answers to a prompt, one after the other."""
+
+    def put(index):
+        ids, columns = [reservation.sample_ids[index]], {"input_ids": torch.tensor([[reservation.prompt]])}
+        return client.put_samples(ids, "replay", columns, tags=[reservation.tags])
+
+    first = put(0)
+    points.pass_by("half")
+    meta = first.concat(put(1))
+    points.pass_by("written")
+    return meta
 
 
-def roll(job: dict[str, Any], points: Points) -> None:
+def roll(job, points):
     """A rollout process."""
     with connect(job["config"], bootstrap=False) as client:
 
-        def rollout(reservations: Sequence[Reservation]) -> KVBatchMeta:
-            (each,) = reservations
-            points.log("made", [f"{each.prompt} {each.attempt}"])
+        def rollout(reservations):
+            (reservation,) = reservations
+            points.log("made", [f"{reservation.prompt} {reservation.attempt}"])
             points.pass_by("claimed")
-            first = put(client, each, 0)
-            points.pass_by("half")
-            meta = first.concat(put(client, each, 1))
-            points.pass_by("written")
-            return meta
+            return write(client, points, reservation)
 
         serve(client, "replay", rollout, lease_s=LEFT_S)
 
 
-def drive(job: dict[str, Any], points: Points) -> None:
+def drive(job, points):
     """A driver that collects, trains and saves; after a crash it goes on from its newest save."""
     folder = Path(job["folder"])
     with connect(job["config"], bootstrap=False) as client:
         bad = job["bad"]
-        policy: StalenessPolicy = InOrderPolicy(max_staleness=1, groups_per_version=2)
+        policy = InOrderPolicy(max_staleness=1, groups_per_version=2)
         if bad:
             policy = TargetStepPolicy(max_staleness=1, groups_per_version=2, borrow=True)
-        trained: list[int] = []
+        trained = []
         resume = True
         try:
             trained = list(client.load(folder / "save")["trained"])
@@ -149,16 +149,12 @@ def drive(job: dict[str, Any], points: Points) -> None:
         )
         points.log("start", [f"{client.list_samples('replay').size} {len(trained)}"])
 
-        def rollout(reservations: Sequence[Reservation]) -> KVBatchMeta:
-            (each,) = reservations
-            if each.prompt in bad:
+        def rollout(reservations):
+            (reservation,) = reservations
+            if reservation.prompt in bad:
                 points.pass_by("failing")
-                raise RuntimeError(f"prompt {each.prompt} has no answer")
-            first = put(client, each, 0)
-            points.pass_by("half")
-            meta = first.concat(put(client, each, 1))
-            points.pass_by("written")
-            return meta
+                raise RuntimeError(f"prompt {reservation.prompt} has no answer")
+            return write(client, points, reservation)
 
         with Collector(buffer, rollout):
             while (meta := buffer.select(2, timeout_s=WAIT_S)).size:
@@ -175,8 +171,8 @@ def drive(job: dict[str, Any], points: Points) -> None:
         points.log("trained", [str(prompt) for prompt in trained])
 
 
-def main(job: dict[str, Any]) -> None:
-    role: Callable[..., None] = {"train": train, "drive": drive, "roll": roll}[job["role"]]
+def main(job):
+    role = {"train": train, "drive": drive, "roll": roll}[job["role"]]
     for point, nth in [*job["kills"], ["never", 1]]:
         child = os.fork()
         if child == 0:

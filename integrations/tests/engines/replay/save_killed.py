@@ -11,18 +11,17 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from dataplane_core.saves import SavedFile, write_save
 
 STEPS = ("makedirs", "open", "write", "fsync", "close", "replace", "unlink")
 
 
-def save(folder: Path, number: int) -> None:
+def save(folder, number):
     write_save(folder, "test", {"number": number}, [b"%d" % number * 1000, b"", b"second block"])
 
 
-def read(folder: Path) -> int:
+def read(folder):
     """The number of the save, which is whole."""
     with SavedFile(folder, "test") as saved:
         number: int = saved.body["number"]
@@ -30,12 +29,12 @@ def read(folder: Path) -> int:
     return number
 
 
-def kill_at(step: int) -> None:
+def kill_at(step):
     """Ends this process at one of its next calls, as kill -9 does; a write has written half by then."""
     left = itertools.count(step, -1)
 
-    def dying(name: str, call: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
+    def dying(name, call):
+        def called(*args, **kwargs):
             if next(left) == 0:
                 if name == "write":
                     call(args[0], args[1][: len(args[1]) // 2])
@@ -48,7 +47,7 @@ def kill_at(step: int) -> None:
         setattr(os, name, dying(name, getattr(os, name)))
 
 
-def main(root: Path) -> None:
+def main(root):
     found = []
     for step in itertools.count():
         folder = root / f"killed-{step}"

@@ -58,6 +58,7 @@ class Version:
         data: (B,) uint8. Nobody changes it.
         digest: Of both, as the publisher said.
         objects: Its weights that are no tensors.
+        rows: The versions of which it is made, ascending, each with its digest: an anchor and the deltas after it.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Version:
     data: _Array
     digest: bytes
     objects: dict[str, Any]
+    rows: dict[int, str]
 
     def weights(self) -> dict[str, Any]:
         """Name -> tensor, each in memory of its own, or object.
@@ -96,19 +98,20 @@ def next_version(base: Version | None, number: int, weights: Mapping[str, Any]) 
     """
     tensors, objects = _sorted_out(weights)
     forms, data = _laid_out(tensors)
-    version = Version(number, forms, data, _digest_of(forms, data), objects)
-    header: dict[str, Any] = {"digest": version.digest, "objects": objects, "base": None, "forms": forms}
+    digest = _digest_of(forms, data)
+    header: dict[str, Any] = {"digest": digest, "objects": objects, "base": None, "forms": forms}
+    stored, rows = data, {number: digest.hex()}
     if base is not None and base.forms == forms:
         pieces = _on_chunks(lambda chunk: _difference(data[chunk], base.data[chunk]), data)
         sizes = [len(piece) for piece in pieces]
         if sum(sizes) < len(data):
             header |= {"base": base.number, "forms": None, "sizes": sizes}
-            data = np.concatenate(pieces)
+            stored, rows = np.concatenate(pieces), base.rows | rows
     cells = {
-        f"{BYTES}.{start}" if start else BYTES: data[start : start + _CELL_BYTES]
-        for start in range(0, max(1, len(data)), _CELL_BYTES)
+        f"{BYTES}.{start}" if start else BYTES: stored[start : start + _CELL_BYTES]
+        for start in range(0, max(1, len(stored)), _CELL_BYTES)
     }
-    return version, {HEADER: {**header, "cells": list(cells)}, **cells}
+    return Version(number, forms, data, digest, objects, rows), {HEADER: {**header, "cells": list(cells)}, **cells}
 
 
 def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) -> Version:
@@ -126,9 +129,10 @@ def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) ->
     with _naming(number):
         header = cells[HEADER]
         digest, objects = header["digest"], dict(header["objects"])
+        rows = {number: digest.hex()}
         stored = np.concatenate([np.asarray(cells[name]) for name in header["cells"]])
         if header["base"] is None:
-            return Version(number, header["forms"], stored, digest, objects)
+            return Version(number, header["forms"], stored, digest, objects, rows)
         if base is None or header["base"] != base.number:
             raise LostSamplesError(
                 f"the weights of version {number} build on version {header['base']}, which is not in the store.",
@@ -138,7 +142,7 @@ def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) ->
         pieces = {chunk.start: stored[slice(*place)] for chunk, place in zip(_chunks(base.data), places, strict=True)}
         data = np.empty_like(base.data)
         _on_chunks(lambda chunk: _apply(pieces[chunk.start], base.data[chunk], data[chunk]), data)
-        return Version(number, base.forms, data, digest, objects)
+        return Version(number, base.forms, data, digest, objects, base.rows | rows)
 
 
 @contextmanager

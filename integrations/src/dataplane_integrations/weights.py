@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -51,21 +50,8 @@ _DIGEST: Final = "weight_digest"
 _NO_FIELDS: Final = ()
 
 
-@dataclass
-class _Chain:
-    """What the publisher of deltas keeps: the newest version, and of which rows it is made.
-
-    Attributes:
-        rows: The versions of the anchor and of the deltas after it, ascending, with the digest of each.
-        newest: The last of these.
-    """
-
-    rows: dict[int, str | None]
-    newest: Version
-
-
-#: The chains of clients that publish deltas, by partition. A client that is gone takes its chains along.
-_chains: Final[WeakKeyDictionary[DataPlaneClient, dict[str, _Chain]]] = WeakKeyDictionary()
+#: The newest versions of clients that publish deltas, by partition. A client that is gone takes its versions along.
+_bases: Final[WeakKeyDictionary[DataPlaneClient, dict[str, Version]]] = WeakKeyDictionary()
 
 
 def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
@@ -73,7 +59,7 @@ def open_weights(client: DataPlaneClient, partition_id: str = WEIGHTS) -> None:
 
     Readers may wait already; they go on. Blocks until the store has answered.
     """
-    _chains.get(client, {}).pop(partition_id, None)
+    _bases.get(client, {}).pop(partition_id, None)
     client.register_partition(partition_id, _NO_FIELDS, None, [])
 
 
@@ -149,27 +135,25 @@ def publish_weights(
             hint="A trainer that begins again opens the partition anew: open_weights.",
         )
     # taken out: a call that fails leaves none, and the next version is an anchor
-    chain = _chains.get(client, {}).pop(partition_id, None)
+    base = _bases.get(client, {}).pop(partition_id, None)
     tags: dict[str, Any] = {_VERSION: version, _ANCHOR: None, _DIGEST: None}
     cells = weights
     if delta:
-        if chain is not None and not (
-            chain.rows == {number: held[number][_DIGEST] for number in _rows_of(held, max(held, default=-1))}
-            and len(chain.rows) < anchor_every
-            and version > chain.newest.number
+        if base is not None and not (
+            base.rows == {number: held[number][_DIGEST] for number in _rows_of(held, max(held, default=-1))}
+            and len(base.rows) < anchor_every
+            and version > base.number
         ):
-            chain = None
-        newest, cells = next_version(None if chain is None else chain.newest, version, weights)
-        earlier = {} if chain is None or cells[HEADER]["base"] is None else chain.rows
-        chain = _Chain({**earlier, version: newest.digest.hex()}, newest)
-        tags |= {_ANCHOR: min(chain.rows), _DIGEST: chain.rows[version]}
+            base = None
+        base, cells = next_version(base, version, weights)
+        tags |= {_ANCHOR: min(base.rows), _DIGEST: base.rows[version]}
     else:
         _check_names(client, version, weights, partition_id)
     columns = {name: _column(cell) for name, cell in cells.items()}
     columns[_VERSION] = torch.tensor([version], device="cpu")
     client.put_samples([_row(version)], partition_id, columns, tags=[tags])
-    if delta and chain is not None:
-        _chains.setdefault(client, {})[partition_id] = chain
+    if delta and base is not None:
+        _bases.setdefault(client, {})[partition_id] = base
     held[version] = tags
     oldest = min(_rows_of(held, number)[0] for number in sorted(held)[-keep:])
     client.clear_samples([_row(number) for number in held if number < oldest], partition_id)

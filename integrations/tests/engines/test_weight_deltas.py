@@ -405,7 +405,7 @@ def test_a_tensor_outside_of_the_bytes_is_refused():
         forms = {"w": [code, shape, start]}
         digest = _packed_weights._digest_of(forms, data)
         with pytest.raises(CorruptDataError, match="'w' is outside of the 8 bytes"):
-            _packed_weights.Version(0, forms, data, digest, {}).weights()
+            _packed_weights.Version(0, forms, data, digest, {}, {}).weights()
 
 
 @pytest.mark.parametrize("options", [{}, {"delta": True, "anchor_every": 3}], ids=["whole", "deltas"])
@@ -435,14 +435,14 @@ def test_the_copy_of_the_last_version_goes_with_its_client():
             for step in (lambda: publish_weights(client, 9, model(9)), lambda: open_weights(client)):
                 open_weights(client)
                 publish_weights(client, 1, model(1), delta=True)
-                assert module._chains[client][WEIGHTS].newest.number == 1
+                assert module._bases[client][WEIGHTS].number == 1
                 step()
-                assert module._chains[client] == {}
+                assert module._bases[client] == {}
             publish_weights(client, 1, model(1), delta=True)
 
     publish_and_close()
     gc.collect()
-    assert not any(module._chains.values())
+    assert not any(module._bases.values())
 
 
 # --- processes that die -----------------------------------------------------------------------------------------------

@@ -602,7 +602,7 @@ class _ToldSession:
         self.reply = b""
         self.descriptors = [os.dup(_arena().fd)]
 
-    def call(self, what: str, deadline: float, request: Any) -> Any:
+    def call(self, what: str, deadline: float, request: Any, wake: Any = None) -> Any:
         if isinstance(request, commands.Locate):
             part = commands.Part(100, ("x",), (0,), [0, 1], [0, 1])
             ragged = commands.Part(200, ("y",), (0,), [0, 1], [1, 0])

@@ -13,9 +13,8 @@ from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
 class ToyWorker(DataPlaneWorkerMixin):
     """Its "logprobs" are known numbers, and it keeps the batches that it was given."""
 
-    def __init__(self, dp_rank=0, tp_rank=0, cfg=None):
+    def __init__(self, dp_rank=0, tp_rank=0):
         self.coords = {"data_parallel": dp_rank, "tensor_parallel": tp_rank}
-        self.cfg = cfg or {}
         self.seen, self.fail_in = [], None
 
     def _local_coords(self):

@@ -228,21 +228,17 @@ def test_rows_that_are_no_whole_global_batches_are_refused_if_none_was_left_out(
     assert client.list_samples("train").size == 8
 
 
-@pytest.mark.parametrize("depth", [0, 1])
 def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
-    make_policy, workers, client, trainable_rows, rollouts, make_batch, depth
+    make_policy, replacing, workers, client, trainable_rows, make_batch
 ):
-    policy = make_policy(replace_lost=rollouts, read_ahead=depth)
     meta = trainable_rows(LENGTHS)
-    portions = [meta.slice(0, 4), meta.slice(4, 8)]
     workers[0].fail_in = "train"
     with pytest.raises(WorkerFailedError, match="broke in train"):
-        policy.train_from_meta(portions[0], 1.0)  # worker 1 has read its rows and is not called
+        replacing.train_from_meta(meta, 1.0)  # worker 1 has read its rows and is not called
+    workers[0].fail_in = None
     rows = {**make_batch(LENGTHS, first=100), **{name: torch.zeros(8, 7) for name in COLUMNS}}
     kv_first_write(rows, sample_ids=meta.sample_ids, dp_client=client, partition_id="train")
-    policy.begin_train_step(1.0)
-    policy.train_microbatches_from_metas(portions)
-    policy.finish_train_step()
+    make_policy(batching=BATCHING).train_from_meta(meta, 1.0)
     seen = sorted(int(row[0]) for worker in workers for _, data in worker.seen for row in data["input_ids"])
     assert seen == list(range(100, 108))
 

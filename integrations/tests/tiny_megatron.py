@@ -208,11 +208,10 @@ class _Step:
 class TinyMegatronTrainer:
     """One rank. It trains by Megatron's own schedules and data parallelism, inside `megatron_on_cpu`."""
 
-    def __init__(self, layout, packed=False, cfg=None):
+    def __init__(self, layout, packed=False):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         self.packed = packed
-        self.cfg = cfg or {}
         plain = make_model(layout)
         self.model = DistributedDataParallel(plain.config, DistributedDataParallelConfig(), plain)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.5)

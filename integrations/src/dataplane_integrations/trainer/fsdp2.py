@@ -16,14 +16,8 @@ from dataplane_core.errors import ConfigError, UnsupportedOperationError
 from dataplane_integrations.attach import DataPlaneSource
 from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 
-_REPLICATED: Final = {
-    "cp": "context_parallel",
-    "context_parallel": "context_parallel",
-    "tp": "tensor_parallel",
-    "tensor_parallel": "tensor_parallel",
-    "pp": "pipeline_parallel",
-    "pipeline_parallel": "pipeline_parallel",
-}
+_SHORT_NAMES: Final = {"cp": "context_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
+_REPLICATED: Final = _SHORT_NAMES | {name: name for name in _SHORT_NAMES.values()}
 
 
 class FSDP2DataPlaneMixin(DataPlaneWorkerMixin):

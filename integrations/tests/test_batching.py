@@ -10,9 +10,14 @@ KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
 
 def test_dynamic_batching_is_read_with_a_limit_for_each_stage():
     section = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 128, "sequence_length_round": 8}
-    batching = Batching.from_config({"dynamic_batching": section, "lr": 1e-4})
+    balance = {"cost": "flops", "hidden_size": 64}
+    batching = Batching.from_config({"dynamic_batching": section, "lr": 1e-4, "balance": balance})
     train = {**KEYS, "max_tokens_per_microbatch": 64, "sequence_length_round": 8}
-    assert batching.shard_args("train") == {"dynamic_batching_args": train, "sequence_packing_args": None}
+    assert batching.shard_args("train") == {
+        "dynamic_batching_args": train,
+        "sequence_packing_args": None,
+        "balance": balance,
+    }
     logprob = batching.shard_args("logprob")["dynamic_batching_args"]
     assert logprob == {**train, "max_tokens_per_microbatch": 128}
     assert batching.length_round == 8
@@ -37,7 +42,11 @@ def test_packing_pads_to_the_configs_multiple_unless_told_otherwise():
 def test_what_is_not_enabled_is_off_and_sizes_of_training_batches_are_read(cfg):
     batching = Batching.from_config({**cfg, "train_global_batch_size": 512, "train_micro_batch_size": 4})
     assert not batching.plans
-    assert batching.shard_args("train") == {"dynamic_batching_args": None, "sequence_packing_args": None}
+    assert batching.shard_args("train") == {
+        "dynamic_batching_args": None,
+        "sequence_packing_args": None,
+        "balance": None,
+    }
     assert (batching.global_batch_size, batching.micro_batch_size) == (512, 4)
     assert Batching.from_config(cfg).global_batch_size is None
 

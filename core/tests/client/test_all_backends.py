@@ -250,6 +250,8 @@ WRONG = [
     ("list_samples", ValueError, "tag_filter", [{"tag_filter": each} for each in NO_FILTERS]),
     ("claim_meta", ValueError, "sampler", [{"sampler": "random"}]),
     ("claim_meta", ValueError, "", [{"sampler": "balanced"}, {"sampler": "balanced", "dp_rank": 0}]),
+    ("claim_meta", ValueError, "balance", [{"balance": cost} for cost in ({}, {"cost": "flops", "hidden_size": 8})]),
+    ("claim_meta", TypeError, "balance must be a dict", [{"balance": len}]),
     ("claim_meta", ValueError, "dp_rank", [{"dp_rank": 2, "dp_size": 2}, {"dp_rank": -1}]),
     ("claim_meta", TypeError, "dp_rank", [{"dp_rank": True}]),
     ("claim_meta", ValueError, "dp_rank", [{"dp_size": 2}, {"batch_index": 0}]),

@@ -11,6 +11,7 @@ from dataplane_core.ledger import Ledger, commands
 from dataplane_core.ledger.queues import KEPT_S
 from dataplane_core.ledger.state import pack_state
 from dataplane_core.spec import FieldSpec
+from dataplane_core.spec.costs import Balance
 
 FLOAT = FieldSpec("tensor", "float32", 1)
 
@@ -106,8 +107,8 @@ def open_ledger():
     return ledger()
 
 
-def put_rows(made, *names):
-    made.apply(commands.PutTags("p", names, [{}] * len(names)), 0.0)
+def put_rows(made, *names, **tags):
+    made.apply(commands.PutTags("p", names, [tags] * len(names)), 0.0)
 
 
 def clear_rows(made, *names):
@@ -153,6 +154,18 @@ def test_batches_whose_rows_are_cleared_cost_nothing(open_ledger, options):
         for number in (1, 400, 800):
             with pytest.raises(InvalidRequestError, match="samples of it were cleared"):
                 claim_batch(made, number, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("balance", "ranks"), [(None, (["a", "d", "e"], ["b", "c", "f"])), (16, (["a", "e", "f"], ["b", "c", "d"]))]
+)
+def test_balanced_ranks_get_about_as_many_tokens_or_as_much_work(balance, ranks):
+    made = ledger(6)
+    for name, length in zip("abcdef", (90, 60, 50, 10, 8, 1), strict=True):
+        put_rows(made, name, input_lengths=length)
+    cost = None if balance is None else Balance("flops", balance)
+    for rank, rows in enumerate(ranks):
+        assert claim_batch(made, 0, 3, sampler="balanced", dp_rank=rank, dp_size=2, balance=cost) == rows
 
 
 def test_what_one_claim_chose_for_all_ranks_stays_so():

@@ -31,7 +31,8 @@ from dataplane_core.batch.columns import (
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.codec.inputs import column_of_array
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, preview
-from dataplane_core.schema import MULTIMODAL_FIELDS, PLAN_KEYS
+from dataplane_core.schema import INPUT_LENGTHS_FIELD, MULTIMODAL_FIELDS, PLAN_KEYS
+from dataplane_core.sharding.balancing import BalanceBy
 from dataplane_core.sharding.plan import order_of, plan_shards
 from dataplane_core.spec import TagValue
 
@@ -224,6 +225,7 @@ class BatchedDataDict(UserDict[str, Any]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: Mapping[str, Any] | None = None,
         sequence_packing_args: Mapping[str, Any] | None = None,
+        balance: BalanceBy | None = None,
     ) -> Any:
         """Cuts the batch into chunks, each chunk into ``shards`` equal parts, and joins the parts by position.
 
@@ -241,14 +243,16 @@ class BatchedDataDict(UserDict[str, Any]):
             sequence_packing_args: `dataplane_core.sharding.SequencePackingArgs`: pack each chunk into bins of a
                 token limit. Shards may get different numbers of rows. A chunk needs at least one row per shard, but no
                 multiple of ``shards``.
+            balance: Shards cost about as much, as `shard_meta_for_dp` says. Without the arguments above, lengths are
+                those of the column ``input_lengths``.
 
         Returns:
-            A list of `SlicedDataDict`, whose tensors are copies. With dynamic batching or packing, ``(shards,
+            A list of `SlicedDataDict`, whose tensors are copies. With dynamic batching, packing or balance, ``(shards,
             indices)``: `reorder_data` with these restores the batch from the concatenated shards.
 
         Raises:
             InvalidRequestError: Sizes are not multiples, both kinds of arguments are given, their keys are wrong, a row
-                is over the token limit, or there are too few rows to pack.
+                is over the token limit, there are too few rows to pack, or ``balance`` names no cost or gives none.
             MissingDataError: A ``KeyError``: a column that the arguments name is missing.
         """
         if allow_uneven_shards and (batch_size is not None or dynamic_batching_args is not None):
@@ -266,20 +270,24 @@ class BatchedDataDict(UserDict[str, Any]):
             lengths=self._lengths,
             width=lambda args: self._input(args["input_key"]).shape[1],
             uneven=allow_uneven_shards,
+            balance=balance,
         )
         pieces = [self._rows(shard.rows) for shard in planned]
         for piece, shard in zip(pieces, planned, strict=True):
             vars(piece).update(shard.plan())
-        if dynamic_batching_args is None and sequence_packing_args is None:
+        if dynamic_batching_args is None and sequence_packing_args is None and balance is None:
             return pieces
         return pieces, order_of(planned)
 
     def _lengths(self, args: Mapping[str, Any]) -> list[int]:
         """Tokens per row."""
-        _, column = (self._column(args[key]) for key in ("input_key", "input_lengths_key"))
+        if args:
+            self._column(args["input_key"])
+        name = args.get("input_lengths_key", INPUT_LENGTHS_FIELD)
+        column = self._column(name)
         if isinstance(column, torch.Tensor | np.ndarray) and column.ndim != 1:
             raise InvalidRequestError(
-                f"shard_by_batch_size: lengths '{args['input_lengths_key']}' have shape {tuple(column.shape)}. "
+                f"shard_by_batch_size: lengths '{name}' have shape {tuple(column.shape)}. "
                 f"Expected one length for each of the {self.size} rows."
             )
         return _as_ints("shard_by_batch_size", column)

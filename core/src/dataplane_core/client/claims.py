@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -26,6 +26,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import backoff_s
 from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.spec import Capability, Claim, ClaimRequest, TagFilter, check_tag_filter
+from dataplane_core.spec.costs import Balance
 from dataplane_core.spec.requests import Wake
 from dataplane_core.spec.waking import Bell
 
@@ -49,13 +50,15 @@ def checked_claim(
     timeout_s: float = 0.0,
     batch_index: int | None = None,
     tag_filter: TagFilter | None = None,
+    balance: Mapping[str, Any] | None = None,
     **claim: Any,
 ) -> ClaimRequest:
     """The request of a claim, from the arguments of `claim_meta`, checked."""
     connection.require(Capability.CLAIMS, "claim_meta")
     checked_as("claim_meta: timeout_s", Seconds, timeout_s)
     condition = None if tag_filter is None else check_tag_filter(tag_filter)
-    request = checked("claim_meta", ClaimRequest, tag_filter=condition, **claim)
+    cost = None if balance is None else Balance.read("claim_meta: balance", balance)
+    request = checked("claim_meta", ClaimRequest, tag_filter=condition, balance=cost, **claim)
     request.required_fields = list(dict.fromkeys(request.required_fields))
     request.strict = connection.config.strict_fields
     if connection.config.open_partitions:

@@ -418,6 +418,7 @@ class DataPlaneClient(ClientFacts):
         sampler: Sampler = "first_write",
         dp_size: int | None = None,
         batch_index: int | None = None,
+        balance: Mapping[str, Any] | None = None,
     ) -> KVBatchMeta:
         """Hands out samples whose required fields are all produced and that the task has not been given.
 
@@ -444,6 +445,8 @@ class DataPlaneClient(ClientFacts):
                 ``batch_size`` samples for each rank, or what is left, and all ranks get about as many, perhaps none.
                 That there is no further batch is also said to all ranks. `stream` tells the two apart.
             batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
+            balance: What ``balanced`` balances instead of tokens, such as ``{"cost": "flops", "hidden_size": 4096}``:
+                see `shard_meta_for_dp`. It is sent to the store, so it cannot be a function.
 
         Returns:
             A meta in order of first write (``freshest``: in the opposite order), with tags, and ``sequence_lengths``
@@ -474,6 +477,7 @@ class DataPlaneClient(ClientFacts):
                 sampler=sampler,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
+                balance=balance,
             )
             return claim_now(self._connection, request, timeout_s if blocking else None, self._connection.waiters)[0]
 

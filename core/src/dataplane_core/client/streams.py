@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 #: Which arguments of `DataPlaneClient.claim_meta` a stream passes on.
-_CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size"}
+_CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size", "balance"}
 #: A lease is renewed after this share of it.
 RENEWED_AFTER: Final = 1 / 3
 #: How long a loop waits for a batch if the store cannot say who lives, in seconds.
@@ -160,7 +160,8 @@ def stream(
         fresh: Called before each claim; returns a tag filter with a lower bound, which may rise. The samples below it
             are acked, and cleared with ``clear``, but never given. A group is as old as its oldest sample. Samples
             without the tag are never given. Not with ``dp_rank``.
-        claim: Further arguments of `DataPlaneClient.claim_meta`: ``dp_rank``, ``tag_filter``, ``sampler``, ``dp_size``.
+        claim: Further arguments of `DataPlaneClient.claim_meta`: ``dp_rank``, ``tag_filter``, ``sampler``, ``dp_size``,
+            ``balance``.
 
     Returns:
         An iterator, which is a context manager too.

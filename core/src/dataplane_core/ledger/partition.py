@@ -395,7 +395,7 @@ class Partition:
         for claimable in claimables:
             outcome.ready.discard(claimable.seq)
         if command.dp_rank is not None and (claimables or outcome.ends_ranks):
-            self._keep_batches(command, shares(command.sampler, claimables, ranks_of(command)), outcome.exhausted)
+            self._keep_batches(command, shares(command, claimables), outcome.exhausted)
             batch = self._batch(command)
             assert batch is not None
             return batch

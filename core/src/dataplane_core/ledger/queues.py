@@ -194,7 +194,7 @@ class WaitingClaims:
         # claims that ask the same are looked at once for all: 500 idle ranks cost a put what one does
         question = (
             *(claim.task_name, tuple(claim.required_fields), repr(claim.tag_filter), claim.batch_size, claim.sampler),
-            *(claim.dp_rank, claim.dp_size, claim.batch_index, claim.batch_epoch),
+            *(claim.balance, claim.dp_rank, claim.dp_size, claim.batch_index, claim.batch_epoch),
         )
         before = self.by_token.get(claim.token)
         if before is not None and (before.claim.partition_id, before.question) != (claim.partition_id, question):

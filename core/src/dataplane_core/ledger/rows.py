@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from dataplane_core.errors import InvalidRequestError, LeaseHolder, Shortfall
 from dataplane_core.schema import INPUT_LENGTHS_TAG
 from dataplane_core.spec import ClaimRequest, Sampler, TagValue, group_matches, matches
+from dataplane_core.spec.costs import Balance, divide_evenly
 from dataplane_core.spec.replies import SampleState
 
 #: Names the payload of one row of one put: ``(write_id, pos)``.
@@ -452,33 +453,24 @@ def ranks_of(claim: ClaimRequest) -> int:
     return 1 if claim.dp_rank is None else claim.dp_size or 1
 
 
-def shares(sampler: Sampler, claimables: Sequence[Claimable], dp_size: int) -> list[list[Claimable]]:
+def shares(claim: ClaimRequest, claimables: Sequence[Claimable]) -> list[list[Claimable]]:
     """Divides claimables among the ranks, so that their numbers differ by at most one: into ranges, or balanced.
 
-    ``balanced`` gives all ranks about as many tokens. The longest first, each to the rank with the fewest tokens so far
-    among those that still need one (Graham's longest processing time rule, with equal counts). Within a rank, the order
-    of first write stays.
+    ``balanced`` gives all ranks about as many tokens, or as much work. Within a rank, the order of first write stays.
     """
-    least, more = divmod(len(claimables), dp_size)
-    sizes = [least + (rank < more) for rank in range(dp_size)]  # the first ranks get one more
-    if sampler != "balanced":
+    least, more = divmod(len(claimables), ranks_of(claim))
+    sizes = [least + (rank < more) for rank in range(ranks_of(claim))]  # the first ranks get one more
+    if claim.sampler != "balanced":
         left = iter(claimables)
         return [list(islice(left, size)) for size in sizes]
-    parts: list[list[Claimable]] = [[] for _ in range(dp_size)]
-    heap = [(0, rank) for rank in range(dp_size)]
-    for claimable in sorted(claimables, key=lambda claimable: (-_length(claimable), claimable.seq)):
-        while True:
-            total, rank = heapq.heappop(heap)
-            if len(parts[rank]) < sizes[rank]:
-                break
-        parts[rank].append(claimable)
-        heapq.heappush(heap, (total + _length(claimable), rank))
-    return [sorted(part, key=lambda claimable: claimable.seq) for part in parts]
+    parts = divide_evenly([_cost(claimable, claim.balance) for claimable in claimables], sizes)
+    return [[claimables[position] for position in part] for part in parts]
 
 
-def _length(claimable: Claimable) -> int:
+def _cost(claimable: Claimable, balance: Balance | None) -> int:
     lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
-    return sum(int(length) for length in lengths if isinstance(length, (int, float)) and math.isfinite(length))
+    tokens = [int(length) for length in lengths if isinstance(length, (int, float)) and math.isfinite(length)]
+    return sum(tokens if balance is None else map(balance.of, tokens))
 
 
 # --- why a claim gets no more -----------------------------------------------------------------------------------------

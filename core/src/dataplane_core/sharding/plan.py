@@ -18,7 +18,9 @@ from dataplane_core.arguments import Count, check_dict, check_meta, checked_as
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta, rows_of
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS, padded_length
+from dataplane_core.sharding.balancing import BalanceBy, balanced_bins, costs_of
 from dataplane_core.sharding.packing import PACKERS, Lengths, as_sizes
+from dataplane_core.spec.costs import divide_evenly
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -52,7 +54,8 @@ class SequencePackingArgs(_PackingOptions):
         input_lengths_key: Column of lengths in tokens.
         sequence_length_pad_multiple: Each sequence takes a multiple of this many tokens of its bin.
         microbatch_order: In which order a shard works on its bins. ``packer`` (default): in that of the packer;
-            ``largest_first``: those with most tokens first. It does not change which shard gets which rows.
+            ``largest_first``: those with most tokens first. It does not change which shard gets which rows. Balanced
+            plans have the costliest first.
         seed: For ``first_fit_shuffle``. Default 0, so that all processes make the same plan.
     """
 
@@ -111,6 +114,7 @@ def plan_shards(
     lengths: Callable[[Mapping[str, Any]], Lengths],
     width: Callable[[Mapping[str, Any]], int | None],
     uneven: bool = False,
+    balance: BalanceBy | None = None,
 ) -> list[Shard]:
     """Assigns each chunk of ``batch_size`` rows (None: all rows) to the shards.
 
@@ -124,6 +128,9 @@ def plan_shards(
     ``lengths`` gives the tokens per row for the arguments of either kind, once their keys are checked. ``width`` gives
     the width of the padded batch for dynamic batching; None or 0: the largest length. ``uneven``, without arguments and
     ``batch_size``: the last shards may get fewer rows, or none.
+
+    ``balance``: equal parts are those that cost about as much, of rows in their order. Dynamic batching, whose shards
+    have the same padded shapes anyhow, deals rows out back and forth. Packing fills its bins by `balanced_bins`.
     """
     shards = checked_as("sharding: shards", Count, shards)
     batch_size = checked_as("sharding: batch_size", Count | None, batch_size)
@@ -137,16 +144,17 @@ def plan_shards(
         args, form, rounding = dynamic_batching_args, DynamicBatchingArgs, "sequence_length_round"
     elif sequence_packing_args is not None:
         args, form, rounding = sequence_packing_args, SequencePackingArgs, "sequence_length_pad_multiple"
-    elif uneven:
-        part = -(-num_rows // shards)
-        rows = list(range(num_rows))
-        return [Shard(rows[number * part : (number + 1) * part]) for number in range(shards)]
     else:
+        costs = None if balance is None else costs_of(balance, as_sizes("sharding", "row", lengths({})))
         planned = [Shard() for _ in range(shards)]
-        for start, end in _chunks(num_rows, shards, batch_size, equal=True):
-            part = (end - start) // shards
-            for number, shard in enumerate(planned):
-                shard.rows += range(start + number * part, start + (number + 1) * part)
+        for start, end in [(0, num_rows)] if uneven else _chunks(num_rows, shards, batch_size, equal=True):
+            part = -(-(end - start) // shards)
+            parts: list[Sequence[int]] = [range(start, end)[number * part :][:part] for number in range(shards)]
+            if costs is not None:
+                divided = divide_evenly(costs[start:end], list(map(len, parts)))
+                parts = [[start + position for position in positions] for positions in divided]
+            for shard, rows in zip(planned, parts, strict=True):
+                shard.rows += rows
         return planned
     is_dynamic = form is DynamicBatchingArgs
     what = "dynamic_batching_args" if is_dynamic else "sequence_packing_args"
@@ -158,8 +166,12 @@ def plan_shards(
     widest = width(args) if is_dynamic else None
     chunks = _chunks(num_rows, shards, batch_size, equal=is_dynamic)
     if is_dynamic:
-        return _dynamic_batches(shards, chunks, sizes, limit, multiple, widest or int(sizes.max()))
-    return _packed_batches(shards, chunks, sizes, limit, multiple, args)
+        if balance is not None:
+            costs_of(balance, sizes)
+        return _dynamic_batches(
+            shards, chunks, sizes, limit, multiple, widest or int(sizes.max()), back_and_forth=balance is not None
+        )
+    return _packed_batches(shards, chunks, sizes, limit, multiple, args, balance)
 
 
 def order_of(shards: Sequence[Shard]) -> list[int]:
@@ -168,7 +180,14 @@ def order_of(shards: Sequence[Shard]) -> list[int]:
 
 
 def _dynamic_batches(
-    shards: int, chunks: Sequence[tuple[int, int]], sizes: NDArray[np.int64], limit: int, multiple: int, widest: int
+    shards: int,
+    chunks: Sequence[tuple[int, int]],
+    sizes: NDArray[np.int64],
+    limit: int,
+    multiple: int,
+    widest: int,
+    *,
+    back_and_forth: bool,
 ) -> list[Shard]:
     if int(sizes.max()) > widest:
         raise InvalidRequestError(
@@ -192,6 +211,9 @@ def _dynamic_batches(
                 ends.append(row)
                 first = row
         ends.append(len(padded))
+        if back_and_forth:
+            deals = order.reshape(-1, shards)
+            deals[-2::-2] = deals[-2::-2, ::-1].copy()
         for number, shard in enumerate(planned):
             shard.add_chunk(order[number::shards].tolist(), ends, [padded[end - 1] for end in ends])
     return planned
@@ -204,6 +226,7 @@ def _packed_batches(
     limit: int,
     multiple: int,
     args: Mapping[str, Any],
+    balance: BalanceBy | None,
 ) -> list[Shard]:
     what = "sequence_packing_args"
     seed = _at_least(0, what, {"seed": 0, **args}, "seed")
@@ -220,17 +243,21 @@ def _packed_batches(
             f"{int(rounded[longest])}. Expected at most max_tokens_per_microbatch, {limit}."
         )
     options = {"seed": seed} if algorithm == "first_fit_shuffle" else {}
+    costs = [] if balance is None else costs_of(balance, rounded)
     planned = [Shard([], [], [], []) for _ in range(shards)]
     for start, end in chunks:
         tokens = rounded[start:end].tolist()
         bins = PACKERS[algorithm](tokens, limit, min_bin_count=shards, bin_count_multiple=shards, **options)
-        filled = [(sum(tokens[row] for row in rows), [start + row for row in rows]) for rows in bins]
-        for number, shard in enumerate(planned):
-            dealt = filled[number::shards]
-            if bin_order == "largest_first":
-                dealt.sort(key=lambda entry: -entry[0])
-            ends = list(accumulate(len(rows) for _, rows in dealt))
-            shard.add_chunk([row for _, rows in dealt for row in rows], ends, [length for length, _ in dealt])
+        if balance is None:
+            dealt = [bins[number::shards] for number in range(shards)]
+        else:
+            dealt = balanced_bins(bins, tokens, costs[start:end], limit, shards)
+        for shard, mine in zip(planned, dealt, strict=True):
+            filled = [(sum(tokens[row] for row in rows), [start + row for row in rows]) for rows in mine]
+            if bin_order == "largest_first" and balance is None:
+                filled.sort(key=lambda entry: -entry[0])
+            ends = list(accumulate(len(rows) for _, rows in filled))
+            shard.add_chunk([row for _, rows in filled for row in rows], ends, [length for length, _ in filled])
     return planned
 
 
@@ -286,6 +313,7 @@ def shard_meta_for_dp(
     batch_size: int | None = None,
     sequence_packing_args: Mapping[str, Any] | None = None,
     dynamic_batching_args: Mapping[str, Any] | None = None,
+    balance: BalanceBy | None = None,
 ) -> tuple[list[KVBatchMeta], list[int] | None]:
     """Assigns ``meta.sample_ids`` to ranks, as `BatchedDataDict.shard_by_batch_size` assigns the rows themselves.
 
@@ -298,6 +326,10 @@ def shard_meta_for_dp(
         batch_size: Rows of a global batch over all ranks; None: one batch of everything.
         sequence_packing_args: `SequencePackingArgs`.
         dynamic_batching_args: `DynamicBatchingArgs`.
+        balance: The ranks' work costs about as much, with the same limits and as many microbatches: ``{"cost":
+            "flops", "hidden_size": 4096}`` counts the FLOPs of a transformer of this width, which grow with a row's
+            length and its square. Or a function, which gives the cost of a length in tokens: a finite number of 0 or
+            more. Packing rounds lengths up first. None: rows are divided by number and tokens alone.
 
     Returns:
         One meta per rank, and the original index of each row of the concatenated ranks, or None if the order did not
@@ -312,7 +344,8 @@ def shard_meta_for_dp(
 
     Raises:
         InvalidRequestError: The meta is empty or has no lengths, both kinds of arguments are given, sizes are not
-            multiples, or a row is over the token limit.
+            multiples, a row is over the token limit, or ``balance`` names no cost or gives none.
+        InvalidTypeError: ``balance`` has a value of the wrong type, or lacks one.
     """
     check_meta("shard_meta_for_dp: meta", meta)
     dp_world = checked_as("shard_meta_for_dp: dp_world", Count, dp_world)
@@ -334,6 +367,7 @@ def shard_meta_for_dp(
             sequence_packing_args,
             lengths=lambda _: lengths,
             width=lambda _: meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN),
+            balance=balance,
         )
     except InvalidRequestError as error:
         error.message = f"{where}: {error.message}"

@@ -24,6 +24,7 @@ from msgspec import Meta, field
 from dataplane_core.arguments import Count, Index, Name, PositiveSeconds, Seconds
 from dataplane_core.errors import InvalidRequestError
 from dataplane_core.spec.columns import FieldSpec, SharedRows, WireColumn
+from dataplane_core.spec.costs import Balance
 from dataplane_core.spec.replies import (
     Claim,
     ClientInfo,
@@ -286,6 +287,7 @@ class ClaimRequest(OnceRequest, Command[Claim]):
             without being called.
         strict: Whether fields are refused that are neither registered nor written.
         opens: What registers the partition if it is unknown, or adds the task if it lacks it. None: nothing.
+        balance: By what cost the sampler ``balanced`` divides. None: by tokens.
 
     Raises:
         UnknownTaskError: Not registered.
@@ -312,6 +314,7 @@ class ClaimRequest(OnceRequest, Command[Claim]):
     wake: Wake | None = None
     strict: bool = False
     opens: RegisterRequest | None = None
+    balance: Balance | None = None
 
     def check(self) -> None:
         if self.dp_rank is None and self.dp_size is not None:
@@ -321,6 +324,8 @@ class ClaimRequest(OnceRequest, Command[Claim]):
             raise InvalidRequestError(f"claim_meta refused: {said}.")
         if self.sampler == "balanced" and self.dp_size is None:
             raise InvalidRequestError("claim_meta refused: sampler 'balanced' needs a dp_rank and a dp_size.")
+        if self.balance is not None and self.sampler != "balanced":
+            raise InvalidRequestError("claim_meta refused: balance needs the sampler 'balanced'.")
         if self.tag_filter is not None:
             check_tag_filter(self.tag_filter)
         if self.opens is not None:

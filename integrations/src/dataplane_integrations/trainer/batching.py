@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -59,6 +59,8 @@ class Batching:
         global_batch_size: Rows of each optimizer step over all ranks, in training calls that do not say; None: one step
             for all rows.
         micro_batch_size: Rows per microbatch in training calls that do not say, where no plan is made.
+        balance: By what cost the work of the ranks is balanced, as `dataplane_core.shard_meta_for_dp` takes it; None:
+            rows and tokens alone divide it.
 
     Raises:
         ConfigError: Dynamic batching and sequence packing together.
@@ -69,6 +71,7 @@ class Batching:
     pad_multiple: int = 1
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
+    balance: Mapping[str, Any] | Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
         if self.dynamic is not None and self.packing is not None:
@@ -84,7 +87,7 @@ class Batching:
 
         Args:
             cfg: ``dynamic_batching`` and ``sequence_packing``, each with ``enabled`` and the attributes of
-                `DynamicBatching` and `SequencePacking`; ``make_sequence_length_divisible_by``;
+                `DynamicBatching` and `SequencePacking`; ``make_sequence_length_divisible_by``; ``balance``;
                 ``train_global_batch_size`` and ``train_micro_batch_size``. All are optional; other keys are ignored.
 
         Raises:
@@ -97,6 +100,7 @@ class Batching:
             pad_multiple=multiple,
             global_batch_size=_optional(cfg, "train_global_batch_size"),
             micro_batch_size=_optional(cfg, "train_micro_batch_size"),
+            balance=cfg.get("balance"),
         )
 
     @property
@@ -112,10 +116,11 @@ class Batching:
         return self.dynamic is not None or self.packing is not None
 
     def shard_args(self, stage: Stage) -> dict[str, Any]:
-        """Keyword arguments for ``shard_by_batch_size`` and ``shard_meta_for_dp``; at most one is not None."""
+        """Keyword arguments for ``shard_by_batch_size`` and ``shard_meta_for_dp``."""
         return {
             "dynamic_batching_args": _args(self.dynamic, stage),
             "sequence_packing_args": _args(self.packing, stage),
+            "balance": self.balance,
         }
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from matplotlib.figure import Figure
+from torch import Tensor, distributed, nn
 
 from benchmarks import bench
 from benchmarks.bench import Table, case
@@ -160,6 +162,132 @@ def sharding(
             rows.setdefault(name, []).extend((ms, ms / best["sort and one pass"], peak_mb(steps[name])))
     heads = [head for size in sizes for head in (f"n = {size:,}: ms", "times the sort", "peak MB")]
     yield Table("sharding", ["", *heads], [[name, *cells] for name, cells in rows.items()])
+
+
+#: Lognormal lengths in tokens: how they are called, their median, their deviation, and where they are cut.
+LENGTHS = (
+    ("lognormal to 8k", 1800, 0.8, 8192),
+    ("heavy tail to 32k", 4096, 1.2, 32_768),
+    ("heavy tail to 64k", 8192, 1.2, 65_536),
+)
+
+
+def packed(
+    number: int, num_rows: int, spread: tuple[float, float, int], ranks: int, limit: int, balance: Any
+) -> tuple[list[list[list[int]]], float]:
+    """The lengths of each bin of each rank, for rows drawn with this number, and the ms of CPU for the plan."""
+    median, sigma, longest = spread
+    drawn = np.exp(np.random.RandomState(number).normal(np.log(median), sigma, num_rows))
+    lengths = np.clip(drawn, 4, longest).astype(int).tolist()
+    meta = KVBatchMeta("train", "train", [f"q{row}" for row in range(num_rows)], sequence_lengths=lengths)
+    packing = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "sequence_length_pad_multiple": 1}
+    packing |= {"algorithm": "modified_first_fit_decreasing", "max_tokens_per_microbatch": limit * longest}
+    times = []
+    for _ in range(9):
+        start = time.process_time()
+        shards, _ = shard_meta_for_dp(meta, dp_world=ranks, sequence_packing_args=packing, balance=balance)
+        times.append((time.process_time() - start) * 1e3)
+    bins = [
+        [shard.sequence_lengths[start:end] for start, end in shard.extra_info["micro_batch_indices"][0]]
+        for shard in shards
+    ]
+    return bins, min(times)
+
+
+def over_the_mean(costs: Any) -> list[float]:
+    """What a step takes over the mean of the ranks, from the costs ``(rank, microbatch)``: if ranks wait for each other
+    at each microbatch, and if they wait at its end."""
+    costs = np.array(costs)
+    return [costs.max(0).sum() / costs.mean(0).sum(), costs.sum(1).max() / costs.sum(1).mean()]
+
+
+@case
+def balance(rounds: int = 11, hidden_size: int = 4096) -> Iterator[Table]:
+    """Packed plans for 16 ranks, as they are and balanced by FLOPs, for 512 rows with lengths of a lognormal.
+
+    What a step takes over the mean of the ranks, if they wait for each other at each microbatch (the sum over
+    microbatches of the slowest rank), and if they wait at its end. ``limit`` is the capacity of a microbatch, in
+    longest rows. Medians over the rounds, each with lengths of its own, and the worst; ms of CPU, the best of 9.
+    """
+    rows = []
+    for name, *spread in LENGTHS:
+        for limit in (2, 1):
+            figures = []
+            for number in range(rounds):
+                figures.append([])
+                for by in (None, {"cost": "flops", "hidden_size": hidden_size}):
+                    bins, ms = packed(number, 512, tuple(spread), 16, limit, by)
+                    flops = [[sum(n * (6 * hidden_size + n) for n in lengths) for lengths in rank] for rank in bins]
+                    figures[-1] += [*over_the_mean(flops), ms]
+            middle, worst = np.median(figures, 0).tolist(), np.max(figures, 0).tolist()
+            cells = [(f"{middle[at]:.3f}", f"{worst[at]:.3f}") for at in (0, 3, 1, 4)]
+            rows.append([name, limit, *map(" / ".join, cells), middle[2], middle[5]])
+    heads = [f"{what}: {way}" for what in ("in lockstep", "whole step") for way in ("as it is", "balanced")]
+    yield Table("balance", ["lengths", "limit", *heads, "ms: as it is", "balanced"], rows)
+
+
+def training(number: int, place: str, width: int) -> Generator[Any, Any, None]:
+    """One of 4 ranks, which trains a layer on a plan. Answers with its seconds of CPU for each microbatch."""
+    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=4)
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    plans = yield None
+    while True:
+        times = []
+        for lengths in plans[number]:
+            start = time.thread_time()
+            for length in lengths:
+                layer(torch.randn(1, length, width)).square().mean().backward()
+            times.append(time.thread_time() - start)
+            distributed.barrier()
+        for parameter in layer.parameters():
+            distributed.all_reduce(parameter.grad)
+        plans = yield times
+
+
+@case
+def balanced_step(rounds: int = 5, width: int = 128, picture: str = "") -> Iterator[Table]:
+    """Seconds per rank of a training step: a transformer's layer on 4 ranks with gloo, on packed plans.
+
+    Lengths are the last ones of ``balance`` and their limit, both over 32, as is the width: 128 rows up to 2,048
+    tokens. The seconds are of CPU, in the thread that computes, since there may be fewer cores than ranks; medians over
+    the rounds, in which the plans take turns. ``--picture`` draws them into that file.
+    """
+    _, median, sigma, longest = LENGTHS[-1]
+    ways = {"as it is": None, "balanced": {"cost": "flops", "hidden_size": width}}
+    spread = (median / 32, sigma, longest // 32)
+    plans = {way: packed(0, 128, spread, 4, 2, by)[0] for way, by in ways.items()}
+    times: dict[str, list[Any]] = {way: [] for way in ways}
+    with TemporaryDirectory() as folder, bench.Processes(training, 4, f"{folder}/ranks", width) as members:
+        for number in range(rounds + 1):
+            for way, kept in times.items():
+                answer = members.ask(plans[way])
+                if number:  # the first warms up
+                    kept.append(answer)
+    middle = {way: np.median(kept, 0) for way, kept in times.items()}  # (rank, microbatch)
+    heads = [*(f"rank {rank}" for rank in range(4)), "slowest over the mean", "in lockstep"]
+    rows = [[way, *costs.sum(1).tolist(), *over_the_mean(costs)[::-1]] for way, costs in middle.items()]
+    if picture:
+        draw({way: costs.sum(1) for way, costs in middle.items()}, picture)
+    yield Table("balanced-step", ["seconds of CPU per step", *heads], rows)
+
+
+def draw(seconds: Mapping[str, Any], picture: str) -> None:
+    """Draws the seconds of each rank, one bar per plan."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for number, (way, values) in enumerate(seconds.items()):
+        places = np.arange(len(values)) + 0.38 * (number - 0.5)
+        bars = axes.bar(
+            places, values, 0.34, label=f"{way}: the slowest {max(values):.2f} s", color=("#b0b0b0", "#2a6fbb")[number]
+        )
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.axhline(np.mean(list(seconds.values())), color="black", linewidth=0.8, linestyle="--")
+    axes.set(
+        xticks=range(len(values)), xticklabels=[f"rank {rank}" for rank in range(len(values))], ylabel="seconds of CPU"
+    )
+    axes.set_ylim(0, 1.3 * max(map(max, seconds.values())))
+    axes.legend(frameon=False, ncols=2, loc="upper center")
+    figure.savefig(picture, dpi=110)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

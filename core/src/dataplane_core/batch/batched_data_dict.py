@@ -31,7 +31,7 @@ from dataplane_core.batch.columns import (
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.codec.inputs import column_of_array
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError, preview
-from dataplane_core.schema import INPUT_LENGTHS_FIELD, MULTIMODAL_FIELDS, PLAN_KEYS
+from dataplane_core.schema import MULTIMODAL_FIELDS, PLAN_KEYS
 from dataplane_core.sharding.balancing import BalanceBy
 from dataplane_core.sharding.plan import order_of, plan_shards
 from dataplane_core.spec import TagValue
@@ -281,13 +281,10 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def _lengths(self, args: Mapping[str, Any]) -> list[int]:
         """Tokens per row."""
-        if args:
-            self._column(args["input_key"])
-        name = args.get("input_lengths_key", INPUT_LENGTHS_FIELD)
-        column = self._column(name)
+        _, column = (self._column(args[key]) for key in ("input_key", "input_lengths_key"))
         if isinstance(column, torch.Tensor | np.ndarray) and column.ndim != 1:
             raise InvalidRequestError(
-                f"shard_by_batch_size: lengths '{name}' have shape {tuple(column.shape)}. "
+                f"shard_by_batch_size: lengths '{args['input_lengths_key']}' have shape {tuple(column.shape)}. "
                 f"Expected one length for each of the {self.size} rows."
             )
         return _as_ints("shard_by_batch_size", column)

@@ -1,7 +1,5 @@
-"""Balances packed plans by what rows cost: as many bins and microbatches, and the same limits.
-
-Ranks wait for each other at every microbatch, or at the end of a step. So a microbatch takes as long as its costliest
-bin over all ranks, and what its other bins cost less is lost.
+"""Balances packed plans by what rows cost: ranks that wait for each other take as long as the costliest bin of each
+microbatch.
 """
 
 from __future__ import annotations
@@ -25,18 +23,15 @@ BalanceBy: TypeAlias = Mapping[str, Any] | Callable[[int], float]
 
 def costs_of(balance: BalanceBy, lengths: NDArray[np.int64]) -> list[float]:
     """What each row costs. Refuses what is no known cost, and costs that are no finite numbers of 0 or more."""
-    cost = balance if callable(balance) else Balance.read("sharding: balance", balance).of
-    costs: list[float] = []
-    for row, length in enumerate(lengths.tolist()):
-        costs.append(cost(length))
-        try:
-            good = 0 <= float(costs[row]) < inf
-        except (TypeError, ValueError):
-            good = False
-        if not good:
+    if not callable(balance):
+        by_name: list[float] = Balance.read("sharding: balance", balance).of(lengths.astype(np.float64)).tolist()
+        return by_name
+    costs = [balance(length) for length in lengths.tolist()]
+    for row, cost in enumerate(costs):
+        if not (isinstance(cost, (int, float, np.integer, np.floating)) and 0 <= cost < inf):
             raise InvalidRequestError(
-                f"sharding refused: balance gives {costs[row]!r} for row {row} of {length} tokens. Expected one number "
-                "of 0 or more, and not infinite."
+                f"sharding refused: balance gives {cost!r} for row {row} of {lengths[row]} tokens. Expected a finite "
+                "number of 0 or more."
             )
     return list(map(float, costs))
 
@@ -81,7 +76,8 @@ def _filled(
     left = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
     sizes, prices = [-tokens[row] for row in left], [-costs[row] for row in left]  # rising, to be bisected
     filled: Bins = []
-    while count > shards and prices[0] * count < fsum(prices):
+    rest = fsum(costs)
+    while count > shards and -prices[0] * count > rest:
         count -= shards
         begun, highest = left[:shards], -prices[0]
         del left[:shards], sizes[:shards], prices[:shards]
@@ -94,6 +90,7 @@ def _filled(
                 rows.append(left.pop(place))
                 room, more = room + sizes.pop(place), more + prices.pop(place)
             filled.append(rows)
+            rest -= fsum(costs[row] for row in rows)
     spread = _spread(left, count, tokens, costs, capacity)
     return None if spread is None else filled + spread
 

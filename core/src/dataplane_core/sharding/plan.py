@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dataplane_core.arguments import Count, check_dict, check_meta, checked_as
 from dataplane_core.errors import InvalidRequestError, preview
 from dataplane_core.meta import KVBatchMeta, rows_of
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, PLAN_KEYS, padded_length
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, INPUT_LENGTHS_FIELD, PLAN_KEYS, padded_length
 from dataplane_core.sharding.balancing import BalanceBy, balanced_bins, costs_of
 from dataplane_core.sharding.packing import PACKERS, Lengths, as_sizes
 from dataplane_core.spec.costs import divide_evenly
@@ -129,8 +129,7 @@ def plan_shards(
     the width of the padded batch for dynamic batching; None or 0: the largest length. ``uneven``, without arguments and
     ``batch_size``: the last shards may get fewer rows, or none.
 
-    ``balance``: equal parts are those that cost about as much, of rows in their order. Dynamic batching, whose shards
-    have the same padded shapes anyhow, deals rows out back and forth. Packing fills its bins by `balanced_bins`.
+    ``balance``: parts and bins cost about as much. Dynamic batching needs none: all shards have the same padded shapes.
     """
     shards = checked_as("sharding: shards", Count, shards)
     batch_size = checked_as("sharding: batch_size", Count | None, batch_size)
@@ -145,7 +144,8 @@ def plan_shards(
     elif sequence_packing_args is not None:
         args, form, rounding = sequence_packing_args, SequencePackingArgs, "sequence_length_pad_multiple"
     else:
-        costs = None if balance is None else costs_of(balance, as_sizes("sharding", "row", lengths({})))
+        column = dict.fromkeys(("input_key", "input_lengths_key"), INPUT_LENGTHS_FIELD)
+        costs = None if balance is None else costs_of(balance, as_sizes("sharding", "row", lengths(column)))
         planned = [Shard() for _ in range(shards)]
         for start, end in [(0, num_rows)] if uneven else _chunks(num_rows, shards, batch_size, equal=True):
             part = -(-(end - start) // shards)
@@ -166,11 +166,9 @@ def plan_shards(
     widest = width(args) if is_dynamic else None
     chunks = _chunks(num_rows, shards, batch_size, equal=is_dynamic)
     if is_dynamic:
-        if balance is not None:
+        if balance is not None:  # it changes nothing, but is checked
             costs_of(balance, sizes)
-        return _dynamic_batches(
-            shards, chunks, sizes, limit, multiple, widest or int(sizes.max()), back_and_forth=balance is not None
-        )
+        return _dynamic_batches(shards, chunks, sizes, limit, multiple, widest or int(sizes.max()))
     return _packed_batches(shards, chunks, sizes, limit, multiple, args, balance)
 
 
@@ -180,14 +178,7 @@ def order_of(shards: Sequence[Shard]) -> list[int]:
 
 
 def _dynamic_batches(
-    shards: int,
-    chunks: Sequence[tuple[int, int]],
-    sizes: NDArray[np.int64],
-    limit: int,
-    multiple: int,
-    widest: int,
-    *,
-    back_and_forth: bool,
+    shards: int, chunks: Sequence[tuple[int, int]], sizes: NDArray[np.int64], limit: int, multiple: int, widest: int
 ) -> list[Shard]:
     if int(sizes.max()) > widest:
         raise InvalidRequestError(
@@ -211,9 +202,6 @@ def _dynamic_batches(
                 ends.append(row)
                 first = row
         ends.append(len(padded))
-        if back_and_forth:
-            deals = order.reshape(-1, shards)
-            deals[-2::-2] = deals[-2::-2, ::-1].copy()
         for number, shard in enumerate(planned):
             shard.add_chunk(order[number::shards].tolist(), ends, [padded[end - 1] for end in ends])
     return planned
@@ -326,10 +314,10 @@ def shard_meta_for_dp(
         batch_size: Rows of a global batch over all ranks; None: one batch of everything.
         sequence_packing_args: `SequencePackingArgs`.
         dynamic_batching_args: `DynamicBatchingArgs`.
-        balance: The ranks' work costs about as much, with the same limits and as many microbatches: ``{"cost":
-            "flops", "hidden_size": 4096}`` counts the FLOPs of a transformer of this width, which grow with a row's
-            length and its square. Or a function, which gives the cost of a length in tokens: a finite number of 0 or
-            more. Packing rounds lengths up first. None: rows are divided by number and tokens alone.
+        balance: By what cost the ranks get about as much work, within the same limits, in as many microbatches.
+            ``{"cost": "flops", "hidden_size": 4096}``: the FLOPs of a transformer of this width, which grow with a
+            row's length and its square. Or a function: tokens of a row (packing: rounded up) -> its cost, a finite
+            number of 0 or more. Dynamic batching pads all ranks alike, so it changes nothing there.
 
     Returns:
         One meta per rank, and the original index of each row of the concatenated ranks, or None if the order did not
@@ -345,7 +333,7 @@ def shard_meta_for_dp(
     Raises:
         InvalidRequestError: The meta is empty or has no lengths, both kinds of arguments are given, sizes are not
             multiples, a row is over the token limit, or ``balance`` names no cost or gives none.
-        InvalidTypeError: ``balance`` has a value of the wrong type, or lacks one.
+        InvalidTypeError: ``balance`` has a value of the wrong type.
     """
     check_meta("shard_meta_for_dp: meta", meta)
     dp_world = checked_as("shard_meta_for_dp: dp_world", Count, dp_world)

@@ -30,8 +30,8 @@ class Balance(Frozen, frozen=True):
             raise InvalidRequestError(f"{what} refused: its keys are {keys}. Expected 'cost' and 'hidden_size'.")
         return checked(what, cls, **option)
 
-    def of(self, length: int) -> int:
-        """The FLOPs of a layer for a row of so many tokens, as multiples of ``4 * hidden_size``."""
+    def of(self, length: Any) -> Any:
+        """The FLOPs of a layer for a row of so many tokens, in ``4 * hidden_size``; of an array, those of each."""
         return length * (6 * self.hidden_size + length)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, distributed, nn
 
 from benchmarks import bench
@@ -273,6 +272,8 @@ def balanced_step(rounds: int = 5, width: int = 128, picture: str = "") -> Itera
 
 def draw(seconds: Mapping[str, Any], picture: str) -> None:
     """Draws the seconds of each rank, one bar per plan."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     axes = figure.subplots()
     for number, (way, values) in enumerate(seconds.items()):

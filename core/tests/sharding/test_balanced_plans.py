@@ -147,7 +147,7 @@ def test_plans_by_hand():
         ("flops", TypeError, "balance must be a dict, got str"),
         *(
             (lambda length, value=value: value if length == 3 else 1, ValueError, r"gives .* for row 1 of 3 tokens")
-            for value in (-1, math.nan, math.inf, None, "far", np.ones(2))
+            for value in (-1, math.nan, math.inf, 10**400, None, "far", np.ones(2))
         ),
     ],
 )

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import fsum, inf
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +19,21 @@ from dataplane_core.spec.costs import Balance
 
 #: By what plans are balanced: ``{"cost": "flops", "hidden_size": 4096}``, or a function: tokens of a row -> its cost.
 BalanceBy: TypeAlias = Mapping[str, Any] | Callable[[int], float]
+#: The most that a row may cost: sums of costs stay finite.
+_MOST: Final = 1e100
 
 
 def costs_of(balance: BalanceBy, lengths: NDArray[np.int64]) -> list[float]:
-    """What each row costs. Refuses what is no known cost, and costs that are no finite numbers of 0 or more."""
+    """What each row costs. Refuses what is no known cost, and costs that are no numbers from 0 to `_MOST`."""
     if not callable(balance):
         by_name: list[float] = Balance.read("sharding: balance", balance).of(lengths.astype(np.float64)).tolist()
         return by_name
     costs = [balance(length) for length in lengths.tolist()]
     for row, cost in enumerate(costs):
-        if not (isinstance(cost, (int, float, np.integer, np.floating)) and 0 <= cost < inf):
+        if not (isinstance(cost, (int, float, np.integer, np.floating)) and 0 <= cost <= _MOST):
             raise InvalidRequestError(
-                f"sharding refused: balance gives {cost!r} for row {row} of {lengths[row]} tokens. Expected a finite "
-                "number of 0 or more."
+                f"sharding refused: balance gives {cost!r} for row {row} of {lengths[row]} tokens. Expected a number "
+                f"from 0 to {_MOST:g}."
             )
     return list(map(float, costs))
 

@@ -316,8 +316,8 @@ def shard_meta_for_dp(
         dynamic_batching_args: `DynamicBatchingArgs`.
         balance: By what cost the ranks get about as much work, within the same limits, in as many microbatches.
             ``{"cost": "flops", "hidden_size": 4096}``: the FLOPs of a transformer of this width, which grow with a
-            row's length and its square. Or a function: tokens of a row (packing: rounded up) -> its cost, a finite
-            number of 0 or more. Dynamic batching pads all ranks alike, so it changes nothing there.
+            row's length and its square. Or a function: tokens of a row (packing: rounded up) -> its cost, a number
+            from 0 to 1e100. Dynamic batching pads all ranks alike, so it changes nothing there.
 
     Returns:
         One meta per rank, and the original index of each row of the concatenated ranks, or None if the order did not

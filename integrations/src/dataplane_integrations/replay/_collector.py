@@ -61,7 +61,8 @@ class CollectorCounts:
 
     Attributes:
         groups: Groups committed.
-        failures: Failed rollouts or writes. Their rows were cleared, and their prompts are generated again.
+        failures: Failed rollouts or writes: their rows are cleared, and their prompts are generated again. Also calls
+            for prompts that the store did not answer.
         aborted: Groups that nobody would train on any more, or that others generate since their lease ended.
         held_back: Writes that waited because the store was full.
         last_error: The last failure, or None.

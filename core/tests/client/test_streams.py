@@ -13,7 +13,7 @@ import torch
 from gates import Gate
 
 from dataplane_core import connect, connect_async, stream
-from dataplane_core.client import async_client, explaining, streams
+from dataplane_core.client import Feed, Terms, async_client, explaining, streams
 from dataplane_core.client.leases import HeldMetas
 from dataplane_core.errors import (
     BackendUnavailableError,
@@ -56,6 +56,10 @@ def _all_given_back(client):
     eventually(lambda: not _num_leased(client), what="the samples are given back")
 
 
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name == "dataplane-stream"]
+
+
 def test_a_step_that_is_marked_has_what_streams_gave_before(client):
     with client.stream("p", "t", ["x"], 4) as batches:
         next(batches)
@@ -76,7 +80,7 @@ def test_each_sample_comes_once_and_a_batch_is_acked_when_the_next_is_asked_for(
         seen += batch.meta.sample_ids
     assert seen == IDS
     assert client.check_consumption_status("p", ["t"])
-    assert not [each for each in threading.enumerate() if each.name == "dataplane-stream"]
+    assert not _threads()
 
 
 @PREFETCH
@@ -175,6 +179,26 @@ def test_errors_reach_the_loop_and_end_the_stream(client, faults, prefetch):
         next(batches)
     _all_given_back(client)
     assert _consumed(client) == []
+
+
+@ONLY_SYNC
+@PREFETCH
+def test_a_batch_is_renewed_until_it_is_acked_by_hand_also_after_a_failure(client, faults, monkeypatch, prefetch):
+    monkeypatch.setattr(streams, "RENEWED_AFTER", 1 / 6000)
+
+    def fail_the_second(meta, columns):
+        return meta if meta.sample_ids == IDS[:4] else columns["absent"]
+
+    feed = Feed(client, Terms("p", "t", ["x"], 4, 60.0, prefetch, fail_the_second, 5.0, None, {}))
+    batches = feed.batches()
+    meta = next(batches)
+    with pytest.raises(KeyError):
+        next(batches)
+    with faults.counting() as calls:
+        eventually(lambda: calls.count("renew") > 2, what="the first batch is renewed")
+    client.ack(meta)
+    eventually(lambda: not _threads(), what="the threads end")
+    assert _consumed(client) == IDS[:4]
 
 
 @PREFETCH

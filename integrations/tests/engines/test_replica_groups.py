@@ -129,11 +129,14 @@ def test_a_forward_gets_a_length_that_its_layout_can_divide(ranks):
 
 def test_a_rank_that_cannot_attach_keeps_no_other_waiting(ranks):
     def attach(rank):
-        worker = MeshWorker((2, 2), ("dp", "tp"))
         missing = {"backend": "shm_store", "attach_wait_s": 0, "options": {"namespace": f"nowhere-{rank}"}}
-        return told(lambda: worker.setup_data_plane(missing if rank == 0 else connect({"backend": "noop"})))[0]
+        with megatron_on_cpu({"context": 2, "pipeline": 2}):
+            workers = [MeshWorker((2, 2), ("dp", "tp")), MegatronDataPlaneMixin()]
+            cfg = missing if rank == 0 else connect({"backend": "noop"})
+            errors = [told(lambda worker=worker: worker.setup_data_plane(cfg))[0] for worker in workers]
+            return errors, [dist.get_world_size(worker._get_replica_group()) for worker in workers if rank]
 
-    assert ranks(4, attach) == ["BackendUnavailableError", "", "", ""]
+    assert ranks(4, attach) == [(["BackendUnavailableError"] * 2, []), *[(["", ""], [2, 4])] * 3]
 
 
 def test_one_rank_alone_has_no_group_and_one_that_does_not_know_where_it_stands_is_refused(ranks):

@@ -243,6 +243,23 @@ def test_rows_that_were_read_for_a_call_that_failed_are_never_trained_on(
     assert seen == list(range(100, 108))
 
 
+@pytest.mark.parametrize("num_portions", [1, 2])
+def test_workers_have_the_timeout_for_each_portion(make_policy, trainable_rows, monkeypatch, num_portions):
+    timeouts, call = {}, InProcessWorkerGroup.call
+
+    def noted(group, method, *args, timeout_s, **kwargs):
+        timeouts[method] = timeout_s
+        return call(group, method, *args, timeout_s=timeout_s, **kwargs)
+
+    policy, meta = make_policy(timeout_s=30.0), trainable_rows(LENGTHS)
+    monkeypatch.setattr(InProcessWorkerGroup, "call", noted)
+    policy.begin_train_step(1.0)
+    policy.train_microbatches_from_metas([meta.slice(0, 4), meta.slice(4, 8)][:num_portions])
+    policy.finish_train_step()
+    assert timeouts["train_microbatches_presharded"] == 30.0 * num_portions
+    assert timeouts["finish_train_step_presharded"] == 30.0
+
+
 def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(replacing, write_rows, rollouts, client):
     meta = write_rows(LENGTHS)
     with pytest.raises(WorkerFailedError, match="advantages"):

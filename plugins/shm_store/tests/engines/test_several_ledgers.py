@@ -81,6 +81,12 @@ def test_a_client_with_another_number_finds_no_store(client, config, number):
         connect({**config, "num_ledgers": number, "attach_wait_s": 0.1}, bootstrap=False)
 
 
+def test_a_client_with_the_same_number_finds_all_stores(client, config):
+    fill(client)
+    with connect({**config, "options": backend_of(client).attach_options()}, bootstrap=False) as another:
+        assert sorted(another.list_partitions()) == sorted(PARTITIONS)
+
+
 def test_a_dead_ledger_ends_its_partitions_and_no_other(config):
     fresh = {**config, "options": {"namespace": f"dead-{uuid.uuid4().hex[:8]}", "capacity_bytes": 16 << 20}}
     with connect(fresh) as client:

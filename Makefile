@@ -22,9 +22,16 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of Python processes. Each would compile the sources again if none may keep the compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The tests of one file share its servers, so a file runs in one process. `make test` uses as many processes as cores.
+# Temporary files of tests lie in memory where it has room: a sync waits for no disk there. They kill processes, not
+# machines, so it proves the same.
+ifneq ($(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 ] 2>/dev/null && echo roomy),)
+export PYTEST_DEBUG_TEMPROOT ?= /dev/shm
+endif
+
+# The tests of one file share its servers, so a file runs in one process. `make test` uses as many processes as cores,
+# `make test-engines` more, since its tests mostly wait for other processes.
 JOBS   ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
+PYTEST  = $(BIN)/python -m pytest --numprocesses $(JOBS) --no-loadscope-reorder --dist
 # The first has the longest test: begun last, it would keep one worker busy when the others have nothing left.
 ENGINES = testkit/tests/engines $(filter-out testkit/%,$(wildcard plugins/*/tests/engines tests/engines */tests/engines))
 QUICK   = plugins integrations/tests tests testkit/tests core/tests compat/tests tools/tests observe/tests
@@ -80,9 +87,10 @@ demo: setup  ## Run GRPO through the data plane: progress, a reward curve and a 
 test: setup  ## Run the quick tests (5 minutes on 2 cores)
 	DATAPLANE_HYPOTHESIS_PROFILE=brief $(PYTEST) loadfile
 
+test-engines: JOBS = 3
 test-engines: setup  ## Run the tests with Ray, Mooncake, clusters, hosts, kills, wheels, pages and whole GRPO runs
 	@bash scripts/system_packages.sh tests
-	$(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup $(ENGINES)
+	DATAPLANE_CONFORMANCE_KILLS=6 $(BIN)/python scripts/test_engines.py $(PYTEST) loadgroup $(ENGINES)
 
 test-long: setup  ## Run all tests with seeds and counts turned up, forged bytes, then those of other trainers
 	@bash scripts/system_packages.sh tests

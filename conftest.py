@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         return  # it runs no tests, others do for it
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what `tmp_path` gives is kept for a while
-    folder = tempfile.mkdtemp(prefix="dp")
+    folder = tempfile.mkdtemp(prefix="dp", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     # after the folder that `multiprocessing` has in it, which goes with priority -100
     multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
@@ -84,15 +84,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    """With ``--dist loadgroup``, a file runs in one process, and files that use the shared Ray in the same one.
-
-    So there is one Ray.
-    """
+    """With ``--dist loadgroup``, files that share a server run in one process, and first: they take the longest."""
     if config.getoption("loadgroup", False):  # what xdist tells its workers, in place of ``dist``
-        on_ray = {item.path for item in items if "ray_server" in getattr(item, "fixturenames", ())}
+        servers: dict[Path, str] = {}
+        for server in ("clean", "imported_by_ranks", "ray_server"):  # the last that a file uses
+            servers |= {item.path: server for item in items if server in getattr(item, "fixturenames", ())}
         for item in items:
-            group = "ray" if item.path in on_ray else str(item.path.relative_to(config.rootpath))
+            group = servers.get(item.path, str(item.path.relative_to(config.rootpath)))
             item.add_marker(pytest.mark.xdist_group(group))
+        items.sort(key=lambda item: item.path not in servers)
     yield
 
 

@@ -28,7 +28,7 @@ def main(command: list[str]) -> int:
         failed = json.loads(Path(cache, "v", "cache", "lastfailed").read_text())
     if len(failed) > _MOST:
         return status
-    failed = [re.sub(r"@(ray|[\w/]+\.py)$", "", test) for test in failed]  # what `--dist loadgroup` adds
+    failed = [re.sub(r"@[^]]*$", "", test) for test in failed]  # what `--dist loadgroup` adds
     alone = command[: command.index("pytest") + 1]
     again = {test: subprocess.run([*alone, "-p", "no:cacheprovider", test], check=False) for test in sorted(failed)}
     broken = [test for test, done in again.items() if done.returncode]

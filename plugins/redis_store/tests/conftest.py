@@ -49,13 +49,6 @@ def start_server():
         yield start
 
 
-@pytest.fixture(scope="module")
-def start_servers():
-    """Starts servers with further settings, for a module."""
-    with _starting() as start:
-        yield start
-
-
 def _cluster(start, num_replicas=0, settings=()):
     """Three primaries, each with a third of the slots; then the replicas of the first ones."""
     nodes = [start(*settings, cluster=True) for _ in range(3 + num_replicas)]
@@ -73,6 +66,13 @@ def _cluster(start, num_replicas=0, settings=()):
     wait_until(lambda: all(node.admin("CLUSTER", "NODES").count(b"slave") == num_replicas for node in nodes))
     wait_until(lambda: all(node.is_in_cluster() for node in nodes))
     return nodes
+
+
+@pytest.fixture(scope="module")
+def start_servers():
+    """Starts servers with further settings, for a module."""
+    with _starting() as start:
+        yield start
 
 
 @pytest.fixture
@@ -109,10 +109,9 @@ def start_sentinel():
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(start_servers):
     """One server without persistence for a module."""
-    with _starting() as start:
-        yield start()
+    return start_servers()
 
 
 @pytest.fixture
@@ -123,7 +122,7 @@ def connect():
     """
     clients = []
 
-    def make(bootstrap=True, op_timeout_s=10.0, attach_wait_s=0.2, partition=None, **options):
+    def make(bootstrap=True, op_timeout_s=60.0, attach_wait_s=0.2, partition=None, **options):
         options.setdefault("namespace", f"test-{uuid.uuid4().hex[:8]}")
         config = DataPlaneConfig(
             backend="redis_store",

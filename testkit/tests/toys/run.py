@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,11 @@ def warm_up() -> None:
     with tempfile.TemporaryDirectory(prefix="toys") as folder, contextlib.redirect_stdout(io.StringIO()):
         code = _pytest(Path(folder), f"{_FOLDER / 'table.py'}::TestIt::test_get_keeps_the_order_asked_for")
     assert code == pytest.ExitCode.OK, code
+    os.environ["PYTHONPATH"] = f"{_FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    forkserver.set_forkserver_preload(["dataplane_testkit._preloaded", "broken_stores"])
+    forkserver.ensure_running()
+    # only its parent can ask whether it runs: the toys, which are forks, use it as it is
+    forkserver._forkserver.ensure_running = lambda: None
     gc.collect()
     gc.freeze()
 
@@ -119,7 +125,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     for option in ("--machine", "--whole", "--right", "--all-but-one"):
         parser.add_argument(option, action="store_true")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=4)  # they mostly wait
     asked = parser.parse_args()
     if asked.machine or asked.right or asked.all_but_one:
         os.environ.setdefault("DATAPLANE_HYPOTHESIS_PROFILE", "brief")

@@ -2,10 +2,10 @@
 
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections import Counter
@@ -29,8 +29,8 @@ ROWS, PUT = 256, 32  # of a step, and of a put
 class Runs:
     """Starts of one run in a folder."""
 
-    def __init__(self, folder, ray_server, steps):
-        self.folder = folder
+    def __init__(self, folder, python, ray_server, steps):
+        self.folder, self._python = folder, python
         folder.mkdir()
         options = {"namespace": f"killed-{uuid.uuid4().hex[:8]}", "capacity_bytes": 64 << 20, "touch_ahead_bytes": 0}
         recorder = {"recorder": {"folder": str(folder / "events"), "payload": "none"}}
@@ -40,9 +40,8 @@ class Runs:
         self.job.write_text(json.dumps({**job, "steps": steps, "every": 2}))
 
     def start(self):
-        python_path = f"{EXAMPLES}:{PROGRAM.parent}"
-        command = ["env", f"PYTHONPATH={python_path}", sys.executable, PROGRAM, self.job]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        env = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{PROGRAM.parent}"}
+        return self._python.start(PROGRAM, self.job, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def finish(self):
         process = self.start()
@@ -97,10 +96,10 @@ def wait_for_rows(runs, count, run):
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kills", [1, *in_long(20)])
-def test_a_run_that_is_killed_at_random_moments_gives_the_losses_of_one_that_was_not(tmp_path, ray_server, kills):
+def test_a_killed_run_gives_the_losses_of_one_that_was_not(tmp_path, python, ray_server, kills):
     """Where it is killed twenty times, its own Ray is too."""
-    ray, steps = ray_server if kills == 1 else "local", 2 * kills + 4
-    cut, uncut = (Runs(tmp_path / name, ray, steps) for name in ("cut", "uncut"))
+    ray, steps = ray_server if kills == 1 else "local", 2 * kills + 2
+    cut, uncut = (Runs(tmp_path / name, python, ray, steps) for name in ("cut", "uncut"))
     left = []
     for number in range(kills):
         killed = cut.start()

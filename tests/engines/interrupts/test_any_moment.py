@@ -158,7 +158,7 @@ class Run:
 
 @pytest.mark.parametrize("count", [100, *in_long(pytest.param(20_000, marks=pytest.mark.timeout(7200)))])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_store_stays_whole_and_the_client_usable(client, interrupts, count):
+def test_the_store_stays_whole_and_the_client_usable(client, interrupts, count, ray_server):
     for first in range(0, count, NUM_ROUNDS):
         run = Run(client, f"p{first}")
         for _ in range(NUM_ROUNDS):

@@ -68,10 +68,11 @@ print(json.dumps([dataplane_core.__file__, found, consumed]))
 
 # Puts in three threads while another process, stopped in the middle of a transaction, holds the file.
 BESIDE_A_STOPPED_PROCESS = """
-import json, signal, subprocess, sys
+import json, signal, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from dataplane_core import connect
+from dataplane_core.client.connection import LATEST_END
 
 HOLDER = '''
 import sqlite3, sys, time
@@ -81,28 +82,28 @@ print("holds", flush=True)
 time.sleep(600)
 '''
 
-def put(name):
+def within(seconds, call, *words):
+    LATEST_END.set(time.monotonic() + seconds)
     try:
-        client.put_samples([name], "train", {"x": torch.zeros(1)})
+        return call(*words)
     except TimeoutError as error:
         return type(error).__name__
 
-client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}, "op_timeout_s": 6})
+client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}})
 client.register_partition("train", ["x"], None, ["trainer"])
-put("before")
+row = {"x": torch.zeros(1)}
+client.put_samples(["before"], "train", row)
 with subprocess.Popen([sys.executable, "-c", HOLDER, sys.argv[1]], stdout=subprocess.PIPE, text=True) as holder:
     assert holder.stdout.readline() == "holds\\n"
     holder.send_signal(signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(3) as pool:
-            during = list(pool.map(put, "abc"))
-        try:  # whoever cannot write its log is perhaps not the owner any more
-            read = client.get_samples(["before"], "train", ["x"])["x"].tolist()
-        except TimeoutError as error:
-            read = type(error).__name__
+            during = list(pool.map(lambda name: within(6.0, client.put_samples, [name], "train", row), "abc"))
+        # whoever cannot write its log is perhaps not the owner any more
+        read = within(3.0, client.get_samples, ["before"], "train", ["x"])
     finally:
         holder.kill()
-put("after")
+within(60.0, client.put_samples, ["after"], "train", row)
 print(json.dumps([during, read, client.list_samples("train").sample_ids]))
 """
 

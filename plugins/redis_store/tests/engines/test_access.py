@@ -47,10 +47,10 @@ def test_the_documented_user_can_do_everything_and_nothing_else(start_server, co
     server.admin(*words)
     server.admin("ACL", "LOG", "RESET")
     url = f"redis://dataplane:{_PASSWORD}@127.0.0.1:{server.port}/1"
-    client = connect(url=url, namespace="mine", op_timeout_s=60.0)
+    client = connect(url=url, namespace="mine")
     every_operation(client)
     client.register_partition("p", ["x"], None, ["train"])
-    waiting = connect(url=url, namespace="mine", bootstrap=False, wait_replicas=1, op_timeout_s=60.0)
+    waiting = connect(url=url, namespace="mine", bootstrap=False, wait_replicas=1)
     with hurries(1.0), pytest.raises(TimeoutError, match="0 replicas"):
         waiting.put_samples(["a"], "p", {"x": torch.ones(1)})
     findings = RedisBackend.diagnose(RedisConfig(url=url, namespace="mine"), deadline=time.monotonic() + 20)

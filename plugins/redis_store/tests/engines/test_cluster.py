@@ -37,7 +37,7 @@ def test_any_node_may_be_named_and_rows_spread_over_all(cluster, connect):
 
 def test_slots_that_move_are_followed_also_while_they_move(start_cluster, connect):
     nodes = start_cluster()
-    client = connect(url=nodes[0].url, partition="p", op_timeout_s=60.0)
+    client = connect(url=nodes[0].url, partition="p")
     ids = [f"s{row}" for row in range(2000)]
     client.put_samples(ids, "p", columns(2000, 3, 1))
     for part in ("log", "r:"):
@@ -59,7 +59,7 @@ def test_slots_that_move_are_followed_also_while_they_move(start_cluster, connec
 
 def test_a_put_whose_rows_a_node_does_not_take_shows_nothing(start_cluster, connect, told_in_time):
     nodes = start_cluster()
-    client = connect(url=nodes[0].url, partition="p", op_timeout_s=60.0)
+    client = connect(url=nodes[0].url, partition="p")
     silent = of_log(nodes, client)[-1]
     ids = [f"s{row}" for row in range(9000)]
     kinds = (OperationTimeoutError, BackendUnavailableError)
@@ -71,7 +71,7 @@ def test_a_put_whose_rows_a_node_does_not_take_shows_nothing(start_cluster, conn
 
 def test_primaries_that_are_replaced_under_load_lose_nothing(start_cluster, connect, start_loads):
     nodes = start_cluster(num_replicas=3)
-    client = connect(url=nodes[0].url, wait_replicas=1, op_timeout_s=60.0, partition="p")
+    client = connect(url=nodes[0].url, wait_replicas=1, partition="p")
     loads = start_loads(client)
     ordered = of_log(nodes[:3], client)
     for primary in (ordered[1], ordered[0]):  # one with rows only, then that of the log

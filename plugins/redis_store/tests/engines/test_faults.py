@@ -13,12 +13,12 @@ from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 
 @pytest.fixture
 def client(plain, connect):
-    return connect(url=plain.url, partition="p", op_timeout_s=60.0)
+    return connect(url=plain.url, partition="p")
 
 
 def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
     server = start_server()
-    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1))
     with server.stopped():
         for call in (
@@ -36,7 +36,7 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
 
 def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, start_relay, hurries):
     relay = start_relay(plain.port)
-    made = connect(url=relay.url, op_timeout_s=60.0, partition="p")
+    made = connect(url=relay.url, partition="p")
     made.put_samples(["a"], "p", columns(1))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: made.get_samples(["a"], "p", ["x"]), range(16)))
@@ -48,7 +48,7 @@ def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, sta
 
 def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain, connect, start_relay, hurries):
     relay = start_relay(plain.port)
-    made = connect(url=relay.url, op_timeout_s=60.0, partition="p")
+    made = connect(url=relay.url, partition="p")
     relay.freeze()
     relay.delay_s = 0.7
     before = plain.num_calls("hset")
@@ -61,7 +61,7 @@ def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_what_a_server_refuses_was_not_done(start_server, connect, size):
     server = start_server()
-    made = connect(url=server.url, partition="p", op_timeout_s=60.0)
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1, size))
     held = made.claim_meta("p", "train", ["x"], 1, lease_s=600)
     server.admin("CONFIG", "SET", "min-replicas-to-write", 1)
@@ -103,7 +103,7 @@ def a_long_script(server):
 
 def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_in_time):
     server = start_server()
-    made = connect(url=server.url, op_timeout_s=60.0, partition="p")
+    made = connect(url=server.url, partition="p")
     made.put_samples(["a"], "p", columns(1, LARGE))
     calls = (
         lambda: made.put_samples(["b"], "p", columns(1)),
@@ -111,7 +111,7 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_i
         lambda: made.get_samples(["a"], "p", ["x"]),
         lambda: made.claim_meta("p", "train", ["x"], 1),
         # the database is chosen when a connection opens
-        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1", op_timeout_s=60.0),
+        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1"),
     )
     with ThreadPoolExecutor(len(calls)) as pool:
         with a_long_script(server):

@@ -20,7 +20,7 @@ from dataplane_testkit import backend_of
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("kills", [5, *in_long(200)])
 def test_owners_that_are_killed_under_load_lose_nothing_and_no_call_fails(plain, connect, start_loads, kills):
-    client = connect(url=plain.url, partition="p", op_timeout_s=60.0)
+    client = connect(url=plain.url, partition="p")
     loads, pids = start_loads(client, 3), set()
     for _ in range(kills):
         pid = owner_pid(client)
@@ -39,8 +39,8 @@ def test_an_owner_has_no_torch(plain, connect):
 
 
 def test_an_owner_that_was_stopped_past_its_lease_never_answers(plain, connect, runs):
-    one = connect(url=plain.url, namespace="stopped", partition="p", op_timeout_s=60.0)
-    two = connect(url=plain.url, namespace="stopped", bootstrap=False, op_timeout_s=60.0)
+    one = connect(url=plain.url, namespace="stopped", partition="p")
+    two = connect(url=plain.url, namespace="stopped", bootstrap=False)
     one.put_samples(["a"], "p", columns(1, SMALL, 1))
     old = owner_pid(one)
     own, late_s = backend_of(one)._owner._session, time.monotonic() + 300
@@ -70,11 +70,8 @@ def test_an_owner_that_was_stopped_past_its_lease_never_answers(plain, connect, 
 
 
 def test_of_owners_that_are_started_at_once_one_stays(plain, connect):
-    def start(_):
-        return connect(url=plain.url, namespace="once", op_timeout_s=60.0)
-
     with ThreadPoolExecutor(4) as pool:
-        clients = list(pool.map(start, range(4)))
+        clients = list(pool.map(lambda _: connect(url=plain.url, namespace="once"), range(4)))
         clients[0].register_partition("p", ["x"], None, ["train"])
         for number in range(3):
             ids = [f"{number}-{row}" for row in range(4)]
@@ -87,7 +84,7 @@ def test_of_owners_that_are_started_at_once_one_stays(plain, connect):
 
 def test_a_server_that_is_killed_under_load_loses_nothing_that_it_synced(start_server, connect, start_loads):
     server = start_server("--appendonly", "yes", "--appendfsync", "always")
-    client = connect(url=server.url, partition="p", op_timeout_s=60.0)
+    client = connect(url=server.url, partition="p")
     loads = start_loads(client)
     for kills_owner in (False, True, False):
         if kills_owner:
@@ -104,7 +101,7 @@ def test_a_server_that_is_killed_under_load_loses_nothing_that_it_synced(start_s
 def filled(start_server, connect):
     """A server, and a client with samples of two puts of which two are acked and one is leased."""
     server = start_server()
-    client = connect(url=server.url, namespace="lost", partition="p", op_timeout_s=60.0)
+    client = connect(url=server.url, namespace="lost", partition="p")
     client.put_samples(["a", "b"], "p", columns(2, SMALL, 1))
     client.put_samples(["c", "d"], "p", columns(2, LARGE, 2))
     client.ack(client.claim_meta("p", "train", ["x"], 2, lease_s=600))
@@ -138,7 +135,7 @@ def test_a_store_that_was_emptied_is_gone(filled, connect, what, owner):
             assert not caught.value.retryable
 
     check()
-    other = connect(url=server.url, namespace="lost", partition="q", op_timeout_s=60.0)
+    other = connect(url=server.url, namespace="lost", partition="q")
     with pytest.raises(KeyError, match="'p'"):  # the client works with the new store
         client.ack(leased)
     assert other.list_partitions() == ["q"]
@@ -146,7 +143,7 @@ def test_a_store_that_was_emptied_is_gone(filled, connect, what, owner):
 
 def test_a_server_that_evicts_shows_nothing_wrong(start_server, connect):
     server = start_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
-    client = connect(url=server.url, allow_eviction=True, partition="p", op_timeout_s=60.0)
+    client = connect(url=server.url, allow_eviction=True, partition="p")
     ids, lost = [f"s{number}" for number in range(100)], 0
     for act in ("put", "get"):
         for number, name in enumerate(ids):
@@ -166,7 +163,7 @@ def test_a_server_that_evicts_shows_nothing_wrong(start_server, connect):
 
 def test_a_full_server_refuses_puts_alone(start_server, connect, hurries):
     server = start_server()
-    client = connect(url=server.url, partition="p", op_timeout_s=60.0)
+    client = connect(url=server.url, partition="p")
     ids, values = [f"s{number}" for number in range(20)], torch.rand(20, LARGE, dtype=torch.float64)
     client.put_samples(ids, "p", {"x": values})
     held = client.claim_meta("p", "train", ["x"], 2, lease_s=600)

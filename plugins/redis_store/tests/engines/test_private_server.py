@@ -40,7 +40,7 @@ def test_close_ends_the_server_and_leaves_no_folder(connect, runs):
 
 def test_a_server_that_was_killed_is_gone_for_good(connect, runs):
     owner = connect(server="private", namespace="killed")
-    client = connect(bootstrap=False, server="private", namespace="killed", partition="p", op_timeout_s=60.0)
+    client = connect(bootstrap=False, server="private", namespace="killed", partition="p")
     columns = {"x": torch.ones(1)}
     client.put_samples(["a"], "p", columns)
     pid = backend_of(owner)._server.pid

@@ -30,7 +30,7 @@ def test_what_is_acknowledged_has_reached_the_replicas(start_server, connect, hu
     primary = start_server()
     replica = start_server().follow(primary)
     options = {"url": f"unix://{primary.socket}", "namespace": "waits", "wait_replicas": 1}
-    client = connect(**options, op_timeout_s=60.0)
+    client = connect(**options)
     client.register_partition("p", ["x"], None, ["train", "other", "third"])
     client.put_samples([f"s{row}" for row in range(12)], "p", columns(12, SMALL))
 
@@ -52,7 +52,7 @@ def test_what_is_acknowledged_has_reached_the_replicas(start_server, connect, hu
     for pid in (owner_pid(client), primary.process.pid):
         os.kill(pid, signal.SIGKILL)
     replica.take_over(primary)
-    after = connect(bootstrap=False, op_timeout_s=60.0, url=options["url"], namespace="waits")
+    after = connect(bootstrap=False, url=options["url"], namespace="waits")
     assert after.get_samples(ids[2:], "p", ["x"])["x"].shape == (2, LARGE)
     assert set(ids) <= set(after.list_samples("p").sample_ids)
     assert after.list_consumed("p", "train") == acked

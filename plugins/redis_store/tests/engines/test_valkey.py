@@ -18,13 +18,13 @@ def test_waiting_for_append_only_files(start_server, connect, every_operation, b
         return
     replica = start_server(*durable, binary=binary).follow(primary)
     options = {"url": primary.url, "namespace": "synced", "wait_replicas": 1, "wait_fsync": True}
-    client = connect(**options, partition="p", op_timeout_s=60.0)
+    client = connect(**options, partition="p")
     client.put_samples(["a"], "p", columns(1, 40_000, 7))
     for server in (primary, replica):  # both die at once
         server.kill()
     primary.start()
     replica.start().follow(primary)
-    after = connect(url=primary.url, namespace="synced", bootstrap=False, op_timeout_s=60.0)
+    after = connect(url=primary.url, namespace="synced", bootstrap=False)
     assert (after.get_samples(["a"], "p", ["x"])["x"] == 7).all()
 
     primary.admin("CONFIG", "SET", "appendfsync", "always")

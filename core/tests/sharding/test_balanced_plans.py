@@ -122,20 +122,19 @@ def test_without_the_option_plans_stay_as_they_were_bit_for_bit():
     ways = ({}, DYNAMIC, *map(packed, PACKERS))
     plans = [shard_meta_for_dp(meta, dp_world=4, batch_size=80, **args)[0] for args in ways]
     text = json.dumps([[(shard.sample_ids, shard.extra_info) for shard in shards] for shards in plans])
-    assert hashlib.sha256(text.encode()).hexdigest().startswith("6942aed338b58fd5"), (
-        "ranks of older jobs plan otherwise"
-    )
+    assert hashlib.sha256(text.encode()).hexdigest().startswith("6942aed338b58fd5")
 
 
 def test_plans_by_hand():
-    lengths = [40, 3, 2, 7, 60, 5]
-    same = [
-        shard_meta_for_dp(meta_of(lengths), dp_world=2, **DYNAMIC, **balance) for balance in ({}, {"balance": FLOPS})
-    ]
-    assert same[0] == same[1], "all ranks have the same padded shapes"
+    meta = meta_of([40, 3, 2, 7, 60, 5])  # dynamic batching: all ranks have the same padded shapes
+    same = [shard_meta_for_dp(meta, dp_world=2, **DYNAMIC, balance=balance) for balance in (None, FLOPS)]
+    assert same[0] == same[1]
     # 64 + 16 + 1 and 49 + 25 + 4
-    shards, order = shard_meta_for_dp(meta_of([8, 1, 7, 2, 4, 5]), dp_world=2, balance=lambda length: length**2)
-    assert (rows_of(shards), order) == ([[0, 1, 4], [2, 3, 5]], [0, 1, 4, 2, 3, 5])
+    twice = meta_of([8, 1, 7, 2, 4, 5] * 2)
+    shards, _ = shard_meta_for_dp(twice, dp_world=2, batch_size=6, balance=lambda length: length**2)
+    assert rows_of(shards) == [[0, 1, 4, 6, 7, 10], [2, 3, 5, 8, 9, 11]]
+    few, _ = shard_meta_for_dp(meta_of([64, 50, 8, 8]), dp_world=2, balance=FLOPS, **packed())
+    assert bins_of(few) == [[([64], [50]), ([8], [8])]], "each bin keeps a row"
     lengths = [64, 40, 30, 30, 20, 20, 20, 10]
     shards, _ = shard_meta_for_dp(meta_of(lengths), dp_world=2, balance=FLOPS, **packed())
     # 64 costs more than 4 bins do on average: with it goes 40, filled up. The rest is spread by cost

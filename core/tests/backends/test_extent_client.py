@@ -173,48 +173,6 @@ def test_rows_come_back_bit_for_bit(unit, path, lengths):
     assert torch.equal(rows(one, "ragged")[0], rows(columns, "ragged")[-1])
 
 
-def test_rows_of_two_hosts_come_back_in_order(path):
-    columns, units, reads = [columns_of([3, 0, 5]), columns_of([4, 1])], [Unit(), Unit()], []
-    for unit, mine, order in zip(units, columns, ([4, 0, 2], [1, 3]), strict=True):
-        client = unit.client(path)
-        client.put({3: plan(mine)}, soon())
-        reads += client.get([part(3, SLOTS, range(len(order)), order)], SPECS, soon())
-    found = read_stored(SPECS, reads, 5)
-    for name in SPECS:
-        expected = [*rows(columns[0], name), *rows(columns[1], name)]
-        assert all(map(torch.equal, rows(found, name), [expected[row] for row in (1, 3, 2, 4, 0)]))
-    for unit in units:
-        unit.server.close()
-
-
-def test_several_writes_of_a_put_and_of_a_read(unit, path):
-    client = unit.client(path)
-    some, others = columns_of([1, 2], seed=1), columns_of([50_000, 4, 5], seed=2)
-    client.put({10: plan(some), 12: plan(others)}, soon())
-    reads = [part(12, SLOTS, [2, 0], [0, 2]), part(10, SLOTS, [1], [1])]
-    found = get(unit.client("wire" if path == "memory" else "memory"), reads, 3)  # each reads what the other wrote
-    assert torch.equal(found["dense"], torch.stack([others["dense"][2], some["dense"][1], others["dense"][0]]))
-    assert [len(row) for row in rows(found, "ragged")] == [5, 2, 50_000]
-
-
-def test_what_is_gone_is_named_and_frees_its_memory(unit, path):
-    client, columns = unit.client(path), columns_of([1000] * 8)
-    client.put({1: plan(columns)}, soon())
-    held = unit.memory().held_bytes
-    client.drop([(1, 2), (1, 5), (99, 0)], soon())
-    with pytest.raises(RefsGoneError) as error:
-        get(client, [part(1, SLOTS, list(range(8)), range(8))], 8)
-    assert sorted(error.value.refs) == [(1, 2), (1, 5)]
-    with pytest.raises(RefsGoneError) as error:
-        get(client, [part(99, SLOTS, [3], [0])], 1)
-    assert error.value.refs == ((99, 3),)
-    assert unit.memory().held_bytes < held
-    kept = [0, 1, 3, 4, 6, 7]
-    assert_rows(get(client, [part(1, SLOTS, kept, range(6))], 6), columns, kept)
-    client.drop([(1, row) for row in kept], soon())
-    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
-
-
 def test_a_full_host_says_so_and_leaves_nothing(unit, path):
     client = unit.client(path)
     half = block(ARENA_BYTES * 5 // 8, 0)
@@ -350,22 +308,6 @@ def test_requests_in_the_wrong_order_are_refused(unit):
 def test_a_write_of_too_many_rows_is_refused(unit, path):
     with pytest.raises(InvalidRequestError, match="16777216"):
         unit.client(path).put({1: [torch.zeros((1 << 24) + 1, dtype=torch.bool)]}, soon())
-
-
-def test_many_clients_at_once(unit, path):
-    def work(seed):
-        client = unit.client(path)
-        for turn in range(5):
-            write_id = seed * 100 + turn
-            columns = columns_of(np.random.default_rng(write_id).integers(0, 5000, 20).tolist(), write_id)
-            client.put({write_id: plan(columns)}, soon())
-            assert_rows(get(client, [part(write_id, SLOTS, range(20), range(20))], 20), columns, range(20))
-            client.drop([(write_id, row) for row in range(20)], soon())
-
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(work, seed) for seed in range(8)]:
-            done.result()
-    eventually(lambda: unit.memory()[1:3] == (0, 0), WAIT_S)
 
 
 # --- a host in a folder -----------------------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ import torch
 from dataplane_core import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import (
-    BackendError,
     BackendUnavailableError,
     CapacityExceededError,
-    LostSamplesError,
     OperationTimeoutError,
     RoomTimeoutError,
 )
@@ -33,32 +31,6 @@ def put(client, ids, name="x", size=1):
 
 
 # --- payload that is gone ---------------------------------------------------------------------------------------------
-
-
-def test_lost_payload_is_named_at_once_and_can_be_produced_again():
-    with open_client() as client:
-        put(client, list("abc"))
-        put(client, ["b"], "y")
-        backend = backend_of(client)
-        located = backend.call_ledger(0.0, commands.Locate("p", ["b", "c"], ["x"]))
-        backend.delete_refs([(part.write_id, pos) for part in located.parts for pos in part.positions], 0.0)
-        asked = []
-        locate = backend.call_ledger
-
-        def counted(deadline, command):
-            asked.append(command.op)
-            return locate(deadline, command)
-
-        backend.call_ledger = counted
-        with pytest.raises(LostSamplesError, match="the payload of 2 samples is gone") as caught:
-            client.get_samples(["a", "b", "c"], "p", ["x"])
-        assert asked == ["locate", "locate"]
-        assert not caught.value.retryable
-        assert caught.value.missing_cells == {"b": ("x",), "c": ("x",)}
-        client.get_samples(["b"], "p", ["y"])
-        client.clear_samples(["b", "c"], "p")
-        put(client, ["b", "c"])
-        assert len(client.get_samples(["a", "b", "c"], "p", ["x"])) == 3
 
 
 def test_rows_that_move_while_they_are_read_are_not_lost():
@@ -114,24 +86,6 @@ def test_undoing_a_failed_put_keeps_to_its_deadline_and_the_next_call_goes_on_wi
         backend.hangs = False
         put(client, ["b"], size=80)  # the room is free again
         assert client.list_samples("p").sample_ids == ["b"]
-
-
-@pytest.mark.parametrize("fails", ["store", "reservation"])
-def test_a_put_that_fails_early_holds_no_room(fails):
-    class Fails(NoopBackend):
-        def store_write(self, write_id, columns, num_samples, deadline):
-            raise ValueError("no")
-
-        def call_ledger(self, deadline, command, wake=None):
-            answer = super().call_ledger(deadline, command)
-            if isinstance(command, commands.BeginPut) and fails == "reservation":
-                raise OperationTimeoutError("the reply was lost.")
-            return answer
-
-    with open_client(Fails, capacity_bytes=100) as client:
-        with pytest.raises(BackendError if fails == "store" else OperationTimeoutError):
-            put(client, ["a"], size=80)
-        assert backend_of(client)._service.ledger.held_bytes == 0
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -237,18 +191,3 @@ def test_a_put_that_says_that_it_waits_is_woken_at_once_if_room_became_free_sinc
         wait = commands.WaitForRoom("ticket", 10, wait_s=60.0)
         backend_of(client).call_ledger(0.0, wait, lambda: bool(woken.append(True)))
         assert woken == [True]
-
-
-def test_a_claim_whose_reply_was_lost_waits_no_longer():
-    class LosesReplies(NoopBackend):
-        def call_ledger(self, deadline, command, wake=None):
-            reply = super().call_ledger(deadline, command, wake)
-            if wake is not None:
-                raise OperationTimeoutError("no reply in time.")
-            return reply
-
-    with open_client(LosesReplies) as client:
-        with pytest.raises(OperationTimeoutError):
-            client.claim_meta("p", "t", ["x"], 1, timeout_s=30)
-        client.list_partitions()
-        assert not len(backend_of(client)._service._waiting.by_token)

@@ -2,15 +2,12 @@
 
 import ctypes
 import os
-import signal
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import MagicMock
 
-import dataplane_sqlite_example
 import pytest
 import torch
 from dataplane_sqlite_example import SQLiteStore
@@ -21,27 +18,12 @@ from dataplane_core.backends import (
     RowStoreBackend,
     missing_library,
 )
-from dataplane_core.backends.owner import newest_record
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError, PluginImportError
 from dataplane_core.hosting import HostGoneError, Session
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
-
-JOB = """
-import sys
-from dataplane_core import DataPlaneConfig
-from dataplane_core.backends.owner import newest_record
-from dataplane_core.connecting import connect_backend
-from dataplane_sqlite_example import SQLiteStore
-
-client = connect_backend(SQLiteStore, DataPlaneConfig(backend="sqlite_example", options={"path": sys.argv[1]}))
-client.register_partition("p", ["x"], None, ["t"])
-client.put_samples(["a"], "p", {"x": [1]})
-print("ready", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -81,30 +63,6 @@ def test_clients_share_an_owner_that_ends_with_the_last_of_them_and_the_next_goe
         assert pid_of(late) != pid
         assert late.claim_meta("p", "t", ["x"], 1, blocking=False).size == 0
         late.ack(held)
-
-
-def test_a_client_attaches_after_the_one_that_bootstrapped_was_killed(path, python):
-    source = str(Path(dataplane_sqlite_example.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
-    with python.start("-c", JOB, path, stdin=-1, stdout=-1, env=env, start_new_session=True) as first:
-        assert first.stdout.readline() == b"ready\n"
-        with open_client(path, bootstrap=False) as second:
-            pid = pid_of(second)
-            os.killpg(first.pid, signal.SIGKILL)  # as a scheduler does
-            first.wait()
-            second.put_samples(["b"], "p", {"x": [2]})
-            with open_client(path, bootstrap=False) as third:
-                assert third.list_sample_ids("p") == ["a", "b"]
-                assert pid_of(third) == pid
-    eventually(lambda: is_gone(pid), what="the end of an owner without clients")
-
-
-def test_of_two_that_bootstrap_at_once_one_starts_the_owner_of_both(path):
-    with ThreadPoolExecutor(4) as pool:
-        clients = list(pool.map(open_client, [path] * 4))
-    assert len({pid_of(client) for client in clients}) == 1
-    for client in clients:
-        client.close()
 
 
 def test_rows_of_a_put_that_no_owner_knows_are_deleted_when_it_is_repeated(path, monkeypatch):
@@ -148,17 +106,6 @@ def test_a_put_whose_owner_is_gone_in_the_middle_begins_again(path, monkeypatch)
         assert sent.count(commands.BeginPut) == 2
         assert backend_of(client)._owner.num_sessions == 2
         assert client.list_sample_ids("p") == ["a"]
-
-
-def test_an_owner_with_nothing_to_do_says_that_it_is_there(path):
-    with open_client(path) as client:
-
-        def newest():
-            return newest_record(backend_of(client), time.monotonic() + 60)
-
-        number, record = newest()
-        eventually(lambda: newest()[0] >= number + 2, what="two records of an owner with nothing to do")
-        assert newest()[1].owner == record.owner
 
 
 def test_the_capacity_is_that_of_the_owner(path):

@@ -44,42 +44,6 @@ def frames(num_rows, size):
     return [bytes(size) for _ in range(num_rows)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"a": 100, "b": 1 << 20, "c": 50_000, "d": 8}, ["b", "c"]),
-        ({"a": 200_000, "b": 10_000, "c": 5_000}, ["a", "b"]),
-        # the rows of a second one would cost more than 4 % of the put
-        ({"a": 90_000, "b": 9_000, "c": 5_000}, ["a"]),
-        # small cells, and a single column, stay together
-        ({"a": 30_000, "b": 30_000, "c": 30_000}, []),
-        ({"a": 1 << 20, "b": 1000, "c": 999}, ["a"]),
-        ({"a": 1 << 20}, []),
-        ({"a": 1 << 20, "b": 1 << 20}, ["a"]),
-    ],
-)
-def test_the_largest_columns_are_apart_as_far_as_their_rows_cost_little(sizes, expected):
-    columns = {name: frames(10, size) for name, size in sizes.items()}
-    together, *rest = writes_of(columns, 10, ROW_COST)
-    assert [name for write in rest for name in write.fields] == expected
-    assert [*together.fields, *sorted(expected)] == sorted(sizes, key=lambda name: (name in expected, name))
-    assert sum(sum(write.row_bytes) for write in (together, *rest)) == 10 * sum(sizes.values())
-
-
-def test_columns_of_engines_that_address_cells_stay_together():
-    columns = {"a": frames(3, 1 << 20), "b": frames(3, 8)}
-    (together,) = writes_of(columns, 3, None)
-    assert list(together.fields) == ["a", "b"]
-    assert together.row_bytes == [(1 << 20) + 8] * 3
-
-
-def test_shared_rows_are_apart_with_the_row_of_each_sample():
-    columns = {"a": SharedRows(frames(2, 1000), [0, 1, 0]), "b": frames(3, 8)}
-    together, shared = writes_of(columns, 3, ROW_COST)
-    assert (list(together.fields), together.row_bytes, together.positions) == (["b"], [8, 8, 8], None)
-    assert (list(shared.fields), shared.row_bytes, list(shared.positions)) == (["a"], [1000, 1000], [0, 1, 0])
-
-
 @pytest.mark.parametrize("index", [[0, 1], [0, 1, 2], [0, 0, 0], [0, -1, 1]])
 def test_shared_rows_that_do_not_fit_the_samples_are_refused(index):
     with pytest.raises(BackendError, match="'a' has 2 shared rows"):
@@ -164,19 +128,6 @@ def test_a_class_keeps_a_whole_log_or_none():
         class Half(Plain):
             def append(self, number, record, deadline):
                 return True
-
-
-def test_a_class_beside_it_is_told_of_what_is_made_of_both():
-    told = []
-
-    class Beside:
-        def __init_subclass__(cls):
-            told.append(cls)
-
-    class Both(Plain, Beside):
-        """Rows in a dict, and more."""
-
-    assert told == [Both]
 
 
 def test_an_owner_is_refused_without_a_log():

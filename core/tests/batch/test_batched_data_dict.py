@@ -1,12 +1,8 @@
 """Every call that takes, orders, repeats, joins or deals out rows gives those of a list of row numbers."""
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 from dataplane_core.batch import BatchedDataDict, SlicedDataDict, stack_or_nest
 
@@ -49,10 +45,6 @@ def planned():
     return shard
 
 
-def plan_of(batch):
-    return batch.micro_batch_indices, batch.micro_batch_lengths, batch.elem_counts_per_gb
-
-
 def join(*batches):
     return SlicedDataDict.from_batches(batches, ragged_fields=["patches"])
 
@@ -93,15 +85,6 @@ def test_rows_that_are_taken(kind):
     assert {type(part) for part in parts} == {SlicedDataDict}
 
 
-@given(st.permutations(range(11)), st.sampled_from([list, torch.tensor, np.array]))
-def test_any_permutation_is_undone_in_any_form(came_from, form):
-    batch = batch_of(11).select_indices(came_from)
-    batch.micro_batch_indices, batch.micro_batch_lengths, batch.elem_counts_per_gb = [[[0, 11]]], [[2]], [11]
-    assert batch.reorder_data(form(came_from)) is None
-    assert rows_of(batch) == list(range(11))
-    assert plan_of(batch) == (None, None, None), "a plan for the old order"
-
-
 @pytest.mark.parametrize("indices", [[0, 1], [0, 1, 2, 3], [0, 0, 1], torch.tensor([1, 1, 0])], ids=str)
 def test_indices_that_are_not_one_per_row_are_refused(indices):
     batch = batch_of(3)
@@ -111,23 +94,6 @@ def test_indices_that_are_not_one_per_row_are_refused(indices):
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_of_a_plan_has_a_copy_of_its_part():
-    part = planned().get_batch(1, 3)
-    assert plan_of(part) == ([[[0, 3]]], [[2]], None)
-    shard = planned()
-    part = shard.get_batch(0, 3)
-    part.micro_batch_indices[0][0][1] = part.micro_batch_lengths[0][0] = 99
-    assert plan_of(shard) == plan_of(planned())
-
-
-def test_copies_and_pickles_keep_the_plan_and_joined_shards_have_none():
-    shard = SlicedDataDict(names=["a", "b"])
-    shard.micro_batch_indices, shard.micro_batch_lengths, shard.elem_counts_per_gb = [[[0, 2]]], [[4]], [2]
-    for twin in (pickle.loads(pickle.dumps(shard)), copy.copy(shard), copy.deepcopy(shard)):
-        assert (type(twin), twin, plan_of(twin)) == (SlicedDataDict, shard, plan_of(shard))
-    assert plan_of(join(shard, shard)) == (None, None, None)
 
 
 def test_planned_microbatches_are_cut_to_their_length_on_dim_1_in_token_columns_only():
@@ -299,12 +265,6 @@ def test_a_batch_without_rows_changes_nothing_and_may_lack_columns(empty):
         assert torch.equal(BatchedDataDict.from_batches(batches)["pixel_values"], PIXELS[0][None])
     assert same(BatchedDataDict.from_batches([nothing, IMAGES])["pixel_values"], PIXELS[:2])
     assert BatchedDataDict.from_batches([nothing, nothing]).size == 0
-
-
-def test_arrays_whose_rows_are_alike_join_as_an_array_and_columns_of_nothing_as_empty_lists():
-    alike = BatchedDataDict.from_batches([{"pixel_values": WIDE}, {"pixel_values": WIDE}])["pixel_values"]
-    assert (type(alike), alike.shape) == (np.ndarray, (4, 4, 3))
-    assert BatchedDataDict.from_batches([EMPTY, EMPTY])["pixel_values"] == [[], []]
 
 
 def test_other_columns_join_so_if_they_are_named():

@@ -25,27 +25,6 @@ def jagged(*trailing, dtype=torch.float32):
     return to_nested_by_length(padded, LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=str)
-def test_padding_is_cut_and_put_back_bit_for_bit(dtype, random_cell, assert_rows, bits):
-    value = 1 if dtype == torch.bool else 2
-    own, pad = dict.fromkeys(("x", "dense"), value), bits(torch.full((), value, dtype=dtype))
-    for trailing in ((), (2, 3)):
-        padded = random_cell((4, 5, *trailing), dtype)
-        rows = [padded[row, :length] for row, length in enumerate(LENGTHS)]
-        cut = to_nested_by_length(padded, torch.tensor(LENGTHS))
-        assert_rows(cut, rows)
-        for width, values in ((0, {}), (3, own), (8, own)):
-            columns = materialize({"x": cut, "dense": padded}, pad_value_dict=values, pad_to_seqlen=width)
-            filled = pad if values else bytes(dtype.itemsize)
-            for name, expected in (("x", rows), ("dense", padded)):
-                column = columns[name]
-                assert (column.shape, column.dtype) == ((4, max(width, 5), *trailing), dtype)
-                assert column.is_contiguous()
-                for found, row in zip(column, expected, strict=True):
-                    missing = found.nbytes - row.nbytes
-                    assert bits(found) == bits(row) + filled * (missing // dtype.itemsize)
-
-
 @pytest.mark.parametrize(
     "lengths",
     [LENGTHS, tuple(LENGTHS), np.array(LENGTHS), torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor([LENGTHS]).T],
@@ -80,22 +59,6 @@ def test_only_declared_fields_are_packed_and_none_without_lengths():
         assert packed["scalar"].shape == (4,)
         assert packed["texts"] == packed["stack"] == ["a", "b", "c", "d"]
         assert packed["array"] == [1, "x", None, 2.0]
-
-
-def test_fields_packed_or_padded_together_own_their_memory_each(random_cell, bits):
-    fields = {name: random_cell((4, 5), torch.float32, seed) for seed, name in enumerate("abc")}
-    fields["d"] = random_cell((4, 7, 3), torch.float8_e5m2)
-    packed = pack_jagged_fields(fields, lengths=LENGTHS, token_aligned_fields=list(fields))
-    for name, padded in fields.items():
-        assert bits(packed.get(name).values()) == b"".join(
-            bits(row[:n]) for row, n in zip(padded, LENGTHS, strict=True)
-        )
-    for parts in ({name: packed.get(name).values() for name in fields}, materialize(packed).data):
-        for column in parts.values():  # what pickles a column must not carry its siblings along
-            assert column.untyped_storage().nbytes() == column.nbytes
-        before = bits(parts["b"])
-        parts["a"].zero_()
-        assert bits(parts["b"]) == before
 
 
 # --- what was read ----------------------------------------------------------------------------------------------------
@@ -201,18 +164,6 @@ def test_complex_numbers_are_numpys_and_not_arrows(dtype):
         to_arrow({"x": column})
     parts = {"x": torch.view_as_real(column.to(torch.complex64))}
     assert to_arrow(parts)["x"].to_pylist() == [[1.0, 2.0], [0.0, -3.0]]
-
-
-def test_numbers_are_not_copied_and_a_table_keeps_their_memory_alive():
-    ragged, dense = jagged_rows([2, 1], 2), torch.rand(2, 3)
-    arrays, table = to_numpy({"ragged": ragged, "dense": dense}), to_arrow({"ragged": ragged, "dense": dense})
-    values = jagged_parts(ragged)[0]
-    assert arrays["dense"].ctypes.data == dense.data_ptr()
-    assert [row.ctypes.data for row in arrays["ragged"]] == [values.data_ptr(), values[2:].data_ptr()]
-    assert table["dense"].chunk(0).flatten().to_numpy().ctypes.data == dense.data_ptr()
-    assert table["ragged"].chunk(0).flatten().flatten().to_numpy().ctypes.data == values.data_ptr()
-    table = to_arrow({"x": torch.arange(100_000)})
-    assert sum(table["x"].to_numpy()) == sum(range(100_000))
 
 
 def test_the_schema_does_not_depend_on_the_rows():

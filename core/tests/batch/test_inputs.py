@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import reduce
 
@@ -17,10 +16,9 @@ from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from dataplane_core.batch import kv_first_write, read_columns, rebuild_message_logs, split_message_logs, write_columns
 from dataplane_core.batch.columns import object_array
-from dataplane_core.codec import as_columns, compact, tensor_columns, wire
+from dataplane_core.codec import as_columns, tensor_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Ragged
 
 IDS = ["a_g0", "a_g1", "b_g0"]
 META = KVBatchMeta("train", "policy", IDS, sequence_lengths=[2, 1, 3])
@@ -175,15 +173,6 @@ def test_a_dataset_its_slices_and_its_formats_give_one_value(kind):
         assert values(as_columns("put", fields, 3)["x"]) == expected, form
 
 
-@pytest.mark.parametrize(
-    "empty", [[], {}, {"x": []}, {"x": torch.zeros(0, 3)}, pa.table({"x": pa.array([], pa.int64())})], ids=repr
-)
-def test_no_rows_for_no_ids_write_nothing(client, empty):
-    assert client.put_samples([], "train", empty).sample_ids == []
-    assert kv_first_write(empty, sample_ids=[], dp_client=client, partition_id="train").sample_ids == []
-    assert client.list_samples("train").size == 0
-
-
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
@@ -267,24 +256,6 @@ def test_tensors_of_ray_are_taken(client):
         assert values(column) == [row.tolist() for row in rows]
 
 
-@pytest.mark.parametrize("as_numpy", [False, True], ids=["tensors", "arrays"])
-def test_rows_of_a_list_that_are_the_same_large_tensor_are_stored_once_without_a_look_at_their_bytes(
-    client, as_numpy, monkeypatch
-):
-    monkeypatch.setattr(compact, "equal_rows", lambda column: None)
-    monkeypatch.setattr(wire, "equal_rows", lambda column: None)
-    one, other = torch.arange(100_000.0), torch.arange(120_000.0)
-    rows = [one.numpy(), other.numpy(), one.numpy()] if as_numpy else [one, other, one]
-    for writer in WRITERS:
-        writer(client, {"image": rows, "input_lengths": [1, 2, 3]})
-        assert client.describe("train").held_bytes < one.nbytes + other.nbytes + 10_000
-        found = client.get_samples(IDS, "train", ["image"], share_rows=True)["image"].tolist()
-        assert torch.equal(found[0], one)
-        assert torch.equal(found[1], other)
-        assert found[2] is found[0]
-        client.clear_samples(IDS, "train")
-
-
 def test_turns_of_message_logs_whose_contents_are_numbers_stay_as_they_are(client):
     logs = [[{"role": "user", "content": number, "token_ids": [number, 8]}] for number in range(3)]
     columns = {**split_message_logs(logs), "input_ids": torch.tensor([[0, 8], [1, 8], [2, 8]])}
@@ -292,37 +263,6 @@ def test_turns_of_message_logs_whose_contents_are_numbers_stay_as_they_are(clien
     write_columns(client, meta, columns)
     rebuilt = rebuild_message_logs(read_columns(client, meta, list(columns)))
     assert [[turn["content"] for turn in log] for log in rebuilt] == [[0], [1], [2]]
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def address(array):
-    """Where the values of an Arrow array lie."""
-    while hasattr(array, "flatten") and not pa.types.is_primitive(array.type):
-        array = array.flatten()
-    return array.to_numpy().ctypes.data
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        pa.array([1, 2, 3, 4], pa.int32()).slice(1),
-        pa.array([[9], *TOKENS]).slice(1),
-        pa.array([[9], *TOKENS], pa.large_list(pa.float32())).slice(1),
-        pa.array([[1, 2]] * 4, pa.list_(pa.int64(), 2)).slice(1),
-        pa.array([[[1, 2]], [], [[3, 4], [5, 6]], []], pa.list_(pa.list_(pa.int8(), 2))).slice(1),
-    ],
-    ids=lambda array: str(array.type),
-)
-def test_arrows_numbers_are_not_copied_on_the_way_to_the_backend(array):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns of read-only memory
-        column = as_columns("test", pa.table({"x": array}), 3)["x"]
-    found = column.values if isinstance(column, Ragged) else column
-    assert found.data_ptr() == address(array)
-    assert values(column) == array.to_pylist()
-    assert str(found.dtype).removeprefix("torch.") in str(array.type).replace("float", "float32")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -426,16 +366,3 @@ def test_a_lazy_stack_of_rows_is_read_as_a_list_of_rows(client):
     del rows[1]["y"]
     with pytest.raises(InvalidRequestError, match="row 1 lacks 'y', which row 0 has"):
         put(client, lazy_stack([TensorDict(row) for row in rows]))
-
-
-def test_tables_are_recognized_without_importing_their_packages(python):
-    code = """
-import sys
-from dataplane_core import connect
-with connect({"backend": "noop"}) as client:
-    client.register_partition("p", [], None, ["t"])
-    client.put_samples(["a", "b"], "p", [{"x": [1], "y": "s"}, {"x": [2, 3], "y": "t"}])
-    assert client.get_samples(["b"], "p", ["x"])["x"].tolist() == [[2, 3]]
-print(sorted({"pyarrow", "datasets", "pandas"} & set(sys.modules)))
-"""
-    assert python.run("-c", code).stdout == "[]\n"

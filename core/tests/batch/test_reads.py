@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from token_rows import form, jagged, rows_of
 
 from dataplane_core.batch import (
@@ -14,12 +13,10 @@ from dataplane_core.batch import (
     read_columns,
     rebuild_message_logs,
     split_message_logs,
-    to_nested_by_length,
-    token_columns,
     write_columns,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, MissingDataError
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PAD_TO_MULTIPLE, PER_TOKEN_FIELDS
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MULTIMODAL_FIELDS, PAD_TO_MULTIPLE
 
 IDS = ["a", "b", "c", "d"]
 LENGTHS = [3, 5, 2, 4]
@@ -113,21 +110,6 @@ def test_token_columns_have_one_width_and_all_others_come_back_as_they_went(clie
         assert list(read) == list(expected)
 
 
-def test_parts_of_a_meta_are_padded_as_the_whole_and_values_are_kept(client, meta):
-    meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 8
-    read = read_columns(client, meta)
-    for name in ("input_ids", "per_token"):
-        for row, (found, sent) in enumerate(zip(read[name], COLUMNS[name].unbind(), strict=True)):
-            assert torch.equal(found[: LENGTHS[row]], sent[: LENGTHS[row]])
-            assert not found[LENGTHS[row] :].any()
-    for name in ("pixel_values", "image_grid_thw"):
-        assert rows_of(read[name]) == rows_of(COLUMNS[name])
-    assert read["boxes"].dtype is torch.bfloat16
-    part = read_columns(client, meta.subset([3, 2]))  # rows of equal shape come dense and are not padded either
-    names = ("input_ids", "pixel_values", "image_grid_thw", "boxes")
-    assert [form(part[name]) for name in names] == [(2, 8), (2, 4, 2, 3), (2, 1, 3), [3, 1]]
-
-
 def test_a_column_that_is_as_long_as_the_tokens_by_chance_is_kept_where_it_is_named(client, meta):
     write_columns(client, meta, {"pixel_values": jagged(LENGTHS, 2, 3), "boxes": jagged(LENGTHS, 4).bfloat16()})
     names = ["pixel_values", "boxes"]
@@ -184,44 +166,10 @@ REFUSED = [
 ]
 
 
-def test_a_list_is_written_as_its_field_is(client, meta):
-    write_columns(client, meta, {"reward": [1, 2, 3, 4]})
-    assert client.get_data(meta, ["reward"])["reward"].tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
 @pytest.mark.parametrize(("changes", "column", "error", "named"), REFUSED)
 def test_columns_that_do_not_fit_are_refused_with_call_and_field(client, meta, changes, column, error, named):
     with pytest.raises(error, match=named):
         write_columns(client, replace(meta, **changes), {"x": column}, token_aligned_fields=["x"])
-
-
-# --- the rule ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    lengths=st.lists(st.integers(1, 5), min_size=2, max_size=4).filter(lambda lengths: len(set(lengths)) > 1),
-    names=st.sets(st.sampled_from(["advantages", "routed_experts", "pixel_values", "scores", "boxes"])),
-    longer=st.sets(st.sampled_from(["advantages", "scores", "boxes"])),
-    ragged=st.sets(st.sampled_from(["advantages", "boxes"])),
-)
-def test_rows_and_padded_rows_have_the_same_token_columns(lengths, names, longer, ragged):
-    """What is told of rows of their own length, as they lie in the store, is told of the padded batch too."""
-    more = [length + 1 for length in lengths]
-    rows = {name: jagged(more if name in longer else lengths, 2) for name in names}
-    batch = {name: torch.zeros(len(lengths), 7 if name in longer else 6, 2) for name in names}
-    kept = ragged | MULTIMODAL_FIELDS
-    expected = [name for name in rows if name not in kept and (name in PER_TOKEN_FIELDS or name not in longer)]
-    assert token_columns(rows, lengths, ragged_fields=kept) == expected
-    batch["input_ids"] = torch.zeros(len(lengths), 6)
-    assert token_columns(batch, ragged_fields=kept) == [*expected, "input_ids"]
-    rows["input_ids"] = jagged(lengths)
-    assert token_columns(rows, ragged_fields=kept) == [*expected, "input_ids"]
-
-
-def test_without_any_lengths_all_that_has_the_dim_counts():
-    columns = {"scores": torch.zeros(3, 4), "pixel_values": torch.zeros(3, 4), "reward": torch.zeros(3), "text": ["a"]}
-    assert token_columns(columns) == ["scores"]
-    assert token_columns(columns, token_aligned_fields=["reward", "not there"]) == ["reward"]
 
 
 # --- message logs -----------------------------------------------------------------------------------------------------
@@ -249,33 +197,6 @@ def plain(logs):
     return [
         [(turn["role"], turn["content"], torch.as_tensor(turn["token_ids"]).tolist()) for turn in log] for log in logs
     ]
-
-
-def test_a_log_is_split_into_columns_of_turns():
-    columns = split_message_logs(LOGS)
-    assert list(columns) == ["turn_lengths", "turn_roles", "turn_contents", "response_token_lengths"]
-    assert columns["turn_lengths"] == [[2, 3, 1], [2, 1, 0, 2], []]
-    assert columns["turn_roles"] == [["system", "user", "assistant"], ["user", "assistant", "tool", "assistant"], []]
-    assert columns["turn_contents"][1] == [[{"type": "text", "text": "look"}], "call", "", "done"]
-    assert columns["response_token_lengths"].tolist() == [1, 1, 0]  # of the assistant's first turn
-    assert columns["response_token_lengths"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("jagged", [False, True], ids=["padded", "jagged"])
-def test_tokens_are_views_into_input_ids(jagged):
-    ids = to_nested_by_length(INPUT_IDS, TOKENS) if jagged else INPUT_IDS.clone()
-    logs = rebuild_message_logs({"input_ids": ids, **split_message_logs(LOGS)})
-    assert plain(logs) == plain(LOGS)
-    logs[1][3]["token_ids"][0] = 99
-    assert (ids.values() if jagged else ids.flatten()).tolist().count(99) == 1
-
-
-def test_turn_lengths_may_be_a_tensor_padded_or_not():
-    columns = {"input_ids": INPUT_IDS, **split_message_logs(LOGS)}
-    columns["turn_lengths"] = torch.tensor([[2, 3, 1, 0, 0], [2, 1, 0, 2, 0], [0] * 5])
-    assert plain(rebuild_message_logs(columns)) == plain(LOGS)
-    columns["turn_lengths"] = to_nested_by_length(columns["turn_lengths"], [3, 4, 0])
-    assert plain(rebuild_message_logs(columns)) == plain(LOGS)
 
 
 def test_a_turn_may_lack_content_and_tokens(client):

@@ -88,18 +88,6 @@ def test_token_columns_are_cut_and_all_others_stay_whole_in_one_put(client, monk
     assert meta.tags == [{"version": 1, "input_lengths": length} for length in LENGTHS]
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [{"input_ids": torch.ones(4, WIDTH)}, {"input_ids": jagged(LENGTHS)}, {}],
-    ids=["padded", "jagged", "none"],
-)
-def test_named_columns_of_any_width_are_cut_wherever_the_tokens_are(client, beside):
-    columns = {"prev_logprobs": CUT["prev_logprobs"], "embedding": WHOLE["embedding"]}
-    write(client, {"input_lengths": LENGTHS, **beside, **columns})
-    assert form(stored(client, "prev_logprobs")) == LENGTHS
-    assert form(stored(client, "embedding")) == (4, WIDTH + 2)
-
-
 def test_without_lengths_nothing_is_cut(client):
     batch = make_batch()
     del batch["input_lengths"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -124,20 +123,6 @@ def test_a_cell_that_is_cut_is_named(faults):
                 client.get_samples(IDS, "p", [field])
             assert caught.value.cells == {"b": (field,)}
         assert items_of(client.get_samples(IDS, "p", ["o"])["o"]) == [{"a": [1, 2]}, "text"]
-
-
-def test_a_hook_that_takes_long_holds_up_no_other_call(client, faults):
-    found = []
-    with faults.before("put_samples", lambda request: found.append(client.get_samples(IDS, "p", ["x"])["x"].tolist())):
-        client.put_samples(["c"], "p", {"x": torch.arange(1)})
-    assert found == [[0, 1]]
-
-
-def test_a_hook_gets_the_deadline_of_the_config(client, faults):
-    left = []
-    with faults.before("get_samples", lambda request: left.append(request.deadline - time.monotonic())):
-        client.get_samples(IDS, "p", ["x"])
-    assert 0 < left[0] <= 90.0
 
 
 def test_a_put_returns_what_reads_its_samples(client, faults):

@@ -1,12 +1,9 @@
 """How a client announces itself, with its phases. What stores list is tested by the kit."""
 
 import asyncio
-import contextlib
 import gc
 import os
 import socket
-import sys
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -15,7 +12,7 @@ import pytest
 from dataplane_core import connect
 from dataplane_core.client import announcing
 from dataplane_core.client.announcing import Phases
-from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
+from dataplane_core.errors import InvalidRequestError, InvalidTypeError, OperationTimeoutError
 from dataplane_core.spec import ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 
@@ -34,10 +31,6 @@ def client(faults, said):
     config = {"backend": "noop", "announce_s": None, "role": "r", "middleware": [faults]}
     with connect(config) as opened, faults.before("announce", said.append):
         yield opened
-
-
-def announcer_threads():
-    return [each for each in threading.enumerate() if each.name == "dataplane-announce"]
 
 
 def test_the_more_clients_the_less_often(client, faults, said, monkeypatch):
@@ -115,28 +108,6 @@ def test_a_client_that_nobody_uses_any_longer_is_freed():
     eventually(freed, within_s=STARTS_S, what="the end of a client that was not closed")
 
 
-def test_close_ends_the_thread_and_none_is_started_without_need(monkeypatch):
-    monkeypatch.setattr(announcing, "_TIMEOUT_S", STARTS_S)  # which a close waits for it at most
-    before = set(announcer_threads())  # of clients of other tests, which may end meanwhile
-    with connect({"backend": "noop", "announce_s": None}):
-        assert set(announcer_threads()) <= before
-    with connect({"backend": "noop"}):
-        assert len(set(announcer_threads()) - before) == 1
-    assert set(announcer_threads()) <= before
-    for wrong in (0, -1.0, "often"):
-        with pytest.raises(ConfigError, match="announce_s"):
-            connect({"backend": "noop", "announce_s": wrong})
-
-
-@pytest.mark.parametrize(
-    ("argv", "name"),
-    [(["/a/train.py", "--x"], "train.py"), (["/a/trainer/__main__.py"], "trainer"), ([""], "python"), ([], "python")],
-)
-def test_the_name_of_the_program(monkeypatch, argv, name):
-    monkeypatch.setattr(sys, "argv", argv)
-    assert announcing.program_name() == name
-
-
 def test_a_client_announces_its_calls_and_phases(opened):
     with opened({"backend": "noop", "announce_s": 0.05, "role": "r"}) as client:
         client.register_partition("p", ["x"], None, ["t"])
@@ -180,38 +151,6 @@ def within(phases):
     return lambda name, *groups: phases.within(name, "p" if groups else "", list(groups))
 
 
-def test_the_innermost_phase_counts_and_the_outer_one_goes_on_after_it(phases, within):
-    with within("rollout"):
-        assert names(phases) == ["rollout"]
-        with contextlib.suppress(ZeroDivisionError), within("generate"):
-            assert names(phases) == ["generate"]
-            raise ZeroDivisionError
-        assert names(phases) == ["rollout"]
-    assert names(phases) == []
-
-
-def test_each_thread_has_its_own_and_what_began_first_comes_first(phases, within):
-    with within("drive"), threaded(within("generate")):
-        with within("score"):
-            assert names(phases) == ["generate", "score"]
-        assert names(phases) == ["drive", "generate"]
-
-
-def test_generators_whose_phases_cross_leave_nothing_behind(phases, within):
-    def generate(name):
-        with within(name):
-            yield name
-
-    first, second = generate("first"), generate("second")
-    next(first), next(second)
-    first.close()
-    assert names(phases) == ["second"]
-    asyncio.run(_close(second))  # in another context than it was begun in
-    assert names(phases) == []
-    with within("after"):
-        assert names(phases) == ["after"]
-
-
 def test_a_phase_has_the_groups_of_the_one_around_it_and_none_of_one_that_has_ended(phases, within):
     first, second = within("first", "q1"), within("second", "q2", "q3")
     first.__enter__(), second.__enter__()
@@ -243,39 +182,6 @@ async def test_each_task_has_its_own_and_none_of_the_groups_of_a_phase_that_it_o
         assert names(phases) == ["upload"]
     leave.set()
     await task
-
-
-async def _close(generator):
-    generator.close()
-
-
-def test_what_is_told_is_bounded(phases, within):
-    with contextlib.ExitStack() as stack:
-        for number in range(100):
-            stack.enter_context(threaded(within("n" * 1000, *(f"q{number}_{place}" for place in range(50)))))
-        told = phases.announced(0.0)
-    assert len(told) == 64
-    assert sum(len(each.groups) for each in told) == 256
-    assert {len(each.name) for each in told} == {80}
-    assert told[0].groups[0] == "q0_0"
-
-
-@contextlib.contextmanager
-def threaded(block):
-    """Enters and leaves a block in a thread of its own."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def run():
-        with block:
-            inside.set()
-            leave.wait()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    inside.wait()
-    yield
-    leave.set()
-    thread.join()
 
 
 def test_a_phase_has_a_name_and_its_groups_a_partition_and_who_does_not_announce_itself_notes_none():

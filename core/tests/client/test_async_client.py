@@ -5,7 +5,6 @@ import inspect
 import pickle
 import re
 import threading
-import time
 
 import pytest
 import torch
@@ -170,16 +169,6 @@ async def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
         assert await client.list_sample_ids("p") == ["a"]
 
 
-async def test_puts_that_wait_for_room_leave_threads_for_the_clear_that_makes_it():
-    async with await _open(threads=1, options={"capacity_bytes": 800}) as client:
-        await client.put_samples(["full"], "p", {"x": torch.zeros(1, 100)})
-        puts = [asyncio.create_task(client.put_samples([f"s{i}"], "p", {"x": torch.zeros(1, 100)})) for i in range(2)]
-        await asyncio.sleep(0.05)
-        await client.clear_samples(["full"], "p")
-        await asyncio.gather(*puts)
-        assert await client.list_sample_ids("p") == ["s0", "s1"]
-
-
 BUSY = r"all 1 threads of this client were busy\. It was not run"
 
 
@@ -197,19 +186,6 @@ async def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_b
     await client.close()
 
 
-async def test_the_time_in_which_an_operation_waits_for_a_thread_counts():
-    gate, deadlines = Gate("put_samples"), []
-    async with await _open(gate, op_timeout_s=30.0, threads=1) as client:
-        with gate.before("put_samples", lambda request: deadlines.append(request.deadline)):
-            puts = [asyncio.create_task(_put(client, each)) for each in "ab"]
-            await gate.is_entered()
-            queued_by = time.monotonic()
-            await asyncio.sleep(0.05)
-            gate.opened.set()
-            await asyncio.gather(*puts)
-        assert deadlines[1] <= queued_by + 30.0
-
-
 async def test_closing_ends_claims_that_wait_and_then_refuses():
     client = await _open()
     claims = [asyncio.create_task(client.claim_meta("p", "t", ["x"], 1)) for _ in range(5)]
@@ -220,22 +196,3 @@ async def test_closing_ends_claims_that_wait_and_then_refuses():
             await claim
     assert repr(client) == "<async <DataPlaneClient backend='noop' bootstrapped closed>>"
     assert not [each for each in threading.enumerate() if each.name.startswith("dataplane-async")]
-
-
-def test_a_client_serves_one_event_loop_after_the_other():
-    client = asyncio.run(_open())
-    asyncio.run(_put(client, "a"))
-    assert asyncio.run(client.claim_meta("p", "t", ["x"], 1)).sample_ids == ["a"]
-    asyncio.run(client.close())
-
-
-def test_a_program_that_does_not_close_its_client_ends(python):
-    program = (
-        "import asyncio\nfrom dataplane_core import connect_async\n"
-        "async def main():\n    global client\n    client = await connect_async({'backend': 'noop'})\n"
-        "    await client.register_partition('p', ['x'], None, ['t'])\n"
-        "    asyncio.create_task(client.claim_meta('p', 't', ['x'], 1))\n    await asyncio.sleep(0.05)\n"
-        "asyncio.run(main())\nprint('end')"
-    )
-    run = python.run("-c", program)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")

@@ -9,7 +9,6 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.client import claims
-from dataplane_core.client.connection import Waiters
 from dataplane_core.errors import BackendError, ClientClosedError, UnsupportedOperationError
 from dataplane_core.ledger import LedgerThread, commands
 from dataplane_core.middleware import Metrics
@@ -146,10 +145,3 @@ def test_what_a_stop_raises_is_raised_when_all_else_is_stopped(error, monkeypatc
     with pytest.raises((SystemExit, expected)):
         connect({"backend": "noop", "middleware": ["metrics", "wire_guard"]})
     assert len(stopped) == 2
-
-
-def test_what_waits_on_a_client_that_is_closed_is_woken():
-    waiters, woken = Waiters(), threading.Event()
-    waiters.close()
-    with waiters.waiting(woken.set):
-        assert woken.is_set()

@@ -7,10 +7,8 @@ import logging
 import re
 import threading
 
-import pyarrow as pa
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
 
 from dataplane_core import KVBatchMeta, connect, connect_async, stream
 from dataplane_core.config import DataPlaneConfig
@@ -27,17 +25,6 @@ def client():
     with connect({"backend": "noop"}) as opened:
         opened.register_partition("p", ["x", "reward"], None, ["t"])
         yield opened
-
-
-def test_rows_without_ids_are_refused(client):
-    for fields in (
-        *([{"x": 1}], {"x": [1]}, {"x": torch.zeros(1)}, {"x": NonTensorStack("a")}, pa.table({"x": [1]})),
-        TensorDict({"x": torch.zeros(1)}, batch_size=[1]),
-    ):
-        with pytest.raises(ValueError, match=r"Expected (\[)?0"):
-            client.put_samples([], "p", fields)
-    with pytest.raises(ValueError, match="1:1"):
-        client.put_samples([], "p", None, [{"n": 1}])
 
 
 @pytest.mark.parametrize("partition_id", ["", None])

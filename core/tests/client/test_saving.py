@@ -47,20 +47,6 @@ def put(client, *sample_ids):
     client.put_samples(sample_ids, "p", {"x": torch.arange(len(sample_ids))})
 
 
-def test_a_group_whose_cleared_member_was_written_again_counts_for_no_further_sample(client, tmp_path):
-    client.register_partition("p", ["x"], 4, ["t"], 2)
-    put(client, "q0_g1", "q0_g2")
-    client.clear_samples(["q0_g1"], "p")
-    put(client, "q0_g1")
-    client.save(tmp_path)
-    client.load(tmp_path)
-    put(client, "q1_g1")
-    with pytest.raises(TimeoutError):  # the other member is still to come
-        client.claim_meta("p", "t", ["x"], 2, timeout_s=0)
-    put(client, "q1_g2")
-    assert client.claim_meta("p", "t", ["x"], 2, timeout_s=0).sample_ids == ["q1_g1", "q1_g2"]
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("call", ["list_samples", "export_partition", "get_samples"])
 @pytest.mark.parametrize("num_samples", [4, None])

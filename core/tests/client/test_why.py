@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from dataplane_core import connect, connect_async
-from dataplane_core.client import async_client, claims, explaining, verdict as verdicts
+from dataplane_core.client import async_client, claims, explaining
 from dataplane_core.client.announcing import WorkLog
 from dataplane_core.client.connection import Waiters
-from dataplane_core.client.verdict import Facts, claims_of, judge
+from dataplane_core.client.verdict import Facts, judge
 from dataplane_core.errors import ClaimTimeoutError, LeaseHolder, Shortfall
 from dataplane_core.middleware import Metrics
 from dataplane_core.spec import (
@@ -564,13 +564,6 @@ def test_a_task_of_an_export_that_ended_is_not_starved(fate):
         assert (told.state, told.cause) == (state, fate)
 
 
-def test_a_group_whose_maker_waits_for_room_is_the_fault_of_who_does_not_consume():
-    judged = client("judge", asks("judge"), pid=10, state="silent")
-    blocked = replace(LOADING_MAKER, calls=[call("put_samples", 9.0)])
-    told = verdict(partition(group=4, tasks=("train", "judge")), TRAINER, GONE, judged, blocked, **GROUPS, **FULL)
-    assert (told.state, told.culprit) == ("starved", "process 10 on h (judge)")
-
-
 @pytest.mark.parametrize(
     ("full", "running_s", "is_full"),
     [((90, 100), 9.0, True), (None, 90.0, False), ((90, 100), 0.1, False)],  # the last began when it announced itself
@@ -579,28 +572,3 @@ def test_a_put_that_waits_for_room(full, running_s, is_full):
     rollout = client("rollout", puts("x"), calls=[call("put_samples", running_s)], heard_s=9.0)
     told = verdict(partition(), TRAINER, rollout, full=full)
     assert (told.cause == "full") is is_full, told
-
-
-def test_the_question_of_a_task_is_what_it_waits_for_or_claimed_last():
-    old, new = asks(fields=("x",), waits_s=9.0, ended_s=8.0), asks(fields=("x", "y"), waits_s=1.0, ended_s=0.5)
-    drops, waiting = asks(fields=(), waits_s=0.5, ended_s=0.1), replace(old, ended_s=None)
-    assert claims_of([client("t", old, drops, new)], "p") == {"train": new}
-    assert claims_of([client("t", waiting), client("u", drops, new)], "p") == {"train": waiting}
-    assert claims_of([client("t", old, puts("x"))], "other") == {}
-
-
-@pytest.mark.parametrize("is_full", [False, True], ids=["unwritten", "full"])
-def test_each_task_is_judged_a_few_times_however_many_wait_for_the_same(monkeypatch, is_full):
-    judged = []
-    real = verdicts._Case.verdict
-    monkeypatch.setattr(verdicts._Case, "verdict", lambda case: judged.append(case) or real(case))
-    names = [f"task-{place}" for place in range(12)]
-    waiting = [client(name, asks(name, waits_s=400.0), puts("x"), pid=place) for place, name in enumerate(names)]
-    short = Shortfall() if is_full else LACKING["short"]
-    facts = Facts(
-        partitions={"p": replace(partition(tasks=names), **(FULL if is_full else {}))},
-        clients=[*waiting, BLOCKED if is_full else ROLLOUT],
-        answers={("p", name): Answer(num_ready=0, shortfall=short) for name in names},
-    )
-    assert [each.state for each in judge(facts, [("p", name) for name in names])] == ["starved"] * len(names)
-    assert len(judged) <= 2 * len(names)

@@ -8,7 +8,6 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
 from dataplane_core import connect
 from dataplane_core.codec import (
-    DTYPE_OF_CODE,
     as_columns,
     cell_digests,
     compact,
@@ -20,12 +19,10 @@ from dataplane_core.codec import (
 from dataplane_core.codec.compact import LEAST_BYTES
 from dataplane_core.codec.rows import cell_nbytes
 from dataplane_core.errors import BackendError, FrameError
-from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireFormat
+from dataplane_core.spec import FieldSpec, SharedRows, WireFormat
 
 FRAMES = WireFormat(bytes=True, shared_rows=True)
 JAGGED = WireFormat(shared_rows=True, narrow=True)
-PROMOTED = WireFormat(promote_1d=True, narrow=True)
-WIRES = pytest.mark.parametrize("wire", [FRAMES, JAGGED, PROMOTED], ids=["frames", "jagged", "promoted"])
 #: More elements than are looked at first, and than one part has.
 MANY = 300_000
 #: From narrow to wide; of two that are as wide, the one without a sign comes first.
@@ -39,15 +36,6 @@ LIMITS += [(low, edge) for low in (0, -1) for edge in sorted(EDGES) if edge >= 0
 
 def narrowest(low, high, dtypes=DTYPES):
     return next(each for each in dtypes if torch.iinfo(each).min <= low and high <= torch.iinfo(each).max)
-
-
-def dtypes_of(column):
-    """The dtypes in which cells were sent."""
-    if isinstance(column, SharedRows):
-        column = column.rows
-    if not isinstance(column, list):
-        return {(column.values if isinstance(column, Ragged) else column).dtype}
-    return {DTYPE_OF_CODE[bytes(frame[:6])[5]] for frame in column}
 
 
 def same_rows(column, rows):
@@ -68,19 +56,6 @@ def test_the_narrowest_dtype_is_found_wherever_the_extremes_lie(places):
         assert (found is values) == (found.dtype == torch.int64)
 
 
-@pytest.mark.parametrize("wide", [torch.int16, torch.int32, torch.int64], ids=str)
-def test_a_column_is_never_widened_or_cut_off(wide):
-    info = torch.iinfo(wide)
-    narrower = [each for each in DTYPES if each.itemsize < wide.itemsize]
-    for low, high in LIMITS:
-        if info.min <= low and high <= info.max:
-            values = torch.full((LEAST_BYTES // wide.itemsize,), low, dtype=wide)
-            values[-1] = high
-            found = narrowed(values)
-            assert found.dtype == narrowest(low, high, [*narrower, wide]), (low, high)
-            assert torch.equal(widened(found, wide), values)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.bool, torch.float64, torch.uint64, torch.int64], ids=str
 )
@@ -92,31 +67,6 @@ def test_other_columns_and_small_ones_stay_as_they_are(dtype):
 
 
 # --- over a wire ------------------------------------------------------------------------------------------------------
-
-
-@WIRES
-def test_columns_are_sent_narrow_and_come_back_unless_they_may_not(wire):
-    rows = [torch.arange(2 * length).view(-1, 2) % 100 for length in (3_000, 1, 2_999)]
-    given = {
-        "ragged": jagged(rows),
-        "dense": torch.arange(12_000, dtype=torch.int32).view(3, 4_000),
-        "equal": (torch.arange(40_000) % 50).expand(3, -1),
-    }
-    columns, specs = encode_columns(given, 3, wire)
-    assert [dtypes_of(columns[name]) for name in given] == [{torch.uint8}, {torch.uint16}, {torch.uint8}]
-    assert [specs[name].dtype for name in given] == ["int64", "int32", "int64"]
-    assert isinstance(columns["equal"], SharedRows) is wire.shared_rows
-    found = decode_columns(columns, specs, 3, wire)
-    assert same_rows(found["ragged"], rows)
-    assert torch.equal(found["dense"], given["dense"])
-    assert torch.equal(found["equal"], given["equal"])
-    for narrow, dtype in ((False, torch.int64), ({"ragged": False}, torch.uint8)):
-        columns, _ = encode_columns(given, 3, wire, narrow=narrow)
-        assert (dtypes_of(columns["ragged"]), dtypes_of(columns["equal"])) == ({torch.int64}, {dtype})
-    scalars = torch.zeros(MANY, dtype=torch.int64)
-    columns, specs = encode_columns({"s": scalars}, MANY, wire)
-    assert dtypes_of(columns["s"]) == {torch.uint8}
-    assert torch.equal(decode_columns(columns, specs, MANY, wire)["s"], scalars)
 
 
 def test_frames_may_differ_in_their_width_and_in_no_more():
@@ -211,11 +161,6 @@ def test_equal_rows_are_sent_once_and_come_back(wire, form):
         found = rows_of(decode_columns(columns, specs, 6, wire, share_rows=share)["x"])
         assert all(map(torch.equal, found, expected))
         assert len({row.data_ptr() for row in found}) == (3 if share else 6)
-
-
-def test_two_equal_rows_are_sent_once():
-    columns, _ = encode_columns({"x": torch.stack([IMAGES[0]] * 2)}, 2, SHARED)
-    assert len(columns["x"].rows) == 1
 
 
 @EACH_SHARED_WIRE

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from framing import frame_cell, frame_column, unframe_cell, unframe_column
+from framing import frame_cell, unframe_cell, unframe_column
 from hypothesis import given, strategies as st
 
 from dataplane_core.codec import join_row, split_rows
@@ -39,40 +39,6 @@ def test_the_formats_are_pinned():
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     ]
     assert sorted(DTYPE_CODES.values()) == list(range(1, 22))
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param([400_000] * 3, id="dense"),
-        pytest.param([400_000, 0, 1, 400_000], id="a few large ones"),
-        pytest.param([512 + row % 2 for row in range(600)], id="of the least large size"),
-        pytest.param([100] * 3000 + [3], id="many small ones"),
-    ],
-)
-def test_large_columns_share_no_memory_with_those_before(lengths, assert_rows):
-    columns = [[torch.full((length,), float(fill + length)) for length in lengths] for fill in range(3)]
-    framed = [frame_column(rows) for rows in columns]  # all held at the same time
-    found = [unframe_column(frames) for frames in framed]
-    del framed
-    again = [unframe_column(frame_column(rows)) for rows in reversed(columns)]
-    for rows, before, after in zip(columns, found, reversed(again), strict=True):
-        assert_rows(before, rows)
-        assert_rows(after, rows)
-
-
-def test_what_is_read_is_new_and_writable_memory_and_frames_hold_theirs():
-    data = bytearray(frame_cell(torch.zeros(2)))
-    column = unframe_column([data])
-    data[-1] = 1
-    column += 1
-    assert column.tolist() == [[1, 1]]
-    frames = [frame_column(torch.full((1, 1 << 19), float(value)))[0] for value in range(2)]
-    assert all(memoryview(frame).readonly for frame in frames)
-    assert [unframe_column([frame]).unique().tolist() for frame in frames] == [[0], [1]]
 
 
 # --- rows of frames ---------------------------------------------------------------------------------------------------

@@ -114,16 +114,6 @@ def test_anything_else_is_refused_with_field_row_and_type(item, reason):
             refuse([[0, {"k": item}]], "x")
 
 
-@pytest.mark.parametrize("name", ["tuple", "set", "numpy int", "enum", "custom"])
-def test_other_items_travel_pickled_where_allowed_and_are_not_unpickled_elsewhere(name):
-    item, _ = OUTSIDE[name]
-    encoded = encode_item(item, allow_pickle=True)
-    found = decode_item(encoded, allow_pickle=True)
-    assert (found, type(found)) == (item, type(item))
-    with pytest.raises(FrameError, match=r"does not unpickle.*allow_pickle"):
-        decode_item(encoded)
-
-
 def test_what_can_be_pickled_may_contain_itself_and_what_cannot_is_refused():
     item = decode_item(encode_item(CIRCULAR, allow_pickle=True), allow_pickle=True)
     assert item[0] is item

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
-from tensordict import TensorDict
 
-from dataplane_core.codec import ALL_DTYPES, decode_columns, decode_item, encode_columns, encode_item
+from dataplane_core.codec import ALL_DTYPES, decode_item, encode_item
 from dataplane_core.codec.cells import copy_item
 from dataplane_core.codec.inputs import list_as
-from dataplane_core.spec import FieldSpec, WireFormat
+from dataplane_core.spec import FieldSpec
 
-WIRES = {
-    "jagged": WireFormat(),
-    "bytes": WireFormat(bytes=True),
-    "native and promoted": WireFormat(objects="native", promote_1d=True),
-}
 SHAPES = {
     "scalars": [()] * 4,
     "one wide": [(1,)] * 4,
@@ -36,26 +30,7 @@ SHAPES = {
     "one scalar": [()],
 }
 DTYPES = sorted(ALL_DTYPES, key=str)
-EACH_WIRE = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES.keys())
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def column_of(rows):
-    """Dense or jagged, made without the code under test."""
-    if len({row.shape for row in rows}) == 1:
-        return torch.stack(rows)
-    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
-
-
-@EACH_DTYPE
-@EACH_WIRE
-def test_every_shape_comes_back_over_every_wire(wire, dtype, random_cell, assert_rows):
-    for name, shapes in SHAPES.items():
-        rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
-        fields = TensorDict({name: column_of(rows)}, batch_size=[len(rows)])
-        columns, specs = encode_columns(fields, len(rows), wire)
-        assert_rows(decode_columns(columns, specs, len(rows), wire)[name], rows)
 
 
 @EACH_DTYPE

@@ -11,9 +11,7 @@ from framing import FRAMES, frame_column
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dataplane_core.batch.columns import object_array
 from dataplane_core.codec import as_columns, decode_columns, encode_columns, encode_item, num_rows
-from dataplane_core.codec.rows import object_column
 from dataplane_core.errors import BackendError, FrameError, InvalidRequestError, InvalidTypeError, SchemaMismatchError
 from dataplane_core.spec import FieldSpec, Ragged, WireFormat
 
@@ -70,21 +68,10 @@ def test_objects_travel_as_items_or_as_bytes_and_bytes_wires_get_one_frame_per_c
         assert all(isinstance(frame, (bytes, bytearray, memoryview)) for frame in frames)
 
 
-def test_what_needs_no_change_is_not_copied():
-    dense, item = torch.ones(3, 2), {"list": [torch.zeros(2)]}
-    columns, specs = encode_columns({"x": dense}, 3, JAGGED)
-    assert columns["x"].data_ptr() == dense.data_ptr()
-    assert decode_columns(columns, specs, 3, JAGGED)["x"].data_ptr() == dense.data_ptr()
-    columns, specs = encode_columns({"x": NonTensorStack(item)}, 1, NATIVE)
-    assert columns["x"][0] is item
-    assert decode_columns(columns, specs, 1, NATIVE)["x"].tolist()[0] is item
-
-
 # --- what is taken ----------------------------------------------------------------------------------------------------
 
 VALUES, OFFSETS = torch.arange(20.0).view(10, 2), torch.tensor([0, 4, 5, 10])
 CONJUGATE = torch.tensor([1 + 2j, 3 - 4j, -5j]).conj()
-ITEMS = ["a", {"k": [1, None]}, [2.5]]
 
 
 def nested(values=VALUES, offsets=OFFSETS, **kwargs):
@@ -128,19 +115,6 @@ TENSORS = {
     "nested and strided scalars": strided(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)),
     "nested and strided, transposed": strided(*[torch.arange(6.0).view(2, 3)] * 3).transpose(1, 2),
 }
-#: In which form tensordict hands in objects -> what comes back.
-LISTS = {
-    **{
-        f"{form.__name__} of {items}": (form(items), items)
-        for items in (ITEMS, *([item] * 3 for item in ("x", [1, 2], [], {}, None, [["a"], ["b"]])))
-        for form in (object_column, object_array)
-    },
-    **{
-        f"TensorDict of {type(column).__name__}": (TensorDict({"x": column}, batch_size=[3]), ITEMS)
-        for column in (NonTensorStack(*ITEMS), object_array(ITEMS), ITEMS)
-    },
-    "strings": (TensorDict({"x": ["a", "b", "c"]}, batch_size=[3]), ["a", "b", "c"]),
-}
 EACH_WIRE = pytest.mark.parametrize("wire", [JAGGED, FRAMES, PROMOTED], ids=WireFormat.describe)
 
 
@@ -156,26 +130,6 @@ def test_tensors_of_any_kind_are_taken(kind, wire, assert_rows):
     column = TENSORS[kind]
     rows = [row.detach().resolve_conj().resolve_neg().contiguous() for row in column.unbind()]
     assert_rows(there_and_back(column, wire), rows)
-
-
-@EACH_WIRE
-def test_a_part_of_values_inference_mode_and_numbers_of_a_tensordict_are_taken(wire, assert_rows):
-    column = nested(offsets=torch.tensor([1, 4, 5, 9]))  # which `unbind` of torch refuses
-    assert_rows(there_and_back(column, wire), [VALUES[1:4], VALUES[4:5], VALUES[5:9]])
-    with torch.inference_mode():
-        column = torch.ones(3, 2)
-    assert there_and_back(column, wire).tolist() == [[1, 1]] * 3
-    assert there_and_back(TensorDict({"x": [1, 2, 3]}, batch_size=[3]), wire).tolist() == [1, 2, 3]
-
-
-@EACH_WIRE
-@pytest.mark.parametrize("form", LISTS)
-def test_objects_are_taken_in_every_form_that_tensordict_makes_of_them(form, wire):
-    column, items = LISTS[form]
-    decoded = there_and_back(column, wire)
-    assert (type(decoded), decoded.batch_size) == (NonTensorStack, (3,))
-    assert decoded.tolist() == items
-    assert TensorDict({"x": decoded}, batch_size=[3])["x"] == items
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -295,10 +249,3 @@ WRONG_REPLIES = [
 def test_a_reply_that_is_not_what_the_spec_says_is_a_backend_error(column, spec, wire):
     with pytest.raises((BackendError, FrameError), match=r"'x'|float99"):
         raised(column, spec, wire)
-
-
-def test_a_reply_is_made_contiguous_and_detached_and_dense_if_its_rows_are_equally_long():
-    column = raised(torch.zeros(2, 3, requires_grad=True).t(), FLOATS)
-    assert column.is_contiguous()
-    assert not column.requires_grad
-    assert raised(ragged([2, 2, 2]), FLOATS).shape == (3, 2)

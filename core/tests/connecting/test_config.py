@@ -149,6 +149,7 @@ def noop(**more):
         (noop(op_timeout=5), ConfigError, "unknown key 'op_timeout'; did you mean 'op_timeout_s'"),
         (noop(op_timeout_s=-1), ConfigError, "'op_timeout_s'"),
         (noop(op_timeout_s=float("inf")), ConfigError, "'op_timeout_s'"),
+        *((noop(announce_s=period), ConfigError, "'announce_s'") for period in (0, -1.0, "often")),
         (OmegaConf.create({"backend": "${nowhere}"}), ConfigError, "'nowhere' not found"),
         # options of the backend
         (noop(options={"capacity_byte": 1}), ConfigError, "did you mean 'capacity_bytes'"),

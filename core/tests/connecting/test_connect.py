@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import sys
 from typing import ClassVar
 
 import pytest
 
-import dataplane_core.entry_points
 from dataplane_core import DataPlaneConfig, RowStoreBackend, connect
 from dataplane_core.connecting import connect_backend
-from dataplane_core.entry_points import find_plugins
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -21,7 +17,6 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OperationTimeoutError,
     PluginError,
-    PluginImportError,
     PluginSignatureError,
 )
 from dataplane_core.middleware import Middleware
@@ -227,31 +222,3 @@ def test_a_hook_that_is_no_generator_is_named():
 
     with pytest.raises(PluginSignatureError, match="middleware 'Plain', hook 'put_samples': is no generator"):
         connect({"backend": "noop", "middleware": [Plain()]})
-
-
-def test_an_import_that_takes_long_is_logged(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(dataplane_core.entry_points, "_LONG_S", 0.01)
-    monkeypatch.syspath_prepend(tmp_path)
-    waits = "import logging, time\nwhile not logging.getLogger('dataplane_core.entry_points').told: time.sleep(0.01)\n"
-    (tmp_path / "slow_plugin.py").write_text(waits)
-    install(tmp_path, "slow = slow_plugin:Mine", "middleware")
-    log = logging.getLogger("dataplane_core.entry_points")
-    monkeypatch.setattr(log, "told", [], raising=False)
-    monkeypatch.setattr(log, "filter", lambda record: log.told.append(record) or True)
-    with pytest.raises(PluginImportError, match="slow_plugin"):
-        connect({"backend": "noop", "middleware": ["slow"]})
-    assert "middleware 'slow' (acme 1.0) is still being imported" in caplog.text
-
-
-def test_a_plugin_that_is_installed_or_removed_meanwhile_is_noticed(tmp_path, monkeypatch):
-    """What is installed is read once, and again after a change."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def is_found():
-        return "of-this-test" in [each.name for each in find_plugins()]
-
-    assert not is_found()
-    info = install(tmp_path, "of-this-test = acme_late:Mine")
-    assert is_found()
-    shutil.rmtree(info)
-    assert not is_found()

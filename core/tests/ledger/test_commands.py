@@ -149,12 +149,3 @@ def test_a_write_id_is_used_once():
     with pytest.raises(InvalidRequestError, match="write id"):
         made.apply(a_put(sample_ids=["c", "d"]), 0.0)
     assert made.held_bytes == 16
-
-
-def test_a_sample_that_is_named_twice_is_given_back_once():
-    made = ledger()
-    made.apply(a_put(), 0.0)
-    made.apply(commands.CommitPut(1), 0.0)
-    made.apply(a_claim(), 0.0)
-    made.apply(commands.NackRequest("p", "t", ["a", "a", "b"], ["k"] * 3), 0.0)
-    assert made.apply(a_claim(), 0.0).sample_ids == ["a", "b"]

@@ -3,17 +3,14 @@
 import pickle
 
 import pytest
-from ledgers import INT, begin, claim, ledger, put, register, saved_and_loaded
+from ledgers import begin, claim, ledger, put, register, saved_and_loaded
 from msgspec.structs import replace
 
 from dataplane_core.errors import CapacityExceededError, InvalidRequestError, SchemaMismatchError, UnknownPartitionError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.ledger.queues import KEPT_S
-from dataplane_core.ledger.state import pack_state
 from dataplane_core.spec import FieldSpec
 from dataplane_core.spec.costs import Balance
-
-FLOAT = FieldSpec("tensor", "float32", 1)
 
 
 @pytest.mark.parametrize(("group", "bytes_a_round"), [(None, 2), (2, 25)])
@@ -33,26 +30,6 @@ def test_a_partition_without_end_remembers_of_what_was_cleared_only_the_names_of
     assert sizes[1] - sizes[0] <= 1000 * bytes_a_round
     put(made, ["v00000_g0", "v00000_g1"])  # its group was given and cleared, however long ago
     assert list(made.apply(ask, 0.0).sample_ids) == ([] if group else ["v00000_g0", "v00000_g1"])
-
-
-def test_a_put_is_judged_without_a_trace():
-    made = ledger(capacity_bytes=10)
-    put(made, ["a"], size=6)
-    made.apply(begin(["dies"], size=3), 0.0)
-
-    def judge(size, now, spec=INT):
-        put = replace(begin(["b"], size=size), specs={"x": spec})
-        made.check_put(put, now)
-
-    before = pickle.dumps(made)
-    judge(1, now=9.0)
-    with pytest.raises(CapacityExceededError, match="2 bytes do not fit, 9 of 10 bytes are held") as full:
-        judge(2, now=9.0)
-    assert full.value.retryable
-    with pytest.raises(SchemaMismatchError):
-        judge(99, now=9.0, spec=FLOAT)
-    assert pickle.dumps(made) == before
-    judge(4, now=10.0)  # what the dead put reserved is free by then
 
 
 # --- what is registered -----------------------------------------------------------------------------------------------
@@ -121,10 +98,6 @@ def claim_batch(made, batch_index, count=1, **options):
     return list(made.apply(command, 0.0).sample_ids)
 
 
-def size_bytes(made):
-    return len(pack_state(made))
-
-
 def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before(open_ledger):
     put_rows(open_ledger, "a", "b")
     assert claim_batch(open_ledger, 0, 2) == ["a", "b"]
@@ -137,25 +110,6 @@ def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before(open_l
         assert claim_batch(made, 2) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": "balanced", "dp_size": 2}])
-def test_batches_whose_rows_are_cleared_cost_nothing(open_ledger, options):
-    put_rows(open_ledger, "stays", "stays too")
-    first = claim_batch(open_ledger, 0, 2, **options)
-    sizes = []
-    for number in range(1, 801):
-        put_rows(open_ledger, "a", "b")
-        assert claim_batch(open_ledger, number, 2, **options)
-        clear_rows(open_ledger, "a", "b")
-        if number % 200 == 0:
-            sizes.append(size_bytes(open_ledger))
-    assert max(sizes) < sizes[0] + 50  # numbers become longer
-    for made in (open_ledger, saved_and_loaded(open_ledger)):
-        assert claim_batch(made, 0, 2, **options) == first
-        for number in (1, 400, 800):
-            with pytest.raises(InvalidRequestError, match="samples of it were cleared"):
-                claim_batch(made, number, 2, **options)
-
-
 @pytest.mark.parametrize(("balance", "ranks"), [(None, ["ade", "bcf"]), (Balance("flops", 16), ["aef", "bcd"])])
 def test_balanced_ranks_get_about_as_many_tokens_or_as_much_work(balance, ranks):
     made = ledger(6)
@@ -163,44 +117,6 @@ def test_balanced_ranks_get_about_as_many_tokens_or_as_much_work(balance, ranks)
         put_rows(made, name, input_lengths=length)
     for rank, rows in enumerate(ranks):
         assert claim_batch(made, 0, 3, sampler="balanced", dp_rank=rank, dp_size=2, balance=balance) == list(rows)
-
-
-def test_what_one_claim_chose_for_all_ranks_stays_so():
-    ranks = {"dp_size": 3, "all_or_nothing": True, "lease_s": 5.0}
-    open_ledger = ledger(5)
-    put_rows(open_ledger, *"abcde")
-    for made in (open_ledger, saved_and_loaded(open_ledger)):
-        claims = [
-            commands.ClaimRequest("p", "t", [], 1, token=f"{index} {rank}", dp_rank=rank, batch_index=index, **ranks)
-            for index, rank in [(0, 2), (0, 0), (0, 1), (1, 2), (1, 1), (1, 0), (2, 0)]
-        ]
-        found = [(each.token, made.apply(each, 0.0)) for each in claims]
-        assert [(token, "".join(claim_batch.sample_ids), claim_batch.num_ranks) for token, claim_batch in found] == [
-            *[("0 2", "c", 3), ("0 0", "a", 3), ("0 1", "b", 3)],
-            *[("1 2", "", 2), ("1 1", "e", 2), ("1 0", "d", 2), ("2 0", "", 0)],
-        ]
-        made.apply(commands.NackRequest("p", "t", ["a"], ["0 2"]), 0.0)
-        for later in (made, saved_and_loaded(made)):
-            end = commands.ClaimRequest("p", "t", [], 1, token="later", dp_rank=1, batch_index=2, **ranks)
-            assert not later.may_claim(end, 0.0)
-            told = later.apply(end, 0.0)
-            assert (list(told.sample_ids), told.exhausted, told.num_ranks) == ([], True, 0)
-            assert claim_batch(later, 3, **ranks) == ["a"]
-            assert claim_batch(later, 1, **ranks) == ["d"]
-
-
-def test_batches_of_any_index_are_refused_once_they_are_gone_and_no_others(open_ledger):
-    given = [7, 3, 5, 4, 100, 6, 0]
-    for number in given:
-        put_rows(open_ledger, "a")
-        assert claim_batch(open_ledger, number) == ["a"]
-        clear_rows(open_ledger, "a")
-    for number in range(101):
-        if number in given:
-            with pytest.raises(InvalidRequestError):
-                claim_batch(open_ledger, number)
-        else:
-            assert claim_batch(open_ledger, number) == []
 
 
 # --- how far small puts pass a large one that waits for room ----------------------------------------------------------

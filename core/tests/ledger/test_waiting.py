@@ -6,7 +6,7 @@ import pytest
 from ledgers import begin, claim, ledger, put, register
 
 from dataplane_core.errors import CapacityExceededError
-from dataplane_core.ledger import LedgerService, commands, rows, service
+from dataplane_core.ledger import LedgerService, commands, service
 from dataplane_core.ledger.queues import LONGEST_PAUSE_S
 from dataplane_core.spec import Question, matches, new_id
 
@@ -49,17 +49,6 @@ def test_claims_are_woken_in_the_order_in_which_they_came_as_far_as_the_samples_
     assert list(made.claim("b", 2).sample_ids) == ["3", "4"]
     made.put("6")
     assert made.woken == ["a", "b", "c"]
-
-
-def test_one_who_was_woken_in_vain_keeps_its_place():
-    made = Waiting()
-    made.claim("a")
-    made.claim("b")
-    made.put("1")
-    assert list(made.claim("another").sample_ids) == ["1"]
-    assert not made.claim("a").sample_ids
-    made.put("2")
-    assert made.woken == ["a", "a"]
 
 
 def test_one_who_is_gone_or_stops_waiting_makes_room_for_the_next():
@@ -240,46 +229,6 @@ def test_a_filter_looks_only_at_rows_that_changed(looks, group, total):
     looks[0] = 0
     claimed(made, 8, FRESH)
     assert looks[0] <= 2 * 8
-
-
-def test_a_claim_that_waits_for_its_last_rows_leaves_those_that_are_ready_where_they_are(monkeypatch):
-    made = filled(500)
-    claimed(made, 512)
-    touched = []
-    for name in ("heappush", "heappop", "heapify", "heapreplace"):
-        monkeypatch.setattr(rows.heapq, name, lambda *_, name=name: touched.append(name))
-    for _ in range(20):
-        assert claimed(made, 512) == []
-    assert touched == []
-
-
-def test_filters_that_nobody_asks_with_are_forgotten():
-    made = filled(100)
-    view = made._partitions["p"].tasks["t"].views
-    for step in range(3000):
-        claimed(made, 8, {"version": ("<", step)}, now=step / 1000, all_or_nothing=False, lease_s=1e-9)
-    (kept,) = (each.filters for each in view.values() if each.required)
-    assert sum(len(each.ready.claimables) for each in kept.values()) <= 4 * 100 + rows._VIEW_SLACK + 100
-    claimed(made, 8, FRESH, now=1000.0)
-    assert len(kept) == 1
-
-
-def test_leases_cost_one_entry_each_however_often_they_are_renewed():
-    made = filled(1000)
-    partition = made._partitions["p"]
-    for turn in range(20):
-        token = f"k{turn}"
-        ids = claimed(made, 1000, lease_s=60.0, token=token, now=turn)
-        assert len(ids) == 1000
-        for again in range(30):
-            made.apply(commands.RenewRequest("p", "t", ids, [token] * 1000, 60.0), turn + again / 100)
-        assert len(partition.leases.heap) <= 2 * 1000 + rows._SLACK
-        made.apply(commands.NackRequest("p", "t", ids, [token] * 1000), turn + 0.5)
-        assert len(partition.leases.heap) <= rows._SLACK
-    ids = claimed(made, 1000, lease_s=60.0, token="k", now=30.0)
-    made.apply(commands.AckRequest("p", "t", ids, ["k"] * 1000), 30.0)
-    made.apply(commands.ClearRequest("p", ids), 0.0)
-    assert len(partition.leases.heap) <= rows._SLACK
 
 
 # --- what they are told -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import copy
 from functools import partial
 
 import pytest
-from ledgers import begin, claim, register
+from ledgers import begin, register
 
 from dataplane_core import log as room
 from dataplane_core.backends import owner as election
@@ -114,14 +114,6 @@ def owner(engine):
 # --- who is the owner -------------------------------------------------------------------------------------------------
 
 
-def test_the_next_owner_goes_on_where_the_log_ends(engine, owner):
-    owner.put("a", "b")
-    owner.call(claim(1, token="held", lease_s=60.0, all_or_nothing=False))
-    again = Owner(engine, "second")
-    assert again.ids() == ["a", "b"]
-    assert again.call(claim(2, token="rest", all_or_nothing=False)).sample_ids == ["b"]
-
-
 def test_of_two_that_start_at_once_one_is_the_owner(engine, owner):
     owner.put("a")
     one, two = (EngineLog(engine, name, PLACE, dead=engine.newest) for name in ("one", "two"))
@@ -138,13 +130,6 @@ def test_none_starts_beside_an_owner_that_is_alive(engine, owner):
     with pytest.raises(TakenError):
         EngineLog(engine, "second", PLACE)
     assert owner.ids() == ["a"]
-
-
-def test_an_owner_that_has_ended_need_not_be_waited_for(engine, owner):
-    owner.put("a")
-    owner.log.end()
-    log = EngineLog(engine, "second", PLACE)
-    assert LoggedLedger(log).call(commands.ListRequest("p")).sample_ids == ["a"]
 
 
 @pytest.mark.parametrize("says", ["a put", "nothing"])

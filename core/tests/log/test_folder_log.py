@@ -50,23 +50,6 @@ def logs(tmp_path):
     return Logs(tmp_path / "log")
 
 
-def test_it_holds_the_state_the_records_and_the_notes(tmp_path):
-    log = FolderLog(tmp_path)
-    assert (log.state, log.records, log.notes) == (b"", [], {})
-    log.make_state = lambda: b"state"
-    log.begin()
-    log.append(b"first", 2.0)
-    log.note("units", b"three")
-    log.note("dropped", b"1")
-    log.note("dropped", None)
-    log.append(b"second", 3.0)
-    log.commit()
-    again = FolderLog(tmp_path)
-    assert again.state == b"state"
-    assert again.notes == {"units": b"three"}
-    assert again.records == [(2.0, b"first"), (3.0, b"second")]
-
-
 def test_a_frame_that_is_not_whole_was_never_answered(logs):
     logs.add(b"a" * 50)
     data = logs.file.read_bytes()
@@ -243,28 +226,3 @@ def test_a_log_is_opened_again_whose_end_found_a_full_disk(tmp_path, monkeypatch
         log.finish()
     log.close()
     assert notes_in(tmp_path).notes == {"n": b"value"}
-
-
-def test_notes_stay_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "TAIL_BYTES", 2000)
-    log = notes_in(tmp_path)
-    for number in range(500):
-        log.note(f"n{number}", b"x" * 40)
-        log.note(f"n{number - 5}", None)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("journal")) < 5000
-    assert sorted(notes_in(tmp_path).notes) == [f"n{number}" for number in range(495, 500)]
-
-
-def test_a_log_that_cannot_be_shortened_goes_on_growing(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(room, "TAIL_BYTES", 500)
-    log, tries = notes_in(tmp_path), []
-    with monkeypatch.context() as patch:
-        patch.setattr(room, "write_file", lambda *words: tries.append(words) or refuse())
-        for number in range(100):
-            log.note(f"n{number}", b"x" * 40)
-    assert 2 <= len(tries) <= 5, "it tries again when it is twice as long"
-    log.note("last", b"")
-    assert len(notes_in(tmp_path).notes) == 101

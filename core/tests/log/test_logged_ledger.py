@@ -15,7 +15,7 @@ from dataplane_core.errors import (
     StalePartitionError,
 )
 from dataplane_core.ledger import Ledger, commands
-from dataplane_core.log import FolderLog, LoggedLedger, TakenError
+from dataplane_core.log import FolderLog, LoggedLedger
 from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
 
@@ -117,22 +117,6 @@ def test_opened_again_at_any_moment_it_is_the_one_that_was_never_interrupted(tmp
                 assert state_of(logged.logged.ledger) == state_of(whole), (seed, step)
                 assert logged.logged.ledger.payload() == whole.payload()
     assert len(begun) > by_profile(4, 10, 10) + len(set(map(id, begun)))  # also those that were shortened
-
-
-@pytest.mark.parametrize("lease_s", [each / 10 + 0.05 for each in range(10)])
-def test_a_claim_that_finds_nothing_is_not_recorded_and_finds_nothing_when_it_runs(made, monkeypatch, lease_s):
-    """Whenever the lease ends: the clock goes on at each look."""
-    made.put("a")
-    at = made.log.now()
-    times = iter(at + each / 10 for each in range(1000))
-    monkeypatch.setattr(made.log, "now", lambda: next(times))
-    made.claim("t1", lease_s=lease_s)
-    size = made.log._size
-    while not made.claim("t2"):
-        assert made.log._size == size
-    assert made.log._size > size
-    made.again()
-    assert made.claim("t3") == []
 
 
 def test_a_put_that_fills_the_store_may_be_begun_again_and_one_that_was_done_is_done(tmp_path):
@@ -253,17 +237,6 @@ def test_a_full_disk_refuses_a_command_and_lets_samples_be_cleared(made, monkeyp
     made.again()
     assert made.ids() == ["b"]
     assert made.logged.garbage() == []
-
-
-def test_a_ledger_whose_log_was_taken_answers_nothing(made):
-    late, log, made.log = made.logged, made.log, None  # it lives on
-    made.again()
-    made.put("a")
-    late.call(commands.ClearRequest("p", None))
-    with pytest.raises(TakenError):
-        log.commit()
-    made.again()
-    assert made.ids() == ["a"]
 
 
 def test_a_log_stays_short(made, monkeypatch, clock):

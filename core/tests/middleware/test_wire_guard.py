@@ -91,24 +91,6 @@ def rows_of(column):
     return [row.tolist() for row in column.unbind()]
 
 
-def test_every_kind_of_column_comes_back_as_it_was_put_and_no_other(guarded):
-    meta = guarded.put_samples(IDS, "p", columns(), tags=[{"n": row} for row in range(3)])
-    assert meta.fields == list(columns().keys())
-    claimed = guarded.claim_meta("p", "t", ["reward"], 3)
-    assert (claimed.fields, claimed.tags) == (["reward"], [{"n": 0}, {"n": 1}, {"n": 2}])
-    back = guarded.get_samples(["c", "a", "c", "b"], "p", meta.fields)
-    assert set(back.keys()) == set(meta.fields)
-    was = columns()
-    assert rows_of(back["tokens"]) == [rows_of(was["tokens"])[row] for row in (2, 0, 2, 1)]
-    for name in ("dense", "reward", "mask"):
-        assert torch.equal(back[name], was[name][[2, 0, 2, 1]])
-    items = items_of(back["items"])
-    assert items[0] == items[2] == b"raw"
-    assert items[3] is None
-    assert torch.equal(items[1]["image"], ITEMS[0]["image"])
-    assert set(guarded.get_samples(["b"], "p", ["mask"]).keys()) == {"mask"}
-
-
 def swap(column, one, other):
     if isinstance(column, torch.Tensor):
         column[[one, other]] = column[[other, one]]
@@ -155,27 +137,6 @@ def test_what_is_not_what_was_put_is_named_and_the_rest_is_read(guarded, damage,
     for sample_id in IDS:
         whole = [name for name in names if name not in cells.get(sample_id, ())]
         assert guarded.get_samples([sample_id], "p", whole).batch_size == (1,)
-
-
-def test_a_row_of_another_partition_is_caught(guarded):
-    guarded.register_partition("q", [], None, [])
-    guarded.put_samples(IDS, "p", columns(1))
-    guarded.put_samples(IDS, "q", columns(2))
-    segments = backend_of(guarded)._segments
-    first, second = segments
-    segments[first], segments[second] = segments[second], segments[first]
-    with pytest.raises(CorruptDataError):
-        guarded.get_samples(IDS, "p", ["reward"])
-
-
-def test_cells_put_at_different_times_are_checked_by_the_checksums_of_their_last_put(guarded):
-    guarded.put_samples(IDS, "p", {"reward": torch.zeros(3)})
-    guarded.put_samples(IDS, "p", {"advantage": torch.ones(3)})
-    guarded.put_samples(["b"], "p", {"reward": torch.tensor([7.0])})
-    assert guarded.get_samples(IDS, "p", ["reward", "advantage"])["reward"].tolist() == [0.0, 7.0, 0.0]
-    flip_a_bit(guarded, "advantage", 2)
-    with pytest.raises(CorruptDataError, match="'c' in 'advantage'"):
-        guarded.get_samples(IDS, "p", ["reward", "advantage"])
 
 
 def test_cells_are_checked_that_were_put_before_the_type_of_their_field_was_known(guarded):

@@ -4,7 +4,6 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from dataplane_core import NamedSharding
 from dataplane_core.errors import InvalidRequestError
@@ -40,14 +39,6 @@ def test_leaders_are_zero_on_every_replicated_axis(grid):
     # an axis that is not there counts as zero
     assert NamedSharding.is_axis_zero({"data_parallel": 3}, REPLICATED_AXES)
     assert not NamedSharding.is_axis_zero({"tensor_parallel": 1}, REPLICATED_AXES)
-
-
-@given(st.permutations(range(12)))
-def test_coordinates_and_ranks_are_inverse_for_any_layout(ranks):
-    grid = NamedSharding(np.asarray(ranks).reshape(3, 2, 2), ["a", "b", "c"])
-    for rank in ranks:
-        assert grid.get_ranks(**grid.get_worker_coords(rank)) == rank
-        assert grid.get_ranks_by_coord(**grid.get_worker_coords(rank)) == [rank]
 
 
 def test_grids_are_values(grid):

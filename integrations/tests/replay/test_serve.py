@@ -114,6 +114,28 @@ def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_ans
     source.close()
 
 
+def test_a_prompt_is_put_once_even_if_the_answer_is_lost(make_buffer, client, commit, fill, monkeypatch):
+    buffer, put = make_buffer(requeue_evicted=True), client.put_samples
+    fill(buffer, 2)
+
+    def put_unheard(ids, *args, **options):
+        put(ids, *args, **options)
+        if ids[0].startswith("p"):
+            raise BackendUnavailableError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "put_samples", put_unheard)
+        with pytest.raises(BackendUnavailableError):
+            buffer.set_weight_version(2)
+    source = PromptSource(client, "replay")
+    started = source.reserve(4, at_least=1, timeout_s=0)
+    buffer.view()
+    commit(source, started)
+    groups = {group.group: group.ready for group in buffer.view().groups}
+    assert all(groups[reservation.group] for reservation in started)
+    source.close()
+
+
 def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, monkeypatch):
     monkeypatch.setattr("dataplane_integrations.replay._prompts.RENEWED_AFTER", 0.001)
     buffer = make_buffer()

@@ -11,7 +11,7 @@ import sys
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -496,7 +496,7 @@ class ReplayBuffer(PromptSource):
         orphans = self._sort(prompts, answers)
         evicted = self._evict(prompts)
         try:
-            self._clear(notes, orphans)
+            self._clear(prompts, notes, orphans)
         except DataPlaneError:
             if must_clear:
                 raise  # else the next look tries again
@@ -527,6 +527,9 @@ class ReplayBuffer(PromptSource):
         numbers = itertools.count(max(places.values(), default=-1) + 1)
         places |= {name: next(numbers) for name in committed if name not in places}
 
+        # a save, or a put whose answer was lost, may have more prompts than this buffer has noted
+        self._next_order = max([self._next_order, *(tags["order"] + 1 for tags in prompts.values())])
+        self._next_prompt = max([self._next_prompt, *(tags["prompt"] + 1 for tags in prompts.values())])
         groups, self._waiting = dict(self._selected), {}
         settled = {group.row for group in (*groups.values(), *(group for group, _ in self._gone.values()))}
         starts: dict[int, int] = {}  # prompt -> the attempt that was noted last; answers of earlier ones do not count
@@ -597,11 +600,12 @@ class ReplayBuffer(PromptSource):
         self._drop(names, requeue=self._requeue_evicted)
         return names
 
-    def _clear(self, notes: Iterable[str], orphans: Sequence[str]) -> None:
+    def _clear(self, prompts: Container[str], notes: Iterable[str], orphans: Sequence[str]) -> None:
         """Clears the rows of removed groups, and these of prompts and answers. Has prompts generated again."""
         client = self._require_dp_client()
         again = [(group.prompt, group.attempt, group.failures) for group, requeue in self._gone.values() if requeue]
-        self._put_prompts(again)
+        # a put whose answer was lost is not made again: somebody may have started the prompt
+        self._put_prompts([prompt for prompt in again if _row_of(*prompt[:2]) not in prompts])
         self._gone = {name: (group, False) for name, (group, _) in self._gone.items()}
         # first the prompts: without its prompt an answer counts no more
         if rows := [*notes, *(group.row for group, _ in self._gone.values())]:
@@ -635,7 +639,7 @@ class ReplayBuffer(PromptSource):
             return
         rows: dict[str, dict[str, TagValue]] = {}
         for order, (prompt, attempt, failures) in enumerate(prompts, self._next_order):
-            rows[f"p{prompt}" + (f"r{attempt}" if attempt else "")] = {
+            rows[_row_of(prompt, attempt)] = {
                 "prompt": prompt,
                 "attempt": attempt,
                 "order": order,
@@ -704,8 +708,7 @@ class ReplayBuffer(PromptSource):
         self._counts = BufferCounts(**json.loads(run["counts"]))
         listed = client.list_samples(self.prompts_id)
         rows = {row: tags for row, tags in zip(listed.sample_ids, listed.tags or (), strict=True) if "order" in tags}
-        self._next_order = max([run["next_order"], *(tags["order"] + 1 for tags in rows.values())])
-        self._next_prompt = max([run["next_prompt"], *(tags["prompt"] + 1 for tags in rows.values())])
+        self._next_order, self._next_prompt = run["next_order"], run["next_prompt"]
         collectors = [row for row in listed.sample_ids if row.startswith(COLLECTOR_ROW)]
         by_order = sorted(rows, key=lambda row: rows[row]["order"])
         newest = {rows[row]["prompt"]: row for row in by_order}  # prompt -> its row that was put last
@@ -809,3 +812,7 @@ class ReplayBuffer(PromptSource):
         if self._failures and not self._num_running:
             message = list(self._failures.values())[-1]
             raise CollectorFailedError(message) from self._causes.get(message)
+
+
+def _row_of(prompt: int, attempt: int) -> str:
+    return f"p{prompt}" + (f"r{attempt}" if attempt else "")

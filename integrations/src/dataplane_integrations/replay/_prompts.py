@@ -147,6 +147,7 @@ class PromptSource(DataPlaneClientMixin):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
+        self._ending = threading.Lock()  # taken before _lock: reservations end one call after the other
         # guarded by _lock
         self._claims: dict[str, _Claim] = {}  # group -> its claim
         self._renewer: threading.Thread | None = None
@@ -272,16 +273,17 @@ class PromptSource(DataPlaneClientMixin):
                     own.setdefault(INPUT_LENGTHS_TAG, meta.sequence_lengths[row])
                 end = {END_WEIGHT_VERSION_TAG: _end_version(own, sample_id, reservation, version), COMMITTED_TAG: True}
                 tags.append({**own, **reservation.tags, **end, **({} if index else extra)})
-        claimed = self._held(reservations)
-        try:
-            client.renew(claimed, self._lease_s)  # from here on no other process claims these prompts for a while
-        except LeaseExpiredError as error:
-            groups = {reservation.row: reservation.group for reservation in reservations}
-            raise self._lost([groups[row] for row in error.sample_ids]) from error
-        client.put_samples(wanted, self.partition_id, tags=tags)
-        with suppress(LeaseExpiredError):  # the trainer has taken them already
-            client.ack(claimed)
-        self._forget(reservations)
+        with self._ending:
+            claimed = self._held(reservations)
+            try:
+                client.renew(claimed, self._lease_s)  # from here on no other process claims these prompts for a while
+            except LeaseExpiredError as error:
+                groups = {reservation.row: reservation.group for reservation in reservations}
+                raise self._lost([groups[row] for row in error.sample_ids]) from error
+            client.put_samples(wanted, self.partition_id, tags=tags)
+            with suppress(LeaseExpiredError):  # the trainer has taken them already
+                client.ack(claimed)
+            self._forget(reservations)
         self._settled()
 
     def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True, failed: bool = False) -> None:
@@ -499,25 +501,26 @@ class PromptSource(DataPlaneClientMixin):
         """Clears their rows, then gives their prompts back with these tags, or leaves them to the trainer."""
         client = self._require_dp_client()
         ids = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
-        listed = client.list_samples(self.partition_id, sample_ids=ids)
-        rows = zip(listed.sample_ids, listed.tags or (), strict=True)
-        # a commit whose answer was lost is a commit
-        committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
-        if written := [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]:
-            client.clear_samples(written, self.partition_id)
-        for reservation, tags in zip(reservations, endings, strict=True):
-            claim = self._claims.get(reservation.group)
-            if claim is None:
-                continue
-            with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
-                if reservation.group in committed:
-                    client.ack(claim.meta)
-                else:
-                    client.renew(claim.meta, self._lease_s)
-                    client.put_samples(claim.meta.sample_ids, self.prompts_id, tags=[tags])
-                    settle = client.ack if tags.get("ended") else client.nack
-                    settle(claim.meta)
-            self._forget([reservation])
+        with self._ending:
+            listed = client.list_samples(self.partition_id, sample_ids=ids)
+            rows = zip(listed.sample_ids, listed.tags or (), strict=True)
+            # a commit whose answer was lost is a commit
+            committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}
+            if written := [sample_id for sample_id in listed.sample_ids if group_of(sample_id) not in committed]:
+                client.clear_samples(written, self.partition_id)
+            for reservation, tags in zip(reservations, endings, strict=True):
+                claim = self._claims.get(reservation.group)
+                if claim is None:
+                    continue
+                with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
+                    if reservation.group in committed:
+                        client.ack(claim.meta)
+                    else:
+                        client.renew(claim.meta, self._lease_s)
+                        client.put_samples(claim.meta.sample_ids, self.prompts_id, tags=[tags])
+                        settle = client.ack if tags.get("ended") else client.nack
+                        settle(claim.meta)
+                self._forget([reservation])
         self._settled()
 
     def _tell(self, collector: str, **tags: TagValue) -> None:

@@ -274,7 +274,7 @@ class _Frame(msgspec.Struct, array_like=True, omit_defaults=True):
     at: float
     synced: int | None
     record: bytes | None = None
-    name: str = ""
+    name: str | None = None
     value: bytes | None = None
 
 
@@ -377,7 +377,7 @@ class FolderLog(Log):
             last_at = frame.at
             if frame.record is not None:
                 self.records.append((frame.at, frame.record))
-            else:
+            elif frame.name is not None:
                 self._take_note(frame.name, frame.value)
         return last_at
 

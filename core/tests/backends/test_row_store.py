@@ -130,6 +130,19 @@ def test_a_class_keeps_a_whole_log_or_none():
                 return True
 
 
+def test_a_class_beside_it_is_told_of_what_is_made_of_both():
+    told = []
+
+    class Beside:
+        def __init_subclass__(cls):
+            told.append(cls)
+
+    class Both(Plain, Beside):
+        """Rows in a dict, and more."""
+
+    assert told == [Both]
+
+
 def test_an_owner_is_refused_without_a_log():
     with pytest.raises(ConfigError, match="keeps no log"):
         open_client(Plain, ledger="owner")

@@ -339,12 +339,6 @@ def test_it_is_used_again_once_the_last_tensor_on_it_is_gone():
     assert address(recycled_bytes(2 * MIB)) == first
 
 
-def test_a_block_is_not_given_to_a_much_smaller_array(unused):
-    recycled_bytes(8 * MIB)
-    recycled_bytes(3 * MIB)
-    assert sorted(block.size_bytes for block in unused) == [3 * MIB, 8 * MIB]
-
-
 def test_what_is_kept_is_bounded(unused):
     arrays = [recycled_bytes(50 * MIB) for _ in range(4)]
     del arrays

@@ -96,15 +96,6 @@ def test_what_was_copied_is_told_once_and_after_it_was_copied(sizes, threads):
     assert sorted(told) == list(range(sum(sizes)))
 
 
-def test_the_caller_and_a_helper_copy_at_the_same_time(watch):
-    watch.together = threading.Barrier(2)
-    target, source = arrays(1000)
-    copy_arrays([(target, source)], 2)
-    assert target.tobytes() == source.tobytes()
-    assert watch.calls[True]
-    assert watch.calls[False]
-
-
 def test_few_bytes_small_arrays_and_one_thread_are_left_to_the_caller(watch):
     target, source = arrays(1000)
     copy_arrays([(target[:31], source[:31])], 4)

@@ -91,6 +91,7 @@ def test_concat_keeps_what_each_part_says_of_its_rows():
     assert joined.extra_info == {PAD_TO_MULTIPLE: 24, GLOBAL_FORWARD_PAD_SEQLEN: 48, "metrics": metrics, "run": "a"}
     assert joined.extra_info == one.concat(two, three).extra_info
     assert one.concat().extra_info == infos[0]
+    assert meta(extra_info={"n": 1}).concat(meta(extra_info={"n": True})).extra_info == {"n": [1, True]}
     with pytest.raises(InvalidRequestError, match="leased to task"):
         one.concat(meta(task_name="other"))
     turned = meta(token_starts=[3, 0, 1]).subset([1, 0])

@@ -103,7 +103,7 @@ def a_long_script(server):
 
 def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_in_time):
     server = start_server()
-    made = connect(url=server.url, partition="p")
+    made = connect(url=server.url, partition="p", op_timeout_s=300.0)
     made.put_samples(["a"], "p", columns(1, LARGE))
     calls = (
         lambda: made.put_samples(["b"], "p", columns(1)),
@@ -111,7 +111,7 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_i
         lambda: made.get_samples(["a"], "p", ["x"]),
         lambda: made.claim_meta("p", "train", ["x"], 1),
         # the database is chosen when a connection opens
-        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1"),
+        lambda: connect(url=f"redis://127.0.0.1:{server.port}/1", op_timeout_s=300.0),
     )
     with ThreadPoolExecutor(len(calls)) as pool:
         with a_long_script(server):
@@ -120,7 +120,7 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_i
             told_in_time(lambda: made.put_samples(["d"], "p", columns(1)), OperationTimeoutError, busy, 3.0)
             assert not any(each.done() for each in waiting)
         for each in waiting:
-            each.result(60)
+            each.result(300)
 
 
 def test_a_million_bytes_more_than_a_buffer_come_back_of_many_puts_in_any_order(client):

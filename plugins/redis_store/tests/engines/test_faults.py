@@ -116,7 +116,7 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_i
     with ThreadPoolExecutor(len(calls)) as pool:
         with a_long_script(server):
             waiting = [pool.submit(call) for call in calls]
-            busy = "is busy with a script|did not answer in time"
+            busy = "is busy with a script|did not answer in time|waits for the engine"
             told_in_time(lambda: made.put_samples(["d"], "p", columns(1)), OperationTimeoutError, busy, 3.0)
             assert not any(each.done() for each in waiting)
         for each in waiting:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar, cast
 from weakref import WeakSet
 
 import pluggy
@@ -210,7 +210,7 @@ class Connection:
             moved_rows=backend.moved_rows,
             waiting=connection.work.waiting,
             # `Backend` itself has no operations; each backend has this one, since it needs no capability
-            describe=lambda request: backend.describe_partition(request),  # type: ignore[attr-defined]
+            describe=lambda request: cast("Any", backend).describe_partition(request),
         )
         starting = "the backend"
         try:

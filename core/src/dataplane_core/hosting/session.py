@@ -641,9 +641,9 @@ class LedgerLink(ABC):
                     session.close()
             return session
         finally:
-            try:  # noqa: SIM105  (also if an interrupt came right after `acquire`; one may come in a call of `suppress`)
+            try:  # noqa: SIM105  (an interrupt in a call of `suppress` would leave the lock taken)
                 self._lock.release()
-            except RuntimeError:  # it was not acquired
+            except RuntimeError:  # this thread did not get it
                 pass
 
     def stop_waiting(self, token: str) -> None:

@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: the trainer's side of asynchronous training."""
+"""`ReplayBuffer`: the trainer's side of asynchronous training. One long class, since all of it uses the newest look."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import psutil
 import torch
 from tensordict import TensorDict
 
-from dataplane_core import DataPlaneClient
+from dataplane_core import DataPlaneClient, RowStoreBackend
 from dataplane_core.batch import BatchedDataDict
 from dataplane_testkit import backend_of
 
@@ -120,6 +120,8 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
             import ray
 
             add("controller", ray.get(instance.controller.__ray_call__.remote(lambda _: os.getpid())))
+        elif isinstance(store, RowStoreBackend):  # the owner of a store before it may still be ending
+            add("owner", store.owner_pid(time.monotonic() + 60.0))
     for child in psutil.Process().children(recursive=True):  # Ray's processes are among them
         words = " ".join(child.cmdline())
         if "StorageUnit" in words:
@@ -128,8 +130,6 @@ def server_pids(client: DataPlaneClient) -> dict[str, int]:
             add("Redis", child.pid)
         elif "dataplane_shm" in words:
             add("ledger", child.pid)
-        elif "backends.owner" in words:
-            add("owner", child.pid)
     return pids or {"process": os.getpid()}
 
 

@@ -78,6 +78,9 @@ def test_the_page_has_every_stage_with_its_rows_and_bytes(events, capsys):
     titles = ["Rows through", "The end of", "Where the samples", "Where they waited", "Staleness", "Bytes per second"]
     assert [title for title in titles if any(text.startswith(title) for text in texts)] == titles
     assert {"512 claim policy", "put reward → claim policy", "step 8"} <= set(texts)
+    blue, orange = "#1f77b4", "#ff7f0e"  # a sample is worked on after a claim and after a get, else it waits
+    bars = re.findall("fill: (#[0-9a-f]+)", html[: html.index("Where they waited")])[-5:]
+    assert bars == [blue, blue, orange, orange, blue]
     assert "Nothing wrong was found." in html
 
 
@@ -108,10 +111,10 @@ def test_samples_are_held_until_they_are_dropped(tmp_path, monkeypatch, drop, go
     assert sorted(ends) == [50.0] * gone + [100.0] * (2 - gone)
 
 
-def test_one_operation_that_took_no_time_is_drawn(tmp_path):
-    texts, table, _ = drawn(recorded(tmp_path / "events", {**PUT, "seconds": 0.0}))
-    assert "8 put x" in texts
-    assert table["put x"][:2] == ["1", "8"]
+def test_operations_that_took_no_time_are_drawn_and_their_times_are_told(tmp_path):
+    texts, table, _ = drawn(recorded(tmp_path / "events", *({**PUT, "seconds": seconds} for seconds in (0.5, 0.0))))
+    assert "16 put x" in texts
+    assert table["put x"] == ["2", "16", "128 B", "0.5", "0.25", "0.5", "0"]
 
 
 def test_names_are_text_of_the_page_and_no_mathematics(tmp_path):

@@ -1,6 +1,7 @@
-"""`dataplane top`: what it asks and what it shows. Live in a terminal: test_live.py."""
+"""`dataplane top`: what it asks and what it shows; `why`. Live in a terminal: test_live.py."""
 
 import io
+import json
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 from dataplane_core import connect
+from dataplane_core.cli import main
 from dataplane_core.spec import Capability, ClientInfo, UnitInfo
 from dataplane_tools import _live
 from dataplane_tools._live import Watcher
@@ -104,3 +106,19 @@ def test_stacks_are_read_of_open_clients_on_this_host(monkeypatch):
     ]
     monkeypatch.setattr("dataplane_tools._report._stacks_of", str)
     assert stacks_of(clients) == {"0": "0"}
+
+
+def test_why(store, config, nowhere, capsys):
+    assert main(["why", config]) == 0
+    assert capsys.readouterr().out == "No task is registered.\n"
+    store.register_partition("step", ["x"], 2, ["trainer", "reward"])
+    store.put_samples(["a", "b"], "step", {"x": torch.zeros(2)})
+    store.claim_meta("step", "trainer", ["x"], 2)
+    assert main(["why", config, "--json"]) == 0
+    found = {each["task_name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert (found["trainer"]["state"], found["reward"]["state"], found["reward"]["backlog"]) == ("done", "idle", 2)
+    assert main(["why", config, "trainer", "--watch"]) == 0
+    assert capsys.readouterr().out.startswith("step / trainer: done (0 left")
+    assert main(["why", config, "trainr"]) == 2
+    assert "has a consumer task 'trainr'" in capsys.readouterr().err
+    assert main(["why", nowhere]) == 2

@@ -136,6 +136,7 @@ def test_a_node_without_the_memory_is_named_with_the_numbers(monkeypatch):
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2048 MiB, but has 2047 MiB") as error:
         instance.prepare(0.0)
     assert "2 storage units of 1024 MiB (segment_size_bytes)" in str(error.value)
+    instance.stop()  # ends what has started: nothing
 
 
 @pytest.mark.parametrize(

@@ -347,12 +347,13 @@ def test_a_controller_that_comes_back_finds_the_units_and_notices_who_died_meanw
 
 
 class Client:
-    """A client whose units count what they drop."""
+    """A client whose units count what they get and what they drop."""
 
     def __init__(self, host: ControllerHost) -> None:
         self._host = host
         session = host.begin_session()
         self.dropped: dict[int, set[Any]] = {}
+        self.stored: dict[int, list[int]] = {}
         backend: Any = TQSimpleBackend(TQSimpleConfig())
         backend.call = lambda request, deadline, wake=None: host.answer(request, session)
         backend._connect = self._connect
@@ -364,12 +365,27 @@ class Client:
                 raise UnitsGoneError("it ended")
             self.dropped.setdefault(number, set()).update(refs)
 
+        def put(stored: dict[int, Any], deadline: float, copy_threads: int) -> None:
+            self.stored.setdefault(number, []).extend(stored)
+
         session = SimpleNamespace(finish=lambda: None, close=lambda: None)
-        return SimpleNamespace(drop=drop, session=session)
+        return SimpleNamespace(drop=drop, put=put, session=session, path="")
 
     def clear(self, partition: str, ids: list[str]) -> int:
         request = ClearRequest(partition, ids, deadline=time.monotonic() + 60.0)
         return self.backend.clear_samples(request)
+
+
+def test_rows_go_to_the_unit_that_their_put_was_given(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    client = Client(cluster.host)
+    write = commands.Write(["x"], [ROW_BYTES] * 4)
+    begin = commands.BeginPut("p", ids("new"), {"x": FieldSpec("tensor", "uint8", 1)}, [write], ttl_s=60.0)
+    for node in cluster.nodes:
+        write_id = client.backend.call(BeginNear(begin, node, []), 0.0)
+        client.backend.store_writes({write_id: write}, {"x": None}, 0.0)
+        assert cluster.book.view().lives[write_id >> LIFE_BITS].started.node == node
+        assert client.stored.pop(write_id >> LIFE_BITS) == [write_id]
 
 
 @pytest.mark.parametrize("knows", [True, False])

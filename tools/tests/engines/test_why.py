@@ -1,7 +1,5 @@
 """`dataplane why`: incidents of a run, each with real processes. Each must name its culprit, however slow that is."""
 
-import json
-import os
 import signal
 import subprocess
 import time
@@ -253,20 +251,3 @@ def test_a_timeout_and_the_log_say_the_same(start_run, caplog):
         run.client.claim_meta("step", "trainer", ["x"], 4, timeout_s=8.0)
     assert caught.value.verdict.cause == "short"
     assert any(f"process {producer.pid} on " in each.getMessage() for each in caplog.records)
-
-
-def test_the_command(start_run, capsys):
-    run = start_run()
-    assert main(["why", run.path]) == 0
-    assert capsys.readouterr().out == "No task is registered.\n"
-    run.client.register_partition("step", ["x"], 2, ["trainer", "reward"])
-    run.client.put_samples(["a", "b"], "step", {"x": torch.zeros(2)})
-    run.client.claim_meta("step", "trainer", ["x"], 2)
-    assert main(["why", run.path, "--json"]) == 0
-    found = {each["task_name"]: each for each in json.loads(capsys.readouterr().out)}
-    assert (found["trainer"]["state"], found["reward"]["state"], found["reward"]["backlog"]) == ("done", "idle", 2)
-    assert main(["why", run.path, "trainer", "--watch"]) == 0
-    assert capsys.readouterr().out.startswith("step / trainer: done (0 left")
-    assert main(["why", run.path, "trainr"]) == 2
-    assert "has a consumer task 'trainr'" in capsys.readouterr().err
-    assert main(["why", os.path.join(os.path.dirname(run.path), "missing.yaml")]) == 2

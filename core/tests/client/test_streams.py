@@ -82,6 +82,21 @@ def test_each_sample_comes_once_and_a_batch_is_acked_when_the_next_is_asked_for(
 
 
 @PREFETCH
+@pytest.mark.parametrize("end", ["died", "nack", "ack"])
+def test_at_the_end_a_stream_waits_for_what_others_hold_and_takes_it_over(client, monkeypatch, prefetch, end):
+    monkeypatch.setattr(streams, "_STALE_S", 0.01)
+    held = client.claim_meta("p", "t", ["x"], 4, lease_s=0.2 if end == "died" else 600.0)
+    batches = client.stream("p", "t", ["x"], 4, prefetch=prefetch)
+    rest = Background(lambda: [name for batch in batches for name in batch.meta.sample_ids])
+    eventually(lambda: len(_consumed(client)) >= NUM - 4, what="the others are worked on")
+    if end != "died":
+        assert rest.running
+        (client.nack if end == "nack" else client.ack)(held)
+    assert sorted(rest.result(STARTS_S)) == (IDS[4:] if end == "ack" else IDS)
+    assert client.check_consumption_status("p", ["t"])
+
+
+@PREFETCH
 @pytest.mark.parametrize("leave", ["break", "error", "close"])
 def test_what_is_not_acked_is_given_back_when_the_loop_is_left(client, prefetch, leave):
     def work():

@@ -28,6 +28,11 @@ class HeldMetas:
         # held; and when the newest renewal that succeeded began
         self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
 
+    @property
+    def num_samples(self) -> int:
+        """How many samples are held."""
+        return sum(left.size for _, left, _ in list(self._held.values()))
+
     def add(self, meta: KVBatchMeta) -> None:
         """Holds what was claimed. An empty batch has no leases."""
         if meta.sample_ids:

@@ -34,7 +34,8 @@ _CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size", "balan
 RENEWED_AFTER: Final = 1 / 3
 #: How long a loop waits for a batch if the store cannot say who lives, in seconds.
 _UNKNOWN_S: Final = 60.0
-#: How long a stream with ``fresh`` waits before it drops what came meanwhile and is too old, in seconds.
+#: How long a stream waits before it drops what came meanwhile and is too old, and before it looks again whether others
+#: still hold leases, in seconds.
 _STALE_S: Final = 0.5
 #: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
 _COLLECTED_WITHIN_S: Final = 1.0
@@ -136,6 +137,8 @@ def stream(
 
     The stream ends only if ``num_samples`` was given when the partition was registered, or once somebody calls
     `DataPlaneClient.finish_partition`. Until then it waits for further samples, as long as those that put them live.
+    Then it waits until no other stream or process holds samples of the task, to take them over if that one dies. It
+    does not wait so with ``dp_rank``, nor on a backend without ``listing``.
 
     Args:
         client: With an `AsyncDataPlaneClient`, the stream is for ``async for``.
@@ -582,6 +585,7 @@ class Feed:
 
     def _fetch(self) -> Item | None:
         connection, terms = self._connection, self.terms
+        is_last = False
         while True:
             self._drop_stale()
             with (
@@ -594,7 +598,13 @@ class Feed:
                 continue
             meta, claim = answer
             if not meta.sample_ids and not claim.num_ranks:
-                return None
+                if is_last or terms.claim.get("dp_rank") is not None:
+                    return None
+                is_last = not self._others_hold()  # then one more claim: a lease may have ended since the last one
+                if not is_last:
+                    self._wait_on(ClaimTimeoutError("The samples that are left are leased to others."))
+                    time.sleep(_STALE_S)
+                continue
             self.held.add(meta)
             try:
                 if terms.is_given(claim):
@@ -621,6 +631,13 @@ class Feed:
         self._wait_on(ClaimTimeoutError("The samples that are left are too old, or lack the tag."))
         time.sleep(_STALE_S)
         return None
+
+    def _others_hold(self) -> bool:
+        """Whether other streams or processes hold leases. If they die, their samples come back."""
+        if Capability.LISTING not in self._connection.capabilities:
+            return False
+        tasks = self._client.describe(self.terms.partition_id, count_rows=False).tasks
+        return self.terms.task_name in tasks and tasks[self.terms.task_name].num_leased > self.held.num_samples
 
     def _wait_on(self, error: ClaimTimeoutError) -> None:
         """Raises if the loop has waited long enough, or none of those lives that it waits for."""

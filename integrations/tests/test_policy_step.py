@@ -260,14 +260,6 @@ def test_workers_have_the_timeout_for_each_portion(make_policy, trainable_rows, 
     assert timeouts["finish_train_step_presharded"] == 30.0
 
 
-def test_a_read_that_fails_otherwise_clears_the_rows_as_ever(replacing, write_rows, rollouts, client):
-    meta = write_rows(LENGTHS)
-    with pytest.raises(WorkerFailedError, match="advantages"):
-        replacing.train_from_meta(meta, 1.0)
-    assert not rollouts.asked
-    assert client.list_samples("train").size == 0
-
-
 # --- calls as a trainer of NeMo RL makes them -------------------------------------------------------------------------
 
 
@@ -461,19 +453,6 @@ def test_a_portion_that_fails_aborts_the_step_and_clears_all_its_rows(
     assert held_at_abort == [0, 0], "cleared before a worker is waited for"
     with pytest.raises(InvalidRequestError, match="no step is open"):
         policy.finish_train_step()
-
-
-def test_a_portion_that_is_refused_leaves_the_step_open_and_all_rows_there(policy, trainable_rows, client):
-    meta = trainable_rows([*LENGTHS, 17, 1])
-    policy.begin_train_step(0.25)
-    policy.train_microbatch_from_meta(meta.slice(0, 4))
-    with pytest.raises(InvalidRequestError, match="shard_meta_for_dp"):
-        policy.train_microbatch_from_meta(meta.slice(8, 10))
-    assert client.list_samples("train").size == 10
-    policy.train_microbatch_from_meta(meta.slice(4, 8))
-    result = policy.finish_train_step()
-    assert result["loss"].tolist() == [0.25]
-    assert result["all_mb_metrics"] == {"rows": [2, 2, 2, 2]}
 
 
 def test_an_open_step_refuses_another_and_keeps_its_rows_also_when_it_is_aborted(policy, trainable_rows, client):

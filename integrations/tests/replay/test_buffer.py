@@ -321,22 +321,6 @@ def test_evicted_prompts_may_be_generated_again(make_buffer, fill):
     assert [each.group for each in buffer.reserve(4)] == ["v2_p2", "v2_p3", "v2_p0r1", "v2_p1r1"]
 
 
-def test_with_in_order_and_one_version_per_step_nothing_is_too_stale(make_buffer, fill):
-    policy = InOrderPolicy(max_staleness=2, groups_per_version=3)
-    buffer = make_buffer(policy)
-    seen: list[int] = []
-    for version in range(8):
-        while policy.admit(buffer.view()):
-            fill(buffer)
-        meta = buffer.select(3, timeout_s=0)
-        seen += prompts_of(meta)
-        assert {version - tags["weight_version"] for tags in meta.tags or []} <= {0, 1, 2}
-        buffer.consume(meta)
-        buffer.set_weight_version(version + 1)
-    assert seen == list(range(24))
-    assert buffer.counts.evicted == 0
-
-
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize("num_groups", [2, 4])
 def test_windowed_loses_no_slow_group_however_wide_the_window_is(make_buffer, commit, max_staleness, num_groups):

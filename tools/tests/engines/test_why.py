@@ -4,7 +4,6 @@ import signal
 import subprocess
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -74,12 +73,12 @@ class Run:
 
         eventually(done, SOON_S, f"{operation} of process {process.pid}")
 
-    def names(self, cause, *texts, task="trainer"):
-        """Waits until the task is starved, for this cause, and says these texts. Returns the verdict."""
+    def names(self, cause, *texts):
+        """Waits until the trainer is starved, for this cause, and says these texts. Returns the verdict."""
         seen = []
 
         def named():
-            (verdict,) = self.client.why("step", task)
+            (verdict,) = self.client.why("step", "trainer")
             seen[:] = [str(verdict)]
             return verdict.state == "starved" and verdict.cause == cause and all(each in verdict.text for each in texts)
 
@@ -87,18 +86,18 @@ class Run:
             eventually(named, SOON_S, "a verdict")
         except BaseException as error:
             raise AssertionError(f"the verdict is: {seen}") from error
-        return self.client.why("step", task)[0]
+        return self.client.why("step", "trainer")[0]
 
 
 @pytest.fixture
 def start_run(tmp_path, python):
-    """``start_run(backend, patience_s, capacity)``: a store of its own."""
+    """``start_run(backend, capacity)``: a store of its own."""
     with ExitStack() as stack:
 
-        def start(backend="shm_store", patience_s=2.0, capacity="50MB"):
+        def start(backend="shm_store", capacity="50MB"):
             path = tmp_path / "config.yaml"
             options = f"{{capacity_bytes: {capacity}}}" if backend == "shm_store" else "{}"
-            path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: {patience_s}, options: {options}}}")
+            path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: 2.0, options: {options}}}")
             client = stack.enter_context(connect(load_config(str(path)).model_copy(update={"role": "driver"})))
             run = Run(python, str(path), client)
             stack.callback(run.end)
@@ -107,62 +106,17 @@ def start_run(tmp_path, python):
         yield start
 
 
-both = pytest.mark.parametrize("backend", ["shm_store", "redis_store"])
-
-PUTS_A_GROUP = """
-with client.phase("generate", partition_id="step", groups=["q17"]):
-    client.put_samples([f"q17_g{place}" for place in range(3)], "step", {"x": [1.0] * 3, "reward": [1.0] * 3})
-    time.sleep(1000)
-"""
-
-
-@dataclass
-class Incident:
-    """What the process beside the trainer does, the cause that is named, and texts of the verdict."""
-
-    cause: str
-    program: str
-    texts: list[str]
-    patience_s: float = 0.3  # for what is a fault only after five times the patience
-    group_size: int | None = None
-    is_stopped: bool = False
-
-
-INCIDENTS = [
-    Incident("stopped", rollout(2), ["(rollout) is stopped"], patience_s=2.0, is_stopped=True),
-    Incident(
-        "group",
-        PUTS_A_GROUP,
-        ["'q17' has 3 of 4. 'q17_g3' was never put. It is made by ", "(rollout) in generate for "],
-        group_size=4,
-    ),
-]
-
-
-@pytest.mark.parametrize("incident", INCIDENTS, ids=lambda each: each.cause)
-def test_an_incident_is_told_with_its_cause_and_its_process(start_run, incident):
-    run = start_run(patience_s=incident.patience_s)
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer"], incident.group_size)
-    run.start("trainer", TRAINER)
-    producer = run.start("rollout", incident.program)
-    if incident.is_stopped:
-        run.is_announced(producer, "put_samples")
-        producer.send_signal(signal.SIGSTOP)
-    run.names(incident.cause, f"process {producer.pid} on ", *incident.texts)
-
-
-def test_all_that_is_ready_is_leased_to_a_process_that_is_stopped(start_run):
+def test_a_producer_that_is_stopped(start_run):
     run = start_run()
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
-    run.start("rollout", rollout(4))
-    holder = run.start("trainer-0", TRAINER.replace("client.ack(meta)", "time.sleep(1000)"))
-    run.is_announced(holder, "claim_meta")
-    run.start("trainer-1", TRAINER)
-    holder.send_signal(signal.SIGSTOP)
-    run.names("leased", "4 samples are leased, 's0' to ", f"process {holder.pid} on ", "(trainer-0) is stopped")
+    run.start("trainer", TRAINER)
+    producer = run.start("rollout", rollout(2))
+    run.is_announced(producer, "put_samples")
+    producer.send_signal(signal.SIGSTOP)
+    run.names("stopped", f"process {producer.pid} on ", "(rollout) is stopped")
 
 
-@both
+@pytest.mark.parametrize("backend", ["shm_store", "redis_store"])
 def test_a_producer_that_was_killed(start_run, backend, capsys):
     run = start_run(backend)
     run.client.register_partition("step", ["x", "reward"], None, ["trainer"])
@@ -195,25 +149,6 @@ def test_a_store_that_is_full_of_what_a_task_has_not_consumed(start_run):
         *("full", "The store is full (94400 of 100000 bytes).", f"process {producer.pid} on ", "waits for room"),
         *("samples that the task 'judge' has not consumed", f"process {judge.pid} on ", "is gone"),
     )
-
-
-@both
-def test_a_reward_process_that_died(start_run, backend):
-    run = start_run(backend)
-    run.client.register_partition("step", ["x", "reward"], None, ["trainer", "reward"])
-    reward = run.start("reward", REWARD)
-    run.start("trainer", TRAINER)
-    for place in range(6):
-        run.client.put_samples([f"s{place}"], "step", {"x": [1.0]})
-    eventually(lambda: run.client.describe("step").num_rows.get("reward") == 6, SOON_S, "six rewards")
-    run.is_announced(reward, "put_samples")
-    reward.kill()
-    for place in range(6, 20):
-        run.client.put_samples([f"s{place}"], "step", {"x": [1.0]})
-    verdict = run.names("gone", "14 samples lack 'reward', the first one is 's6'.", f"process {reward.pid} on ")
-    assert verdict.culprit.startswith(f"process {reward.pid} ")
-    found = run.names("gone", "14 samples of it are left, and nobody claims them", task="reward")
-    assert (found.backlog, found.num_ready) == (14, 14)
 
 
 def test_a_run_that_is_merely_slow_is_never_called_starved(start_run):

@@ -1,4 +1,4 @@
-"""Run as a program: trainers and drivers on a running store that are killed at given points, and started again.
+"""Run as a program: drivers and rollouts on a running store that are killed at given points, and started again.
 
 ``killed.py JOB``: ``JOB`` is a JSON file: ``role``, ``config``, ``registration``, ``num_prompts``, ``folder``, ``bad``
 (prompts whose rollouts fail: they are given up, and there is a spare prompt for each), and
@@ -8,8 +8,6 @@ that point for the nth time; a last one runs to the end. What they did goes line
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import signal
@@ -18,34 +16,27 @@ from pathlib import Path
 
 import torch
 
-from dataplane_core import connect, stream
-from dataplane_core.errors import LeaseExpiredError, MissingDataError
+from dataplane_core import connect
+from dataplane_core.errors import MissingDataError
 from dataplane_integrations.replay import (
     Collector,
     InOrderPolicy,
     ReplayBuffer,
     TargetStepPolicy,
-    parse_sample_id,
     serve,
 )
 
-LEASE_S = 30.0
-#: What is left of the lease of a trainer that is killed: the next one waits so long.
-LEFT_S = 2.0
+#: Others make the prompts of a process that was killed when its lease has ended.
+LEASE_S = 2.0
 WAIT_S = 60.0
 
 
 class Points:
-    """Ends the process at one of them.
-
-    Attributes:
-        before_end: Called then.
-    """
+    """Ends the process at one of them."""
 
     def __init__(self, folder, point, nth):
         self._log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._point, self._left = point, nth
-        self.before_end = lambda: None
 
     def log(self, what, names):
         os.write(self._log, "".join(f"{what} {name}\n" for name in names).encode())
@@ -54,46 +45,7 @@ class Points:
         if point == self._point:
             self._left -= 1
             if self._left == 0:
-                with contextlib.suppress(LeaseExpiredError):  # it was acked
-                    self.before_end()
                 os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(job, points):
-    """A streaming trainer."""
-    with connect(job["config"], bootstrap=False) as client:
-        ack, clear = client.ack, client.clear_samples
-
-        def noted_ack(meta):
-            ack(meta)
-            points.log("acked", meta.sample_ids)
-            points.pass_by("acked")
-
-        def noted_clear(sample_ids, partition_id):
-            clear(sample_ids, partition_id)
-            points.pass_by("cleared")
-
-        client.ack, client.clear_samples = noted_ack, noted_clear
-        batches = stream(
-            client,
-            "replay",
-            "train",
-            ["input_ids"],
-            8,
-            lease_s=LEASE_S,
-            prefetch=0,
-            timeout_s=WAIT_S,
-            clear=True,
-            fresh=lambda: {"weight_version": (">=", 1)},
-        )
-        for batch in batches:
-            points.before_end = functools.partial(client.renew, batch.meta, LEFT_S)
-            points.pass_by("claimed")
-            tokens = batch.columns["input_ids"][:, 0].tolist()
-            assert tokens == [parse_sample_id(each)["prompt"] for each in batch.meta.sample_ids]
-            points.pass_by("read")
-            points.log("trained", batch.meta.sample_ids)
-            points.pass_by("trained")
 
 
 def write(client, points, reservation):
@@ -120,7 +72,7 @@ def roll(job, points):
             points.pass_by("claimed")
             return write(client, points, reservation)
 
-        serve(client, "replay", rollout, lease_s=LEFT_S)
+        serve(client, "replay", rollout, lease_s=LEASE_S)
 
 
 def drive(job, points):
@@ -172,7 +124,7 @@ def drive(job, points):
 
 
 def main(job):
-    role = {"train": train, "drive": drive, "roll": roll}[job["role"]]
+    role = {"drive": drive, "roll": roll}[job["role"]]
     for point, nth in [*job["kills"], ["never", 1]]:
         child = os.fork()
         if child == 0:

@@ -6,22 +6,17 @@ import json
 import os
 import random
 import subprocess
-import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, parse_sample_id
 
-GROUPS = 32
-BATCH = 8
 PROMPTS = 12
 REGISTRATION: dict[str, Any] = {
     "fields": ["input_ids"],
@@ -75,62 +70,6 @@ def finish(process):
     finally:
         process.kill()
     assert process.returncode == 0, said
-
-
-def put_groups(store, groups, weight_version):
-    ids = [f"v{weight_version}_p{group}_g{index}" for group in groups for index in range(2)]
-    prompts = torch.tensor([[group] for group in groups for _ in range(2)])
-    store.put_samples(ids, "replay", {"input_ids": prompts}, tags=[{"weight_version": weight_version}] * len(ids))
-
-
-def check_streaming(run, store, folder, kills):
-    """Rollouts write while a trainer is killed and restarted; all is trained on, nothing after its ack."""
-    store.register_partition("replay", **{**REGISTRATION, "num_samples": 2 * GROUPS + BATCH})
-    put_groups(store, range(BATCH // 2), weight_version=0)  # too stale to be trained on
-    log = folder / "log"
-    log.touch()
-    process = run("train", store, folder, kills)
-
-    def roll():
-        for first in range(0, GROUPS, 8):
-            give_up = time.monotonic() + LIMIT_S
-            while log.read_text().count("trained") < first and process.poll() is None:  # training has come so far
-                assert time.monotonic() < give_up
-                time.sleep(0.01)
-            put_groups(store, range(first, first + 8), weight_version=1)
-
-    rollouts = threading.Thread(target=roll)
-    rollouts.start()
-    finish(process)
-    rollouts.join(LIMIT_S)
-    acked: set[str] = set()
-    trained: list[str] = []
-    for line in log.read_text().splitlines():
-        what, sample_id = line.split()
-        if what == "acked":
-            acked.add(sample_id)
-        else:
-            assert sample_id not in acked, f"{sample_id} was trained on after its ack"
-            trained.append(sample_id)
-    assert set(trained) == {f"v1_p{group}_g{index}" for group in range(GROUPS) for index in range(2)}
-    again = len(trained) - len(set(trained))
-    assert again == BATCH * sum(point == "trained" for point, _ in kills)
-    assert store.list_samples("replay").size == 0, "rows that were acked and not cleared are left"
-    store.clear_samples(None, "replay")
-
-
-def anywhere(seed):
-    """Six kills of a trainer. Each start but the last trains on one batch at most before it is killed."""
-    chosen = random.Random(seed).choices(["claimed", "read", "trained", "acked", "cleared"], k=6)
-    return [(point, 1) for point in chosen]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [[("trained", 2), ("acked", 2)], *in_long(*map(anywhere, range(3)))])
-def test_a_trainer_killed_in_mid_step_and_restarted_trains_on_every_sample_and_none_after_its_ack(
-    run, store, tmp_path, kills
-):
-    check_streaming(run, store, tmp_path, kills)
 
 
 def drive(run, store, folder, kills, bad=()):

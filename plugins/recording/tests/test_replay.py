@@ -298,10 +298,9 @@ def test_shared_and_long_cells_are_compared_too(folder):
     ("options", "message"),
     [
         (
-            {"grpo_group_size": 2},
+            {"grpo_group_size": 2, "if_exists": "keep"},
             r"grpo_group_size is 2\. The run had None, in registration 1 of it, before the end of",
         ),
-        ({"grpo_group_size": 2, "if_exists": "keep"}, r"grpo_group_size is 2\. The run had None"),
         ({"num_samples": 8}, r"num_samples is 8\. The run had None"),
         ({"consumer_tasks": ["trainer", "judge"]}, r"consumer_tasks has 'judge'\. The run had 'trainer'"),
     ],

@@ -128,7 +128,6 @@ def test_rdma_devices_are_looked_for_by_name(tmp_path, monkeypatch):
 
 
 def test_a_node_without_the_memory_is_named_with_the_numbers(monkeypatch):
-    """Before a master is started."""
     monkeypatch.setattr(_cluster, "nodes_for_units", lambda: ["1" * 56, "2" * 56])
     instance = MooncakeInstance(TQMooncakeConfig(segment_size_bytes=1024 * MIB))
     units = [Described("life", "one", "10.0.0.1", 2048 * MIB), Described("life", "two", "10.0.0.2", 2047 * MIB)] * 2
@@ -136,7 +135,7 @@ def test_a_node_without_the_memory_is_named_with_the_numbers(monkeypatch):
     with pytest.raises(ConfigError, match=r"node 10\.0\.0\.2 would need 2048 MiB, but has 2047 MiB") as error:
         instance.prepare(0.0)
     assert "2 storage units of 1024 MiB (segment_size_bytes)" in str(error.value)
-    instance.stop()  # ends what has started: nothing
+    instance.stop()  # no master is started yet: there is nothing to end
 
 
 @pytest.mark.parametrize(

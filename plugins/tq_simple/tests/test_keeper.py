@@ -379,12 +379,9 @@ class Client:
 def test_rows_go_to_the_unit_that_their_put_was_given(make: Callable[..., Cluster]) -> None:
     cluster = make()
     client = Client(cluster.host)
-    write = commands.Write(["x"], [ROW_BYTES] * 4)
-    begin = commands.BeginPut("p", ids("new"), {"x": FieldSpec("tensor", "uint8", 1)}, [write], ttl_s=60.0)
     for node in cluster.nodes:
-        write_id = client.backend.call(BeginNear(begin, node, []), 0.0)
-        client.backend.store_writes({write_id: write}, {"x": None}, 0.0)
-        assert cluster.book.view().lives[write_id >> LIFE_BITS].started.node == node
+        write_id = cluster.put("p", ids(node), node)
+        client.backend.store_writes({write_id: commands.Write(["x"], [ROW_BYTES] * 4)}, {"x": None}, 0.0)
         assert client.stored.pop(write_id >> LIFE_BITS) == [write_id]
 
 

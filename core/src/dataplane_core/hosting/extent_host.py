@@ -19,7 +19,7 @@ from dataplane_core.errors import BackendError, CapacityExceededError, InvalidRe
 from dataplane_core.host_memory.arena import Extent
 from dataplane_core.hosting.extents import ExtentService, ExtentStatistics, Place, RefsGoneError, Wanted, arrays_of_rows
 from dataplane_core.hosting.messages import Bytes, Messages, Release, Request
-from dataplane_core.hosting.server import Client, Host, Receiving, Sending
+from dataplane_core.hosting.server import Client, Host, Transfer
 from dataplane_core.ledger import Ref
 
 #: Seconds after which a put that found no room in the arena asks again.
@@ -118,7 +118,7 @@ class _Put:
     client: Client
     writes: list[Wanted]
     extents: list[Extent]
-    fill: Receiving | None = None
+    fill: Transfer | None = None
 
 
 class ExtentHost(Host):
@@ -200,18 +200,20 @@ class ExtentHost(Host):
             raise StalePartitionError("put_samples refused: the put was given up before it was written.")
         return put
 
-    def _fill(self, request: Fill, client: Client) -> Receiving:
+    def _fill(self, request: Fill, client: Client) -> Transfer:
         put = self._put_of(client, request.put)
         targets = [
             self._extents.bytes_of(extent)[: write.layout.size_bytes]
             for write, extent in zip(put.writes, put.extents, strict=True)
         ]
 
-        def lost() -> None:
-            if put in self._puts.values():
+        def end(is_whole: bool) -> None:
+            if is_whole:
+                self._seal(put)
+            elif put in self._puts.values():
                 self._end_put(put)
 
-        put.fill = Receiving(targets, lambda: self._seal(put), lost)
+        put.fill = Transfer(targets, end, comes=True)
         return put.fill
 
     def _seal(self, put: _Put, digests: list[bytes] | None = None) -> None:
@@ -250,7 +252,7 @@ class ExtentHost(Host):
         self._pin(client, request.pin, {write_id for write_id, _ in request.wanted})
         return places
 
-    def _fetch(self, request: Fetch, client: Client) -> Sending:
+    def _fetch(self, request: Fetch, client: Client) -> Transfer:
         places = self._extents.find([(write_id, positions) for write_id, _, positions in request.reads])
         sources: list[Bytes] = []
         for place, (_, slots, positions) in zip(places, request.reads, strict=True):
@@ -260,7 +262,7 @@ class ExtentHost(Host):
             for slot in slots:
                 sources += arrays_of_rows(extent, place.layout.columns[slot], place.num_rows, rows)
         extents = self._extents.pin({write_id for write_id, _, _ in request.reads})
-        return Sending(places, sources, lambda: self._extents.unpin(extents))
+        return Transfer(sources, lambda _: self._extents.unpin(extents), reply=places)
 
     def _drop(self, request: Drop, client: Client) -> None:
         write_ids = {write_id for write_id, _ in request.refs}

@@ -83,27 +83,16 @@ class Client:
 
 
 @dataclass(slots=True)
-class Receiving:
-    """What a host answers to a request that bytes follow: they go into these arrays, one after the other.
-
-    The host keeps this memory until ``finish``, ``lost``, the end of the client's session, or ``cancelled``.
+class Transfer:
+    """What a host answers if bytes follow the request or its reply. They go into these arrays, or come out of them, one
+    after the other. The host keeps their memory until ``end``, the end of the client's session, or ``cancelled``.
     """
 
-    into: Sequence[Bytes]
-    finish: Callable[[], Any]  # called when all have come; what it returns is the reply
-    lost: Callable[[], Any]  # called if the connection ends before
-    cancelled: bool = False  # set by the host: no more bytes may be written, and the connection ends
-
-
-@dataclass(slots=True)
-class Sending:
-    """A reply that bytes follow: those of ``sources``, one array after the other. The host keeps their memory until
-    ``finish`` is called: when all are sent, or the connection has ended.
-    """
-
-    reply: Any
-    sources: Sequence[Bytes]
-    finish: Callable[[], Any]
+    arrays: Sequence[Bytes]
+    end: Callable[[bool], Any]  # called when all have moved (True), or the connection has ended before (False)
+    reply: Any = None  # that bytes follow; to bytes that come, it is what ``end`` returns
+    comes: bool = False  # whether they follow the request
+    cancelled: bool = False  # set by the host: no more bytes may move, and the connection ends
 
 
 class Host:
@@ -151,7 +140,7 @@ class Host:
     def answer(self, request: Any, client: Client) -> Any:
         """Answers a request or a command, by its handler. Must not block: it would delay every client.
 
-        It may return `Receiving` or `Sending` in place of a reply.
+        It may return a `Transfer` in place of a reply.
 
         Raises:
             DataPlaneError: As the request says. The client raises it.
@@ -169,8 +158,8 @@ class Host:
         if isinstance(request, Together) or getattr(request, "followed", False):
             raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
         reply = self.answer(request, client)
-        if isinstance(reply, Sending):
-            reply.finish()
+        if isinstance(reply, Transfer):
+            reply.end(False)
             raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
         return self.messages.encode_reply(reply)[4:]
 
@@ -321,10 +310,13 @@ class _Connection:
     until: float = field(default_factory=lambda: time.monotonic() + _GREETING_S)  # when it must have said who it is
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
-    receiving: Receiving | None = None  # where the bytes go that follow its request
-    sending: Sending | None = None  # the reply whose bytes follow what is unsent
+    transfer: Transfer | None = None  # of bytes that follow its request, or what is unsent
     arrays: deque[memoryview] = field(default_factory=deque)  # what is left of these bytes
     events: int = selectors.EVENT_READ  # that the server waits for
+
+    @property
+    def sends(self) -> Transfer | None:
+        return None if self.transfer is None or self.transfer.comes else self.transfer
 
 
 class Server:
@@ -440,11 +432,9 @@ class Server:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.channel)
         connection.channel.close()
-        if connection.sending is not None:
-            connection.sending.finish()
-        if connection.receiving is not None:
-            connection.receiving.lost()
-        connection.sending = connection.receiving = None
+        if connection.transfer is not None:
+            connection.transfer.end(False)
+            connection.transfer = None
         if connection.begins and connection.client is not None:
             connection.begins = False
             try:
@@ -455,8 +445,8 @@ class Server:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _read(self, connection: _Connection) -> None:
-        if connection.receiving is not None:
-            self._receive(connection, connection.receiving)
+        if connection.transfer is not None and connection.sends is None:
+            self._move(connection, connection.transfer)
             return
         try:
             data = connection.channel.recv(RECEIVE_BYTES)
@@ -466,7 +456,7 @@ class Server:
             raise EOFError
         received = connection.received
         received += data
-        while connection.receiving is None and (message := take_message(received)) is not None:
+        while (message := take_message(received)) is not None:
             if connection.client is None:
                 self._welcome(connection, HELLO.decode(message))
             else:
@@ -497,7 +487,7 @@ class Server:
             self._send(connection, welcome)
 
     def _answer(self, connection: _Connection, client: Client, message: bytes) -> None:
-        if client.ended:
+        if client.ended or connection.transfer is not None:  # it asks before it has taken the bytes of a reply
             raise EOFError
         request = self._messages.decode_request(message)
         answered = getattr(request, "answered", True)
@@ -506,19 +496,19 @@ class Server:
         result: Any = None
         try:
             result = self._host.answer(request, client)
-            if isinstance(result, Receiving):
-                self._begin_receiving(connection, result)
+            if isinstance(result, Transfer) and result.comes:
+                self._begin(connection, result)
                 return
-            reply = self._messages.encode_reply(result.reply if isinstance(result, Sending) else result)
+            reply = self._messages.encode_reply(result.reply if isinstance(result, Transfer) else result)
         except Exception as error:  # the client raises it
             if getattr(request, "followed", False):  # what follows is no request
                 raise EOFError from error
             reply = self._messages.encode_error(error)
-            if isinstance(result, Sending):
-                result.finish()
+            if isinstance(result, Transfer):
+                result.end(False)
                 result = None
-        if isinstance(result, Sending):
-            connection.sending, connection.arrays = result, _views(result.sources)
+        if isinstance(result, Transfer):
+            connection.transfer, connection.arrays = result, _views(result.arrays)
         if answered:
             self._reply(connection, reply)
 
@@ -557,60 +547,52 @@ class Server:
         if unsent:
             with contextlib.suppress(*_LATER):
                 del unsent[: connection.channel.send(unsent)]
-        if connection.sending is not None and not unsent:
-            self._send_arrays(connection, connection.sending)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent or connection.sending is not None else 0)
+        if not unsent and (sends := connection.sends) is not None:
+            self._move(connection, sends)
+        waits = unsent or connection.sends is not None
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
         if events != connection.events:
             connection.events = events
             self._selector.modify(connection.channel, events, connection)
 
     # --- bytes beside messages ----------------------------------------------------------------------------------------
 
-    def _begin_receiving(self, connection: _Connection, receiving: Receiving) -> None:
-        connection.receiving = receiving
-        connection.arrays = _views(receiving.into)
+    def _begin(self, connection: _Connection, transfer: Transfer) -> None:
+        """Begins to receive the bytes that follow a request. Some may have come with it."""
+        connection.transfer, connection.arrays = transfer, _views(transfer.arrays)
         take_bytes(connection.received, connection.arrays)
         if connection.received:  # more than the request says
             raise EOFError
-        self._end_receiving(connection, receiving)
+        self._end_if_moved(connection, transfer)
 
-    def _receive(self, connection: _Connection, receiving: Receiving) -> None:
-        """Receives what has come of the bytes that follow a request."""
-        client = connection.client
-        if client is None or client.ended or receiving.cancelled:  # the memory is no longer the client's
+    def _move(self, connection: _Connection, transfer: Transfer) -> None:
+        """Moves bytes, as long as the socket takes or has some and it is this connection's turn."""
+        client, channel = connection.client, connection.channel
+        if client is None or client.ended or transfer.cancelled:  # the memory is no longer the client's
             raise EOFError
-        self._move(connection, lambda arrays: connection.channel.recvmsg_into(arrays)[0])
-        self._end_receiving(connection, receiving)
-
-    def _end_receiving(self, connection: _Connection, receiving: Receiving) -> None:
-        if connection.arrays:
-            return
-        connection.receiving = None
-        try:
-            reply = self._messages.encode_reply(receiving.finish())
-        except Exception as error:  # the client raises it
-            reply = self._messages.encode_error(error)
-        self._reply(connection, reply)
-
-    def _send_arrays(self, connection: _Connection, sending: Sending) -> None:
-        client = connection.client
-        if client is None or client.ended:  # the memory is no longer kept for it
-            raise EOFError
-        self._move(connection, connection.channel.sendmsg)
-        if not connection.arrays:
-            connection.sending = None
-            sending.finish()
-
-    def _move(self, connection: _Connection, act: Callable[[list[memoryview]], int]) -> None:
-        """Moves bytes beside messages, as long as the socket takes or has some and it is this connection's turn."""
         left = _TURN_BYTES
         with contextlib.suppress(BlockingIOError):
             while connection.arrays and left > 0:
-                count = act(next_arrays(connection.arrays))
+                arrays = next_arrays(connection.arrays)
+                count = channel.recvmsg_into(arrays)[0] if transfer.comes else channel.sendmsg(arrays)
                 if not count:
                     raise EOFError
                 advance(connection.arrays, count)
                 left -= count
+        self._end_if_moved(connection, transfer)
+
+    def _end_if_moved(self, connection: _Connection, transfer: Transfer) -> None:
+        if connection.arrays:
+            return
+        connection.transfer = None
+        if not transfer.comes:
+            transfer.end(True)
+            return
+        try:
+            reply = self._messages.encode_reply(transfer.end(True))
+        except Exception as error:  # the client raises it
+            reply = self._messages.encode_error(error)
+        self._reply(connection, reply)
 
 
 def _hung_up(channel: socket.socket) -> bool:

@@ -361,7 +361,8 @@ class Shortfall(Frozen, frozen=True):
         newest_tags: The tags of the first of these.
         num_incomplete: Samples of groups that lack a member, or lost one.
         incomplete_groups: For the first few of these groups, the number of members that are there.
-        members: The members that are there of the first of these groups.
+        members: The members that are there of the first of these groups; of rollouts, those that are whole.
+        unsealed: The others of its rollouts, with the number of rows that each lacks; 0: it was not sealed.
         num_lacking: Samples that lack required fields, or whose group has a member that does.
         missing_cells: For the first few samples that lack fields, these fields.
     """
@@ -374,8 +375,14 @@ class Shortfall(Frozen, frozen=True):
     num_incomplete: int = 0
     incomplete_groups: Mapping[str, int] = msgspec.field(default_factory=dict)
     members: tuple[str, ...] = ()
+    unsealed: Mapping[str, int] = msgspec.field(default_factory=dict)
     num_lacking: int = 0
     missing_cells: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+
+
+def lack_of_rollout(name: str, num_rows: int) -> str:
+    """Says what an entry of `Shortfall.unsealed` says."""
+    return f"'{name}' lacks {num_rows} of its rows" if num_rows else f"'{name}' was never sealed"
 
 
 #: Why a task waits. ``gone``, ``stopped``, ``silent``, ``closed``: the process that it waits for is, or its client.

@@ -56,6 +56,9 @@ PLAN_KEYS: Final = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB
 INPUT_LENGTHS_TAG: Final = "input_lengths"
 #: Tag for the version of the weights that generated a sample: a number.
 WEIGHT_VERSION_TAG: Final = "weight_version"
+#: Tags that seal, in a partition of rollouts: how many rows the rollout of the row has, how many rollouts its group.
+ROLLOUT_ROWS_TAG: Final = "rollout_rows"
+GROUP_ROLLOUTS_TAG: Final = "group_rollouts"
 
 #: Mixture-of-experts router replay: ``routed_experts`` (N, S, layers, k) signed integers, the experts that generation
 #: chose per token; -1 where it recorded none, such as for the last token, which generation does not run the model on.

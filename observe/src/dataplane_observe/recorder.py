@@ -61,11 +61,11 @@ _MOST_EMPTY: Final = 1024
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
     "register_partition": (
         *("fields", "num_samples", "consumer_tasks", "grpo_group_size"),
-        *("enums", "declared", "if_exists"),
+        *("enums", "declared", "if_exists", "rollouts"),
     ),
     "claim": (
         *("required_fields", "batch_size", "tag_filter", "sampler", "holder"),
-        *("dp_rank", "dp_size", "batch_index", "lease_s"),
+        *("dp_rank", "dp_size", "batch_index", "lease_s", "max_rows", "max_tokens"),
     ),
 }
 #: Operations that are recorded. Others look, or are about leases that go on.

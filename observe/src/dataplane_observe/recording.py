@@ -124,12 +124,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int | None = None
     batch_index: int = 0
     lease_s: float | None = None
+    max_rows: int | None = None
+    max_tokens: int | None = None
     exhausted: bool = False
     num_ranks: int | None = None
     epoch: str = ""
     num_samples: int | None = None
     consumer_tasks: list[str] = []
     grpo_group_size: int | None = None
+    rollouts: bool = False
     enums: dict[str, list[str]] = {}
     if_exists: Literal["", "replace", "keep"] = ""
     step: int | None = None

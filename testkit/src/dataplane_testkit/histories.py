@@ -18,12 +18,14 @@ from msgspec import structs
 
 from dataplane_core.errors import AlreadyDoneError, DataPlaneError
 from dataplane_core.ledger import Command, Ledger, commands
-from dataplane_core.spec import Capability, FieldSpec, Question, Sampler
+from dataplane_core.spec import Capability, FieldSpec, PartitionInfo, Question, Sampler
 
 _T = TypeVar("_T")
 
 #: Groups of three. The name of a partition is the beginning of that of the other one.
 IDS: Final = [f"q{group}_g{member}" for group in range(5) for member in range(3)]
+#: Rows of groups of three rollouts: 2 rows are right for one, but its seal may say another number.
+ROWS: Final = [f"q{group}_g{rollout}/{row}" for group in range(7) for rollout in range(3) for row in range(2)]
 PARTITIONS: Final = ("p", "pq")
 TASKS: Final = ("train", "eval")
 TAGS: Final[list[dict[str, Any]]] = [
@@ -352,13 +354,29 @@ class History:
         return self.dice.choice(["p", "p", "p", "pq"]) if self.dice.random() < 0.98 else "nowhere"
 
     def _group_size(self, where: str) -> int | None:
-        info = reply_of(self._ledger, commands.DescribeRequest(where), self._now)
-        return None if info is None else info.grpo_group_size
+        info = self._info(where)
+        return None if info is None or info.rollouts else info.grpo_group_size
+
+    def _info(self, where: str) -> PartitionInfo | None:
+        return reply_of(self._ledger, commands.DescribeRequest(where), self._now)
+
+    def _has_rollouts(self, where: str) -> bool:
+        info = self._info(where)
+        return info is not None and info.rollouts
+
+    def _ids(self, where: str) -> list[str]:
+        return ROWS if self._has_rollouts(where) else IDS
 
     def _some_ids(self, where: str = "") -> list[str]:
         dice = self.dice
         if self.bounded:
             return dice.sample(IDS[:6], dice.choice([1, 1, 2, 3]))
+        info = self._info(where)
+        if info is not None and info.rollouts:
+            of_group = ROWS[6 * dice.randrange(7) :][:6]
+            whole = of_group[: 2 * (info.grpo_group_size or 2)]
+            some = whole if dice.random() < 0.7 else dice.sample(of_group, dice.randint(1, 4))
+            return some if dice.random() < 0.98 else [*some, "q0_g0"]
         fit = [name for name in IDS if self._group_size(where) != 2 or name[-1] != "2" or dice.random() < 0.1]
         if dice.random() < 0.5:  # whole groups
             first = dice.randrange(5)
@@ -393,26 +411,32 @@ class History:
         dice = self.dice
         keeps = dice.random() < 0.6 if keep is None else keep
         where, group = name or dice.choice(PARTITIONS), dice.choice([None, None, None, 2, 3])
-        info = reply_of(self._ledger, commands.DescribeRequest(where), self._now)
+        info = self._info(where)
         if keeps and info is not None and dice.random() < 0.8:
             group = info.grpo_group_size
+        rollouts = info.rollouts if keeps and info is not None else dice.random() < 0.25
         if Capability.GROUPS not in self.able:
             group = None
+        rollouts = rollouts and Capability.GROUPS in self.able and not self.bounded
+        num_samples = dice.choice([None, None, 24] if rollouts else [None, None, 6, 12])
         tasks = dice.choice([TASKS, TASKS, TASKS, TASKS[:1]])
         return commands.RegisterRequest(
-            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), dice.choice([None, None, 6, 12]), list(tasks)),
+            *(where, dice.choice([["x"], ["x", "y"], ["y"]]), num_samples, list(tasks)),
             *(group, dice.choice([{}, {"o": ["a"]}, {"o": ["b"]}]), f"e{self._number()}"),
             if_exists="keep" if keeps else "replace",
+            rollouts=rollouts != (dice.random() < 0.02),
         )
 
     def _finish(self, name: str = "") -> Step | None:
         """As `finish_partition`: the group size is that of the partition."""
         where = name or self.dice.choice(PARTITIONS)
-        info = reply_of(self._ledger, commands.DescribeRequest(where), self._now)
+        info = self._info(where)
         if info is None:
             return None
         return commands.RegisterRequest(
-            where, [], 0, [], info.grpo_group_size, {}, f"e{self._number()}", if_exists="keep"
+            *(where, [], 0, [], info.grpo_group_size, {}, f"e{self._number()}"),
+            if_exists="keep",
+            rollouts=info.rollouts,
         )
 
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Put:
@@ -425,13 +449,24 @@ class History:
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
         )
+        put = self._sealing(put) if self._has_rollouts(where) and dice.random() < 0.7 else put
         self._requests = [*self._requests[-6:], put]
         return put
 
     def _put_tags(self, name: str = "") -> Step:
         where = name or self._part()
         ids = self._some_ids(where)
-        return Put(where, ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
+        put = Put(where, ids, {}, self._number(), tags=[self.dice.choice(self._tags) for _ in ids])
+        return self._sealing(put) if self._has_rollouts(where) else put
+
+    def _sealing(self, put: Put) -> Put:
+        """The put, with seals of most of its rollouts, and now and then of its groups."""
+        dice, tags = self.dice, []
+        for row in put.tags or [{}] * len(put.sample_ids):
+            seals = {"rollout_rows": dice.choice([2] * 50 + [1, 3])} if dice.random() < 0.8 else {}
+            ends = {"group_rollouts": dice.choice([2] * 30 + [1, 3])} if dice.random() < 0.15 else {}
+            tags.append({**row, **seals, **ends})
+        return replace(put, tags=tags)
 
     def _put_again(self) -> Step | None:
         """The very cells of an earlier put, with their values of now."""
@@ -455,12 +490,14 @@ class History:
         where = name or self._part()
         fields = list(fields) or self._fields()
         if not ids and self.dice.random() < 0.75:  # cells that are there
-            ids = [name for name in IDS if reply_of(self._ledger, commands.Locate(where, [name], fields), self._now)]
-        some = self.dice.choices(list(ids) or IDS, k=self.dice.randint(1, 6))
+            there = partial(commands.Locate, where, fields=fields)
+            ids = [name for name in self._ids(where) if reply_of(self._ledger, there([name]), self._now)]
+        some = self.dice.choices(list(ids) or self._ids(where), k=self.dice.randint(1, 6))
         return commands.Locate(where, some, fields)
 
     def _clear(self) -> Step:
-        return commands.ClearRequest(self._part(), self.dice.sample(IDS, self.dice.randint(1, 3)))
+        where = self._part()
+        return commands.ClearRequest(where, self.dice.sample(self._ids(where), self.dice.randint(1, 3)))
 
     def _clear_all(self) -> Step:
         return commands.ClearRequest(self._part(), None)
@@ -484,6 +521,8 @@ class History:
             tag_filter=self._filter(),
             sampler="freshest" if Capability.SAMPLERS in self.able and dice.random() < 0.25 else "first_write",
             token=f"k{self._number()}",
+            max_rows=dice.choice([1, 3, 5]) if dice.random() < 0.1 else None,
+            max_tokens=dice.choice([1, 9, 20]) if dice.random() < 0.1 else None,
         )
 
     def _fresh(self, claim: commands.ClaimRequest) -> Step:
@@ -501,6 +540,8 @@ class History:
             sampler=dice.choice(samplers if size else samplers[:2]),
             dp_rank=dice.randrange(2),
             dp_size=size,
+            max_rows=None if size else claim.max_rows,
+            max_tokens=None if size else claim.max_tokens,
             batch_index=dice.choice([0, 0, 1, 2]),
         )
 
@@ -534,8 +575,9 @@ class History:
         return settle
 
     def _set_cursor(self) -> Step:
-        some, create = self.dice.sample(IDS, self.dice.choice([0, 4])), not self.real and self.dice.random() < 0.5
-        return commands.SetCursorRequest(self._part(), self.dice.choice(TASKS), some, create)
+        where, create = self._part(), not self.real and self.dice.random() < 0.5
+        some = self.dice.sample(self._ids(where), self.dice.choice([0, 4]))
+        return commands.SetCursorRequest(where, self.dice.choice(TASKS), some, create)
 
     def _list(self) -> Step:
         return commands.ListRequest(self._part(), self._filter(), self.dice.choice([None, None, self._some_ids()]))

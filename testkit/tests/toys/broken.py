@@ -18,7 +18,9 @@ from table import Table
 
 from dataplane_core import spec
 from dataplane_core.errors import MissingDataError
-from dataplane_core.ledger import commands
+from dataplane_core.ledger import commands, group_of
+from dataplane_core.ledger.partition import Partition
+from dataplane_core.ledger.rollouts import RolloutGroup
 from dataplane_core.spec import Capability, Ragged, new_id
 from dataplane_noop import NoopBackend
 from dataplane_noop._backend import Segment
@@ -295,6 +297,21 @@ ListsWhatItListedBefore.list_samples: -> seen[request.partition_id] += rows
     reply = replace(reply, tags=[known[each] for each in reply.sample_ids])
 test_thousands_of_samples_in_one_call
 CutsLongLists.claim: -> reply = with_rows(reply, rows[:8000])
+test_claims_end_at_their_limits
+IgnoresLimits.claim: request.max_rows = request.max_tokens = None
+test_groups_of_rollouts_are_given_whole
+GivesWhatIsThere.claim: if partition and partition.info.rollouts:
+        for group in partition.groups.values(): group.most = group.num_rollouts = 1
+WaitsForCells.put_samples: if request.columns: return right(request)
+    with mock.patch.object(Partition, "_offer_again", lambda *about: None): return right(request)
+test_a_dead_rollout_costs_no_sibling
+ForgetsSealsOfGroups.put_samples: for tags in request.tags or (): tags.pop("group_rollouts", None)
+test_what_is_sealed_stays_as_it_is
+TakesWhatIsTooMuch.put_samples: allow = mock.patch.object(RolloutGroup, "check_put", lambda *about: None)
+    with allow: return right(request)
+test_a_rollout_that_is_not_whole_may_begin_anew
+BreaksForEveryRow.clear_samples: -> for each in request.sample_ids or ():
+        if partition and (group := partition.groups.get(group_of(each))): group.is_broken = True
 test_the_end_is_the_same_for_all_ranks
 TellsTheEndToOne.claim: -> for batches in partition.batches.values(): batches.ended.clear()
 test_many_claimers_get_each_sample_once[alone]

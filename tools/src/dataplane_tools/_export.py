@@ -249,7 +249,7 @@ class _Follower:
         names = portions.where.names if portions.where else ()
         also = [name for name in names if name in (*description.info.fields, *description.specs)]
         self._required = list(dict.fromkeys([*portions.required, *also]))
-        self._group_size = description.info.grpo_group_size
+        self._info = description.info
         self._pending: list[tuple[float, KVBatchMeta]] = []  # looked at, and not acked; when their leases end
         self._written: set[str] = set()  # those of them that are in the open shard
         self._first = 0.0  # when the first of the pending ones was given
@@ -259,7 +259,8 @@ class _Follower:
         """Follows until the partition is finished or cleared, or it is to stop."""
         client, partition_id, task = self._client, self._partition_id, self._task
         if task not in client.describe(partition_id).tasks:
-            client.register_partition(partition_id, [], None, [task], self._group_size, if_exists="keep")
+            size, rollouts = self._info.grpo_group_size, self._info.rollouts
+            client.register_partition(partition_id, [], None, [task], size, if_exists="keep", rollouts=rollouts)
         self._take_stock()
         shards, last = self._portions.shards, time.monotonic()
         try:
@@ -302,9 +303,11 @@ class _Follower:
 
     def _claimed(self) -> KVBatchMeta | None:
         """Samples that are finished. Empty: there will be none. None: there was none for a while."""
-        unit = self._group_size or 1
+        unit = 1 if self._info.rollouts else self._info.grpo_group_size or 1
+        max_rows = self._portions.num_rows if self._info.rollouts else None  # else the batch size says it
         claim = partial(self._client.claim_meta, self._partition_id, self._task, self._required)
-        meta = claim(max(1, self._portions.num_rows // unit) * unit, blocking=False, lease_s=self._lease_s)
+        count = max(1, self._portions.num_rows // unit) * unit
+        meta = claim(count, blocking=False, lease_s=self._lease_s, max_rows=max_rows)
         with suppress(ClaimTimeoutError):
             return meta if meta.size else claim(unit, timeout_s=_WAIT_S, lease_s=self._lease_s)
         return None

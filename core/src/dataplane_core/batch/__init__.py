@@ -6,7 +6,13 @@ Trainers and `dataplane_integrations` use it; backends do not.
 
 from dataplane_core import _compiler_marks as _compiler_marks  # before tensordict
 from dataplane_core.batch.batched_data_dict import BatchedDataDict, SlicedDataDict
-from dataplane_core.batch.columns import pack_per_token_field, response_from_nested, stack_or_nest, to_nested_by_length
+from dataplane_core.batch.columns import (
+    pack_per_token_field,
+    response_from_nested,
+    rollouts_of,
+    stack_or_nest,
+    to_nested_by_length,
+)
 from dataplane_core.batch.tokens import token_columns
 from dataplane_core.batch.transfer import (
     add_message_logs,
@@ -28,6 +34,7 @@ __all__ = [
     "read_columns",
     "rebuild_message_logs",
     "response_from_nested",
+    "rollouts_of",
     "split_message_logs",
     "stack_or_nest",
     "to_nested_by_length",

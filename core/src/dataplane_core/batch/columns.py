@@ -36,6 +36,7 @@ from dataplane_core.codec.tensors import (
     to_nested,
 )
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
+from dataplane_core.ledger import rollout_of
 from dataplane_core.spec import Ragged, TagValue
 from dataplane_core.spec.tags import check_tags
 
@@ -310,6 +311,27 @@ def rows_of(column: torch.Tensor, what: str) -> Ragged:
     if isinstance(rows, torch.Tensor) and rows.dim() < 2:
         raise InvalidRequestError(f"{what} is of shape {tuple(column.shape)}. Expected rows of rank 1 or more.")
     return as_ragged(rows)
+
+
+def rollouts_of(sample_ids: Sequence[str]) -> tuple[list[str], torch.Tensor]:
+    """The rollouts of rows, to give all rows of a rollout what was worked out for it, such as its advantage.
+
+    Args:
+        sample_ids: N ids, such as ``q0_g1/2`` for row 2 of the rollout ``q0_g1``. One without ``/`` is a rollout.
+
+    Returns:
+        The R rollouts, in the order of their first rows; and (N,) int64, for each row the index of its rollout.
+
+    Examples:
+        >>> rollouts, rollout_of_row = rollouts_of(["q0_g0/0", "q0_g0/1", "q0_g1/0"])
+        >>> rollouts
+        ['q0_g0', 'q0_g1']
+        >>> torch.tensor([0.5, -0.5])[rollout_of_row]
+        tensor([ 0.5000,  0.5000, -0.5000])
+    """
+    names = [rollout_of(name) for name in checked_as("rollouts_of: sample_ids", list[Name], sample_ids)]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return list(places), torch.tensor([places[name] for name in names], dtype=torch.int64, device="cpu")
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -311,6 +311,7 @@ class AsyncDataPlaneClient(ClientFacts):
     register_partition = _in_thread(DataPlaneClient.register_partition)
     finish_partition = _in_thread(DataPlaneClient.finish_partition)
     put_samples = _in_thread(DataPlaneClient.put_samples, writes=True)
+    seal = _in_thread(DataPlaneClient.seal, writes=True, several=True)
     get_samples = _in_thread(DataPlaneClient.get_samples)
     get_data = _in_thread(DataPlaneClient.get_data)
     ack = _in_thread(DataPlaneClient.ack)

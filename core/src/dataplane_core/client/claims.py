@@ -21,6 +21,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     Shortfall,
     Verdict,
+    lack_of_rollout,
     preview,
 )
 from dataplane_core.ledger import backoff_s
@@ -216,8 +217,9 @@ def spread(seconds: float) -> float:
 
 def _timed_out(request: ClaimRequest, timeout_s: float, claim: Claim) -> ClaimTimeoutError:
     where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
+    what = "groups" if claim.counts_groups else "samples"
     return ClaimTimeoutError(
-        f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {request.batch_size} samples "
+        f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {request.batch_size} {what} "
         f"were ready with {preview(request.required_fields)}. {_describe(claim.shortfall)}",
         num_ready=claim.num_ready,
         shortfall=claim.shortfall,
@@ -238,6 +240,7 @@ def _describe(shortfall: Shortfall | None) -> str:
             causes.append(_kind(shortfall.num_not_matching, "passed over by the tag filter", ()))
         if shortfall.num_incomplete:
             groups = [f"'{name}' holds {count}" for name, count in shortfall.incomplete_groups.items()]
+            groups += [lack_of_rollout(*rollout) for rollout in list(shortfall.unsealed.items())[:1]]
             causes.append(_kind(shortfall.num_incomplete, "in groups that are not whole", groups))
         num_lacking = max(shortfall.num_lacking, len(shortfall.missing_cells))  # a backend may name cells uncounted
         if num_lacking:
@@ -285,7 +288,8 @@ def ask(connection: Connection, request: ClaimRequest) -> Claim:
     if request.lease_s is not None or claim.lease_tokens is not None:
         counts["lease tokens"] = len(claim.lease_tokens or ())
     check_counts(where, len(claim.sample_ids), **counts)
-    if len(claim.sample_ids) > request.batch_size and request.dp_rank is None:  # a rank's batch has the size it got
+    is_counted = request.dp_rank is None and not claim.counts_groups  # a rank's batch has the size it got
+    if len(claim.sample_ids) > request.batch_size and is_counted:
         raise BackendError(
             f"{where}: the backend's reply holds {len(claim.sample_ids)} samples. Expected at most "
             f"{request.batch_size}."

@@ -58,7 +58,9 @@ from dataplane_core.errors import (
     Verdict,
     preview,
 )
+from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta, lengths_of
+from dataplane_core.schema import GROUP_ROLLOUTS_TAG, ROLLOUT_ROWS_TAG
 from dataplane_core.spec import (
     Capability,
     ClearRequest,
@@ -141,6 +143,7 @@ class DataPlaneClient(ClientFacts):
         enums: Mapping[str, Sequence[str]] | None = None,
         *,
         if_exists: IfExists = "replace",
+        rollouts: bool = False,
     ) -> None:
         """Opens a partition. By default it is new and empty: what an earlier registration held is gone on return.
 
@@ -159,10 +162,13 @@ class DataPlaneClient(ClientFacts):
                 leaves it as it is, with its rows, tags, cursors, schema and ``num_samples``, and adds the fields, tasks
                 and strings of enums that it lacks, and ``num_samples`` if it has none. Of several processes that
                 register with ``keep`` at the same time, one opens the partition and the others keep it.
+            rollouts: Whether samples are rows of rollouts, with ids such as ``q0_g1/2``. Claims hand out groups of
+                sealed rollouts (see `seal`), and count groups. ``grpo_group_size`` is then how many rollouts a group
+                has; None: that is known when the group is sealed.
 
         Raises:
-            InvalidRequestError: A size below 1, empty names, no kind of cells, or ``keep`` with another group size or
-                kind of cells than the partition has.
+            InvalidRequestError: A size below 1, empty names, no kind of cells, or ``keep`` with another group size,
+                ``rollouts`` or kind of cells than the partition has.
             UnsupportedOperationError: The backend does not declare groups.
 
         Examples:
@@ -184,10 +190,13 @@ class DataPlaneClient(ClientFacts):
                     for name, words in (enums or {}).items()
                 },
                 if_exists=if_exists,
+                rollouts=rollouts,
             )
             if num_samples is not None:
                 checked_as("register_partition: num_samples", Count, num_samples)
-            if grpo_group_size is not None:
+            if rollouts:
+                self._connection.require(Capability.GROUPS, "register_partition(rollouts=True)")
+            elif grpo_group_size is not None:
                 self._connection.require(Capability.GROUPS, "register_partition(grpo_group_size=...)")
                 if num_samples is not None and num_samples % grpo_group_size:
                     raise InvalidRequestError(
@@ -218,16 +227,15 @@ class DataPlaneClient(ClientFacts):
             >>> client.clear_samples(None, "open")
         """
         with self._connection.operation("finish_partition", partition_id):
-            group_size = self._connection.describe(partition_id).grpo_group_size
+            before = self._connection.describe(partition_id)
             epoch = new_id()
-            request = RegisterRequest(
-                partition_id, num_samples=0, grpo_group_size=group_size, if_exists="keep", epoch=epoch
-            )
+            request = RegisterRequest(partition_id, num_samples=0, if_exists="keep", epoch=epoch)
+            request.grpo_group_size, request.rollouts = before.grpo_group_size, before.rollouts
             info = register(self._connection, request)
             if info.epoch == epoch:  # it was cleared after it was described
                 self.clear_samples(None, partition_id)
                 raise UnknownPartitionError(f"finish_partition('{partition_id}') refused: it was cleared meanwhile.")
-            if group_size is not None and Capability.LISTING in self._connection.capabilities:
+            if before.is_grouped and Capability.LISTING in self._connection.capabilities:
                 tell_short_groups(self._connection, partition_id, info)
 
     def put_samples(
@@ -315,6 +323,48 @@ class DataPlaneClient(ClientFacts):
             work.served_at = time.monotonic()
             lengths = None if rows is None else lengths_of(rows)
             return KVBatchMeta(partition_id, None, ids, fields=names, sequence_lengths=lengths, tags=rows)
+
+    def seal(self, rollouts: Mapping[str, int], partition_id: str, *, ends_groups: bool = False) -> KVBatchMeta:
+        """Says how many rows rollouts have, and with that, that they are complete once these are there.
+
+        It puts tags on the last row of each, and nothing else: ``rollout_rows``, and ``group_rollouts`` if
+        ``ends_groups``. The put of that row may bring them along, which saves this call. May be called again.
+
+        Args:
+            rollouts: Rollout -> how many rows it has.
+            partition_id: A partition that was registered with ``rollouts``.
+            ends_groups: Whether these are all rollouts of their groups, which are then complete without the others: say
+                it when a process died that made one of them. The rows of the others are never given.
+
+        Raises:
+            InvalidRequestError: A rollout has more rows, or is sealed with another number; a group has more sealed
+                rollouts; or the partition is not one of rollouts.
+            UnknownPartitionError: Not registered.
+
+        Examples:
+            >>> client.register_partition("agents", ["reward"], None, ["trainer"], grpo_group_size=2, rollouts=True)
+            >>> meta = client.put_samples(["q0_g0/0", "q0_g0/1", "q0_g1/0"], "agents", {"reward": [0.0, 1.0, 0.5]})
+            >>> meta = client.seal({"q0_g0": 2}, "agents")
+            >>> client.claim_meta("agents", "trainer", ["reward"], batch_size=1, blocking=False).size
+            0
+            >>> meta = client.seal({"q0_g1": 1}, "agents")
+            >>> client.claim_meta("agents", "trainer", ["reward"], batch_size=1).sample_ids
+            ['q0_g0/0', 'q0_g0/1', 'q0_g1/0']
+            >>> client.clear_samples(None, "agents")
+        """
+        with self._connection.operation("seal", partition_id):
+            counts = checked_as("seal: rollouts", dict[Name, Count], rollouts)
+            if not self._connection.describe(partition_id).rollouts:
+                raise InvalidRequestError(
+                    f"seal('{partition_id}') refused: the partition is not one of rollouts.",
+                    hint="Register it with rollouts=True.",
+                )
+            in_group = Counter(map(group_of, counts))
+            tags: list[dict[str, TagValue]] = [
+                {ROLLOUT_ROWS_TAG: count, **({GROUP_ROLLOUTS_TAG: in_group[group_of(name)]} if ends_groups else {})}
+                for name, count in counts.items()
+            ]
+            return self.put_samples([f"{name}/{count - 1}" for name, count in counts.items()], partition_id, tags=tags)
 
     def get_samples(
         self,
@@ -419,6 +469,8 @@ class DataPlaneClient(ClientFacts):
         dp_size: int | None = None,
         batch_index: int | None = None,
         balance: Mapping[str, Any] | None = None,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
     ) -> KVBatchMeta:
         """Hands out samples whose required fields are all produced and that the task has not been given.
 
@@ -430,7 +482,8 @@ class DataPlaneClient(ClientFacts):
             partition_id: A registered partition.
             task_name: A task named at its registration.
             required_fields: Fields that must be produced.
-            batch_size: How many; a multiple of the group size where the partition has one.
+            batch_size: How many; a multiple of the group size where the partition has one. Of a partition of rollouts,
+                how many groups.
             dp_rank: The data-parallel rank that claims. All claims of the task with this rank and ``batch_index`` give
                 the same samples, so that the ranks of a replica can each claim (capability ``samplers``).
             blocking: Whether to wait. If not, what is ready now is returned, at most ``batch_size``.
@@ -447,6 +500,9 @@ class DataPlaneClient(ClientFacts):
             batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
             balance: What ``balanced`` balances instead of tokens, such as ``{"cost": "flops", "hidden_size": 4096}``:
                 see `shard_meta_for_dp`. It is sent to the store, so it cannot be a function.
+            max_rows: The most rows; a blocking claim then waits until there are ``batch_size``, or as many as this
+                allows. A group that has more comes alone. Not with ``dp_size``.
+            max_tokens: The same for tokens (tag ``input_lengths``).
 
         Returns:
             A meta in order of first write (``freshest``: in the opposite order), with tags, and ``sequence_lengths``
@@ -478,6 +534,8 @@ class DataPlaneClient(ClientFacts):
                 dp_rank=dp_rank,
                 dp_size=dp_size,
                 balance=balance,
+                max_rows=max_rows,
+                max_tokens=max_tokens,
             )
             return claim_now(self._connection, request, timeout_s if blocking else None, self._connection.waiters)[0]
 

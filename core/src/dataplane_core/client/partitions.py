@@ -119,7 +119,8 @@ def tell_short_groups(connection: Connection, partition_id: str, info: Partition
         short = max(shortfalls, key=lambda shortfall: shortfall.num_incomplete, default=Shortfall())
         if description.is_complete and short.num_incomplete:
             groups = [f"'{name}' has {count}" for name, count in short.incomplete_groups.items()]
-            text = f"groups that lack some of their {info.grpo_group_size} samples are never given"
+            lack = "have no seal" if info.rollouts else f"lack some of their {info.grpo_group_size} samples"
+            text = f"groups that {lack} are never given"
             left = f"{', '.join(groups)}. Samples in such groups: {short.num_incomplete}."
             _log.warning("%s", printable(f"finish_partition('{partition_id}'): {text}: {left}"))
 

@@ -97,6 +97,7 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
     state = export(client._connection, "save", partition_id)  # after the list: so it knows what was cleared before
     reader = _Reader(client, partition_id)
     num_blocks = num_saved = 0
+    seqs: dict[str, int] = {}  # of rows of rollouts
     start, num_rows = 0, _FIRST_ROWS
     while start < len(ids):
         portion = ids[start : start + num_rows]
@@ -114,6 +115,7 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
                 },
             )
             num_saved += len(created)
+            seqs.update({sample_id: row.seq for sample_id, row in created.items()} if info.rollouts else {})
             created = {}
             block = pack_rows(
                 columns, len(rows_of_batch), msgspec.structs.asdict(head), allow_pickle=client.config.allow_pickle
@@ -129,7 +131,10 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
             f"save: partition '{partition_id}' was registered again while it was saved.", retryable=True
         )
     cleared = list(dict.fromkeys([*state.cleared_ids, *(reader.gone if info.num_samples is not None else ())]))
-    broken = {*state.broken_groups, *(map(group_of, reader.gone) if info.grpo_group_size is not None else ())}
+    broken = {*state.broken_groups, *(map(group_of, reader.gone) if info.is_grouped else ())}
+    if seqs:  # rows of one rollout may have been written before it was cleared, and others after it was put again
+        now = export(client._connection, "save", partition_id, list(seqs)).samples
+        broken.update(group_of(name) for name, seq in seqs.items() if name not in now or now[name].seq != seq)
     entry = _Entry(partition_id, info.registration(), num_blocks, num_saved, cleared, sorted(broken))
     entries.append(msgspec.to_builtins(entry))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 #: Which arguments of `DataPlaneClient.claim_meta` a stream passes on.
-_CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size", "balance"}
+_CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size", "balance", "max_rows", "max_tokens"}
 #: A lease is renewed after this share of it.
 RENEWED_AFTER: Final = 1 / 3
 #: How long a loop waits for a batch if the store cannot say who lives, in seconds.
@@ -145,7 +145,7 @@ def stream(
         partition_id: A registered partition.
         task_name: A task of it.
         fields: The fields that a sample must have, and that are read.
-        batch_size: How many samples; the last batch may be smaller.
+        batch_size: How many samples, or of a partition of rollouts, groups; the last batch may be smaller.
         lease_s: Seconds after which samples of a process that died are handed out again. The lease is renewed while the
             process lives.
         prefetch: How many batches are claimed and read ahead, in a thread of the stream. 0: none.
@@ -164,7 +164,7 @@ def stream(
             are acked, and cleared with ``clear``, but never given. A group is as old as its oldest sample. Samples
             without the tag are never given. Not with ``dp_rank``.
         claim: Further arguments of `DataPlaneClient.claim_meta`: ``dp_rank``, ``tag_filter``, ``sampler``, ``dp_size``,
-            ``balance``.
+            ``balance``, ``max_rows``, ``max_tokens``.
 
     Returns:
         An iterator, which is a context manager too.

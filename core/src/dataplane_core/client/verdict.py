@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from dataplane_core.errors import Cause, LeaseHolder, Shortfall, Verdict, preview
+from dataplane_core.errors import Cause, LeaseHolder, Shortfall, Verdict, lack_of_rollout, preview
 from dataplane_core.spec import ClientInfo, PartitionDescription, WorkInfo
 from dataplane_core.spec.replies import Answer
 
@@ -293,7 +293,8 @@ class _Case:
             return replace(moves, text=text)
         self._is_late = waited_s >= _LATE * self._patience_s
         reason = self._why(waiting, answer.shortfall, wanted - answer.num_ready)
-        return _waits(moves, reason.after(f"It has {answer.num_ready} of {wanted} samples."), waited_s)
+        what = "groups" if self._partition.info.rollouts else "samples"
+        return _waits(moves, reason.after(f"It has {answer.num_ready} of {wanted} {what}."), waited_s)
 
     def _unclaimed(self, moves: Verdict) -> Verdict:
         """Nobody has claimed for the task."""
@@ -336,7 +337,8 @@ class _Case:
             reasons.append(self._lacking(shortfall))
             coming += shortfall.num_lacking
         # once all are written, the last claim waits for those that can still be given, however few
-        if coming < num_short and not (reasons and self._partition.is_complete):
+        # of rollouts, what is short are groups, and what is coming samples
+        if (coming < num_short or self._partition.info.rollouts) and not (reasons and self._partition.is_complete):
             if shortfall.num_incomplete:
                 reasons.append(self._incomplete(shortfall))
             if shortfall.num_not_matching:
@@ -387,17 +389,17 @@ class _Case:
     def _incomplete(self, shortfall: Shortfall) -> _Reason:
         """Groups are not whole."""
         group, count = next(iter(shortfall.incomplete_groups.items()), ("", 0))
-        size = self._partition.info.grpo_group_size or 1
-        members = [f"{group}_g{place}" for place in range(size)]
-        absent = [member for member in members if member not in shortfall.members]
+        info = self._partition.info
+        size = info.grpo_group_size or (None if info.rollouts else 1)
         are = "is in a group that is" if shortfall.num_incomplete == 1 else "are in groups that are"
-        what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {count} of {size}"
-        if count >= size:
+        has = f"{count} rollouts" if size is None else f"{count} of {size}"
+        what = f"{_count(shortfall.num_incomplete)} {are} not whole: '{group}' has {has}"
+        if size is not None and count >= size:
             text = f"{what}, and lost one that was cleared. It is never given."
             return _Reason("group", text, self._is_late, is_over=True)
         if self._partition.is_complete:
             return _Reason("group", f"{what}, and no more samples come. It is never given.", False, is_over=True)
-        never = f"{what}. {preview(absent)} {'was' if len(absent) == 1 else 'were'} never put."
+        never = f"{what}. {self._absent(group, size, shortfall)}."
         makers = [client for client in self._clients if _makes(client, self._partition_id, group)]
         maker = min(makers, key=lambda client: (client.state != "open", client.heard_s), default=None)
         sources = sorted(self._judge.sources(self._partition_id), key=lambda worker: worker.client is not maker)
@@ -412,6 +414,16 @@ class _Case:
         else:
             story = f"It was made by {name}." if reason.culprit == name else f"Its maker ended: {_story_of(maker)}"
         return reason.after(f"{never} {story}", cause="group", is_fault=is_fault, culprit=culprit)
+
+    def _absent(self, group: str, size: int | None, shortfall: Shortfall) -> str:
+        """What a group lacks."""
+        for rollout in shortfall.unsealed.items():
+            return lack_of_rollout(*rollout)
+        if size is None:
+            return f"'{group}' was never sealed"
+        members = [f"{group}_g{place}" for place in range(size)]
+        absent = [member for member in members if member not in shortfall.members]
+        return f"{preview(absent)} {'was' if len(absent) == 1 else 'were'} never put"
 
     def _not_matching(self, waiting: Sequence[_Worker], shortfall: Shortfall) -> _Reason:
         """Samples do not pass the filter."""

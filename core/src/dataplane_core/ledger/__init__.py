@@ -8,6 +8,7 @@ from dataplane_core.ledger import commands
 from dataplane_core.ledger.commands import Located, Reply
 from dataplane_core.ledger.ledger import Ledger
 from dataplane_core.ledger.queues import backoff_s
+from dataplane_core.ledger.rollouts import rollout_of
 from dataplane_core.ledger.rows import Ref, group_of
 from dataplane_core.ledger.service import LedgerService, LedgerThread
 from dataplane_core.spec.requests import Command
@@ -23,4 +24,5 @@ __all__ = [
     "backoff_s",
     "commands",
     "group_of",
+    "rollout_of",
 ]

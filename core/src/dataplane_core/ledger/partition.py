@@ -25,6 +25,7 @@ from dataplane_core.errors import (
     preview,
 )
 from dataplane_core.ledger import commands
+from dataplane_core.ledger.rollouts import RolloutGroup
 from dataplane_core.ledger.rows import (
     NO_CELLS,
     NO_HOLDS,
@@ -42,6 +43,7 @@ from dataplane_core.ledger.rows import (
     Ref,
     Row,
     find_shortfall,
+    fitting,
     group_of,
     hold_rows,
     packed_positions,
@@ -51,6 +53,7 @@ from dataplane_core.ledger.rows import (
 from dataplane_core.spec import Claim, FieldSpec, PartitionDescription, PartitionInfo, Question, TaskDescription
 from dataplane_core.spec.replies import Answer, Replaced
 from dataplane_core.spec.requests import MOST_WORDS
+from dataplane_core.spec.tags import TagValue
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class _Outcome(NamedTuple):
     hands_out: bool  # whether it hands them out
     exhausted: bool  # whether the partition can give the task no more
     ends_ranks: bool  # whether this says to all ranks that there is no such batch
+    is_full: bool  # whether one more would exceed the limits of the claim
 
 
 @dataclass(slots=True)
@@ -97,7 +101,7 @@ class Partition:
     version: int = 0  # grows with every change of rows and of what was registered
     num_cleared: int = 0
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)  # by task and rank
-    group_size: int = field(init=False)  # how many rows a claimable has
+    group_size: int = field(init=False)  # how many of what claims count a claimable has: rows; of rollouts, groups
     declared: dict[str, FieldSpec] = field(init=False)
     tasks: dict[str, Task] = field(init=False)
     groups: dict[str, Group] = field(default_factory=dict, init=False)  # those that have members
@@ -107,7 +111,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         """Counts what follows from the rows and their holds, of a partition that is restored."""
-        self.group_size = self.info.grpo_group_size or 1
+        self.group_size = 1 if self.info.rollouts else self.info.grpo_group_size or 1
         self.declared = {name: FieldSpec.from_text(text) for name, text in self.info.declared.items()}
         self.tasks = {name: Task() for name in self.info.consumer_tasks}
         for names, count in Counter([tuple(row.cells.fields) for row in self.rows.values()]).items():
@@ -133,6 +137,11 @@ class Partition:
             raise InvalidRequestError(
                 f"register_partition('{self.partition_id}') refused: grpo_group_size is {command.grpo_group_size}. The "
                 f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
+            )
+        if command.rollouts != info.rollouts:
+            raise InvalidRequestError(
+                f"register_partition('{self.partition_id}') refused: rollouts is {command.rollouts}. The partition "
+                f"that is kept has {info.rollouts}. Nothing was changed."
             )
         fresh = {name: text for name, text in command.declared.items() if name not in self.declared}
         extended = info.extended(command.fields, command.consumer_tasks, command.enums, fresh)
@@ -253,7 +262,9 @@ class Partition:
                     f"put_samples('{self.partition_id}') refused: field '{field_name}' of sample '{row.sample_id}' is "
                     "already written, and this backend does not declare 'overwrite'. Nothing was written."
                 )
-        if self.info.grpo_group_size is None:
+        if self.info.rollouts:
+            self._check_rollouts(put)
+        if self.info.rollouts or self.info.grpo_group_size is None:
             return
         for name, num_new in Counter([group_of(name) for name in sample_ids if name not in self.rows]).items():
             count = num_new + (len(self.groups[name].members) if name in self.groups else 0)
@@ -262,6 +273,16 @@ class Partition:
                     f"put_samples('{self.partition_id}') refused: group '{name}' would have {count} members. "
                     f"Expected at most {self.group_size}, the partition's group size. Nothing was written."
                 )
+
+    def _check_rollouts(self, put: commands.BeginPut) -> None:
+        tags = put.tags or [NO_TAGS] * len(put.sample_ids)
+        by_group: dict[str, dict[str, Mapping[str, TagValue]]] = {}
+        for sample_id, row_tags in zip(put.sample_ids, tags, strict=True):
+            by_group.setdefault(group_of(sample_id), {})[sample_id] = row_tags
+        for name, rows in by_group.items():
+            group = self.groups.get(name) or self._new_group(name, 0)
+            assert isinstance(group, RolloutGroup)
+            group.check_put(name, rows, f"put_samples('{self.partition_id}')")
 
     def write_rows(
         self, writes: Mapping[int, commands.Write], put: commands.BeginPut, seq: int, now: float
@@ -272,6 +293,7 @@ class Partition:
         changes: dict[Cells | None, _Change] = {}  # worked out once for all rows that are alike; None: new ones
         columns = list(map(attrgetter("positions"), writes.values()))
         has_own_rows = columns.count(None) == len(columns)
+        has_rollouts = self.info.rollouts
         for index, sample_id in enumerate(put.sample_ids):
             row = self.rows.get(sample_id)
             before = None if row is None else row.cells
@@ -296,10 +318,12 @@ class Partition:
             tags = None if put.tags is None else put.tags[index]
             if tags:
                 row.tags = {**row.tags, **tags} if row.tags else tags
-            if change.ready or (change.satisfied and tags is not None):
+            if (change.ready or (change.satisfied and tags is not None)) and not has_rollouts:
                 self._offer(row, change, retagged=tags is not None)
         for change in changes.values():
             self.num_rows.update(dict.fromkeys(change.gained, change.num_rows))
+        if has_rollouts:
+            self._offer_groups([self.rows[sample_id] for sample_id in put.sample_ids])
         return freed
 
     def _offer(self, row: Row, change: _Change, *, retagged: bool) -> None:
@@ -312,6 +336,23 @@ class Partition:
         if retagged:
             for view in change.satisfied:
                 view.touch(claimable.seq)
+
+    def _offer_groups(self, rows: Sequence[Row]) -> None:
+        """Adds groups of rollouts that are ready, now that these rows have changed."""
+        groups: dict[str, Group] = {}
+        for row in rows:
+            assert row.group is not None
+            groups[row.group] = self.groups[row.group]
+            groups[row.group].add(row)  # its tags may seal
+        for group in groups.values():
+            self._offer_again(group)
+
+    def _offer_again(self, claimable: Claimable, task_names: Iterable[str] = ()) -> None:
+        """Adds a claimable to the views of tasks, None: of all, for which it is ready."""
+        for task_name in task_names or self.tasks:
+            for view in self.tasks[task_name].views.values():
+                if self._is_ready(view, claimable, task_name):
+                    view.add(claimable)
 
     def _change(self, writes: Mapping[int, commands.Write], before: Cells | None) -> _Change:
         """What a put changes in rows with these cells; None: in new rows."""
@@ -329,7 +370,7 @@ class Partition:
         return change
 
     def _new_row(self, sample_id: str, seq: int, now: float) -> Row:
-        group = None if self.info.grpo_group_size is None else group_of(sample_id)
+        group = group_of(sample_id) if self.info.is_grouped else None
         row = self.rows[sample_id] = Row(sample_id, seq, group, now, NO_CELLS, 0, NO_TAGS, NO_HOLDS)
         if self.info.num_samples is not None:
             self.seen.add(sample_id)
@@ -340,8 +381,13 @@ class Partition:
     def _join_group(self, row: Row, name: str) -> None:
         group = self.groups.get(name)
         if group is None:
-            group = self.groups[name] = Group(row.seq)
-        group.members[row.sample_id] = row
+            group = self.groups[name] = self._new_group(name, row.seq)
+        group.add(row)
+
+    def _new_group(self, name: str, seq: int) -> Group:
+        if self.info.rollouts:
+            return RolloutGroup(seq, most=self.info.grpo_group_size, is_broken=name in self.broken_groups)
+        return Group(seq)
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
         """Drops a row with its tags and cursors. Returns its refs, or None if it does not exist."""
@@ -361,11 +407,14 @@ class Partition:
         row.holds = NO_HOLDS  # as `leases` see it
         if row.group is not None:
             group = self.groups[row.group]
-            del group.members[sample_id]
+            group.remove(row)
             if not group.members:
                 del self.groups[row.group]
-            # a member that is written again does not make it whole: the others may have been trained on already
-            self.broken_groups.add(row.group)
+            if not isinstance(group, RolloutGroup) or group.is_broken:
+                # a member that is written again does not make it whole: the others may have been trained on already
+                self.broken_groups.add(row.group)
+            elif group.members:
+                self._offer_again(group)
         return row.refs
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -408,6 +457,7 @@ class Partition:
             shortfall=self.shortfall(command, now) if command.explain and not rows else None,
             advice=advice,
             epoch=None if command.dp_rank is None else self.info.epoch,
+            counts_groups=self.info.rollouts,
         )
 
     def claim_again(self, command: commands.ClaimRequest, sample_ids: Sequence[str], exhausted: bool) -> Claim:
@@ -418,7 +468,8 @@ class Partition:
             tags=[NO_TAGS if row is None else row.tags for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=exhausted,
-            num_ready=len(rows),
+            num_ready=self._counted(sample_ids),
+            counts_groups=self.info.rollouts,
         )
 
     def may_claim(self, command: commands.ClaimRequest, now: float) -> bool:
@@ -434,7 +485,7 @@ class Partition:
         if self._batch(command) is not None:
             return math.inf
         outcome = self._outcome(command, now)
-        return math.inf if outcome.exhausted else len(outcome.ready.claimables) * self.group_size
+        return math.inf if outcome.exhausted or outcome.is_full else len(outcome.ready.claimables) * self.group_size
 
     def _outcome(self, command: commands.ClaimRequest, now: float) -> _Outcome:
         task = self._task(command.task_name)
@@ -449,12 +500,14 @@ class Partition:
             )
         view = self._view(command.task_name, task, command.required_fields)
         ready = view.of(command.tag_filter, now) if command.tag_filter else view.ready
-        num_claimables = min(len(ready.claimables), wanted)
+        num_claimables, is_full = min(len(ready.claimables), wanted), False
+        if command.max_rows is not None or command.max_tokens is not None:
+            num_claimables, is_full = fitting(command, ready.first(command.sampler, num_claimables))
         exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
         enough = wanted if command.all_or_nothing else least
-        hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted)
+        hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted or is_full)
         ends_ranks = exhausted and not num_claimables and command.dp_rank is not None and command.dp_size is not None
-        return _Outcome(ready, num_claimables, hands_out, exhausted, ends_ranks)
+        return _Outcome(ready, num_claimables, hands_out, exhausted, ends_ranks, is_full)
 
     def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""
@@ -466,7 +519,7 @@ class Partition:
 
     def _num_free(self, task_name: str, task: Task) -> int:
         """How many claimables are whole, and not held by the task."""
-        if self.info.grpo_group_size is None:
+        if not self.info.is_grouped:
             return len(self.rows) - task.num_held
         return len(self._view(task_name, task, ()).ready.claimables)
 
@@ -491,7 +544,7 @@ class Partition:
             for view in task.views.values():
                 view.discard(claimable.seq)
             if isinstance(claimable, Group):
-                claimable.num_held[task_name] = len(claimable.members)
+                claimable.num_held[task_name] = len(claimable.rows)
         if lease_s is not None:
             for row in rows:
                 self.leases.add(expires_at, row, task_name)
@@ -526,9 +579,10 @@ class Partition:
             tags=[row.tags for row in rows],
             lease_tokens=None if batch.token is None else [batch.token] * len(rows),
             exhausted=batch.exhausted or not rows,
-            num_ready=len(rows),
+            num_ready=self._counted(batch.sample_ids),
             epoch=self.info.epoch,
             num_ranks=batch.num_ranks,
+            counts_groups=self.info.rollouts,
         )
 
     def _batch_index(self, command: commands.ClaimRequest) -> int:
@@ -601,7 +655,7 @@ class Partition:
         self.expire(now)
         tasks = {
             task_name: TaskDescription(
-                num_ready=len(self._view(task_name, task, self.info.fields).ready.claimables) * self.group_size,
+                num_ready=self._num_rows_of(self._view(task_name, task, self.info.fields).ready),
                 num_leased=task.num_held - task.num_done,
                 num_consumed=task.num_done,
                 oldest_lease=self._oldest_lease(task_name, now) if task.num_held > task.num_done else None,
@@ -621,6 +675,15 @@ class Partition:
             num_rows={name: self.num_rows[name] for name in self.specs},
             answers=[self._answer(question, now) for question in questions],
         )
+
+    def _counted(self, sample_ids: Sequence[str]) -> int:
+        """How many of what claims count these are."""
+        return len(set(map(group_of, sample_ids))) if self.info.rollouts else len(sample_ids)
+
+    def _num_rows_of(self, ready: ReadySet) -> int:
+        if self.info.rollouts:
+            return sum([len(claimable.rows) for claimable in ready.claimables.values()])
+        return len(ready.claimables) * self.group_size
 
     def _answer(self, question: Question, now: float) -> Answer | None:
         """What a claim would find. None: there is no such task."""
@@ -709,10 +772,7 @@ class Partition:
 
     def _give_back(self, row: Row, task_name: str) -> None:
         self._forget_hold(row, task_name, row.drop_hold(task_name))
-        claimable = self._claimable_of(row)
-        for view in self.tasks[task_name].views.values():
-            if self._is_ready(view, claimable, task_name):
-                view.add(claimable)
+        self._offer_again(self._claimable_of(row), (task_name,))
 
     def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
@@ -739,9 +799,9 @@ class Partition:
         if view is None:
             view = task.views[required] = ReadyView(required)
             claimables: Iterable[Claimable] = self.rows.values()
-            if self.info.grpo_group_size is not None:
+            if self.info.is_grouped:
                 claimables = self.groups.values()
-                for row in self.rows.values():
+                for row in () if self.info.rollouts else self.rows.values():
                     if required <= row.cells.fields.keys():
                         self._count_member(view, row)
             for claimable in claimables:
@@ -758,11 +818,17 @@ class Partition:
     def _is_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> bool:
         if isinstance(claimable, Row):
             return view.required <= claimable.cells.fields.keys() and task_name not in claimable.holds
+        if isinstance(claimable, RolloutGroup):
+            return (
+                not claimable.num_held.get(task_name)
+                and claimable.is_whole
+                and all(view.required <= row.cells.fields.keys() for row in claimable.rows)
+            )
         # members of a group that lost one are not counted, so that group is never ready
         return view.ready_members.get(claimable.seq, 0) == self.group_size and not claimable.num_held.get(task_name)
 
     def _claimables(self) -> Iterable[Claimable]:
-        return self.rows.values() if self.info.grpo_group_size is None else self.groups.values()
+        return self.groups.values() if self.info.is_grouped else self.rows.values()
 
     def _claimable_of(self, row: Row) -> Claimable:
         return row if row.group is None else self.groups[row.group]
@@ -770,6 +836,8 @@ class Partition:
     def _is_whole(self, claimable: Claimable) -> bool:
         if isinstance(claimable, Row):
             return True
+        if isinstance(claimable, RolloutGroup):
+            return claimable.is_whole
         name = next(iter(claimable.members.values())).group
         return name not in self.broken_groups and len(claimable.members) == self.group_size
 

@@ -195,6 +195,7 @@ class WaitingClaims:
         question = (
             *(claim.task_name, tuple(claim.required_fields), repr(claim.tag_filter), claim.batch_size, claim.sampler),
             *(claim.balance, claim.dp_rank, claim.dp_size, claim.batch_index, claim.batch_epoch),
+            *(claim.max_rows, claim.max_tokens),
         )
         before = self.by_token.get(claim.token)
         if before is not None and (before.claim.partition_id, before.question) != (claim.partition_id, question):

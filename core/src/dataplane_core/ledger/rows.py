@@ -145,7 +145,7 @@ class Row:
     def state(self) -> SampleState:
         """What a save keeps of it."""
         fields = {name: self.cells.write_ids[number] for name, number in self.cells.fields.items()}
-        return SampleState(fields, self.tags, sorted(name for name, hold in self.holds.items() if hold.done))
+        return SampleState(fields, self.tags, sorted(name for name, hold in self.holds.items() if hold.done), self.seq)
 
     @property
     def rows(self) -> Collection[Row]:
@@ -176,6 +176,18 @@ class Group:
     def rows(self) -> Collection[Row]:
         """All members, which are handed out together."""
         return self.members.values()
+
+    def add(self, row: Row) -> None:
+        """Adds a row."""
+        self.members[row.sample_id] = row
+
+    def remove(self, row: Row) -> None:
+        """Drops a row."""
+        del self.members[row.sample_id]
+
+    def parts(self) -> tuple[tuple[str, ...], Mapping[str, int]]:
+        """The members that are there; of rollouts, those that are whole, and the others, as `Shortfall.unsealed`."""
+        return tuple(self.members), {}
 
 
 #: What a claim hands out as a whole: a row or a group. Its ``seq`` is unique in the ledger.
@@ -344,6 +356,11 @@ class ReadySet:
             heapq.heapify(self.heap)
         return True
 
+    def first(self, sampler: Sampler, count: int) -> list[Claimable]:
+        """The first ``count`` claimables. Unlike `choose`, it looks at all of them, and changes nothing."""
+        choose = heapq.nlargest if sampler == "freshest" else heapq.nsmallest
+        return [self.claimables[seq] for seq in choose(count, self.claimables)]
+
     def choose(self, sampler: Sampler, count: int) -> list[Claimable]:
         """Chooses ``count`` claimables; there must be so many. The caller must discard them before the next call."""
         if sampler == "freshest":  # O(n log k) for k of n
@@ -467,6 +484,19 @@ def shares(claim: ClaimRequest, claimables: Sequence[Claimable]) -> list[list[Cl
     return [[claimables[position] for position in part] for part in parts]
 
 
+def fitting(claim: ClaimRequest, claimables: Sequence[Claimable]) -> tuple[int, bool]:
+    """How many of these, in their order, the limits of a claim allow, but at least one; and whether no more would."""
+    most_rows, most_tokens = claim.max_rows or math.inf, claim.max_tokens or math.inf
+    num_rows = num_tokens = 0
+    for count, claimable in enumerate(claimables):
+        num_rows += len(claimable.rows)
+        num_tokens += _cost(claimable, None)
+        if num_rows >= most_rows or num_tokens >= most_tokens:
+            exceeds = num_rows > most_rows or num_tokens > most_tokens
+            return (count if count and exceeds else count + 1), True
+    return len(claimables), False
+
+
 def _cost(claimable: Claimable, balance: Balance | None) -> int:
     lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
     tokens = [int(length) for length in lengths if isinstance(length, (int, float)) and math.isfinite(length)]
@@ -489,14 +519,17 @@ def find_shortfall(
     ``is_whole`` tells whether a claimable has all its members and never lost one.
     """
     leased: list[tuple[float, int, Row]] = []
-    passed: list[tuple[int, Claimable]] = []
+    passed: list[tuple[int, Collection[Row]]] = []
     num_not_matching = num_incomplete = num_lacking = 0
     groups: dict[str, int] = {}
     members: tuple[str, ...] = ()
     cells: dict[str, tuple[str, ...]] = {}
+    unsealed: Mapping[str, int] = {}
     for claimable in claimables:
         free: list[Row] = []
-        for row in claimable.rows:
+        whole = isinstance(claimable, Row) or is_whole(claimable)
+        rows = claimable.rows if isinstance(claimable, Row) or whole else claimable.members.values()
+        for row in rows:
             hold = row.holds.get(task_name)
             if hold is None:
                 free.append(row)
@@ -504,22 +537,23 @@ def find_shortfall(
                 leased.append((hold.expires_at, row.seq, row))
         if not free:
             continue
-        if tag_filter and not group_matches([row.tags for row in claimable.rows], tag_filter):
+        if tag_filter and not group_matches([row.tags for row in rows], tag_filter):
             num_not_matching += len(free)
-            passed.append((claimable.seq, claimable))
-        elif not is_whole(claimable):
+            passed.append((claimable.seq, rows))
+        elif not isinstance(claimable, Row) and not whole:
             num_incomplete += len(free)
-            members = members or tuple(row.sample_id for row in claimable.rows)
+            parts, lacks = claimable.parts()
+            members, unsealed = (members, unsealed) if groups else (parts, lacks)
             if len(groups) < _NUM_NAMED:
-                groups[free[0].group or ""] = len(claimable.rows)
+                groups[free[0].group or ""] = len(parts)
         elif not all(required <= row.cells.fields.keys() for row in free):
             num_lacking += len(free)
             if len(cells) < _NUM_NAMED:
                 lacking = {row.sample_id: tuple(sorted(required - row.cells.fields.keys())) for row in free}
                 cells.update((sample_id, names) for sample_id, names in lacking.items() if names)
     newest = [
-        max((row for row in claimable.rows if not matches(row.tags, tag_filter)), key=lambda row: row.seq)
-        for _, claimable in heapq.nlargest(_NUM_NAMED, passed)
+        max((row for row in rows if not matches(row.tags, tag_filter)), key=lambda row: row.seq)
+        for _, rows in heapq.nlargest(_NUM_NAMED, passed)
     ]
     return Shortfall(
         num_leased=len(leased),
@@ -533,6 +567,7 @@ def find_shortfall(
         num_incomplete=num_incomplete,
         incomplete_groups=groups,
         members=members,
+        unsealed=unsealed,
         num_lacking=num_lacking,
         missing_cells=dict(list(cells.items())[:_NUM_NAMED]),
     )

@@ -126,7 +126,7 @@ def _pack_partition(partition: Partition, places: Mapping[int, int]) -> _Partiti
 
 
 def _unpack_partition(packed: _Partition, fields: Sequence[_Fields]) -> Partition:
-    grouped = packed.info.grpo_group_size is not None
+    grouped = packed.info.is_grouped
     cells = [Cells(fields[place], write_ids) for place, write_ids in packed.cells]
     rows = {
         sample_id: Row(

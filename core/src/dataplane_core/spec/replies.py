@@ -24,6 +24,12 @@ class Registration(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     grpo_group_size: int | None
     enums: Mapping[str, tuple[str, ...]]
     declared: Mapping[str, str] = {}
+    rollouts: bool = False
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether claims hand out groups."""
+        return self.rollouts or self.grpo_group_size is not None
 
 
 class Replaced(Frozen, frozen=True, kw_only=True):
@@ -112,7 +118,7 @@ class Claim(Frozen, frozen=True):
         tags: One dict per id.
         lease_tokens: One per id if a lease was asked for, else None.
         exhausted: The partition can give this task no more than this.
-        num_ready: How many samples were ready (if ``explain`` was set).
+        num_ready: How many samples were ready (if ``explain`` was set); of a partition of rollouts, how many groups.
         shortfall: Why the other samples are not handed out (if ``explain`` was set and this claim hands out none).
         epoch: The registration, if the claim has a ``dp_rank``.
         num_ranks: If the claim has a ``dp_size`` and its batch is decided: how many ranks have samples in it. 0: there
@@ -120,6 +126,7 @@ class Claim(Frozen, frozen=True):
         version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
         ask_again_s: The least number of seconds until a waiting client asks again.
         advice: What its user should know of its fields, if this claim hands out none. Empty: nothing.
+        counts_groups: Whether ``batch_size`` and ``num_ready`` count groups: the partition is one of rollouts.
     """
 
     sample_ids: Sequence[str] = ()
@@ -133,6 +140,7 @@ class Claim(Frozen, frozen=True):
     version: str | None = None
     ask_again_s: float = 0.0
     advice: str = ""
+    counts_groups: bool = False
 
     @property
     def answered(self) -> bool:
@@ -302,7 +310,7 @@ class Answer(Frozen, frozen=True):
     """What a claim would find.
 
     Attributes:
-        num_ready: Samples that it could be given now.
+        num_ready: Samples that it could be given now; of a partition of rollouts, groups.
         shortfall: Why it could not be given the others, if that was asked for.
     """
 
@@ -368,11 +376,13 @@ class SampleState(Frozen, frozen=True):
         fields: Field -> the id of the write of its cell. A cell that is put again has another one.
         tags: Its tags.
         consumed_by: The tasks that it was given to for good.
+        seq: Its number in order of first write. One that is cleared and put again gets another one.
     """
 
     fields: Mapping[str, int]
     tags: Mapping[str, TagValue]
     consumed_by: Sequence[str]
+    seq: int = 0
 
 
 class PartitionState(Frozen, frozen=True):

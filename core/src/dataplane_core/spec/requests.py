@@ -144,12 +144,13 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
         registered_by: The process that asks, with its role, for messages.
         registered_at: When, in seconds since 1970 by that process' clock.
         declared: Field -> what its cells must be, as text (`FieldSpec.declared`, `FieldSpec.to_text`).
+        rollouts: Whether samples are the rows of rollouts: a claim hands out groups of sealed rollouts.
         cleared_ids: Of a partition that is loaded: samples that were cleared, and count for ``num_samples``.
         broken_groups: Of a partition that is loaded: groups that lost a member, and are never given.
 
     Raises:
-        InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size, or a field has other
-            cells than are declared. Nothing changed.
+        InvalidRequestError: ``if_exists`` is ``keep``, and the partition has another group size, or is one of rollouts
+            and this is not, or a field has other cells than are declared. Nothing changed.
     """
 
     op = "register"
@@ -165,6 +166,7 @@ class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, 
     registered_at: float = 0.0
     cleared_ids: list[Name] = field(default_factory=list)
     broken_groups: list[str] = field(default_factory=list)
+    rollouts: bool = False
 
     def check(self) -> None:
         self.expect(all(map(FieldSpec.is_text, self.declared.values())), "declared")
@@ -202,8 +204,9 @@ class PutRequest(IdentifiedRequest, kw_only=True):
     Raises:
         SchemaMismatchError: A spec differs from what was declared of the field, or from its first write
             (`FieldSpec.after`). Its ``expected`` has the specs of these fields. Nothing is written.
-        InvalidRequestError: An id has no ``_g``, a group would have too many members, more distinct ids than
-            ``num_samples`` would have been written, or a string is not in its enum. Nothing is written.
+        InvalidRequestError: An id has no ``_g``, a group would have too many members, a rollout more rows than it is
+            sealed with, more distinct ids than ``num_samples`` would have been written, or a string is not in its enum.
+            Nothing is written.
         StalePartitionError: The partition was cleared or registered again meanwhile. Nothing is written.
         CapacityExceededError: The store is full and configured to raise.
         LostReplyError: The put was sent and its reply is lost.
@@ -288,6 +291,8 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         strict: Whether fields are refused that are neither registered nor written.
         opens: What registers the partition if it is unknown, or adds the task if it lacks it. None: nothing.
         balance: By what cost the sampler ``balanced`` divides. None: by tokens.
+        max_rows: The most rows to hand out; but one group, or row, at least. None: no limit.
+        max_tokens: So of tokens, by the tag ``input_lengths``.
 
     Raises:
         UnknownTaskError: Not registered.
@@ -315,6 +320,8 @@ class ClaimRequest(OnceRequest, Command[Claim]):
     strict: bool = False
     opens: RegisterRequest | None = None
     balance: Balance | None = None
+    max_rows: Count | None = None
+    max_tokens: Count | None = None
 
     def check(self) -> None:
         if self.dp_rank is None and self.dp_size is not None:
@@ -326,6 +333,8 @@ class ClaimRequest(OnceRequest, Command[Claim]):
             raise InvalidRequestError("claim_meta refused: sampler 'balanced' needs a dp_rank and a dp_size.")
         if self.balance is not None and self.sampler != "balanced":
             raise InvalidRequestError("claim_meta refused: balance needs the sampler 'balanced'.")
+        if self.dp_size is not None and (self.max_rows, self.max_tokens) != (None, None):
+            raise InvalidRequestError("claim_meta refused: max_rows and max_tokens are for claims without dp_size.")
         if self.tag_filter is not None:
             check_tag_filter(self.tag_filter)
         if self.opens is not None:

@@ -162,6 +162,8 @@ class RecordingBackend(RowStoreBackend):
         others = [name for name in request.consumer_tasks if name not in run.consumer_tasks]
         if request.grpo_group_size != first.grpo_group_size and (opens or request.grpo_group_size is not None):
             found, recorded = f"grpo_group_size is {request.grpo_group_size}", str(first.grpo_group_size)
+        elif request.rollouts != first.rollouts and (opens or request.rollouts):
+            found, recorded = f"rollouts is {request.rollouts}", str(first.rollouts)
         elif request.num_samples != first.num_samples and opens:
             found, recorded = f"num_samples is {request.num_samples}", str(first.num_samples)
         elif others:
@@ -180,6 +182,7 @@ class RecordingBackend(RowStoreBackend):
             super().register_partition(request),
             num_samples=num_samples,
             grpo_group_size=run.first.record.grpo_group_size,
+            rollouts=run.first.record.rollouts,
             enums={field: tuple(words) for field, words in run.enums.items()},
         )
         now = self._open[name] = Replay(run, info)
@@ -247,6 +250,7 @@ class RecordingBackend(RowStoreBackend):
             exhausted=record.exhausted or not ids,
             epoch=now.info.epoch,
             num_ranks=record.num_ranks,
+            counts_groups=now.info.rollouts,
         )
 
     def _last_claim(self, now: Replay, request: spec.ClaimRequest) -> Any:
@@ -273,7 +277,7 @@ class RecordingBackend(RowStoreBackend):
 
     def _check_claim(self, now: Replay, request: spec.ClaimRequest, event: Event) -> None:
         what, record = f"claim_meta('{request.partition_id}', '{request.task_name}') refused: ", event.record
-        for name in ("batch_size", "dp_size"):
+        for name in ("batch_size", "dp_size", "max_rows", "max_tokens"):
             if (asked := getattr(request, name)) != (was := getattr(record, name)):
                 raise errors.InvalidRequestError(
                     f"{what}{name} is {asked}. The run's claim had {was}, {self._timeline.when(event)}.",

@@ -70,6 +70,16 @@ class ClaimSuite(Suite, chapter="claims"):
         assert sorted(store.claim(partition, 8, "x", "y").sample_ids) == ["z_g0", "z_g1"]
         assert store.claim(partition, 8).sample_ids == ["k_g0", "k_g1"]
 
+    def test_claims_end_at_their_limits(self, store: Store) -> None:
+        tags = [{"input_lengths": length} for length in (5, 4, 3, 9, 1)]
+        partition = store.filled(5, tags=tags)
+        assert store.claim(partition, 9, blocking=True, max_tokens=9).sample_ids == ["s0", "s1"]
+        assert store.claim(partition, 9, blocking=True, max_tokens=11, max_rows=1).sample_ids == ["s2"]
+        assert store.claim(partition, 9, max_tokens=8).sample_ids == ["s3"], "one is more than the limit"
+        waiting = store.waiting_claim(partition, 9, max_rows=2)
+        store.put(partition, ["s5"], x=torch.arange(1))
+        _gives(waiting, "s4", "s5")
+
     def test_samples_match_the_filter(self, store: Store) -> None:
         tag_filter = {"version": (">=", 7), "split": "a"}
         tags: list[dict[str, Any]] = [{"version": 7, "split": "a"}, {"version": 6, "split": "a"}, {}, {"version": 8}]
@@ -132,6 +142,67 @@ class ClaimSuite(Suite, chapter="claims"):
             store.client.check_consumption_status(partition, ["train"])
             store.put(partition, ["a"], x=torch.zeros(1))
             _gives(claim, "a")
+
+
+class RolloutSuite(Suite, chapter="rollouts"):
+    def test_groups_of_rollouts_are_given_whole(self, store: Store) -> None:
+        about: dict[str, Any] = {"grpo_group_size": 2, "rollouts": True, "tasks": ("train", "eval")}
+        partition = store.filled(["a_g0/0", "b_g0/0", "a_g1/0"], **about)
+        a, b = ["a_g0/0", "a_g0/1", "a_g1/0"], ["b_g0/0", "b_g1/0", "b_g1/1"]
+        store.client.seal({"a_g0": 2, "a_g1": 1}, partition)
+        assert store.claim(partition, 9).size == 0, "a row that was sealed has no cells yet"
+        waiting = store.waiting_claim(partition, 2)
+        store.put(partition, ["a_g0/1", *b[1:]], [{}, {}, {"rollout_rows": 2}], x=torch.arange(3))
+        assert store.claim(partition, 9, task="eval").sample_ids == a
+        store.client.seal({"b_g0": 1}, partition)
+        _gives(waiting, *a, *b)
+        assert store.claim(partition, 9, task="eval").sample_ids == b
+
+    def test_a_dead_rollout_costs_no_sibling(self, store: Store) -> None:
+        names = ["q0_g0/0", "q0_g1/0", "q0_g2/0", "q0_g1/1"]
+        partition = store.filled(names, grpo_group_size=4, rollouts=True)
+        store.client.seal({"q0_g0": 1}, partition)
+        waiting = store.waiting_claim(partition, 1)
+        store.client.seal({"q0_g0": 1, "q0_g1": 2}, partition, ends_groups=True)
+        _gives(waiting, "q0_g0/0", "q0_g1/0", "q0_g1/1")
+        store.client.clear_samples(["q0_g2/0"], partition)
+        with store.refusal(ValueError):
+            store.put(partition, ["q0_g2/0"], [{"rollout_rows": 1}], x=torch.arange(1))
+        store.put(partition, ["q0_g2/0"], x=torch.arange(1))
+        assert store.claim(partition, 9).size == 0
+
+    def test_what_is_sealed_stays_as_it_is(self, store: Store) -> None:
+        partition = store.filled(["q0_g0/0", "q0_g1/0"], grpo_group_size=2, rollouts=True)
+        store.client.seal({"q0_g0": 2}, partition)
+        for name, tags in (
+            ("q0_g0/2", {}),
+            ("q0_g0/0", {"rollout_rows": 3}),
+            ("q0_g0/0", {"rollout_rows": 1}),
+            ("q0_g1/0", {"rollout_rows": "1"}),
+            ("q0_g1/0", {"group_rollouts": 3}),
+            ("q0_g1", {}),
+            ("q0_g1/x", {}),
+        ):
+            with store.refusal(ValueError):
+                store.put(partition, [name], [tags], x=torch.arange(1))
+            with store.refusal(ValueError):
+                store.client.put_samples([name], partition, tags=[{**tags, "late": True}])
+        store.client.seal({"q0_g0": 2}, partition)
+        store.put(partition, ["q0_g0/1"], x=torch.arange(1))
+        store.put(partition, ["q0_g1/0"], [{"rollout_rows": 1}])
+        with store.refusal(ValueError):
+            store.put(partition, ["q0_g2/0"], [{"rollout_rows": 1}], x=torch.arange(1))
+        meta = store.claim(partition, 1)
+        assert meta.sample_ids == ["q0_g0/0", "q0_g0/1", "q0_g1/0"]
+        assert not any("late" in tags for tags in meta.tags or ()), "a put that was refused left its tags"
+
+    def test_a_rollout_that_is_not_whole_may_begin_anew(self, store: Store) -> None:
+        partition = store.filled(["a_g0/0", "a_g0/1", "b_g0/0", "b_g0/1"], grpo_group_size=1, rollouts=True)
+        store.client.seal({"a_g0": 4, "b_g0": 2}, partition)
+        store.client.clear_samples(["a_g0/3", "a_g0/0", "b_g0/1"], partition)
+        store.put(partition, ["a_g0/0", "b_g0/1"], [{}, {"rollout_rows": 2}], x=torch.arange(2))
+        store.client.seal({"a_g0": 2}, partition)
+        assert store.claim(partition, 9).sample_ids == ["a_g0/1", "a_g0/0"]
 
 
 #: The bounded store has room for eight rows of this size and some overhead of the engine, but not for twelve.

@@ -399,6 +399,8 @@ class StoreMachine:
         if hook == "register_partition":
             return "keep" if step.if_exists == "keep" else "register"
         if isinstance(expected, Claim):
+            if expected.counts_groups:
+                return "rollouts"
             if step.all_or_nothing and expected.answered and len(expected.sample_ids) < step.batch_size:
                 return "tail"
             return "ranks" if step.dp_rank is not None else "claim"

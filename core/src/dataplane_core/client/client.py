@@ -343,11 +343,8 @@ class DataPlaneClient(ClientFacts):
 
         Examples:
             >>> client.register_partition("agents", ["reward"], None, ["trainer"], grpo_group_size=2, rollouts=True)
-            >>> meta = client.put_samples(["q0_g0/0", "q0_g0/1", "q0_g1/0"], "agents", {"reward": [0.0, 1.0, 0.5]})
-            >>> meta = client.seal({"q0_g0": 2}, "agents")
-            >>> client.claim_meta("agents", "trainer", ["reward"], batch_size=1, blocking=False).size
-            0
-            >>> meta = client.seal({"q0_g1": 1}, "agents")
+            >>> written = client.put_samples(["q0_g0/0", "q0_g0/1", "q0_g1/0"], "agents", {"reward": [0.0, 1.0, 0.5]})
+            >>> sealed = client.seal({"q0_g0": 2, "q0_g1": 1}, "agents")
             >>> client.claim_meta("agents", "trainer", ["reward"], batch_size=1).sample_ids
             ['q0_g0/0', 'q0_g0/1', 'q0_g1/0']
             >>> client.clear_samples(None, "agents")

@@ -1,6 +1,5 @@
 """`DataPlaneRollouts` and `serve` with a trainer that only counts, in one process."""
 
-import os
 import threading
 from types import SimpleNamespace
 
@@ -10,8 +9,6 @@ from rollouts import DataPlaneRollouts, serve
 
 from dataplane_core import connect
 from dataplane_core.client import Feed
-from dataplane_core.errors import ClaimTimeoutError, StalePartitionError
-from dataplane_integrations.rollout import FoundRollouts
 
 STEPS, PROMPTS, ANSWERS = 6, 3, 2
 DATASET = [{"prompt": f"prompt {number}"} for number in range(7)]  # two batches an epoch; the last prompt is left out
@@ -151,45 +148,3 @@ def test_a_process_that_lost_its_lease_goes_on_and_its_prompt_is_answered_again(
     assert not thread.is_alive()
     assert len(calls) == STEPS * PROMPTS + 1
     assert len(rollouts.trained) == len(set(rollouts.trained)) == STEPS * PROMPTS * ANSWERS
-
-
-def test_a_run_that_is_cut_off_in_a_batch_has_only_the_missing_answers_generated(trainer, tmp_path):
-    """The trainer and the store end in the middle of batch 2, whose checkpoint is that of batch 1."""
-    options = {"namespace": f"cut-{os.getpid()}", "durable": str(tmp_path / "store"), "capacity_bytes": 1 << 26}
-    config = {"backend": "shm_store", "options": options}
-    found, saved = FoundRollouts(tmp_path / "found.jsonl"), 1
-
-    def rollouts_of(client, timeout_s=60):
-        return DataPlaneRollouts(client, ahead=0, timeout_s=timeout_s, run="r", saved=lambda: saved, found=found)
-
-    answered = []
-
-    def cut():
-        answered.append(1)
-        if len(answered) == 2 * PROMPTS + 2:
-            raise StalePartitionError("the rollout process ends here")
-
-    with connect(config) as client:
-        rollouts = rollouts_of(client, timeout_s=20)
-        thread = serving(client, cut)
-        train(rollouts, trainer, steps=2)
-        with pytest.raises(ClaimTimeoutError):
-            rollouts(asked(2), trainer)
-        thread.join(60)
-        there = client.list_samples("answers-r-2").tags
-        assert client.list_samples("answers-r-1").size == PROMPTS * ANSWERS, "no checkpoint has it"
-        assert "answers-r-0" not in client.list_partitions()
-    assert len(there or []) == ANSWERS
-
-    trainer.state.global_step = 1
-    trainer.model.weight.data.fill_(1)
-    answered.clear()
-    with connect(config) as client:
-        thread = serving(client, lambda: answered.append(1))
-        with rollouts_of(client) as rollouts:
-            rows = [rollouts(asked(batch), trainer) for batch in (1, 2)]
-        thread.join(60)
-        assert client.list_partitions() == []
-    assert [len(each["completion_ids"]) for each in rows] == [PROMPTS * ANSWERS] * 2
-    assert len(answered) == PROMPTS - 1
-    assert str(found).startswith("8 of 12 rollouts of interrupted steps were found committed: 67 %")

@@ -107,34 +107,6 @@ def test_a_run_learns_while_other_processes_generate(tmp_path, request, backend)
     )
 
 
-@pytest.mark.parametrize("point", ["generating", "written"])
-def test_a_rollout_process_that_is_killed_loses_no_sample(tmp_path, point):
-    config = write_config(tmp_path, processes=0, options={"namespace": f"killed-{os.getpid()}"})
-    out = tmp_path / "out"
-    with (
-        train(config, out) as run,
-        start(EXAMPLE / "tests" / "hangs.py", config, point, 7) as victim,  # each batch takes four claims
-    ):
-        try:
-            assert victim.stdout is not None
-            held = victim.stdout.readline().split()
-            assert len(held) == 4, held
-            assert run.poll() is None
-            victim.send_signal(signal.SIGKILL)  # it holds its claim
-            with start(EXAMPLE / "rollout_process.py", "--config", config, "--name", "other") as other:
-                try:
-                    finish(run)
-                    finish(other)
-                finally:
-                    other.kill()
-        finally:
-            victim.kill()
-            run.kill()
-    made = check_counts(out)
-    by_worker = Counter(span["worker"] for span in made)
-    assert by_worker == {"killed": 24, "other": STEPS * PROMPTS - 24}
-
-
 def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tmp_path):
     recording = str(tmp_path / "recording")
     recorder = {"recorder": {"folder": recording, "payload": "all"}}

@@ -71,12 +71,6 @@ def test_a_run_in_which_nothing_was_done_does_not_pass(tmp_path, monkeypatch):
         _run(NoopBackend, tmp_path)
 
 
-def test_a_right_backend_passes_and_leaves_no_page(tmp_path):
-    verdict = _run(NoopBackend, tmp_path / "none", lease_s=1.0)
-    assert verdict.passed, verdict
-    assert not (tmp_path / "none").exists()
-
-
 def test_the_command_names_the_fault_and_the_page_or_what_ran(tmp_path, capsys, monkeypatch):
     def chaos():
         words = ["conformance", "noop", "--chaos", "--minutes", "0.03", "--seed", "7"]

@@ -61,15 +61,6 @@ def ids(num_rows, name="s"):
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_thousands_of_small_rows_go_in_one_operation(client):
-    """More than the engine can take in one transfer: it opens a connection for each row."""
-    names = ids(6000)
-    client.put_samples(names, "p", rows(6000, 4))
-    for _ in range(3):
-        assert torch.equal(client.get_samples(names, "p", ["x"])["x"], rows(6000, 4)["x"])
-    client.clear_samples(names, "p")
-
-
 class Watched:
     """The real engine, that notes what is asked of it, and says of some transfers of rows that they failed.
 
@@ -362,24 +353,6 @@ def test_a_full_store_says_so_leaks_nothing_and_takes_later_puts(client):
         client.put_samples(ids(2, "c"), "p", rows(2, MIB, seed=round_))
         assert torch.equal(client.get_samples(ids(2, "c"), "p", ["x"])["x"], rows(2, MIB, seed=round_)["x"])
         client.clear_samples(ids(24, "a") + ids(2, "c"), "p")
-
-
-def test_a_put_that_waits_for_room_goes_on_when_there_is_some(client, connect, ray_address):
-    waiting = connect(bootstrap=False, instance="store", ray_address=ray_address, on_full="block")
-    client.put_samples(ids(28, "a"), "p", rows(28, MIB))
-    done = threading.Event()
-
-    def put():
-        waiting.put_samples(ids(8, "b"), "p", rows(8, MIB, seed=3))
-        done.set()
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    assert not done.wait(0.5)
-    client.clear_samples(ids(28, "a"), "p")
-    thread.join(60)
-    assert done.is_set()
-    assert torch.equal(client.get_samples(ids(8, "b"), "p", ["x"])["x"], rows(8, MIB, seed=3)["x"])
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

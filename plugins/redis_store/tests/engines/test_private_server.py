@@ -11,7 +11,7 @@ import pytest
 import torch
 from redis_servers import wait_until
 
-from dataplane_core.errors import BackendUnavailableError, ConfigError
+from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
 
@@ -98,15 +98,3 @@ def test_the_next_owner_need_not_wait_for_one_that_was_killed(connect, killed_ow
     wait_until(lambda: not runs(pid))
     client.register_partition("p", ["x"], None, ["train"])  # nothing removed what is the new owner's
     assert connect(bootstrap=False, server="private", namespace=namespace).list_samples("p").size == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"server": "private", "url": "redis://h"}, {"url": "http://h"}, {"url": "redis://h", "appendonly": True}),
-        {"wait_replicas": 1},  # a private server has none
-    ],
-)
-def test_wrong_options_are_refused(connect, options):
-    with pytest.raises(ConfigError):
-        connect(**options)

@@ -42,23 +42,34 @@ def test_a_config_does_not_print_its_url():
     assert _SECRET not in repr(DataPlaneConfig(backend="redis_store", options={"url": f"redis://:{_SECRET}@host"}))
 
 
-@pytest.mark.parametrize("character", ["#", "/", "?"])
-@pytest.mark.parametrize(
-    "where",
-    [
-        *("redis://:{0}@host", "rediss://user:{0}@host:1/0", "redis://:12{1}{0}@host", "redis://:a@{0}@host"),
-        *("redis://:a@1{1}{0}@host", "unix://:{0}@/redis.sock", "redis://user{1}:{0}@host:1"),
-    ],
-)
-def test_a_password_that_ends_the_url_early_is_refused_without_telling_it(connect, where, character):
-    url = where.format(f"s3cret{character}of-the-test", character)
-    with pytest.raises(ConfigError, match="write '#' as %23") as caught:
-        connect(url=url)
-    with pytest.raises(ValueError, match="write '#' as %23") as direct:
-        RedisConfig(url=url)
-    for text in (told(caught.value), told(direct.value)):
-        assert "s3cret" not in text
-        assert "of-the-test" not in text
+#: URLs with a password, and with a character that ends the URL before its end.
+EARLY = [
+    *("redis://:{0}@host", "rediss://user:{0}@host:1/0", "redis://:12{1}{0}@host", "redis://:a@{0}@host"),
+    *("redis://:a@1{1}{0}@host", "unix://:{0}@/redis.sock", "redis://user{1}:{0}@host:1"),
+]
+SERVICES = ["h:1", "h:1/", "h:port/plane", "/plane", "h:1,/plane", "h/plane/db", "h/plane?sentinel_x=1"]
+UNREAD = ["redis://h:port", f"redis://:{_SECRET}@h/0?no_such_parameter=1", "redis://h?db=x", "redis://h/zero"]
+#: Options, and what is said of them.
+REFUSED = [
+    *(({"url": url.format(f"s3cret{mark}of-the-test", mark)}, "write '#' as %23") for url in EARLY for mark in "#/?"),
+    *(
+        ({"url": f"redis+sentinel://user:s3cret@{place}"}, r"redis\+sentinel://user:password@host:port")
+        for place in SERVICES
+    ),
+    *(({"url": url}, "redis://user:password@host:port/db") for url in UNREAD),
+    *(({"server": "private", "url": "redis://h"}, "url"), ({"url": "http://h"}, "url")),
+    *(({"url": "redis://h", "appendonly": True}, "appendonly"), ({"wait_replicas": 1}, "wait_replicas")),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+def test_options_that_cannot_be_are_refused_without_telling_a_password(connect, options, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        connect(**options)
+    with pytest.raises(ValueError, match=said) as direct:
+        RedisConfig(**options)
+    for error in (caught.value, direct.value):
+        assert not {word for word in ("s3cret", "of-the-test") if word in told(error)}
 
 
 def test_reserved_characters_in_a_password_are_percent_encoded(start_server, connect):
@@ -66,15 +77,6 @@ def test_reserved_characters_in_a_password_are_percent_encoded(start_server, con
     server = start_server("--requirepass", password)
     connect(url=f"redis://:{quote(password, safe='')}@127.0.0.1:{server.port}/0").ping()
     connect(url=f"unix://{server.socket}?password={quote(password, safe='')}").ping()
-
-
-@pytest.mark.parametrize(
-    "url", ["redis://h:port", f"redis://:{_SECRET}@h/0?no_such_parameter=1", "redis://h?db=x", "redis://h/zero"]
-)
-def test_a_url_that_redis_does_not_read_is_refused(connect, url):
-    with pytest.raises(ConfigError, match="redis://user:password@host:port/db") as caught:
-        connect(url=url)
-    assert _SECRET not in told(caught.value)
 
 
 def test_a_server_that_is_too_old_is_refused():

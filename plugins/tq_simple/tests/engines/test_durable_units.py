@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 import uuid
 from collections import Counter
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from durable_roles import notes_in, wait_for
+from known_rows import STARTS_S, eventually, put, right
 from tiers import in_long
 
 from dataplane_core import connect
@@ -26,11 +27,6 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.ownership import lock_folder, owner_of
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._messages import UnitsGoneError
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[3] / "shm_store" / "tests" / "engines"))
-from cluster_load import STARTS_S, TASKS, Load, eventually, put, right
-from durable_roles import notes_in, wait_for
 
 NAME = "kept"
 ROLES = Path(__file__).parents[3] / "shm_store" / "tests" / "engines" / "durable_roles.py"
@@ -53,51 +49,12 @@ def config(ray_address: str, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def client(config: dict[str, Any]) -> Iterator[DataPlaneClient]:
     with connect(config, bootstrap=True) as client:
-        client.register_partition("p", ["x"], None, TASKS)
+        client.register_partition("p", ["x"], None, ["leased"])
         yield client
-
-
-@pytest.fixture
-def kill(pid_of: Callable[[str], int]) -> Callable[..., None]:
-    """Kills processes of the instance at once: the controller, or with ``/`` its unit."""
-
-    def kill(*names: str) -> None:
-        pids = [pid_of(f"tq-{NAME}{name}") for name in names]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    return kill
-
-
-def states(client: DataPlaneClient) -> list[tuple[str, int]]:
-    return [(each.state, each.num_starts) for each in client.list_units()]
 
 
 def unit_in(folder: Path) -> Path:
     return folder / NAME / "unit"
-
-
-def check(client: DataPlaneClient, load: Load) -> None:
-    """All that was put is there, and each sample was given once."""
-    written = [*load.first, *load.written, *load.last]
-    assert sorted(client.list_samples("p")) == sorted(written)
-    assert right(client, written)
-    assert sum(each.num_lost for each in client.list_units()) == 0
-    for task, claimed in load.claimed.items():
-        rest = client.claim_meta("p", task, ["x"], 10**6, blocking=False).sample_ids
-        assert sorted([*claimed, *rest]) == sorted(written), f"{task}: each is given once"
-
-
-def test_the_unit_and_the_controller_are_killed_under_load_one_and_both(
-    client: DataPlaneClient, config: dict[str, Any], kill: Callable[..., None]
-) -> None:
-    with Load(client, config) as load:
-        for number, names in enumerate([("/",), ("/", ""), ("", "/")], 2):
-            kill(*names)
-            load.goes_on()
-            eventually(lambda number=number: states(client) == [("serving", number)], "the unit is not started again")
-            load.goes_on()
-    check(client, load)
 
 
 def test_a_unit_says_what_is_wrong_with_its_folder(
@@ -134,7 +91,7 @@ def test_a_unit_says_what_is_wrong_with_its_folder(
     own.unlink()
     aside.rename(own)
     eventually(is_back, "it does not find it")
-    assert [state for state, _ in states(client)] == ["serving"]
+    assert [each.state for each in client.list_units()] == ["serving"]
     eventually(lambda: sum(each.num_rows for each in client.list_units()) == 18, "what was cleared meanwhile is kept")
     client.clear_samples(None, "p")
     assert [each.num_rows for each in client.list_units()] == [0]
@@ -146,7 +103,7 @@ def test_a_unit_says_what_is_wrong_with_its_folder(
 def filled(config: dict[str, Any]) -> None:
     """Bootstraps an instance, puts 20 rows, acks two and leases two, and ends it."""
     with connect(config, bootstrap=True) as client:
-        client.register_partition("p", ["x"], None, TASKS, grpo_group_size=2)
+        client.register_partition("p", ["x"], None, ["leased"], grpo_group_size=2)
         put(client, IDS)
         client.ack(client.claim_meta("p", "leased", ["x"], 2, lease_s=600))
         client.claim_meta("p", "leased", ["x"], 2, lease_s=600)

@@ -80,6 +80,7 @@ def soon(seconds=240.0):
         ({"journal": "here"}, "not an absolute path"),
         ({"durable": "here"}, "not an absolute path"),
         ({"sync": "commit"}, "'sync' needs 'durable'"),
+        ({"storage": "transfer_queue", "durable": "/somewhere"}, "'durable' needs storage: memory"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, said):

@@ -26,7 +26,6 @@ from dataplane_core.errors import (
 )
 from dataplane_core.ledger import commands
 from dataplane_testkit import backend_of
-from dataplane_tq_simple.config import TQSimpleConfig
 
 __all__ = ["holds"]
 
@@ -89,11 +88,6 @@ def test_a_full_system_is_a_capacity_error_and_keeps_nothing_of_the_put(ray_addr
             client.put_samples([f"s{i}" for i in range(30_000)], "p", {"x": torch.arange(30_000)})
         assert [len(keys) for name, keys in holds().items() if name.startswith("dataplane/full/")] in ([], [0])
         client.put_samples(["s"], "p", {"x": torch.ones(1, dtype=torch.long)})
-
-
-def test_options_of_memory_are_refused():
-    with pytest.raises(ValueError, match="'durable' needs storage: memory"):
-        TQSimpleConfig(storage="transfer_queue", durable="/somewhere")
 
 
 def test_without_the_package_the_error_names_its_extra(ray_address, monkeypatch):

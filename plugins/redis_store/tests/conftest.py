@@ -1,12 +1,10 @@
-"""Servers that tests start with settings of their own, clients of them, and loads."""
+"""Servers that tests start with settings of their own, and clients of them."""
 
-import collections
 import contextlib
 import functools
-import json
-import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,15 @@ import torch
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
-from dataplane_core.errors import LostSamplesError
+from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_redis import RedisBackend
+from dataplane_testkit import AuthorsClass, Disturbance, Settings, run_chaos
+from dataplane_testkit.chaos.worker import PARTITIONS
 
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
     sys.path.insert(0, str(Path(__file__).parent))
 
-from redis_servers import Ended, Relay, Server, wait_until
+from redis_servers import Ended, Relay, Server, columns, wait_until
 
 
 @contextlib.contextmanager
@@ -157,84 +157,42 @@ def every_operation():
     return run
 
 
-class Load:
-    """A process with a load, see load.py."""
-
-    def __init__(self, python, *words):
-        program = Path(__file__).with_name("load.py")
-        self.process = python.start(program, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def num_committed(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def end(self):
-        """What the load was told."""
-        self.process.stdin.close()
-        told = json.loads(self.process.stdout.readline())
-        assert self.process.wait(60) == 0
-        return told
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-class Loads:
-    """Processes with a load on partition "p" of a client, which is not used meanwhile."""
-
-    def __init__(self, client, loads):
-        self.client, self._loads = client, loads
-
-    def go_on(self, more=5):
-        """Returns when each put so many more samples."""
-        goals = [load.num_committed() + more for load in self._loads]
-        wait_until(
-            lambda: all(load.num_committed() >= goal for load, goal in zip(self._loads, goals, strict=True)), 120.0
-        )
-
-    def end(self):
-        """Ends them. Checks that nothing was lost that they were told is done, nothing was given twice, and nothing
-        half shown. Returns the samples whose rows are named as lost, and all errors."""
-        told = [load.end() for load in self._loads]
-        present = set(self.client.list_samples("p").sample_ids)
-        committed = {sample_id: number for each in told for sample_id, number in each["committed"].items()}
-        assert committed
-        assert not committed.keys() - present, "acknowledged puts are lost"
-        lost = set()
-        for sample_id, number in committed.items():
-            try:
-                assert (self.client.get_samples([sample_id], "p", ["x"])["x"] == number).all()
-            except LostSamplesError:
-                lost.add(sample_id)
-        pairs = collections.Counter(sample_id.rpartition("-")[0] for sample_id in present)
-        assert set(pairs.values()) <= {2}, "half a put is there"
-        assert not [each["halves"] for each in told if each["halves"]], "half a put was shown"
-        claimed = collections.Counter(sample_id for each in told for sample_id in each["claimed"])
-        assert set(claimed.values()) <= {1}, "a sample was given twice"
-        acked = {sample_id for each in told for sample_id in each["acked"]}
-        assert acked
-        assert acked <= set(self.client.list_consumed("p", "train")), "acks are lost"
-        return lost, [error for each in told for error in each["errors"]]
-
-
 @pytest.fixture
-def start_loads(python):
-    """Starts processes with a load on the partition "p" of a client, for the task "train"."""
-    loads = []
+def chaos(connect, tmp_path):
+    """What three processes see of a store to which something is done meanwhile: ``chaos(act, options)``.
 
-    def start(client, count=2):
-        options = {**client.config.options, "url": str(client.config.options["url"])}
-        mine = [Load(python, json.dumps(options), f"load{number}") for number in range(count)]
-        loads.extend(mine)
-        made = Loads(client, mine)
-        made.go_on()
-        return made
+    ``act`` gets a client of its own with a partition "own". It begins when the processes have put samples. When it is
+    over, the store takes puts again. Further arguments are those of `Settings`.
+    """
 
-    yield start
-    for load in loads:
-        load.kill()
+    def run(act, options, **settings):
+        done = []
+
+        def serves(client):
+            with contextlib.suppress(BackendUnavailableError):
+                return client.put_samples(["at the end"], "own", columns(1))
+
+        class Redis(AuthorsClass):
+            backend = "redis_store"
+
+            def disturbances(self, backend):
+                own = {**options, "namespace": backend.config.namespace}
+                client = connect(**own, bootstrap=False, partition="own")
+
+                @contextlib.contextmanager
+                def once():
+                    if not done and client.list_samples(PARTITIONS[0]).sample_ids:
+                        act(client)
+                        wait_until(lambda: serves(client))
+                        done.append(True)
+                    yield
+
+                return {"act": Disturbance(once, lasts=False)}
+
+        usual = {"schedule_s": 20.0, "every_s": 1.0, "op_timeout_s": 60.0, "faults": frozenset({"act"})}
+        while not done:  # the machine was so busy that none of them made a call
+            with contextlib.suppress(OperationTimeoutError):
+                verdict = run_chaos(Redis(), options, replace(Settings.brief(), **usual | settings), folder=tmp_path)
+        return verdict
+
+    return run

@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import redis
 import torch
 
@@ -52,15 +51,6 @@ def owner_pid(client):
     """The process id of the owner of a client's store, which may just have been replaced."""
     client.list_partitions()
     return backend_of(client).owner_pid(time.monotonic() + 60)
-
-
-def num_owners():
-    """How many owners run that this process has started."""
-    found = 0
-    for each in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # or it has just ended
-            found += "backends.owner" in " ".join(each.cmdline())
-    return found
 
 
 def free_port():

@@ -3,31 +3,51 @@ import os
 import signal
 import time
 import uuid
+from dataclasses import replace
 
-from dataplane_testkit import AuthorsClass, Disturbance, Settings, run_chaos
+from redis_case import RedisCase
+from redis_servers import wait_until
+
+from dataplane_core.ledger import commands
+from dataplane_testkit import Disturbance, Settings, run_chaos
 
 
-class Redis(AuthorsClass):
-    backend = "redis_store"
+def owner_of(backend):
+    """The process id of the owner that answers now."""
+    backend.call_ledger(time.monotonic() + 120, commands.ListPartitionsRequest())
+    return backend.owner_pid(time.monotonic() + 60)
 
+
+class Redis(RedisCase):
     def disturbances(self, backend):
         @contextlib.contextmanager
-        def signalled(first, then=None):
-            pid = backend.owner_pid(time.monotonic() + 60)
-            os.kill(pid, first)
+        def killed():
+            os.kill(owner_of(backend), signal.SIGKILL)
             yield
-            if then is not None:
-                with contextlib.suppress(ProcessLookupError):  # it found that it is not the owner any more
-                    os.kill(pid, then)
+
+        @contextlib.contextmanager
+        def stopped():
+            pid = owner_of(backend)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                wait_until(lambda: owner_of(backend) != pid)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            yield
 
         return {
-            "the owner is killed": Disturbance(lambda: signalled(signal.SIGKILL), lasts=False),
-            "the owner is stopped": Disturbance(lambda: signalled(signal.SIGSTOP, signal.SIGCONT)),
+            **super().disturbances(backend),  # the server is killed, and starts again
+            "the owner is killed": Disturbance(killed, lasts=False),
+            "the owner is stopped until another takes its place": Disturbance(stopped, lasts=False),
         }
 
 
 def test_a_random_history_keeps_the_contract(tmp_path):
-    """Of processes that are killed and stopped, the owner among them."""
-    options = {"server": "private", "namespace": f"chaos-{uuid.uuid4().hex[:8]}"}
-    verdict = run_chaos(Redis(), options, Settings.brief(), folder=tmp_path)
+    """Whatever is done to the owner, and to a server that syncs each write."""
+    synced = {"appendonly": True, "appendfsync": "always"}
+    options = {"server": "private", "namespace": f"chaos-{uuid.uuid4().hex[:8]}", **synced}
+    faults = frozenset(Redis().disturbances(None))
+    settings = replace(Settings.brief(), schedule_s=25.0, every_s=4.0, faults=faults)
+    verdict = run_chaos(Redis(), options, settings, folder=tmp_path)
+    print(verdict.facts, *verdict.table(), sep="\n")
     assert verdict.passed, verdict

@@ -69,22 +69,21 @@ def test_a_put_whose_rows_a_node_does_not_take_shows_nothing(start_cluster, conn
     assert client.list_samples("p").size == 0
 
 
-def test_primaries_that_are_replaced_under_load_lose_nothing(start_cluster, connect, start_loads):
+def test_primaries_that_are_replaced_lose_nothing(start_cluster, chaos):
     nodes = start_cluster(num_replicas=3)
-    client = connect(url=nodes[0].url, wait_replicas=1, partition="p")
-    loads = start_loads(client)
-    ordered = of_log(nodes[:3], client)
-    for primary in (ordered[1], ordered[0]):  # one with rows only, then that of the log
-        number = nodes.index(primary)
-        primary.kill()
-        for node in nodes:
-            if node.process.poll() is None:
-                node.notices_deaths()
-        wait_until(lambda number=number: nodes[3 + number].info("replication")["role"] == "master")
-        wait_until(lambda: all(node.is_in_cluster() for node in nodes if node.process.poll() is None))
-        primary.start()
-        wait_until(lambda primary=primary: primary.info("replication").get("master_link_status") == "up")
-        loads.go_on()
-    lost, errors = loads.end()
-    assert not lost
-    assert all(retryable for _, retryable, _ in errors), errors
+
+    def replace(client):
+        ordered = of_log(nodes[:3], client)
+        for primary in (ordered[1], ordered[0]):  # one with rows only, then that of the log
+            number = nodes.index(primary)
+            primary.kill()
+            for node in nodes:
+                if node.process.poll() is None:
+                    node.notices_deaths()
+            wait_until(lambda number=number: nodes[3 + number].info("replication")["role"] == "master")
+            wait_until(lambda: all(node.is_in_cluster() for node in nodes if node.process.poll() is None))
+            primary.start()
+            wait_until(lambda primary=primary: primary.info("replication").get("master_link_status") == "up")
+
+    verdict = chaos(replace, {"url": nodes[0].url, "wait_replicas": 1})
+    assert verdict.passed, verdict

@@ -99,24 +99,6 @@ def test_the_wrong_is_refused():
 # --- a call is written once -------------------------------------------------------------------------------------------
 
 
-async def test_a_put_whose_answer_was_lost_is_repeated(store, monkeypatch):
-    put_samples = store.client.put_samples
-
-    async def lose_reply(sample_ids, *args, **kwargs):
-        await put_samples(sample_ids, *args, **kwargs)
-        if sample_ids != ["?"]:
-            raise LostReplyError("no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.client, "put_samples", lose_reply)
-        with pytest.raises(LostReplyError):
-            await store.put(entry("c"))
-    await store.put(entry("c"))
-    snapshot = await store.freeze("r")
-    assert snapshot.entries == (entry("c"),)
-    assert not snapshot.incomplete
-
-
 async def test_of_two_writers_of_a_call_the_first_payload_stays_and_another_is_refused(open_store):
     stores = [open_store(), open_store()]
     same = [store.put(entry("c")) for store in stores * 4]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from dataplane_compat.transfer_queue._indexes import Numbers, index_of
+from dataplane_compat.transfer_queue._indexes import index_of
 from dataplane_compat.transfer_queue.client import TransferQueueClient
 
 
@@ -164,11 +164,3 @@ def test_what_was_produced(tq):
     client.clear_partition("p")
     assert client.get_partition_list() == []
     assert client.get_consumption_status("t", "p") == (None, None)
-
-
-def test_two_processes_take_different_numbers(tq):
-    store = tq.get_client().store
-    one, other = Numbers(store), Numbers(store)
-    taken = [one.take(3), other.take(3), one.take(2), other.take(2000), one.take(1)]
-    assert all(each == list(range(each[0], each[0] + len(each))) for each in taken)
-    assert len({number for each in taken for number in each}) == 2009

@@ -127,21 +127,6 @@ def test_a_parser_replaces_what_is_stored(tq):
         tq.kv_put("a", "p", fields={"x": torch.zeros(1)}, data_parser=lambda batch: batch.clear())
 
 
-def test_position_ids_may_differ_in_their_second_dim_and_are_not_nested_while_they_do_not(tq):
-    def schema(*keys):
-        found = tq.get_client().kv_retrieve_meta(list(keys), "p").field_schema["position_ids"]
-        return found["is_nested"], found["shape"]
-
-    positions, other = torch.arange(48).view(2, 4, 6), torch.arange(20).view(4, 5)
-    tq.kv_batch_put(["a", "b"], "p", TensorDict({"position_ids": positions}, batch_size=[2]))
-    assert schema("a", "b") == (False, (4, 6))
-    tq.kv_put("c", "p", fields={"position_ids": other})
-    assert schema("a", "c") == (True, None)
-    got = tq.kv_batch_get(KEYS, "p")["position_ids"]
-    assert got.values().shape == (4, 17)
-    assert [row.tolist() for row in got.unbind()] == [*positions.tolist(), other.tolist()]
-
-
 def test_a_column_of_another_dtype_is_converted_if_no_value_changes(tq):
     tq.kv_put("a", "p", fields={"x": torch.tensor([0.5])})
     tq.kv_put("b", "p", fields={"x": torch.tensor([1, 2])})

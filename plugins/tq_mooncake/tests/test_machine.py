@@ -16,11 +16,6 @@ from dataplane_mooncake._cluster import Described, MooncakeInstance
 MIB = 1 << 20
 
 
-def test_this_machine_has_what_it_needs():
-    machine.check_machine(TQMooncakeConfig())
-    machine.check_master()
-
-
 @pytest.fixture
 def wheels(monkeypatch):
     """Stands in for the wheels that are installed: ``wheels({name: version})``."""

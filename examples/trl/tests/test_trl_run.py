@@ -59,11 +59,11 @@ def summary_of(out):
     return json.loads((out / "summary.json").read_text())
 
 
-def write_config(folder, processes=2, **data_plane):
+def write_config(folder, processes=2, lease_s=3, **data_plane):
     """The example's configuration with fewer steps, which are larger, and a short lease."""
     config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
     config |= {"steps": STEPS, "learning_rate": 2.0e-3}
-    config["rollouts"] |= {"processes": processes, "lease_s": 3, "timeout_s": PATIENCE_S}
+    config["rollouts"] |= {"processes": processes, "lease_s": lease_s, "timeout_s": PATIENCE_S}
     config["data_plane"] |= {"attach_wait_s": PATIENCE_S, **data_plane}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -128,7 +128,8 @@ def test_a_recorded_run_gives_the_same_losses_again_without_rollout_processes(tm
 
 def test_an_asynchronous_run_learns_from_what_other_processes_generate(tmp_path):
     out = tmp_path / "out"
-    config = write_config(tmp_path, options={"namespace": f"asynchronous-{os.getpid()}"})
+    # nothing is killed, and a busy machine must not make the trainer lose what it holds
+    config = write_config(tmp_path, lease_s=PATIENCE_S, options={"namespace": f"asynchronous-{os.getpid()}"})
     finish(train(config, out, "train_async.py"))
     summary = summary_of(out)
     assert summary["evaluation"]["after"]["sampled"] > summary["evaluation"]["before"]["sampled"] + 0.1

@@ -1,7 +1,11 @@
 """The store in the ledger's process: what is in use keeps its place and bytes, the rest is room."""
 
+import random
+
+import numpy as np
 import pytest
 from shm_case import rows_found
+from tiers import in_long
 
 from dataplane_core.errors import CapacityExceededError, InvalidRequestError, StalePartitionError
 from dataplane_core.host_memory import Arena
@@ -137,3 +141,39 @@ def test_a_put_of_several_extents_fits_wherever_their_bytes_do(clients):
     assert all(each.stop <= ARENA for each in places)
     clients.arena.bytes[first : first + sizes[0]] = clients.arena.bytes[second : second + sizes[1]] = 3
     assert (b == 2).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, *in_long(*range(2, 30))])
+def test_any_history_keeps_every_row(seed):
+    draw, clients = random.Random(seed), Clients(capacity_bytes=ARENA * 3 // 4)
+    rows, pinned = {}, []
+    for step in range(500):
+        choice = draw.random()
+        if choice < 0.5:
+            ids = [f"{step}.{i}" for i in range(draw.randrange(1, 9))]
+            length, number = draw.randrange(1, 1200), draw.randrange(256)
+            try:
+                clients.put(ids, length, number)
+            except CapacityExceededError:
+                continue
+            rows.update(dict.fromkeys(ids, (length, number)))
+        elif choice < 0.75 and rows:
+            gone = draw.sample(sorted(rows), min(len(rows), draw.randrange(1, 20)))
+            clients.clear(gone)
+            for each in gone:
+                del rows[each]
+        elif choice < 0.85 and rows:
+            ids = draw.sample(sorted(rows), min(len(rows), 5))
+            pinned.append((*clients.find(ids), [rows[each] for each in ids]))
+        if pinned and draw.random() < 0.3:
+            pin, data, expected = pinned.pop(draw.randrange(len(pinned)))
+            assert [(len(row), set(row.tolist())) for row in data] == [(n, {number}) for n, number in expected]
+            clients.call(Release([pin]))
+    for sample_id, (length, number) in rows.items():
+        pin, (row,) = clients.find([sample_id])
+        clients.call(Release([pin]))
+        np.testing.assert_array_equal(row, np.full(length, number, np.uint8))
+    for pin, *_ in pinned:
+        clients.call(Release([pin]))
+    clients.clear(list(rows))
+    assert (clients.status.pinned_bytes, clients.status.held_bytes, clients.status.num_extents) == (0, 0, 0)

@@ -57,7 +57,7 @@ UNLIKE_MINIMUM := $(addprefix --ignore core/tests/,batch/test_inputs.py codec/te
 	house/test_public_names.py) \
 	-W "ignore:You are setting a list of elements:FutureWarning"
 
-.PHONY: help setup lock demo test test-engines test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz soak \
+.PHONY: help setup lock demo test test-engines test-long test-minimum $(addprefix test-,$(TRAINERS)) check format fuzz \
 	mutants toys backends-page docs wheels clean
 
 help:  ## List the commands
@@ -137,15 +137,11 @@ format: setup  ## Bring the sources into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Inputs of `make fuzz` for each decoder, and minutes of `make soak` for all backends together.
-INPUTS  ?= 100000
-MINUTES ?= 10
+# Inputs of `make fuzz` for each decoder.
+INPUTS ?= 100000
 
 fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-guided if atheris is installed)
 	$(BIN)/python tests/fuzz/run.py --inputs $(INPUTS)
-
-soak: setup  ## Load every backend for 10 minutes (MINUTES=) with kills: memory, keys, descriptors, latency stay flat
-	$(BIN)/python -m benchmarks soak --minutes $(MINUTES)
 
 # The tier of tests that `make mutants` runs: quick, or engines for all. Any other option of the program by MUTANTS=.
 TIER ?= quick

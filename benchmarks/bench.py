@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import statistics
@@ -299,29 +298,15 @@ class Processes:
     """
 
     def __init__(self, work: Work, count: int, *arguments: Any) -> None:
-        self._context = multiprocessing.get_context("forkserver")  # whose processes have torch at once
-        self._context.set_forkserver_preload(["benchmarks.bench"])
-        self._work, self._arguments, self._numbers = work, arguments, itertools.count()
+        context = multiprocessing.get_context("forkserver")  # whose processes have torch at once
+        context.set_forkserver_preload(["benchmarks.bench"])
         self._members: list[tuple[Any, Connection]] = []
-        for _ in range(count):
-            self._start()
-
-    def _start(self) -> None:
-        here, there = self._context.Pipe()
-        arguments = (there, self._work, next(self._numbers), self._arguments)
-        process = self._context.Process(target=_serve, args=arguments, daemon=True)
-        process.start()
-        there.close()
-        self._members.append((process, here))
-
-    def replace_one(self) -> None:
-        """Kills the oldest process, and starts another one."""
-        process, pipe = self._members.pop(0)
-        process.kill()
-        process.join()
-        pipe.close()
-        self._start()
-        self._members[-1][1].recv()
+        for number in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, work, number, arguments), daemon=True)
+            process.start()
+            there.close()
+            self._members.append((process, here))
 
     def __enter__(self) -> Processes:
         self._answers()

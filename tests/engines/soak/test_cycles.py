@@ -1,7 +1,4 @@
-"""Hundreds of cycles of put, claim, ack and clear leave memory, keys, descriptors and threads as they were.
-
-`python -m benchmarks soak` does the same for longer, with several processes and kills.
-"""
+"""Hundreds of cycles of put, claim, ack and clear leave memory, keys, descriptors and threads as they were."""
 
 import gc
 import threading

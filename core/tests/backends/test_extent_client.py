@@ -305,6 +305,15 @@ def test_requests_in_the_wrong_order_are_refused(unit):
     assert unit.memory().pinned_bytes == 0
 
 
+def test_who_asks_again_before_it_has_taken_the_bytes_of_a_reply_is_served_no_more(unit):
+    session = unit.session("wire")
+    unit.client("memory").put({1: block(ARENA_BYTES // 2)}, soon())  # more than a connection holds
+    channel = session._take("fetch", soon())
+    channel.sendall(2 * ExtentHost.messages.encode_request(Fetch([(1, [0], [0])])))
+    eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
+    channel.close()
+
+
 def test_a_write_of_too_many_rows_is_refused(unit, path):
     with pytest.raises(InvalidRequestError, match="16777216"):
         unit.client(path).put({1: [torch.zeros((1 << 24) + 1, dtype=torch.bool)]}, soon())

@@ -297,19 +297,6 @@ def test_a_version_that_is_published_again_is_an_anchor(noop):
     assert_same(WeightReader(noop, "late").newest(), model(1))
 
 
-@pytest.mark.parametrize("kind", ["delta", "whole", "whole over it"])
-def test_another_client_replaces_the_anchor(kind):
-    with connect(SHM) as client, connect(SHM, bootstrap=False) as other:
-        open_weights(client)
-        publish_weights(client, 5, model(5), delta=True)
-        if kind == "whole":
-            other.clear_samples(["v5"], WEIGHTS)
-        publish_weights(other, 5, model(9), delta=kind == "delta")
-        publish_weights(client, 6, model(6), delta=True)
-        assert rows(client) == {5: 5 if kind == "delta" else None, 6: 6}
-        assert_same(WeightReader(client, "late").newest(), model(6))
-
-
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_row_without_its_cells_ends_the_read(noop, monkeypatch, delta):
     publish_weights(noop, 0, model(0), delta=delta)

@@ -66,48 +66,6 @@ print(json.dumps([dataplane_core.__file__, found, consumed]))
 """
 
 
-# Puts in three threads while another process, stopped in the middle of a transaction, holds the file.
-BESIDE_A_STOPPED_PROCESS = """
-import json, signal, subprocess, sys, time
-from concurrent.futures import ThreadPoolExecutor
-import torch
-from dataplane_core import connect
-from dataplane_core.client.connection import LATEST_END
-
-HOLDER = '''
-import sqlite3, sys, time
-database = sqlite3.connect(sys.argv[1], isolation_level=None)
-database.execute("BEGIN IMMEDIATE")
-print("holds", flush=True)
-time.sleep(600)
-'''
-
-def within(seconds, call, *words):
-    LATEST_END.set(time.monotonic() + seconds)
-    try:
-        return call(*words)
-    except TimeoutError as error:
-        return type(error).__name__
-
-client = connect({"backend": "sqlite_example", "options": {"path": sys.argv[1]}})
-client.register_partition("train", ["x"], None, ["trainer"])
-row = {"x": torch.zeros(1)}
-client.put_samples(["before"], "train", row)
-with subprocess.Popen([sys.executable, "-c", HOLDER, sys.argv[1]], stdout=subprocess.PIPE, text=True) as holder:
-    assert holder.stdout.readline() == "holds\\n"
-    holder.send_signal(signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            during = list(pool.map(lambda name: within(6.0, client.put_samples, [name], "train", row), "abc"))
-        # whoever cannot write its log is perhaps not the owner any more
-        read = within(3.0, client.get_samples, ["before"], "train", ["x"])
-    finally:
-        holder.kill()
-within(60.0, client.put_samples, ["after"], "train", row)
-print(json.dumps([during, read, client.list_samples("train").sample_ids]))
-"""
-
-
 @pytest.fixture(scope="module")
 def installed(clean, forked):
     """Python of the clean environment, with the example's wheel in it too."""
@@ -141,11 +99,6 @@ def test_a_job_across_processes_survives_two_kills(clean, installed, tmp_path):
     for number, sample_id in enumerate(IDS):
         tokens = [0, 1, 2] if number % 2 else [number] * (number + 1)
         assert consumed[sample_id] == [tokens, float(number)]
-
-
-def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_only_to_their_deadline(installed, tmp_path):
-    done = installed.run("-c", BESIDE_A_STOPPED_PROCESS, tmp_path / "run.sqlite")
-    assert json.loads(done.stdout) == [["OperationTimeoutError"] * 3, "OperationTimeoutError", ["before", "after"]]
 
 
 @pytest.mark.timeout(600)

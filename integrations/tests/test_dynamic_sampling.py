@@ -39,6 +39,19 @@ def _clears(client):
     return total.get("calls", 0), total.get("n_keys", 0)
 
 
+@pytest.mark.parametrize("group_size", [2, None])
+def test_a_group_of_rollouts_is_judged_by_rollouts(client, group_size):
+    client.register_partition("train", ["x"], None, ["train"], rollouts=True)
+    ids = ["a_g0/0", "a_g0/1", "a_g1/0", "b_g0/0", "b_g1/0", "b_g1/1"]
+    tags = [{}, {"reward": 1.0}, {"reward": 0.0}, {"reward": 1.0}, {"reward": 0.5}, {"reward": 1.0}]
+    meta = client.put_samples(ids, "train", {"x": torch.zeros(6)}, tags)
+    sampling = DynamicSampling(client, num_groups=1, group_size=group_size)
+    assert sampling.add(meta)
+    assert sampling.take().sample_ids == client.list_sample_ids("train") == ids[:3]
+    with pytest.raises(InvalidRequestError, match="3 rows, 3 of them different, of 2 rollouts"):
+        DynamicSampling(client, num_groups=1, group_size=3).add(meta)
+
+
 def test_survivors_accumulate_and_everything_else_is_cleared(client, generate):
     plan = [[GOOD, SOLVED, GOOD], [HOPELESS, SOLVED, HOPELESS], [SOLVED, GOOD, GOOD]]
     sampling = DynamicSampling(client, num_groups=3, group_size=2)
@@ -128,7 +141,7 @@ def test_a_refused_generation_leaves_the_store_as_it_was(client, generate):
     nan = KVBatchMeta("train", None, ["x_g0", "x_g1"], tags=[{"reward": 0.0}, {"reward": float("nan")}])
     no_group = KVBatchMeta("train", None, ["x", "y"], tags=[{"reward": 0.0}, {"reward": 1.0}])
     for meta, message in [
-        (second.slice(0, 3), "group 'r1p1' has 1 rows, 1 of them different. Expected whole groups of 2"),
+        (second.slice(0, 3), "group 'r1p1' has 1 rows, 1 of them different, of 1 rollouts. Expected whole groups of 2"),
         (second.subset([0, 0, 2, 3]), "group 'r1p0' has 2 rows, 1 of them different"),
         (first.slice(0, 2), "'r0p0_g0', 'r0p0_g1' came in an earlier generation"),
         (elsewhere, "partition_ids must match, got 'train' and 'other'"),

@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from dataplane_core import connect
+from dataplane_core.client import saving
 from dataplane_core.errors import (
     CorruptDataError,
     InvalidRequestError,
@@ -118,6 +119,31 @@ def test_a_row_that_was_cleared_and_written_as_before_is_not_consumed(client, fa
         client.save(tmp_path)
     client.load(tmp_path)
     assert client.list_consumed("p", "t") == []
+
+
+def test_a_rollout_is_not_loaded_as_rows_of_two_attempts(client, faults, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_FIRST_ROWS", 1)
+    client.register_partition("p", ["x"], None, ["t"], 1, rollouts=True)
+    reads = []
+    put(client, "q0_g0/0", "q0_g0/1", "q1_g0/0", "q1_g0/1", "q2_g0/0")
+
+    def begin_anew(request):
+        reads.append(request.sample_ids)
+        if len(reads) == 2:  # the first row is read
+            client.clear_samples(["q0_g0/0", "q0_g0/1"], "p")
+            put(client, "q0_g0/0", "q0_g0/1")
+            client.seal({"q0_g0": 2}, "p")
+
+    client.seal({"q1_g0": 2}, "p")
+    with faults.before("get_samples", begin_anew):
+        client.save(tmp_path)
+    assert client.claim_meta("p", "t", ["x"], 2, blocking=False).size == 4
+    client.load(tmp_path)
+    client.seal({"q2_g0": 1}, "p")
+    assert client.claim_meta("p", "t", ["x"], 3, blocking=False).sample_ids == ["q1_g0/0", "q1_g0/1", "q2_g0/0"]
+    client.save(tmp_path)
+    client.load(tmp_path)
+    assert client.list_consumed("p", "t") == ["q1_g0/0", "q1_g0/1", "q2_g0/0"]
 
 
 def test_a_row_that_is_written_all_the_time_is_named(client, faults, tmp_path):

@@ -325,6 +325,8 @@ SOME_LEASED = replace(LEASED["short"], num_leased=2)
 PASSED = {"short": Shortfall(num_not_matching=4, not_matching=("d",), newest_tags={"v": 6})}
 THREE = ("q17_g0", "q17_g1", "q17_g2")
 GROUPS = {"short": Shortfall(num_incomplete=3, incomplete_groups={"q17": 3}, members=THREE)}
+UNSEALED = {"short": replace(GROUPS["short"], unsealed={"q17_g3": 0})}
+LACKS_ROWS = {"short": replace(GROUPS["short"], unsealed={"q17_g3": 2})}
 FULL = {"full": (90, 100)}
 
 
@@ -339,6 +341,8 @@ WORKS = client("trainer", served(ended_s=20.0), heard_s=0.0)
 BLOCKED = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
 FOUR = partition(group=4)
 ENDED_SHORT = partition(group=4, num_samples=4)
+OF_ROLLOUTS = replace(FOUR, info=replace(FOUR.info, rollouts=True))
+SEALED = replace(OF_ROLLOUTS, info=replace(OF_ROLLOUTS.info, grpo_group_size=None))
 GIVEN = TaskDescription(num_ready=0, num_leased=0, num_consumed=0, is_consumed=True)
 ALL_BUT_FOUR = replace(ENDED_SHORT, tasks={"train": GIVEN})
 TWO = partition(tasks=("train", "score"))
@@ -428,6 +432,9 @@ STARVED = [
     # who makes a group that is short
     row("group", LATE, ROLLOUT, MAKER, said="It is made by process 9 on h", culprit="process 9", found=FOUR, **GROUPS),
     row("group", LATE, ROLLOUT, GONE_MAKER, said="Its maker ended: process 9 on h (coll", found=FOUR, **GROUPS),
+    row("group", TRAINER, GONE_MAKER, said="'q17_g3' was never sealed. It was made", found=OF_ROLLOUTS, **UNSEALED),
+    row("group", LATE, ROLLOUT, MAKER, said="'q17' has 3 rollouts. 'q17_g3' lacks 2 of", found=SEALED, **LACKS_ROWS),
+    row("group", LATE, ROLLOUT, MAKER, said="'q17' was never sealed. It is made by", found=SEALED, **GROUPS),
     row("group", LATE, ROLLOUT, GONE_MAKER, said="process 7 on h (rollout) puts new samples.", found=FOUR, **GROUPS),
     row("group", TRAINER, GONE_MAKER, said="It was made by process 9 on h (collector). Nobody", found=FOUR, **GROUPS),
     row("group", LATE, GONE_MAKER, AGAIN, culprit="process 10 on h (collector)", found=FOUR, **GROUPS),

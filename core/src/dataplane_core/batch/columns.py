@@ -317,7 +317,7 @@ def rollouts_of(sample_ids: Sequence[str]) -> tuple[list[str], torch.Tensor]:
     """The rollouts of rows, to give all rows of a rollout what was worked out for it, such as its advantage.
 
     Args:
-        sample_ids: N ids, such as ``q0_g1/2`` for row 2 of the rollout ``q0_g1``. One without ``/`` is a rollout.
+        sample_ids: N ids, such as ``q0_g1/2`` for row 2 of the rollout ``q0_g1``. Another id is a rollout of one row.
 
     Returns:
         The R rollouts, in the order of their first rows; and (N,) int64, for each row the index of its rollout.

@@ -17,19 +17,20 @@ from dataplane_core.schema import GROUP_ROLLOUTS_TAG, ROLLOUT_ROWS_TAG
 
 
 def rollout_of(sample_id: str) -> str:
-    """The rollout of a row: the part of its id before the last ``/``. An id without ``/`` is that of a rollout.
+    """The rollout of a row: the part of its id before ``/`` and the row's number. Another id is that of a rollout.
 
     Examples:
-        >>> rollout_of("q0_g1/2"), rollout_of("q0_g1")
-        ('q0_g1', 'q0_g1')
+        >>> rollout_of("q0_g1/2"), rollout_of("math/7_g1")
+        ('q0_g1', 'math/7_g1')
     """
-    return sample_id.rpartition("/")[0] or sample_id
+    rollout, _, number = sample_id.rpartition("/")
+    return rollout if number.isdecimal() and "_g" in rollout else sample_id
 
 
 def _number_of(sample_id: str) -> int:
     """The number of a row in its rollout."""
-    rollout, _, number = sample_id.rpartition("/")
-    if not (number.isascii() and number.isdecimal() and str(int(number)) == number and "_g" in rollout):
+    number = sample_id.rpartition("/")[2]
+    if rollout_of(sample_id) == sample_id or str(int(number)) != number:
         raise InvalidRequestError(
             f"sample id '{sample_id}' is of no rollout. Expected ids such as 'prompt7_g0/0': the name of the rollout, "
             "with '_g', and the number of the row, from 0."

@@ -1,6 +1,6 @@
 """Dynamic sampling, as in DAPO: generate until there are enough groups with a learning signal.
 
-Runs in the driver. A group is the generations of one prompt: the rows whose ids are equal before the last ``_g``. The
+Runs in the driver. A group is the rollouts of one prompt: the rows whose ids are equal before the last ``_g``. The
 rule reads only tags, so no tensor leaves the store. Unwanted rows are cleared there, and the result is a meta of
 exactly the wanted number of groups.
 """
@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, preview
-from dataplane_core.ledger import group_of
+from dataplane_core.ledger import group_of, rollout_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import TagFilter, check_tag_filter, group_matches
 from dataplane_integrations.errors import SamplingExhaustedError, noted_on
 from dataplane_integrations.rollout.first_write import RolloutReceipt
 
-#: Decides on a group from its rows' tags: True keeps it.
+#: Decides on a group from the tags of its rollouts: True keeps it. The tags of a rollout's rows are joined.
 GroupRule: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], bool]
 
 
@@ -95,7 +95,7 @@ class DynamicSampling:
     Attributes:
         client: The driver's client. Only its ``clear_samples`` is called, at most once per generation.
         num_groups: Groups wanted.
-        group_size: Rows of a group.
+        group_size: Rollouts of a group, which may have several rows each. None: any number.
         keep: The rule.
         max_generations: The limit of generations.
         allow_fewer: At the limit, return the groups that are held (`exhausted` is then True) instead of raising.
@@ -108,7 +108,7 @@ class DynamicSampling:
 
     client: DataPlaneClient
     num_groups: int
-    group_size: int
+    group_size: int | None
     keep: GroupRule = field(default_factory=tag_varies)
     max_generations: int = 10
     allow_fewer: bool = False
@@ -118,7 +118,7 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "group_size", "max_generations"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InvalidRequestError(
                     f"DynamicSampling refused: {name} is {getattr(self, name)}. Expected 1 or more."
                 )
@@ -187,7 +187,7 @@ class DynamicSampling:
         self._check(meta)
         groups = self._groups(meta)
         tags = meta.tags or []
-        kept = [rows for rows in groups if self.keep([tags[row] for row in rows])]
+        kept = [rows for rows in groups if self.keep(_of_rollouts([(meta.sample_ids[row], tags[row]) for row in rows]))]
         wanted, overflow = kept[: self.missing], kept[self.missing :]
         stay = [row for rows in wanted for row in rows]
 
@@ -283,10 +283,19 @@ class DynamicSampling:
         for row, sample_id in enumerate(meta.sample_ids):
             groups.setdefault(group_of(sample_id), []).append(row)
         for name, rows in groups.items():
-            different = len({meta.sample_ids[row] for row in rows})
-            if not len(rows) == different == self.group_size:
+            different = {meta.sample_ids[row] for row in rows}
+            num_rollouts = len(set(map(rollout_of, different)))
+            if len(rows) != len(different) or self.group_size not in (None, num_rollouts):
                 raise InvalidRequestError(
-                    f"dynamic sampling refused: group '{name}' has {len(rows)} rows, {different} of them different. "
-                    f"Expected whole groups of {self.group_size}."
+                    f"dynamic sampling refused: group '{name}' has {len(rows)} rows, {len(different)} of them "
+                    f"different, of {num_rollouts} rollouts. Expected whole groups of {self.group_size}."
                 )
         return list(groups.values())
+
+
+def _of_rollouts(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """The tags of rollouts, from the ids and tags of their rows."""
+    rollouts: dict[str, dict[str, Any]] = {}
+    for sample_id, tags in rows:
+        rollouts.setdefault(rollout_of(sample_id), {}).update(tags)
+    return list(rollouts.values())

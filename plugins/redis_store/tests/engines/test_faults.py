@@ -11,11 +11,6 @@ from redis_servers import LARGE, SMALL, columns, wait_until
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 
 
-@pytest.fixture
-def client(plain, connect):
-    return connect(url=plain.url, partition="p")
-
-
 def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
     server = start_server()
     made = connect(url=server.url, partition="p")
@@ -121,11 +116,3 @@ def test_a_server_busy_with_a_script_is_waited_for(start_server, connect, told_i
             assert not any(each.done() for each in waiting)
         for each in waiting:
             each.result(300)
-
-
-def test_a_million_bytes_more_than_a_buffer_come_back_of_many_puts_in_any_order(client):
-    ids = ["." * 65, *(f"s{number}" for number in range(40))]
-    for number, each in enumerate(ids):
-        client.put_samples([each], "p", columns(1, 10_000 + number, number))
-    found = client.get_samples(ids[::-1], "p", ["x"])["x"]
-    assert [int(row[0]) for row in found.unbind()] == list(range(40, -1, -1))

@@ -9,7 +9,7 @@ import torch
 from redis_servers import LARGE, SMALL, columns, owner_pid
 from tiers import in_long
 
-from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, LostSamplesError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError
 
 
 @pytest.mark.timeout(3000)
@@ -64,26 +64,6 @@ def test_a_store_that_was_emptied_is_gone(filled, connect, what, owner):
     with pytest.raises(KeyError, match="'p'"):  # the client works with the new store
         client.ack(leased)
     assert other.list_partitions() == ["q"]
-
-
-def test_a_server_that_evicts_shows_nothing_wrong(start_server, connect):
-    server = start_server("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
-    client = connect(url=server.url, allow_eviction=True, partition="p")
-    ids, lost = [f"s{number}" for number in range(100)], 0
-    for act in ("put", "get"):
-        for number, name in enumerate(ids):
-            values = torch.arange(20_000.0).view(1, -1) * (number + 0.5)
-            try:
-                if act == "put":
-                    client.put_samples([name], "p", {"x": values})
-                else:
-                    assert torch.equal(client.get_samples([name], "p", ["x"])["x"], values)
-            except LostSamplesError:
-                lost += 1
-            except BackendUnavailableError as error:  # it evicted the log
-                lost += "was emptied" in str(error)
-    assert server.info("stats")["evicted_keys"]
-    assert lost
 
 
 def test_a_full_server_refuses_puts_alone(start_server, connect, hurries):

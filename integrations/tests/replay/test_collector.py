@@ -242,3 +242,36 @@ def test_a_write_that_happens_after_it_was_given_up_leaves_no_rows(make_buffer, 
         assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
     assert late[1] == ["v0_p0_g0", "v0_p0_g1"]
     assert held() == []
+
+
+def test_rollouts_of_several_rows_are_trained_on_once_and_those_that_failed_left_out(make_buffer, client, held):
+    client.register_partition("replay", ["x"], None, ["train"], 2, rollouts=True)
+    buffer = make_buffer(num_prompts=9)
+
+    def rollout(reservations):
+        metas = []
+        for each in reservations:
+            rows = [f"{answer}/{number}" for answer in each.sample_ids for number in range(2)]
+            fails, tags = rows[3:] if each.prompt % 2 else [], {**each.tags, "rollout_rows": 2}
+            written = client.put_samples(rows[: 4 - len(fails)], "replay", {"x": [each.prompt] * (4 - len(fails))})
+            if each.prompt == 4 and not each.attempt:
+                raise RuntimeError("its engine is gone")
+            whole = written.slice(0, 2 if fails else 4)
+            whole.stamp_tags({name: [value] * whole.size for name, value in tags.items()})
+            client.seal(dict.fromkeys(each.sample_ids[: whole.size // 2], 2), "replay", ends_groups=True)
+            metas.append(whole)
+        return metas[0].concat(*metas[1:])
+
+    prompts, rows = [], []
+    with Collector(buffer, rollout, groups_per_call=2) as collector:
+        while (meta := buffer.select(2, timeout_s=WAIT_S)).size:
+            xs = client.get_data(meta, ["x"])["x"].tolist()
+            prompts += dict.fromkeys(xs)
+            rows += [(x, sample_id[-4:]) for x, sample_id in zip(xs, meta.sample_ids, strict=True)]
+            buffer.consume(meta)
+            buffer.set_weight_version(buffer.weight_version + 1)
+        collector.wait()
+    assert sorted(prompts) == list(range(9))
+    both = ["g0/0", "g0/1", "g1/0", "g1/1"]
+    assert sorted(rows) == [(prompt, name) for prompt in range(9) for name in (both[:2] if prompt % 2 else both)]
+    assert held() == []

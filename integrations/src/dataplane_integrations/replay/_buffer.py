@@ -105,7 +105,8 @@ class ReplayBuffer(PromptSource):
         source: The client of this process; or a config to attach with.
         partition_id: The partition of the answers. The caller registers it.
         policy: The staleness rule: decides what is admitted, selected and evicted.
-        group_size: Answers per prompt.
+        group_size: Answers per prompt. In a partition of rollouts, an answer may have several rows. The rollout then
+            writes and seals them, and returns their meta; those of answers that failed may be left out.
         weight_version: The trainer's version at the start.
         num_prompts: Prompts to draw in total. After that `reserve` returns nothing, and `select` the remaining groups.
             None: no end.
@@ -519,6 +520,8 @@ class ReplayBuffer(PromptSource):
         members: dict[str, list[dict[str, Any]]] = {}  # group -> the tags of its answers
         for sample_id, tags in zip(answers.sample_ids, answers.tags or (), strict=True):
             members.setdefault(group_of(sample_id), []).append(tags)
+        if self._has_rollouts:  # of a group that is committed, the others are of rollouts that failed
+            members = {name: [tags for tags in rows if COMMITTED_TAG in tags] or rows for name, rows in members.items()}
         parts = {name: parse_sample_id(f"{name}_g0") for name in members if SAMPLE_ID.fullmatch(f"{name}_g0")}
         committed = [name for name in parts if all(COMMITTED_TAG in tags for tags in members[name])]
         latest = {parts[name]["prompt"]: name for name in sorted(committed, key=lambda name: parts[name]["attempt"])}
@@ -545,7 +548,7 @@ class ReplayBuffer(PromptSource):
             if prompt in latest and parts[latest[prompt]]["attempt"] >= attempt:
                 version, attempt = (parts[latest[prompt]][part] for part in ("weight_version", "attempt"))
             name = group_name(version, prompt, attempt)
-            whole = name in committed and len(members[name]) == self.group_size
+            whole = name in committed and (self._has_rollouts or len(members[name]) == self.group_size)
             group = _Group(
                 group=name,
                 weight_version=version,
@@ -610,7 +613,7 @@ class ReplayBuffer(PromptSource):
         # first the prompts: without its prompt an answer counts no more
         if rows := [*notes, *(group.row for group, _ in self._gone.values())]:
             client.clear_samples(rows, self.prompts_id)
-        if ids := [*orphans, *mint_sample_ids(list(self._gone), self.group_size)]:
+        if ids := [*orphans, *self._rows_of(mint_sample_ids(list(self._gone), self.group_size))]:
             client.clear_samples(ids, self.partition_id)
         self._gone = {}
 
@@ -785,7 +788,10 @@ class ReplayBuffer(PromptSource):
 
     def _meta_of(self, names: Sequence[str]) -> KVBatchMeta:
         client = self._require_dp_client()
-        meta = client.list_samples(self.partition_id, sample_ids=mint_sample_ids(names, self.group_size))
+        rows = self._rows_of(mint_sample_ids(names, self.group_size))
+        meta = client.list_samples(self.partition_id, sample_ids=rows)
+        if self._has_rollouts:
+            meta = meta.subset([row for row, tags in enumerate(meta.tags or ()) if COMMITTED_TAG in tags])
         extra_info: dict[str, Any] = {}
         for tags in meta.tags or ():
             del tags[COMMITTED_TAG]

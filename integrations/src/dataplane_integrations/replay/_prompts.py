@@ -9,6 +9,8 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 from dataplane_core.client import RENEWED_AFTER
@@ -22,7 +24,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
     preview,
 )
-from dataplane_core.ledger import group_of
+from dataplane_core.ledger import group_of, rollout_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import INPUT_LENGTHS_TAG, WEIGHT_VERSION_TAG
 from dataplane_core.spec import TagFilter, TagValue
@@ -236,9 +238,9 @@ class PromptSource(DataPlaneClientMixin):
 
         Args:
             reservations: Whole groups that were reserved here.
-            meta: Exactly their rows, in any order, with ``fields``. Its tags are written to the store. The tag
-                ``end_weight_version`` says with which weights the generation ended; rows without it get the trainer's
-                version.
+            meta: Exactly their rows, in any order, with ``fields``. In a partition of rollouts: those of the rollouts
+                that did not fail. Its tags are written to the store. The tag ``end_weight_version`` says with which
+                weights the generation ended; rows without it get the trainer's version.
 
         Raises:
             ReservationLostError: One of the reservations is no longer held. None has been committed.
@@ -248,8 +250,11 @@ class PromptSource(DataPlaneClientMixin):
         """
         at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
         wanted = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
-        if len(at) != meta.size or set(at) != set(wanted) or meta.partition_id != self.partition_id:
-            wrong = sorted(set(at).symmetric_difference(wanted)) or ["none"]
+        made = set(map(rollout_of, at)) if self._has_rollouts else set(at)
+        of_all = set(map(group_of, made)) == {reservation.group for reservation in reservations}
+        is_enough = self._has_rollouts and of_all and made <= set(wanted)
+        if len(at) != meta.size or meta.partition_id != self.partition_id or not (is_enough or made == set(wanted)):
+            wrong = sorted(made.symmetric_difference(wanted)) or ["none"]
             raise InvalidRequestError(
                 f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
                 f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
@@ -264,9 +269,12 @@ class PromptSource(DataPlaneClientMixin):
         extra: dict[str, TagValue] = {}
         if meta.extra_info:
             extra = {EXTRA_TAG: b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()}
+        written: list[str] = []
         tags: list[dict[str, TagValue]] = []
         for reservation in reservations:
-            for index, sample_id in enumerate(reservation.sample_ids):
+            rows = [each for each in at if group_of(each) == reservation.group] if self._has_rollouts else None
+            for index, sample_id in enumerate(rows or reservation.sample_ids):
+                written.append(sample_id)
                 row = at[sample_id]
                 own = dict(meta.tags[row]) if meta.tags else {}
                 if meta.sequence_lengths is not None:
@@ -280,7 +288,7 @@ class PromptSource(DataPlaneClientMixin):
             except LeaseExpiredError as error:
                 groups = {reservation.row: reservation.group for reservation in reservations}
                 raise self._lost([groups[row] for row in error.sample_ids]) from error
-            client.put_samples(wanted, self.partition_id, tags=tags)
+            client.put_samples(written, self.partition_id, tags=tags)
             with suppress(LeaseExpiredError):  # the trainer has taken them already
                 client.ack(claimed)
             self._forget(reservations)
@@ -380,6 +388,20 @@ class PromptSource(DataPlaneClientMixin):
         if not tags:
             raise UnknownPartitionError(f"no trainer has begun a run on '{self.partition_id}'.")
         return dict(tags[0])
+
+    @cached_property
+    def _has_rollouts(self) -> bool:
+        """Whether an answer is a rollout, which may have several rows."""
+        return self._require_dp_client().describe(self.partition_id, count_rows=False).info.rollouts
+
+    def _rows_of(self, answers: Sequence[str]) -> list[str]:
+        """The ids of the rows of answers, in their order."""
+        if not self._has_rollouts or not answers:
+            return list(answers)
+        rows: dict[str, list[str]] = {answer: [] for answer in answers}
+        for sample_id in self._require_dp_client().list_sample_ids(self.partition_id):
+            rows.get(rollout_of(sample_id), []).append(sample_id)
+        return list(chain.from_iterable(rows.values()))
 
     def _settled(self) -> list[str]:
         """Called when reservations have ended. The trainer looks what became of them, and returns what it evicted."""
@@ -502,7 +524,7 @@ class PromptSource(DataPlaneClientMixin):
         client = self._require_dp_client()
         ids = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
         with self._ending:
-            listed = client.list_samples(self.partition_id, sample_ids=ids)
+            listed = client.list_samples(self.partition_id, sample_ids=self._rows_of(ids))
             rows = zip(listed.sample_ids, listed.tags or (), strict=True)
             # a commit whose answer was lost is a commit
             committed = {group_of(sample_id) for sample_id, tags in rows if tags.get(COMMITTED_TAG)}

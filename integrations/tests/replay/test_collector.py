@@ -15,18 +15,6 @@ from dataplane_integrations.rollout import RolloutReceipt
 from dataplane_testkit._timing import Background, eventually
 
 
-@pytest.mark.parametrize(("groups_per_call", "num_threads"), [(1, 1), (2, 1), (1, 3)])
-def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, held, groups_per_call, num_threads):
-    buffer = make_buffer(num_prompts=21)
-    with Collector(
-        buffer, answers, client=client, groups_per_call=groups_per_call, num_threads=num_threads
-    ) as collector:
-        assert train_on_all(buffer) == list(range(21))
-        collector.wait()
-    assert collector.counts.groups == 21
-    assert held() == []
-
-
 @pytest.mark.parametrize("as_receipt", [False, True])
 def test_rows_that_the_rollout_actor_has_written_are_taken_as_they_are(make_buffer, client, as_receipt):
     buffer = make_buffer(num_prompts=4)

@@ -45,14 +45,6 @@ def test_admission_is_bounded_by_what_the_allowed_versions_use_up(policy):
     assert rule.admit(view(*[(0, "made")] * 20)) == 0
 
 
-@pytest.mark.parametrize("policy", [WindowedPolicy, InOrderPolicy])
-def test_what_was_trained_since_the_last_version_counts_so_that_the_last_admitted_is_not_too_stale(policy):
-    # trained and gone, but the version is not set yet: 4 of 8 places are those of this version
-    rule = policy(max_staleness=1, groups_per_version=4)
-    assert rule.admit(view(*[(0, 1)] * 4, trained_since=4)) == 0
-    assert rule.admit(view(*[(0, 1)] * 4, version=1)) == 4
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_too_stale_groups_are_evicted_or_made_in_vain_and_never_selected(policy):
     rule = policy(max_staleness=1, groups_per_version=4)

@@ -178,22 +178,15 @@ def test_each_node_has_a_unit_also_one_that_comes_later(make: Callable[..., Clus
     assert set(cluster.served()) == {"node1", "node2", "node3"}, "no name is given twice"
 
 
-@pytest.mark.parametrize("what", ["unit", "node"])
-def test_what_dies_in_memory_is_lost_and_only_that(make: Callable[..., Cluster], what: str) -> None:
+def test_what_a_node_had_in_memory_is_lost_with_it_and_only_that(make: Callable[..., Cluster]) -> None:
     cluster = make(kept=False)
     for node in ("node0", "node1"):
         cluster.put("p", ids(node), node)
-    if what == "unit":
-        cluster.units["node1"].alive = False
-    else:
-        cluster.dies("node1")
+    cluster.dies("node1")
     cluster.look()
-    assert cluster.lost() == 4
-    assert set(cluster.served()) == ({"node0", "node1"} if what == "unit" else {"node0"})
+    assert (cluster.lost(), set(cluster.served())) == (4, {"node0"})
     states = {each.node: (each.state, each.num_rows) for each in cluster.book.records()}
-    assert states["node0"] == ("serving", 4)
-    if what == "node":
-        assert states[""] == ("removed", 0)
+    assert states == {"node0": ("serving", 4), "": ("removed", 0)}
 
 
 def test_a_unit_that_dies_brings_its_folder_back(make: Callable[..., Cluster]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dataplane_core import KVBatchMeta, connect, kv_first_write
+from dataplane_core.batch import rollouts_of
 from dataplane_core.errors import ConfigError, InvalidRequestError, InvalidTypeError, LostSamplesError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS, GLOBAL_FORWARD_PAD_SEQLEN
@@ -66,6 +67,17 @@ def test_a_step_from_logprobs_to_training(policy, workers, write_rows, client):
     assert read["prev_logprobs"][1].tolist() == [-2.0] + [0.0] * 7, "as wide as the workers' forward"
     policy.finish_step(meta)
     assert client.list_samples("train").size == 0
+
+
+def test_rows_of_rollouts_get_what_their_rollout_got(policy, client):
+    partition = policy.prepare_step(None, 2, fields=["x"], rollouts=True)
+    client.put_samples(["q0_g0/0", "q0_g1/0", "q0_g0/1"], partition, {"x": torch.zeros(3)})
+    client.seal({"q0_g0": 2, "q0_g1": 1}, partition)
+    meta = client.claim_meta(partition, "train", ["x"], 1)
+    rollouts, rollout_of_row = rollouts_of(meta.sample_ids)
+    assert rollouts == ["q0_g0", "q0_g1"]
+    policy.write_to_dataplane(meta, {"advantage": torch.tensor([0.5, -0.5])[rollout_of_row]})
+    assert client.get_samples(["q0_g1/0", "q0_g0/1"], partition, ["advantage"])["advantage"].tolist() == [-0.5, 0.5]
 
 
 def test_metrics_of_the_driver_and_of_workers_with_clients_of_their_own_are_joined(workers):

@@ -447,6 +447,15 @@ def test_follow_ends_with_the_partition_and_goes_on_after_a_stop(written, tmp_pa
         follow(written, out, **options)
 
 
+def test_follow_takes_rollouts_of_which_groups_are_made(client, tmp_path):
+    client.register_partition("p", ["x"], None, ["train"], rollouts=True)
+    client.put_samples(["a_g0/0", "b_g0/0", "a_g0/1", "c_g0/0"], "p", {"x": torch.arange(4)})
+    client.seal({"a_g0": 2, "b_g0": 1}, "p", ends_groups=True)
+    client.finish_partition("p")
+    assert follow(client, tmp_path / "out", task="export:it", idle_s=None, every_s=3600.0) == 3
+    assert ids_in(tmp_path / "out") == ["a_g0/0", "a_g0/1", "b_g0/0"]
+
+
 def test_follow_completes_a_shard_in_time_and_a_folder_has_one_writer(client, tmp_path):
     client.register_partition("p", ["x"], None, [])
     stop, out = threading.Event(), tmp_path / "out"

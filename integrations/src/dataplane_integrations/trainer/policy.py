@@ -186,6 +186,7 @@ class DataPlanePolicy:
         fields: Sequence[str] | None = None,
         consumer_tasks: Sequence[str] = ("prev_lp", "ref_lp", "train"),
         keep_rows: bool = True,
+        rollouts: bool = False,
     ) -> str:
         """Registers the step's partition. Rows that it holds stay; an empty one begins anew.
 
@@ -199,6 +200,7 @@ class DataPlanePolicy:
             consumer_tasks: The tasks that may claim. The calls on the workers claim nothing.
             keep_rows: Whether rows stay, such as those that dynamic sampling has kept of earlier generations. False:
                 they are dropped.
+            rollouts: Whether rows are those of rollouts, as `DataPlaneClient.register_partition` says.
 
         Returns:
             ``partition_id``.
@@ -215,6 +217,7 @@ class DataPlanePolicy:
             consumer_tasks,
             grpo_group_size=group_size,
             if_exists="keep" if keeps else "replace",
+            rollouts=rollouts,
         )
         self._step_partition = partition_id
         return partition_id

@@ -204,11 +204,6 @@ def size_bytes(columns: TensorDict) -> int:
     return sum((column.values() if column.is_nested else column).nbytes for _, column in columns.items())
 
 
-def title(name: str, columns: TensorDict) -> str:
-    """The head of a batch's column."""
-    return f"{name}, {size_bytes(columns) / 1e6:.0f} MB"
-
-
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 Step: TypeAlias = Callable[[], Any]

@@ -24,15 +24,6 @@ def half(batch):
     return slice_batch_for_megatron_mimo(batch, 1, 2)
 
 
-@pytest.mark.parametrize("dp_size", [2, 3, 6])
-def test_parts_are_contiguous_and_joined_again_they_are_the_batch(dp_size):
-    batch = {"input_ids": rows(6, 5), "lengths": rows(6), "pixels": rows(6, 2, 3, 4).float()}
-    parts = [slice_batch_for_megatron_mimo(batch, rank, dp_size) for rank in range(dp_size)]
-    for key, column in batch.items():
-        assert all(len(part[key]) == 6 // dp_size for part in parts)
-        assert torch.equal(torch.cat([part[key] for part in parts]), column)
-
-
 def test_one_rank_gets_the_very_batch():
     batch = {"input_ids": rows(3), "nested": {"x": rows(5)}}
     assert slice_batch_for_megatron_mimo(batch, 0, 1) is batch

@@ -18,11 +18,6 @@ def rollout(client):
     return actor
 
 
-def test_ids_put_a_prompts_generations_side_by_side():
-    assert mint_sample_ids(["s1_p0", "s1_p1"], 2) == ["s1_p0_g0", "s1_p0_g1", "s1_p1_g0", "s1_p1_g1"]
-    assert mint_sample_ids([], 4) == []
-
-
 @pytest.mark.parametrize(
     ("uids", "group_size", "message"),
     [(["a", "b", "a"], 2, "uids repeat: 'a'"), (["a", ""], 2, "a uid is empty"), (["a"], 0, "group_size is 0")],

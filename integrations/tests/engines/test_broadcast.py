@@ -200,6 +200,25 @@ def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks):
     assert "its replica group broke" in sibling[2]
 
 
+def test_a_sibling_without_memory_says_so_and_does_not_blame_the_leader(ranks):
+    def run(rank):
+        empty = torch.empty
+
+        def limited(size, *args, **options):
+            if rank and size == 7:
+                raise RuntimeError("cannot allocate memory")
+            return empty(size, *args, **options)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch, "empty", limited)
+            said = told(lambda: send(lambda: torch.arange(7, dtype=torch.uint8)))
+        if rank:
+            dist.broadcast(empty(7, dtype=torch.uint8), 0)  # for which the leader waits
+        return said
+
+    assert ranks(2, run) == [("", "", ""), ("RuntimeError", "NoneType", "cannot allocate memory\nNone")]
+
+
 # --- what a worker fetched --------------------------------------------------------------------------------------------
 
 PAD_ID = 7

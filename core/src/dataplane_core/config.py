@@ -59,6 +59,11 @@ class DataPlaneConfig(BaseModel):
             registered without fields takes all.
         narrow: Whether a put sends and stores integers in the narrowest dtype that holds them. Reads give the dtype
             that was put. For all fields, or field -> bool; a field that is not named is narrowed.
+        share_above: Equal cells of a column are stored and moved once if its cells have at least so many bytes on
+            average. None: they are not looked at. For all fields, or field -> size; a field that is not named has the
+            default.
+        read_cache_bytes: How many bytes of such cells a client keeps, so that it need not fetch them again, where the
+            engine's bytes come over a wire. 0: none.
         allow_pickle: Lets object columns hold items outside the closed set. These are pickled.
         role: What this process does, for `DataPlaneClient.list_clients`. None: the name of its program.
         announce_s: Seconds between two announcements of a client (capability ``clients``). None: it does not announce
@@ -79,6 +84,8 @@ class DataPlaneConfig(BaseModel):
     open_partitions: bool = False
     strict_fields: bool = False
     narrow: bool | dict[str, bool] = True
+    share_above: SizeBytes | dict[str, SizeBytes | None] | None = 64 << 10
+    read_cache_bytes: SizeBytes = Field(default=256 << 20, ge=0)
     allow_pickle: bool = False
     role: str | None = Field(default=None, min_length=1)
     announce_s: float | None = Field(default=5.0, gt=0, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""The two digests of the house. They find damage by accident; neither is a defence against whoever can forge bytes."""
+"""The digests of the house. They find damage, and equal cells; none is a defence against whoever can forge bytes."""
 
 import xxhash
 
@@ -8,3 +8,5 @@ fast_hash = xxhash.xxh3_64
 fast_digest = xxhash.xxh3_64_intdigest
 #: For what lies on a disk for long: saves, and extents that are kept.
 lasting_hash = xxhash.xxh3_128
+#: For what a store keeps once, however often it is put: 128 bits, so that two different cells never have the same.
+content_hash = xxhash.xxh3_128

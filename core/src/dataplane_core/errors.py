@@ -296,6 +296,13 @@ class StalePartitionError(DataPlaneError, RuntimeError):
     default_retryable = True
 
 
+class ContentGoneError(StalePartitionError):
+    """A cell that a put did not bring, since the store had it, was cleared meanwhile or is lost. The client tries again
+    with all cells. So callers never get it."""
+
+    default_retryable = False
+
+
 class LeaseExpiredError(DataPlaneError, RuntimeError):
     """Some lease tokens are no longer valid. The operation changed no row.
 

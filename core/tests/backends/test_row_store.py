@@ -105,7 +105,8 @@ def test_a_row_that_samples_share_is_moved_once():
 
 @pytest.mark.parametrize("byte", [0, 4, 8, 12, -1], ids=["magic", "count", "length", "second_length", "cut"])
 def test_a_row_whose_index_is_damaged_is_named_with_its_sample_and_fields(byte):
-    with open_client(Plain) as client:
+    config = DataPlaneConfig(backend="plain", read_cache_bytes=0)  # else it reads "z" only once
+    with connect_backend(Plain, config, bootstrap=True) as client:
         client.register_partition("p", ["x", "y", "z"], None, ["t"])
         equal = torch.ones(1, 60_000).expand(4, -1)  # equal rows, which are stored once
         ids = ["a", "b", "c", "d"]

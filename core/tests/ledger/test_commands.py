@@ -22,6 +22,8 @@ ONE_OF_EACH = [
     commands.CommitPut(1),
     commands.AbortPut(2),
     commands.PutTags("p", ["a"], [{"n": 2}]),
+    commands.FindContent([bytes(16)]),
+    commands.ForgetContent([(1, 0)]),
     commands.Locate("p", ["a"], ["x"]),
     commands.ListRequest("p"),
     commands.ListPartitionsRequest(),

@@ -16,7 +16,7 @@ def test_memory_is_freed_once_half_of_the_rows_are_deleted_whichever_they_are(go
     for part in (gone[::2], gone[1::2]):  # a clear often takes a few rows of a put
         segment = segment.without(part)
     left = sorted(set(range(1000)) - set(gone))
-    piece = segment.piece("x", left, range(len(left)))
+    piece = segment.piece(0, left, range(len(left)))
     assert isinstance(piece.column, torch.Tensor)
     assert len(piece.column) <= 2 * len(left)
     assert [piece.column[row] for row in piece.rows] == left

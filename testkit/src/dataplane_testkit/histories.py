@@ -41,9 +41,11 @@ FILTERS: Final[list[dict[str, tuple[str, Any]]]] = [
 #: A lease that does not end while a history lasts, and one whose end the kit waits for.
 LONG_S: Final = 36000.0
 SHORT_S: Final = 0.02
-#: Elements of a cell that is large enough to be stored once with its equals, or narrowed; and how many fit.
+#: Elements of a cell that is large enough to be stored once with its equals, or narrowed; how many of them fit; and how
+#: many differ.
 LARGE: Final = 132 * 1024
 ROOM_FOR: Final = 4
+NUM_LARGE: Final = 11
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def _ints(number: int, first: int, count: int = 4000) -> torch.Tensor:
 
 
 def _bytes(number: int) -> torch.Tensor:
-    return torch.full((LARGE,), number % 251, dtype=torch.uint8)
+    return torch.full((LARGE,), number % NUM_LARGE, dtype=torch.uint8)
 
 
 _INTS: Final = FieldSpec("tensor", "int64", 1)
@@ -93,7 +95,7 @@ KINDS: Final = {
     "wide ints": Kind(_INTS, lambda number: _ints(number, (1 << 40) + number)),
     "large": Kind(FieldSpec("tensor", "uint8", 1), _bytes, LARGE),
     "equal": Kind(FieldSpec("tensor", "uint8", 1), _bytes, LARGE, shared=True),
-    "large ints": Kind(_INTS, lambda number: _ints(number, number % 100, LARGE), LARGE),
+    "large ints": Kind(_INTS, lambda number: _ints(number % NUM_LARGE, number % NUM_LARGE, LARGE), LARGE),
 }
 #: Field -> the kinds of cells that it is given. It keeps the first one in most cases.
 FIELDS: Final = {
@@ -116,6 +118,7 @@ class Put:
     columns: Mapping[str, str]  # the kinds of its cells; empty: tags alone
     number: int  # what its cells are made of, and its request id
     tags: Sequence[Mapping[str, Any]] | None = None
+    by_content: bool = False  # whether the store keeps large cells by content
 
     def commands(self, ledger: Ledger, now: float, ttl_s: float = 1e9, size_bytes: int = 0) -> list[Command[Any]]:
         """The put as the ledger gets it: begun and committed, or tags alone. A cell has at least ``size_bytes``."""
@@ -130,12 +133,24 @@ class Put:
         for name, kind in self.columns.items():
             rows = [0] * len(self.sample_ids) if KINDS[kind].shared else None
             count = 1 if rows else len(self.sample_ids)
-            writes.append(commands.Write([name], [KINDS[kind].size_bytes or size_bytes] * count, rows))
+            if self.by_content and KINDS[kind].size_bytes:
+                writes.append(self._write_by_content(name, ledger, now))
+            else:
+                writes.append(commands.Write([name], [KINDS[kind].size_bytes or size_bytes] * count, rows))
+        writes.sort(key=lambda write: not write.row_bytes)
         first = self.number * 1000
         begin = commands.BeginPut(
             *(*about, specs, writes, self.tags), write_id=first, ttl_s=ttl_s, request_id=f"r{self.number}"
         )
         return [begin, commands.CommitPut(first)]
+
+    def _write_by_content(self, name: str, ledger: Ledger, now: float) -> Any:
+        kind = KINDS[self.columns[name]]
+        digests = [f"{kind.spec.to_text()[:13]} {number % NUM_LARGE:2}".encode() for number in self._numbers(name)]
+        known = ledger.apply(commands.FindContent(list(dict.fromkeys(digests))), now)
+        brought = [digest for digest in dict.fromkeys(digests) if digest not in known]
+        order = brought + known
+        return commands.Write([name], [kind.size_bytes] * len(brought), [order.index(one) for one in digests], order)
 
     def take(self, ledger: Ledger, now: float) -> bool:
         """Puts whole. Returns whether it was carried out, not done already. Raises as the ledger does."""
@@ -148,8 +163,12 @@ class Put:
 
     def rows(self, field: str) -> list[Any]:
         """The cells of a field."""
-        kind, places = KINDS[self.columns[field]], range(len(self.sample_ids))
-        return [kind.row(self.number if kind.shared else 16 * self.number + place) for place in places]
+        return list(map(KINDS[self.columns[field]].row, self._numbers(field)))
+
+    def _numbers(self, field: str) -> list[int]:
+        """What the cells of a field are made of."""
+        shared, places = KINDS[self.columns[field]].shared, range(len(self.sample_ids))
+        return [self.number if shared else 16 * self.number + place for place in places]
 
     @staticmethod
     def _spec(kind: str, fixed: FieldSpec | None) -> FieldSpec:
@@ -216,6 +235,7 @@ class History:
     bounded: bool = False  # the store has room for `ROOM_FOR` large cells, and only these are written
     narrows: bool = True
     shares: bool = True
+    by_content: bool = True
     count: int = 0
     _next: list[Callable[[], Step | None]] = field(default_factory=list)
     _claims: list[_Lease] = field(default_factory=list)
@@ -448,6 +468,7 @@ class History:
             self._columns(where, fields or self._fields()),
             self._number(),
             tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
+            by_content=self.by_content,
         )
         put = self._sealing(put) if self._has_rollouts(where) and dice.random() < 0.7 else put
         self._requests = [*self._requests[-6:], put]

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from table import Table
 
 from dataplane_core import spec
+from dataplane_core.codec.rows import row_nbytes
 from dataplane_core.errors import MissingDataError
 from dataplane_core.ledger import commands, group_of
 from dataplane_core.ledger.partition import Partition
@@ -27,7 +28,7 @@ from dataplane_noop._backend import Segment
 
 
 def _held_bytes(self, backend):
-    return sum(column.nbytes for segment in backend._segments.values() for column in segment._columns.values())
+    return sum(sum(row_nbytes(segment._columns, segment._num_kept)) for segment in backend._segments.values())
 
 
 _LISTED = "self.call_ledger(request.deadline, commands.ListRequest(request.partition_id, None)).sample_ids"
@@ -337,6 +338,24 @@ WakesAFew.call_ledger: token, kept = getattr(command, "token", None), seen["kept
     if wake and token not in kept: wake = lambda: True
 test_narrow_integers_take_less_room
 StoresIntegersWide.store_write: columns = {name: cast(column, torch.int64) for name, column in columns.items()}
+test_content_is_kept_once_for_all_puts
+KeepsContentOfEachPut.call_ledger: -> if isinstance(command, commands.CommitPut):
+        self._service.ledger.forget_all_content()
+FreesContentTooEarly.call_ledger: -> if isinstance(command, commands.CommitPut):
+        for write in self._service.ledger._writes.values():
+            if write.digests: write.num_holders[:] = [min(1, count) for count in write.num_holders]
+NeverFreesContent.call_ledger: -> if isinstance(command, commands.CommitPut):
+        for write in self._service.ledger._writes.values():
+            if write.digests: write.num_holders[:] = [count and count + 1 for count in write.num_holders]
+CountsContentForEachPut.call_ledger: -> if isinstance(command, commands.CommitPut):
+        for holder in self._service.ledger._partitions.values(): holder.held_bytes += 100_000 * len(holder.content)
+MistakesContent.call_ledger: -> if isinstance(command, commands.CommitPut):
+        content = self._service.ledger._content
+        content.update(dict.fromkeys(content, next(iter(content.values()), None)))
+test_puts_that_bring_the_same_cell_at_once_leave_it_once
+KeepsBothOfTwo.call_ledger: if isinstance(command, commands.CommitPut): self._service.ledger.forget_all_content()
+test_lost_content_is_brought_again
+RemembersWhatIsLost.call_ledger: if isinstance(command, commands.ForgetContent): return
 test_of_racing_puts_that_exclude_each_other_one_is_accepted[enum]
 IgnoresEnums.put_samples: request.strings = {}
 test_of_racing_puts_that_exclude_each_other_one_is_accepted[declared]

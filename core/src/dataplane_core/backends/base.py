@@ -111,6 +111,8 @@ class Backend:
             costly `start` needs this value.
         narrow: Whether core may send integers narrower than they were put, where the wire takes that. A backend whose
             reads are views of what was put clears it before `start` returns.
+        cache_bytes: How many bytes of cells that are kept by content a client keeps, to read them again. Core sets it
+            before `start`. A backend that reads them from memory of its host clears it before `start` returns.
         moved_rows: Where rows go by several paths, how many this client has put and read by each: name of the path ->
             rows. Metrics show it.
         stop_by: When `stop` should be over, on `time.monotonic`'s clock, whether the store answers or not. Core sets it
@@ -132,6 +134,7 @@ class Backend:
     exclusive: bool = False
     attach_wait_s: float = 0.0
     narrow: bool = True
+    cache_bytes: int = 0
     stop_by: float = math.inf
 
     def __init__(self, config: Any) -> None:

@@ -119,6 +119,12 @@ class ExtentClient:
         what = "put_samples"
         plans = [_Plan(write_id, list(columns)) for write_id, columns in writes.items()]
         wanted = [plan.wanted for plan in plans]
+        if not wanted:  # the store has all of its cells
+            assert begin is not None
+            assert begin.write_id is not None
+            commits()
+            self.session.call_all(what, deadline, [begin, commands.CommitPut(begin.write_id)])
+            return
         put, size_bytes = wanted[0].write_id, sum(write.layout.size_bytes for write in wanted)
         first: list[Any] = [] if begin is None else [begin]
         last: list[Any] = [] if begin is None else [commands.CommitPut(put)]

@@ -22,11 +22,13 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
+from dataplane_core.backends.content import ReadCells, without_known
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
     BackendError,
     CapacityExceededError,
+    ContentGoneError,
     FrameError,
     InvalidRequestError,
     LostSamplesError,
@@ -136,6 +138,7 @@ class LedgerBackend(Backend, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._not_undone: deque[int] = deque()  # write ids of failed puts
+        self._cells_read = ReadCells()
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
@@ -216,12 +219,13 @@ class LedgerBackend(Backend, ABC):
             if self._not_undone:
                 self._finish_undoing(request.deadline)
             writes = writes_of(request.columns, num_samples, self.row_cost_bytes)
-            try:
-                freed = self.put_once(request, writes, None)
-            except CapacityExceededError as error:
-                if self.config.on_full != "block" or not error.retryable:
-                    raise
-                freed = self._put_when_there_is_room(request, writes, error)
+            while True:
+                try:
+                    freed = self._put_new_content(request, writes)
+                    break
+                except ContentGoneError:
+                    if time.monotonic() >= request.deadline:
+                        raise
             if freed:
                 self._collect_if_possible(freed, request.deadline)
         return num_samples
@@ -241,6 +245,8 @@ class LedgerBackend(Backend, ABC):
                 if not error.refs and located == before:
                     lost = self.find_gone(located.refs, request.deadline)
                 if lost:
+                    with suppress(Exception):  # else a put could rely on it
+                        self.call_ledger(request.deadline, commands.ForgetContent(list(lost)))
                     raise _lost_samples(request, located, lost) from error
                 gone.update(error.refs)
                 before = located
@@ -310,21 +316,51 @@ class LedgerBackend(Backend, ABC):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _fetch_once(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn | SharedRows]:
-        """Fetches columns. Rows of a write that several samples share are fetched once."""
+        """Fetches columns. Rows of a write that several samples share are fetched once, and those that are kept by
+        content not at all if this client has them."""
         shared = _shared_fields(located)
+        kept = (
+            {name for part in located.parts if part.by_content for name in part.fields} if self.cache_bytes else set()
+        )
         columns: dict[str, WireColumn | SharedRows] = {}
-        for name in shared:
-            some, index = _without_repeats(located, name, num_samples)
+        for name in shared | kept:
+            some, index = (
+                _without_repeats(located, name, num_samples) if name in shared else (_only(located, [name]), None)
+            )
             try:
-                columns[name] = SharedRows(self.fetch_fields(some, max(index) + 1, deadline)[name], index)
+                column = self._fetch_different(some, num_samples if index is None else max(index) + 1, deadline)
             except FrameError as error:
-                error.row = None if error.row is None else index.index(error.row)
+                if error.row is not None and index is not None:
+                    error.row = index.index(error.row)
                 raise
-        rest = [name for name in located.specs if name not in shared]
+            columns[name] = column if index is None else SharedRows(column, index)
+        rest = [name for name in located.specs if name not in columns]
         if rest:
-            some = located if not shared else _only(located, rest)
+            some = located if not columns else _only(located, rest)
             columns.update(self.fetch_fields(some, num_samples, deadline))
         return columns
+
+    def _fetch_different(self, located: Located, num_rows: int, deadline: float) -> WireColumn:
+        """Fetches a column of different rows."""
+
+        def fetch(some: Located, count: int) -> WireColumn:
+            return next(iter(self.fetch_fields(some, count, deadline).values()))
+
+        if self.cache_bytes and all(part.by_content for part in located.parts):
+            return self._cells_read.fetch(located, self.cache_bytes, fetch)
+        return fetch(located, num_rows)
+
+    def _put_new_content(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
+        """Puts what the store lacks. Returns the refs that it freed."""
+        digests = [digest for write in writes for digest in write.digests]
+        if digests and (known := self.call_ledger(request.deadline, commands.FindContent(digests))):
+            request, writes = without_known(request, writes, set(known))
+        try:
+            return self.put_once(request, writes, None)
+        except CapacityExceededError as error:
+            if self.config.on_full != "block" or not error.retryable:
+                raise
+            return self._put_when_there_is_room(request, writes, error)
 
     def _put_when_there_is_room(
         self, request: PutRequest, writes: Sequence[commands.Write], refusal: CapacityExceededError
@@ -385,7 +421,9 @@ class LedgerBackend(Backend, ABC):
         if ticket is not None:
             ticket.queued_at = None  # it left the queue; it enters it again if the engine itself is full
         try:
-            self.store_writes(begin.by_id(write_id), request.columns, request.deadline)
+            brought = {one: write for one, write in begin.by_id(write_id).items() if write.row_bytes}
+            if brought:
+                self.store_writes(brought, request.columns, request.deadline)
             if ticket is not None:
                 ticket.refusal = None
             return self.call_ledger(request.deadline, commands.CommitPut(write_id))
@@ -399,7 +437,7 @@ class LedgerBackend(Backend, ABC):
         """The command that begins a put, with a new write id."""
         return commands.BeginPut(
             *(request.partition_id, request.sample_ids, request.specs, writes, request.tags),
-            write_id=self.new_write_id(sum(len(write.row_bytes) for write in writes)),
+            write_id=self.new_write_id(sum(write.num_ids for write in writes)),
             ticket=None if ticket is None else ticket.id,
             ttl_s=_left_s(request.deadline) + _ABANDON_GRACE_S,
             request_id=request.request_id,
@@ -540,18 +578,20 @@ def writes_of(
     plain = {name: column for name, column in columns.items() if not isinstance(column, SharedRows)}
     if len(plain) == len(columns) and (row_cost_bytes is None or len(plain) < 2):  # the usual case of few columns
         return [commands.Write(tuple(plain), row_nbytes(plain, num_samples))] if plain else []
-    sizes = {name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples) for name, column in plain.items()}
-    apart = _columns_apart(sizes, num_samples, row_cost_bytes)
-    together = tuple(name for name in plain if name not in apart)
-    row_bytes = sum((sizes[name] for name in together), np.zeros(num_samples, dtype=np.int64))
-    writes = [commands.Write(together, row_bytes.tolist())] if together else []
-    writes += [commands.Write((name,), sizes[name].tolist()) for name in apart]
+    shared: list[commands.Write] = []
     for name, column in columns.items():
         if isinstance(column, SharedRows):
             num_shared = len(column.rows)
             _check_index(name, column, num_shared, num_samples)
-            writes.append(commands.Write((name,), row_nbytes({name: column.rows}, num_shared), column.index))
-    return writes
+            row_sizes = row_nbytes({name: column.rows}, num_shared)
+            shared.append(commands.Write((name,), row_sizes, column.index, column.digests or ()))
+    sizes = {name: np.broadcast_to(cell_nbytes(column, num_samples), num_samples) for name, column in plain.items()}
+    apart = _columns_apart(sizes, num_samples, row_cost_bytes, shared)
+    together = tuple(name for name in plain if name not in apart)
+    row_bytes = sum((sizes[name] for name in together), np.zeros(num_samples, dtype=np.int64))
+    writes = [commands.Write(together, row_bytes.tolist())] if together else []
+    writes += [commands.Write((name,), sizes[name].tolist()) for name in apart]
+    return writes + shared
 
 
 def columns_of(write: commands.Write, columns: Mapping[str, WireColumn | SharedRows]) -> dict[str, WireColumn]:
@@ -569,11 +609,15 @@ def _check_index(name: str, column: SharedRows, num_rows: int, num_samples: int)
         )
 
 
-def _columns_apart(sizes: Mapping[str, Any], num_samples: int, row_cost_bytes: int | None) -> list[str]:
-    """The largest columns, as many as the budget allows. ``sizes``: the bytes of each column's cells."""
+def _columns_apart(
+    sizes: Mapping[str, Any], num_samples: int, row_cost_bytes: int | None, shared: Sequence[commands.Write]
+) -> list[str]:
+    """The largest columns, as many as the budget allows, of which ``shared`` have a part. ``sizes``: the bytes of each
+    column's cells."""
     if row_cost_bytes is None or len(sizes) < 2:
         return []
     totals = {name: int(cells.sum()) for name, cells in sizes.items()}
-    most = int(_APART_SHARE * sum(totals.values()) / (row_cost_bytes * num_samples))
-    largest = sorted(totals, key=lambda name: -totals[name])[: min(most, len(totals) - 1)]
+    most = int(_APART_SHARE * (sum(totals.values()) + _size_bytes(shared)) / (row_cost_bytes * num_samples))
+    most = max(0, min(most - len(shared), len(totals) - 1))
+    largest = sorted(totals, key=lambda name: -totals[name])[:most]
     return [name for name in largest if totals[name] >= _LEAST_APART_BYTES * num_samples]

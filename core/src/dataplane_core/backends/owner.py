@@ -158,6 +158,7 @@ class EngineLog(Log):
 
     Attributes:
         generation: See `LogRecord`.
+        forget_content: Called when the engine has lost records, and so rows: no put may rely on these.
         is_needed: Whether somebody waits for this owner while the engine does not answer. Default: for 30 s.
 
     Raises:
@@ -178,6 +179,7 @@ class EngineLog(Log):
         self._is_dirty = False  # whether `commit` has to wait for the engine
         self._sure_at = -_SURE_S
         give_up_at = time.monotonic() + _START_S
+        self.forget_content: Callable[[], object] = lambda: None
         self.is_needed: Callable[[], bool] = lambda: time.monotonic() < give_up_at  # until the owner has clients
         lease = Lease()
         first, newest = self._newest()
@@ -320,6 +322,7 @@ class EngineLog(Log):
             raise TakenError("another process has taken the store.")
         _log.warning("the engine lost the records of the log from %d on: the state is written anew", number + 1)
         self._last = number, newest.owner
+        self.forget_content()
         self.begin()
 
 
@@ -529,6 +532,7 @@ def _serve(backend: Store, owner: str, dead: int) -> None:
     host = _OwnerHost(ledger, log, limits)
     server = Server(host, listener, token=token, tls=tls)
     log.is_needed = server.has_clients
+    log.forget_content = ledger.ledger.forget_all_content
 
     def beat() -> None:
         while time.monotonic() - host.alone_since < _LOOK_S:

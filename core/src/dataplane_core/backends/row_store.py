@@ -60,7 +60,7 @@ class RowStoreBackend(LedgerBackend):
     which needs no torch: import that where it is used.
     """
 
-    wire = WireFormat(bytes=True, shared_rows=True)
+    wire = WireFormat(bytes=True, shared_rows=True, by_content=True)
     capabilities = _CAPABILITIES
     row_cost_bytes = 6144
     Config: ClassVar[type[CapacityOptions]] = RowStoreOptions

@@ -115,6 +115,7 @@ class SpreadBackend(Backend):
             store.name, store.allow_pickle, store.moved_rows = self.name, self.allow_pickle, self.moved_rows
             # of several processes, the one that bootstraps the first store bootstraps all
             store.exclusive, store.attach_wait_s = self.exclusive and number == 0, self.attach_wait_s
+            store.cache_bytes = self.cache_bytes // len(self._stores)
             store.start(bootstrap=bootstrap, deadline=deadline)
 
     def stop(self) -> None:

@@ -154,6 +154,7 @@ def encode(connection: Connection, where: str, request: PutRequest, inputs: Any)
         connection.wire,
         allow_pickle=config.allow_pickle,
         narrow=connection.backend.narrow and config.narrow,
+        share_above=config.share_above,
     )
     request.columns.update(columns)
     request.specs.update(specs)

@@ -5,9 +5,9 @@ token ids, routed experts and masks are int64 in most trainers, and fit one or t
 was put (`FieldSpec`); only its cells in a store may be narrower, and how narrow differs from put to put. So each cell's
 dtype is stored beside it: in the header of its frame, or by a backend whose wire has `WireFormat.narrow`.
 
-**Shared rows.** The samples of a group often have the very same image or long prompt. Rows that are the same
-memory are found by their address, others by a hash of their bytes. Small cells are not looked at: to store them apart
-costs more than it saves.
+**Shared rows.** The samples of a group often have the very same image or long prompt, and an agent's next turn has it
+again. Rows that are the same memory are found by their address, others by a digest of their bytes, by which a store
+also knows them in later puts. Small cells are not looked at: to store them apart costs more than it saves.
 
 Shape legend: ``N`` rows, ``U`` rows that differ.
 """
@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from dataplane_core.codec.tensors import ByteArray, byte_array, empty_tensor
-from dataplane_core.digests import fast_digest
+from dataplane_core.codec.tensors import byte_array, empty_tensor
+from dataplane_core.digests import content_hash
 from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
 from dataplane_core.spec import Ragged
 
@@ -44,11 +44,8 @@ LEAST_BYTES: Final = 16 << 10
 _PART_BYTES: Final = 1 << 20
 #: These elements are looked at before all others: most columns that are wide show it here.
 _FIRST: Final = 4096
-#: Only columns whose cells have at least so many bytes on average are looked at.
-LARGE_CELL_BYTES: Final = 128 << 10
-#: Bytes read at each of so many places of a cell, to tell most cells apart without reading them.
-_SAMPLE_BYTES: Final = 8
-_SAMPLES: Final = 8
+#: Only columns whose cells have at least so many bytes on average are looked at, unless the config says otherwise.
+LARGE_CELL_BYTES: Final = 64 << 10
 
 
 # --- narrow integers --------------------------------------------------------------------------------------------------
@@ -155,43 +152,21 @@ def _memory_of(row: Any) -> Hashable:
     return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device, row.is_conj(), row.is_neg()
 
 
-def equal_rows(column: Ragged | torch.Tensor) -> Repeats | None:
-    """Rows with equal bytes. None: there are none, or the cells are small.
-
-    Reads a few bytes of each cell, and all bytes only of those whose few bytes are equal. A hash (XXH3) finds the equal
-    ones, and a comparison confirms it.
-    """
-    values, num_rows = (column.values, len(column)) if isinstance(column, Ragged) else (column, column.shape[0])
-    if num_rows < 2 or values.nbytes < LARGE_CELL_BYTES * num_rows:
-        return None
+def row_digests(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
+    """A digest of each row of a column (`content_hash`): of its bytes, their dtype, and what kind of cells they are."""
+    values, count = rows.values if isinstance(rows, Ragged) else rows, len(rows)
     data = byte_array(values)
-    if isinstance(column, Ragged):
-        cuts = column.offsets.numpy() * column.itemsize
+    if isinstance(rows, Ragged):
+        cuts = rows.offsets.numpy() * rows.itemsize
     else:
-        cuts = np.arange(num_rows + 1, dtype=np.int64) * (len(data) // num_rows)
-    starts, sizes = cuts[:-1], np.diff(cuts)
-    samples = _samples(data, starts, sizes)
-    alike = Repeats.by_key([(size, sample.tobytes()) for size, sample in zip(sizes.tolist(), samples, strict=True)])
-    if alike is None:
-        return None
-    cells: list[Any] = [data[start:stop] for start, stop in zip(starts.tolist(), cuts[1:].tolist(), strict=True)]
-    counts = np.bincount(alike.index)
-    hashes = [fast_digest(cell) if counts[at] > 1 else 0 for at, cell in zip(alike.index, cells, strict=True)]
-    equal = Repeats.by_key(list(zip(alike.index, hashes, strict=True)))
-    if equal is None:
-        return None
-    for row, at in enumerate(equal.index):
-        first = equal.firsts[at]
-        if first != row and not np.array_equal(cells[row], cells[first]):
-            return None  # two cells with one hash
-    return equal
+        cuts = np.arange(count + 1, dtype=np.int64) * (len(data) // max(count, 1))
+    first, digests = f"{kind} {values.dtype}".encode(), [b""] * count
 
+    def digest(row: int) -> None:
+        hashed = content_hash(first)
+        hashed.update(data.data[cuts[row] : cuts[row + 1]])
+        digests[row] = hashed.digest()
 
-def _samples(data: ByteArray, starts: Any, sizes: Any) -> Any:
-    """Bytes of each row, (N, places * bytes); zeros for rows that are too short."""
-    last = np.maximum(sizes - _SAMPLE_BYTES, 0)
-    places = starts[:, None] + last[:, None] * np.arange(_SAMPLES) // (_SAMPLES - 1)
-    at = (places[:, :, None] + np.arange(_SAMPLE_BYTES)).reshape(len(starts), -1)
-    sampled = data[np.minimum(at, len(data) - 1)]
-    sampled[sizes < _SAMPLE_BYTES] = 0
-    return sampled
+    threads = min(max(1, len(data) // _PART_BYTES), default_copy_threads())
+    in_threads([partial(digest, row) for row in range(count)], threads)
+    return digests

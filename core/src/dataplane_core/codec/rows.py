@@ -201,11 +201,11 @@ def take_rows(column: Any, positions: Sequence[int]) -> Any:
         Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
         ``NonTensorStack`` is copied, so that rows stay independent.
     """
-    taken = _take(column, positions)
+    taken = take_plain(column, positions)
     return dense_or_jagged(taken) if isinstance(taken, Ragged) else taken
 
 
-def _take(column: Any, positions: Sequence[int]) -> Any:
+def take_plain(column: Any, positions: Sequence[int]) -> Any:
     """As `take_rows`, but ragged rows are not made one tensor."""
     if isinstance(column, list):
         return type(column)(column[position] for position in positions)
@@ -229,7 +229,7 @@ def spread(column: Any, index: Sequence[int], *, share: bool) -> Any:
     memory of its own.
     """
     if not share:
-        return _take(column, index)
+        return take_plain(column, index)
     if isinstance(column, Ragged):
         rows: Sequence[Any] = column.values.split_with_sizes(column.lengths.tolist())
     else:

@@ -33,9 +33,9 @@ from dataplane_core.codec.cells import (
 from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
     Repeats,
-    equal_rows,
     is_narrow,
     narrowed,
+    row_digests,
     same_memory,
     widened,
 )
@@ -50,6 +50,7 @@ from dataplane_core.codec.rows import (
     num_rows,
     object_column,
     spread,
+    take_plain,
     tensor_columns,
 )
 from dataplane_core.codec.tensors import (
@@ -65,7 +66,6 @@ from dataplane_core.codec.tensors import (
     offsets_of,
     plain_rows,
     ragged_of_rows,
-    take_dense,
     take_ragged,
 )
 from dataplane_core.digests import fast_digest
@@ -73,6 +73,8 @@ from dataplane_core.errors import BackendError, DataPlaneError, FrameError, Inva
 from dataplane_core.spec import FieldSpec, Ragged, SharedRows, WireColumn, WireFormat
 
 _OBJECTS: Final = FieldSpec.of_objects()
+#: Only columns of these native items are kept by content: to know the size of others takes too long.
+_BULKY: Final = frozenset({bytes, torch.Tensor})
 _ENCODED: Final = FieldSpec("tensor", "uint8", 1)
 _Rows: TypeAlias = Ragged | torch.Tensor
 _Sums: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
@@ -102,6 +104,7 @@ def encode_columns(
     *,
     allow_pickle: bool = False,
     narrow: bool | Mapping[str, bool] = True,
+    share_above: int | Mapping[str, int | None] | None = LARGE_CELL_BYTES,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
     """Converts a batch to the form that a backend's hooks take.
 
@@ -114,12 +117,14 @@ def encode_columns(
         allow_pickle: Accept object items outside the closed set.
         narrow: Whether integers are sent narrower, on wires that take them so. Per field, or for all; a field that is
             not named is.
+        share_above: Equal cells of a column are sent once if its cells have at least so many bytes on average. None:
+            never. For all, or per field; a field that is not named has the default.
 
     Returns:
-        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. Large equal rows
-        of a column are `SharedRows`, if the wire has them. Tensors that need no conversion alias the caller's memory,
-        and native object items are the caller's objects: a backend that keeps them must copy them (`copy_item`).
-        Frames, which may be views of one buffer, and encoded objects are new memory.
+        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. A column of
+        large cells is `SharedRows` if some of them are equal, or if the store keeps them by content. Tensors that need
+        no conversion alias the caller's memory, and native object items are the caller's objects: a backend that keeps
+        them must copy them (`copy_item`). Frames, which may be views of one buffer, and encoded objects are new memory.
 
     Raises:
         InvalidRequestError: A column does not have one row per sample.
@@ -131,31 +136,63 @@ def encode_columns(
     specs: dict[str, FieldSpec] = {}
     for name in fields.keys():
         leaf: Any = fields.get(name)
+        least = share_above.get(name, LARGE_CELL_BYTES) if isinstance(share_above, Mapping) else share_above
+        least = least if wire.shared_rows else None
         if isinstance(leaf, (torch.Tensor, Ragged, TensorRows)):
-            rows, repeats = _ingest(name, leaf, num_samples, wire)
+            rows, same = _ingest(name, leaf, num_samples, least)
             values, shape = (rows.values, rows.values.shape) if isinstance(rows, Ragged) else (rows, rows.shape[1:])
             is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(values)
             specs[name] = FieldSpec.of_ints(len(shape)) if is_open else FieldSpec.of_cells(values.dtype, tuple(shape))
             if (wire.bytes or wire.narrow) and (narrow if isinstance(narrow, bool) else narrow.get(name, True)):
                 values = narrowed(values)
                 rows = Ragged(values, rows.offsets) if isinstance(rows, Ragged) else values
-            encoded = _on_wire(rows, wire)
+            columns[name] = _sent(rows, specs[name], same, wire, least)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
             empty = torch.empty((num_samples, 0), dtype=torch.uint8, device="cpu")
-            specs[name], encoded, repeats = EMPTY_LISTS, _on_wire(empty, wire), None
+            specs[name], columns[name] = EMPTY_LISTS, _on_wire(empty, wire)
         else:
             items = _object_items(name, leaf, num_samples)
             specs[name] = _OBJECTS
-            encoded, repeats = _encode_objects(items, name, wire, allow_pickle)
-        columns[name] = encoded if repeats is None else SharedRows(encoded, repeats.index)
+            columns[name] = _encode_objects(items, name, wire, least, allow_pickle)
     return columns, specs
 
 
+def _sent(
+    rows: _Rows, spec: FieldSpec, same: Repeats | None, wire: WireFormat, least: int | None
+) -> WireColumn | SharedRows:
+    """Rows on the wire. Of large ones those that differ, with their digests if the store keeps them by content.
+
+    ``same``: which rows these already are. ``least``: how many bytes make a row large, on average.
+    """
+    digests = None
+    is_large = least is not None and len(rows) > 0 and _values(rows).nbytes >= least * len(rows)
+    if is_large and (wire.by_content or len(rows) > 1):
+        digests = row_digests(rows, spec.to_text())
+        rows, same, digests = _differing(rows, same, digests)
+    encoded = _on_wire(rows, wire, KIND_OBJECT if spec.kind == "object" else KIND_TENSOR)
+    # cells that leave their field open are read as what it became, so those of another put are not the same
+    return _with_index(encoded, same, digests if wire.by_content and not spec.lists else None)
+
+
+def _differing(rows: Any, same: Repeats | None, digests: list[bytes]) -> tuple[Any, Repeats | None, list[bytes]]:
+    """Of rows with equal digests the first; which rows these are then, and their digests."""
+    equal = Repeats.by_key(digests)
+    if equal is None:
+        return rows, same, digests
+    return take_plain(rows, equal.firsts), equal.after(same), [digests[row] for row in equal.firsts]
+
+
+def _with_index(rows: WireColumn, same: Repeats | None, digests: list[bytes] | None) -> WireColumn | SharedRows:
+    if same is None and digests is None:
+        return rows
+    return SharedRows(rows, list(range(len(rows))) if same is None else same.index, digests)
+
+
 def _ingest(
-    name: str, leaf: torch.Tensor | Ragged | TensorRows, num_samples: int, wire: WireFormat
+    name: str, leaf: torch.Tensor | Ragged | TensorRows, num_samples: int, least: int | None
 ) -> tuple[_Rows, Repeats | None]:
-    """The plain rows of a leaf. If the wire has shared rows, without large equal ones, and which rows these are."""
+    """The plain rows of a leaf. Of large ones in the same memory one, and which rows these are."""
     what = f"put_samples refused: field '{name}'"
     if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
         raise InvalidRequestError(f"{what} is a scalar tensor. Expected {num_samples} rows, one per sample id.")
@@ -164,7 +201,7 @@ def _ingest(
     if isinstance(leaf, Ragged):
         rows: _Rows = check_ragged(leaf, what)
     elif isinstance(leaf, TensorRows):  # large rows
-        same = same_memory(leaf) if wire.shared_rows else None
+        same = None if least is None else same_memory(leaf)
         try:
             rows = ragged_of_rows(leaf if same is None else [leaf[row] for row in same.firsts], what)
         except DataPlaneError:
@@ -172,14 +209,10 @@ def _ingest(
     else:
         is_plain = leaf.layout == torch.strided and not leaf.is_nested
         expanded = is_plain and num_samples > 1 and leaf.stride(0) == 0
-        if wire.shared_rows and expanded and leaf[0].nbytes >= LARGE_CELL_BYTES:
+        if least is not None and expanded and leaf[0].nbytes >= least:
             same, leaf = Repeats([0], [0] * num_samples), leaf[:1]
         rows = plain_rows(leaf, what)
-    equal = equal_rows(rows) if wire.shared_rows else None
-    if equal is None:
-        return rows, same
-    firsts = take_ragged(rows, equal.firsts) if isinstance(rows, Ragged) else take_dense(rows, equal.firsts)
-    return firsts, equal.after(same)
+    return rows, same
 
 
 def _are_ints_for_floats(values: torch.Tensor) -> bool:
@@ -222,26 +255,29 @@ def _check_rows(name: str, count: int, num_samples: int) -> None:
 
 
 def _encode_objects(
-    items: list[Any], name: str, wire: WireFormat, allow_pickle: bool
-) -> tuple[WireColumn, Repeats | None]:
-    """Encodes items. If the wire has shared rows, without large equal ones, and which rows these are."""
-    same = same_memory(items) if wire.shared_rows else None
+    items: list[Any], name: str, wire: WireFormat, least: int | None, allow_pickle: bool
+) -> WireColumn | SharedRows:
+    """Items on the wire, as `_sent`."""
+    same = None if least is None else same_memory(items)
     firsts = items if same is None else [items[row] for row in same.firsts]
     if wire.objects == "native" and not wire.bytes:
         check_items(items, name, allow_pickle=allow_pickle)
-        if same is not None and cell_nbytes(firsts, len(firsts)).sum() < LARGE_CELL_BYTES * len(firsts):
-            firsts, same = items, None
-        return firsts, same
+        is_bulky = least is not None and wire.by_content and set(map(type, firsts)) <= _BULKY
+        is_small = same is None and not is_bulky
+        if is_small or cell_nbytes(firsts, len(firsts)).sum() < (least or 0) * len(firsts):
+            return items
+        digests = None
+        if is_bulky:
+            digests = row_digests(_encoded_items(firsts, name, allow_pickle), _OBJECTS.to_text())
+            firsts, same, digests = _differing(firsts, same, digests)
+        return _with_index(firsts, same, digests)
     try:
         rows = _encoded_items(firsts, name, allow_pickle)
     except DataPlaneError:
         rows = _encoded_items(items, name, allow_pickle)  # raises the error with the number of the row
-    if same is not None and rows.values.nbytes < LARGE_CELL_BYTES * len(firsts):
+    if same is not None and rows.values.nbytes < (least or 0) * len(firsts):
         rows, same = take_ragged(rows, same.index), None
-    equal = equal_rows(rows) if wire.shared_rows else None
-    if equal is not None:
-        rows, same = take_ragged(rows, equal.firsts), equal.after(same)
-    return _on_wire(rows, wire, KIND_OBJECT), same
+    return _sent(rows, _OBJECTS, same, wire, least)
 
 
 def _encoded_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:

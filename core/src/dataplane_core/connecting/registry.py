@@ -166,6 +166,7 @@ def connect_backend(
         backend.allow_pickle = config.allow_pickle
         backend.exclusive = exclusive
         backend.attach_wait_s = attach_wait_s
+        backend.cache_bytes = config.read_cache_bytes
         manager = build_manager(backend, middleware)
         connection = Connection.open(
             config=config,

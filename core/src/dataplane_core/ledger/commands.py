@@ -46,20 +46,42 @@ from dataplane_core.spec.tags import TagValue
 Reply = TypeVar("Reply", covariant=True)
 #: Payload bytes of a row, or of a put: at most 2**50, so that their sums stay small.
 _Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
+#: Stands for the content of a cell, and for what kind of cell it is.
+Digest: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Write(Frozen, frozen=True):
-    """One write of a put: fields whose payload is stored together."""
+    """One write of a put: fields whose payload is stored together.
 
-    fields: Annotated[Sequence[str], Meta(min_length=1)]  # in the order of their slots
+    Attributes:
+        fields: In the order of their slots.
+        row_bytes: Of each row that is stored.
+        positions: The row that each sample has; each is that of some sample. None: row i.
+        digests: Of one field that is kept by content: those of the rows that are stored, and then those of cells that
+            the store has. These are numbered as rows too.
+    """
+
+    fields: Annotated[Sequence[str], Meta(min_length=1)]
     row_bytes: Sequence[_Bytes]
-    positions: Sequence[Index] | None = None  # the row that each sample has; each is that of some sample. None: row i
+    positions: Sequence[Index] | None = None
+    digests: Sequence[Digest] = ()
+
+    @property
+    def known(self) -> Sequence[bytes]:
+        """The digests of the cells that the store has."""
+        return self.digests[len(self.row_bytes) :]
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids it takes: at least one, so that each write of a put has another."""
+        return max(1, len(self.row_bytes))
 
 
 class BeginPut(Frozen, Command[int], frozen=True):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
-    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed. Other attributes are as in
+    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed; `ContentGoneError`: the store lacks a
+    cell that the put does not bring. The cells that it has stay until the put ends. Other attributes are as in
     `PutRequest`.
 
     Attributes:
@@ -90,15 +112,15 @@ class BeginPut(Frozen, Command[int], frozen=True):
 
     @property
     def num_ids(self) -> int:
-        """How many ids the put takes: one per row of its writes, and at least one."""
-        return max(1, sum(len(write.row_bytes) for write in self.writes))
+        """How many ids the put takes, and at least one."""
+        return max(1, sum(write.num_ids for write in self.writes))
 
     def by_id(self, write_id: int) -> dict[int, Write]:
         """Its writes by their ids, once it is begun with this one. The ids follow one another, row by row."""
         writes: dict[int, Write] = {}
         for write in self.writes:
             writes[write_id] = write
-            write_id += len(write.row_bytes)
+            write_id += write.num_ids
         return writes
 
     def check(self) -> None:
@@ -108,9 +130,27 @@ class BeginPut(Frozen, Command[int], frozen=True):
         self.expect(len(names) == len(self.specs) and self.specs.keys() == set(names), "writes")
         for write in self.writes:
             of = range(len(rows)) if write.positions is None else write.positions
-            self.expect(len(of) == len(rows) and set(of) == set(range(len(write.row_bytes))), "writes")
+            num_rows = len(write.digests) or len(write.row_bytes)
+            self.expect(len(of) == len(rows) and set(of) == set(range(num_rows)), "writes")
+            self.expect(num_rows >= len(write.row_bytes), "writes")
+            self.expect(not write.digests or len(write.fields) == 1, "writes")
         self.expect(self.size_bytes <= 1 << 50, "writes")
         check_opens(self)
+
+
+class FindContent(Frozen, Command[list[Digest]], frozen=True):
+    """Asks which cells the store has, by their digests. Reply: the digests of those."""
+
+    op = "find_content"
+    reads = True
+    digests: Sequence[Digest]
+
+
+class ForgetContent(Frozen, Command[None], frozen=True):
+    """Says that the payload of these refs is lost: no further put may rely on it."""
+
+    op = "forget_content"
+    refs: Sequence[Ref]
 
 
 class WaitForRoom(Frozen, Command[None], frozen=True):
@@ -130,7 +170,8 @@ class WaitForRoom(Frozen, Command[None], frozen=True):
 
 
 class CommitPut(Frozen, Command[list[Ref]], frozen=True):
-    """Makes a begun put visible: its cells and tags at once. Reply: the refs that it replaced, which are now free.
+    """Makes a begun put visible: its cells and tags at once. Reply: the refs that are now free: those that it replaced,
+    and its own rows with content that another put committed since `BeginPut`.
 
     Raises:
         StalePartitionError: The partition or one of the samples was cleared since `BeginPut`, or the put was abandoned.
@@ -175,6 +216,7 @@ class Part(Frozen, frozen=True):
     slots: tuple[int, ...]  # the index of each among all fields of the write
     rows: list[int]  # positions in the request
     positions: list[int]  # and in the write
+    by_content: bool = False  # other samples may have the same rows
 
 
 class Located(Frozen, frozen=True):
@@ -214,5 +256,5 @@ class Collected(Frozen, Command[None], frozen=True):
 #: All commands. Their order is part of the form of messages.
 COMMANDS: Final[tuple[type[Command[Any]], ...]] = (
     *(operation.request for operation in OPERATIONS.values() if issubclass(operation.request, Command)),
-    *(BeginPut, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, Collected),
+    *(BeginPut, FindContent, ForgetContent, WaitForRoom, CommitPut, AbortPut, PutTags, Locate, Collected),
 )

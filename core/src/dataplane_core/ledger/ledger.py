@@ -6,8 +6,9 @@ same order give the same state in every process.
 
 The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
 pos)`` names the payload of row ``pos`` of a write. Samples with equal cells may share a row of a write; its payload is
-then freed with the last of them. Write ids are integers that are never used again, spaced so that ``write_id + pos`` is
-unique too.
+then freed with the last of them. A write that is kept **by content** has a digest of each row: samples of later puts,
+in any partition, share these rows, and a put that names a digest of the ledger need not bring the row. Write ids are
+integers that are never used again, spaced so that ``write_id + pos`` is unique too.
 Callers draw the epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would
 start again if the ledger's state were lost. The ledger may number the writes itself only if its state and the payload
 are always lost together.
@@ -34,6 +35,7 @@ from msgspec.structs import asdict, replace
 from dataplane_core.errors import (
     AlreadyDoneError,
     CapacityExceededError,
+    ContentGoneError,
     InvalidRequestError,
     MissingDataError,
     OpenCellsError,
@@ -67,8 +69,9 @@ class LiveWrite:
     slots: dict[str, int]  # field -> its index among those of the write; shared, never changed
     row_bytes: list[int]
     lists: Mapping[str, Any] = field(default_factory=dict)  # of fields that its put left open: `FieldSpec.lists`
-    num_holders: list[int] = field(default_factory=list)  # how many samples refer to each row
+    num_holders: list[int] = field(default_factory=list)  # how many samples, and puts under way, refer to each row
     num_live: int = 0  # how many rows are referred to
+    digests: list[bytes] = field(default_factory=list)  # of each row, if they are kept by content; empty: it is lost
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class Pending:
     version: int  # and of the partition
     seqs: dict[str, int]  # of its rows that were there then: id -> `Row.seq`
     expires_at: float  # when it counts as abandoned
+    held: list[Ref]  # rows of other puts with the content that it does not bring: they stay until it ends
 
 
 class Ledger:
@@ -100,6 +104,7 @@ class Ledger:
         self._partitions: dict[str, Partition] = {}
         self._pending: dict[int, Pending] = {}
         self._writes: dict[int, LiveWrite] = {}
+        self._content: dict[bytes, Ref] = {}  # digest -> the row that has it, if it is kept by content
         self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
         self.held_bytes = 0
         self.room = RoomQueue()
@@ -146,7 +151,10 @@ class Ledger:
                 held[write_id][1].update(positions)
         for first, pending in self._pending.items():
             for write_id, write in pending.put.by_id(first).items():
-                held[write_id] = (list(write.row_bytes), set(range(len(write.row_bytes))))
+                if write.row_bytes:
+                    held[write_id] = (list(write.row_bytes), set(range(len(write.row_bytes))))
+            for write_id, position in pending.held:
+                held[write_id][1].add(position)
         for write_id, position in self._garbage:
             held.setdefault(write_id, (None, set()))[1].add(position)
         return {write_id: (row_bytes, sorted(kept)) for write_id, (row_bytes, kept) in held.items()}
@@ -155,16 +163,24 @@ class Ledger:
         """Counts what follows from the rows and from the puts that are begun, of a ledger that was restored."""
         self.held_bytes = sum(pending.put.size_bytes for pending in self._pending.values())
         holders: dict[int, Counter[int]] = {}
+        for pending in self._pending.values():
+            for write_id, pos in pending.held:
+                holders.setdefault(write_id, Counter())[pos] += 1
         for partition in self._partitions.values():
             for write_id, positions in positions_by_write(partition.rows.values()):
-                counts = holders.setdefault(write_id, Counter())
-                row_bytes = self._writes[write_id].row_bytes
-                partition.held_bytes += sum([row_bytes[pos] for pos in set(positions) if pos not in counts])
+                counts, write = holders.setdefault(write_id, Counter()), self._writes[write_id]
+                if write.digests:
+                    self._share(partition, [(write_id, pos) for pos in positions])
+                else:
+                    partition.held_bytes += sum([write.row_bytes[pos] for pos in set(positions) if pos not in counts])
                 counts.update(positions)
-            self.held_bytes += partition.held_bytes
         for write_id, write in self._writes.items():
             write.num_holders = [holders[write_id][pos] for pos in range(len(write.row_bytes))]
             write.num_live = len(holders[write_id])
+            self.held_bytes += sum(write.row_bytes[pos] for pos in holders[write_id])
+            for pos in holders[write_id] if write.digests else ():
+                if write.digests[pos]:
+                    self._content[write.digests[pos]] = write_id, pos
 
     def check_put(self, put: commands.BeginPut, now: float) -> int | None:
         """Raises what a put would raise now, and ends abandoned ones. Returns its write id if it is begun already."""
@@ -177,6 +193,7 @@ class Ledger:
         self._refuse_done(put)
         partition = self._found_or_opened(put)
         partition.check_put(put, self._overwrite)
+        self._rows_of(put)
         if self._capacity_bytes is not None and put.size_bytes:  # tags take no room
             self._check_capacity(put, self._capacity_bytes, now)
         return None
@@ -211,6 +228,14 @@ class Ledger:
         """The partition of a put that is begun and not committed."""
         pending = self._pending.get(write_id)
         return None if pending is None else pending.put.partition_id
+
+    def forget_all_content(self) -> None:
+        """As `commands.ForgetContent` of all `content_refs`."""
+        self._forget_content(commands.ForgetContent(self.content_refs()), 0.0)
+
+    def content_refs(self) -> list[Ref]:
+        """The rows on which puts of the same content may rely."""
+        return list(self._content.values())
 
     def garbage(self, now: float) -> list[Ref]:
         """Refs that are free and not yet reported as `Collected`, including those of abandoned puts."""
@@ -287,8 +312,29 @@ class Ledger:
         seqs: dict[str, int] = {}
         if not partition.rows.keys().isdisjoint(put.sample_ids):  # the rows of the usual put are new
             seqs = {name: partition.rows[name].seq for name in put.sample_ids if name in partition.rows}
-        self._pending[write_id] = Pending(put, partition.info.epoch, partition.version, seqs, now + command.ttl_s)
+        held = self._rows_of(put)
+        for ref in held:
+            self._writes[ref[0]].num_holders[ref[1]] += 1
+        self._pending[write_id] = Pending(put, partition.info.epoch, partition.version, seqs, now + command.ttl_s, held)
         return write_id
+
+    def _rows_of(self, put: commands.BeginPut) -> list[Ref]:
+        """The rows with the content that a put does not bring. Raises `ContentGoneError` if one is not there."""
+        known = [digest for write in put.writes for digest in write.known]
+        if any(digest not in self._content for digest in known):
+            raise ContentGoneError(f"put_samples('{put.partition_id}') is to bring all of its cells.")
+        return [self._content[digest] for digest in known]
+
+    def _find_content(self, command: commands.FindContent, now: float) -> list[bytes]:
+        return [digest for digest in command.digests if digest in self._content]
+
+    def _forget_content(self, command: commands.ForgetContent, now: float) -> None:
+        for write_id, pos in command.refs:
+            write = self._writes.get(write_id)
+            if write is not None and 0 <= pos < len(write.digests):
+                if self._content.get(write.digests[pos]) == (write_id, pos):
+                    del self._content[write.digests[pos]]
+                write.digests[pos] = b""
 
     def _check_capacity(self, put: commands.BeginPut, capacity_bytes: int, now: float) -> None:
         size_bytes = put.size_bytes
@@ -337,40 +383,82 @@ class Ledger:
                     if sample_id not in partition.rows or partition.rows[sample_id].seq != seq:
                         self._refuse_stale(put, f"sample '{sample_id}' was cleared")
                 partition.check_put(put, self._overwrite)
+            if self._rows_of(put) != pending.held:  # they were lost, and put again
+                raise ContentGoneError(f"put_samples('{put.partition_id}') is to bring all of its cells.")
         except Exception:
-            self._abandon(write_id, put, now)
+            self._abandon(write_id, pending, now)
             raise
         partition.version += 1
         self._done.add(put.request_id, put.ttl_s, now)
         if put.writes:  # else it is one command, which has the id of the request
             self._done.add(f"put {write_id}", put.ttl_s, now)
-        return self._write(partition, write_id, put, now)
+        return self._write(partition, write_id, pending, now)
 
-    def _write(self, partition: Partition, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
+    def _write(self, partition: Partition, write_id: int, pending: Pending, now: float) -> list[Ref]:
+        put = pending.put
         lists: dict[str, str] = {}
         for name, spec in put.specs.items():
             before = partition.spec_before(name, spec)
             partition.specs[name] = spec if before is None else before.after(spec) or spec
             if spec.lists:
                 lists[name] = spec.lists
-        partition.held_bytes += put.size_bytes
         writes = put.by_id(write_id)
+        by_content: dict[int, list[Ref]] = {}  # write -> the row of each sample
         for id_of_write, write in writes.items():
             num_rows = len(write.row_bytes)
             num_holders = [1] * num_rows
-            if write.positions is not None:
+            if write.digests:
+                by_content[id_of_write] = []
+            elif write.positions is not None:
                 counts = Counter(write.positions)
                 num_holders = [counts[pos] for pos in range(num_rows)]
-            slots = slots_of(tuple(write.fields))
-            self._writes[id_of_write] = LiveWrite(slots, list(write.row_bytes), lists, num_holders, num_rows)
-        freed = partition.write_rows(writes, put, self._next_seq, now)
+            if not write.digests:
+                partition.held_bytes += sum(write.row_bytes)
+            if num_rows:
+                self._writes[id_of_write] = LiveWrite(
+                    slots_of(tuple(write.fields)),
+                    list(write.row_bytes),
+                    {} if write.digests else lists,
+                    num_holders,
+                    num_rows,
+                    list(write.digests[:num_rows]),
+                )
+        brought = self._keep_content(partition, writes, by_content) if by_content else []
+        freed = partition.write_rows(writes, put, self._next_seq, now, by_content)
         self._next_seq += len(put.sample_ids)
-        return self._free(partition, freed, now) if freed else []
+        replaced = self._free(partition, freed, now) if freed else []
+        return replaced + self._free(None, [*brought, *pending.held], now) if by_content else replaced
+
+    def _keep_content(
+        self, partition: Partition, writes: Mapping[int, commands.Write], by_content: dict[int, list[Ref]]
+    ) -> list[Ref]:
+        """Finds the rows of the samples in writes that are kept by content: of equal rows that which was committed
+        first. Returns the rows that the put brought, which the caller gives up for the put."""
+        brought: list[Ref] = []
+        for write_id, refs in by_content.items():
+            write = writes[write_id]
+            own = [(write_id, pos) for pos in range(len(write.row_bytes))]
+            for digest, ref in zip(write.digests, own, strict=False):
+                self._content.setdefault(digest, ref)
+            rows = [self._content[digest] for digest in write.digests]
+            refs += rows if write.positions is None else [rows[pos] for pos in write.positions]
+            for row_write, pos in refs:
+                self._writes[row_write].num_holders[pos] += 1
+            self._share(partition, refs)
+            brought += own
+        return brought
+
+    def _share(self, partition: Partition, refs: Iterable[Ref]) -> None:
+        """Samples of a partition have these rows, which are kept by content: it counts each of them once."""
+        for ref in refs:
+            if not partition.content[ref]:
+                partition.held_bytes += self._writes[ref[0]].row_bytes[ref[1]]
+            partition.content[ref] += 1
 
     def _abort_put(self, command: commands.AbortPut, now: float) -> list[Ref]:
         pending = self._pending.pop(command.write_id, None)
         if pending is not None:
-            return self._abandon(command.write_id, pending.put, now)
+            return self._abandon(command.write_id, pending, now)
         return [ref for ref, put in self._garbage.items() if put == command.write_id]
 
     def _put_tags(self, command: commands.PutTags, now: float) -> None:
@@ -400,9 +488,9 @@ class Ledger:
     def _locate(self, command: commands.Locate, now: float) -> Located:
         partition = self.partition(command.partition_id)
         sample_ids, fields = command.sample_ids, command.fields
-        # the samples of a read whose fields are in the same writes: their places in the request, and their positions in
-        # each of the writes, sample by sample
-        located: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
+        # the samples of a read whose fields are in the same writes, which are given with their fields: their places in
+        # the request, and their positions in each of the writes, sample by sample
+        located: dict[tuple[tuple[int, tuple[str, ...]], ...], tuple[list[int], list[int]]] = {}
         by_cells: dict[Cells, tuple[tuple[list[int], list[int]], list[int]]] = {}
         start = 0
         try:
@@ -410,9 +498,11 @@ class Ledger:
             for cells, alike in groupby(rows, attrgetter("cells")):  # rows side by side mostly have the same cells
                 where = [row.positions for row in alike]
                 if cells not in by_cells:
-                    numbers = [cells.fields[name] for name in fields]
-                    place = located.setdefault(tuple([cells.write_ids[number] for number in numbers]), ([], []))
-                    by_cells[cells] = place, list(dict.fromkeys(numbers))
+                    names_in: dict[int, list[str]] = {}
+                    for name in fields:
+                        names_in.setdefault(cells.fields[name], []).append(name)
+                    pattern = tuple([(cells.write_ids[number], tuple(names)) for number, names in names_in.items()])
+                    by_cells[cells] = located.setdefault(pattern, ([], [])), list(names_in)
                 place, numbers = by_cells[cells]
                 place[0].extend(range(start, start + len(where)))
                 place[1].extend(positions_in(numbers, where))
@@ -423,16 +513,16 @@ class Ledger:
         specs = {name: partition.specs[name] for name in fields}
         forms: dict[tuple[tuple[str, Any], ...], list[list[int]]] = {}  # what is not stored as its spec says -> rows
         for pattern, (places, positions) in located.items():
-            write_ids = list(dict.fromkeys(pattern))
             form: list[tuple[str, Any]] = []
-            for number, write_id in enumerate(write_ids):
-                names = tuple([name for name, owner in zip(fields, pattern, strict=True) if owner == write_id])
+            for number, (write_id, in_write) in enumerate(pattern):
                 write = self._writes[write_id]
                 for name, lists in write.lists.items():
-                    if name in names and specs[name].reading(lists) is not specs[name]:
+                    if name in in_write and specs[name].reading(lists) is not specs[name]:
                         form.append((name, lists))
-                slots = tuple([write.slots[name] for name in names])
-                parts.append(Part(write_id, names, slots, places, positions[number :: len(write_ids)]))
+                # a row that is kept by content has one cell, and may be that of another field
+                slots = (0,) if write.digests else tuple([write.slots[name] for name in in_write])
+                at = positions[number :: len(pattern)]
+                parts.append(Part(write_id, in_write, slots, places, at, bool(write.digests)))
             forms.setdefault(tuple(sorted(form)), []).append(places)
         if len(forms) > 1:
             raise OpenCellsError.of_groups(
@@ -551,17 +641,26 @@ class Ledger:
         for ref in command.refs:
             self._garbage.pop((ref[0], ref[1]), None)
 
-    def _free(self, partition: Partition, refs: Iterable[Ref], now: float) -> list[Ref]:
-        """Gives up one reference per ref of a partition. Returns the refs that no sample refers to any longer."""
+    def _free(self, partition: Partition | None, refs: Iterable[Ref], now: float) -> list[Ref]:
+        """Gives up one reference per ref: those of samples of a partition, or of a put. Returns the refs that nothing
+        refers to any longer."""
         freed: list[Ref] = []
         for ref in refs:
             write_id, pos = ref
             write = self._writes[write_id]
             write.num_holders[pos] -= 1
+            if partition is not None:
+                left = write.num_holders[pos]
+                if write.digests:
+                    left = partition.content[ref] = partition.content[ref] - 1
+                if not left:
+                    partition.held_bytes -= write.row_bytes[pos]
+                    partition.content.pop(ref, None)
             if write.num_holders[pos]:
                 continue
+            if write.digests and self._content.get(write.digests[pos]) == ref:
+                del self._content[write.digests[pos]]
             self.held_bytes -= write.row_bytes[pos]
-            partition.held_bytes -= write.row_bytes[pos]
             write.num_live -= 1
             if not write.num_live:
                 del self._writes[write_id]
@@ -571,18 +670,19 @@ class Ledger:
             self.room.freed_at = now
         return freed
 
-    def _abandon(self, write_id: int, put: commands.BeginPut, now: float) -> list[Ref]:
+    def _abandon(self, write_id: int, pending: Pending, now: float) -> list[Ref]:
+        put = pending.put
         self.room.freed_at = now
         self.held_bytes -= put.size_bytes
         refs = [(one, pos) for one, write in put.by_id(write_id).items() for pos in range(len(write.row_bytes))]
         self._garbage.update(dict.fromkeys(refs, write_id))
-        return refs
+        return refs + self._free(None, pending.held, now)
 
     def _end_puts(self, until: float, now: float) -> None:
         """Abandons the puts under way whose time is over by then."""
         for write_id, pending in list(self._pending.items()):
             if pending.expires_at <= until:
-                self._abandon(write_id, self._pending.pop(write_id).put, now)
+                self._abandon(write_id, self._pending.pop(write_id), now)
 
 
 def _opening(command: commands.RegisterRequest) -> str:

@@ -8,8 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -107,6 +106,9 @@ class Partition:
     groups: dict[str, Group] = field(default_factory=dict, init=False)  # those that have members
     leases: Leases = field(default_factory=Leases, init=False)
     held_bytes: int = field(default=0, init=False)
+    content: Counter[Ref] = field(
+        default_factory=Counter, init=False
+    )  # row kept by content -> how many samples have it
     num_rows: Counter[str] = field(default_factory=Counter, init=False)  # field -> how many rows have it
 
     def __post_init__(self) -> None:
@@ -285,21 +287,37 @@ class Partition:
             group.check_put(name, rows, f"put_samples('{self.partition_id}')")
 
     def write_rows(
-        self, writes: Mapping[int, commands.Write], put: commands.BeginPut, seq: int, now: float
+        self,
+        writes: Mapping[int, commands.Write],
+        put: commands.BeginPut,
+        seq: int,
+        now: float,
+        by_content: Mapping[int, Sequence[Ref]],
     ) -> list[Ref]:
         """Makes the cells of all rows of a put produced, with their tags. Creates rows that do not exist, which are
-        numbered from ``seq`` on. Tags are merged into those of a row. Returns refs that no cell uses any longer."""
+        numbered from ``seq`` on. Tags are merged into those of a row. Returns refs that no cell uses any longer.
+
+        ``by_content``: for writes that are kept by content, the row of each sample, which may be that of another put.
+        """
         freed: list[Ref] = []
-        changes: dict[Cells | None, _Change] = {}  # worked out once for all rows that are alike; None: new ones
-        columns = list(map(attrgetter("positions"), writes.values()))
+        # worked out once for all rows that are alike: the same cells before (None: new ones), and the same writes now
+        changes: dict[Any, _Change] = {}
+        columns = [
+            [position for _, position in by_content[write_id]] if write_id in by_content else write.positions
+            for write_id, write in writes.items()
+        ]
         has_own_rows = columns.count(None) == len(columns)
         has_rollouts = self.info.rollouts
+        ids = tuple(writes)
         for index, sample_id in enumerate(put.sample_ids):
             row = self.rows.get(sample_id)
             before = None if row is None else row.cells
-            change = changes.get(before)
+            if by_content:
+                ids = tuple([by_content[one][index][0] if one in by_content else one for one in writes])
+            key = (before, ids) if by_content else before
+            change = changes.get(key)
             if change is None:
-                change = changes[before] = self._change(writes, before)
+                change = changes[key] = self._change(ids, writes.values(), before)
             change.num_rows += 1
             if row is None:
                 row = self._new_row(sample_id, seq + index, now)
@@ -354,12 +372,12 @@ class Partition:
                 if self._is_ready(view, claimable, task_name):
                     view.add(claimable)
 
-    def _change(self, writes: Mapping[int, commands.Write], before: Cells | None) -> _Change:
-        """What a put changes in rows with these cells; None: in new rows."""
+    def _change(self, ids: Sequence[int], writes: Iterable[commands.Write], before: Cells | None) -> _Change:
+        """What a put changes in rows with these cells; None: in new rows. ``ids``: the writes that these rows have."""
         had = NO_CELLS if before is None else before
         cells, joint = had, None
-        if writes:
-            cells, joint = had.joined([(write_id, tuple(write.fields)) for write_id, write in writes.items()])
+        if ids:
+            cells, joint = had.joined([(one, tuple(write.fields)) for one, write in zip(ids, writes, strict=True)])
         change = _Change(cells, joint, [name for name in cells.fields if name not in had.fields])
         for task_name, task in self.tasks.items():
             for view in task.views.values():

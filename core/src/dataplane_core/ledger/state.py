@@ -42,12 +42,12 @@ class _Partition(msgspec.Struct, array_like=True):
 
 
 class _State(msgspec.Struct, array_like=True):
-    """All of it. A write: its id, fields, bytes of its rows, and `LiveWrite.lists`; garbage: see `Ledger`."""
+    """All of it. A write: its id, fields, bytes of its rows, `LiveWrite.lists` and digests; garbage: see `Ledger`."""
 
     next_write: int
     next_seq: int
     fields: list[_Fields]
-    writes: list[tuple[int, _Number, list[_Number], dict[str, Literal["empty", "ints"]]]]
+    writes: list[tuple[int, _Number, list[_Number], dict[str, Literal["empty", "ints"]], list[bytes]]]
     partitions: list[_Partition]
     pending: dict[int, Pending]
     garbage: list[tuple[int, int, int | None]]
@@ -67,7 +67,7 @@ def pack_state(ledger: Ledger) -> bytes:
         ledger._next_seq,
         fields,
         [
-            (write_id, places[id(write.slots)], write.row_bytes, dict(write.lists))
+            (write_id, places[id(write.slots)], write.row_bytes, dict(write.lists), write.digests)
             for write_id, write in ledger._writes.items()
         ],
         [_pack_partition(partition, places) for partition in ledger._partitions.values()],
@@ -86,8 +86,8 @@ def unpack_state(data: bytes) -> Ledger:
     """
     state, ledger = _decode(data), Ledger()
     ledger._next_write, ledger._next_seq = state.next_write, state.next_seq
-    for write_id, place, row_bytes, lists in state.writes:
-        ledger._writes[write_id] = LiveWrite(state.fields[place], row_bytes, lists)
+    for write_id, place, row_bytes, lists, digests in state.writes:
+        ledger._writes[write_id] = LiveWrite(state.fields[place], row_bytes, lists, digests=digests)
     for packed in state.partitions:
         ledger._partitions[packed.partition_id] = _unpack_partition(packed, state.fields)
     for pending in state.pending.values():

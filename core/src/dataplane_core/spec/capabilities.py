@@ -85,13 +85,15 @@ class WireFormat:
 
     Attributes:
         bytes: The backend takes each cell, tensor or object, as one frame (`codec.cells`). Of the other attributes,
-            only ``shared_rows`` then applies.
+            only ``shared_rows`` and ``by_content`` then apply.
         ragged: The form of a tensor column whose rows differ in their first dim. ``jagged``, the only one: a `Ragged`,
             with the rows end to end and their offsets. If all rows are equally long, the column is a dense tensor.
         promote_1d: The engine cannot carry ``(N,)``, so scalar cells are sent as ``(N, 1)``.
         objects: Whether object columns arrive as a list of items (``native``) or of encoded bytes, as one uint8 row
             per item (``encoded``).
         shared_rows: Whether equal large cells of a column are sent once, as `SharedRows`, and may be returned so.
+        by_content: Whether these cells come with their digests, and the store keeps equal ones once, whichever puts
+            wrote them. It needs ``shared_rows``, and a store that knows which of its rows are lost.
         narrow: Whether integers may be sent in a narrower dtype than that of their spec, which differs from put to put.
             The backend returns each column in the dtype that it was sent in, or in that of its spec. Frames are always
             sent so: they say their dtype.
@@ -102,6 +104,7 @@ class WireFormat:
     promote_1d: bool = False
     objects: Literal["native", "encoded"] = "encoded"
     shared_rows: bool = False
+    by_content: bool = False
     narrow: bool = False
 
     def __post_init__(self) -> None:

@@ -34,9 +34,9 @@ class Segment:
         """Those of ``rows`` that are deleted."""
         return [row for row in rows if self._at[row] < 0]
 
-    def piece(self, name: str, rows: Sequence[int], positions: Sequence[int]) -> Piece:
+    def piece(self, slot: int, rows: Sequence[int], positions: Sequence[int]) -> Piece:
         """Rows of a column, which stand at ``positions`` of a read; none may be deleted. A view."""
-        return Piece(self._columns[name], [self._at[row] for row in rows], positions)
+        return Piece(list(self._columns.values())[slot], [self._at[row] for row in rows], positions)
 
     def without(self, rows: Sequence[int]) -> Segment:
         """The segment without some rows. Frees memory once half of the rows are deleted."""
@@ -59,7 +59,7 @@ class Segment:
 class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but its ledger."""
 
-    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, narrow=True)
+    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, by_content=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -77,6 +77,7 @@ class NoopBackend(LedgerBackend):
 
     def start(self, *, bootstrap: bool, deadline: float) -> None:
         """Refuses a capacity that this host does not have. Starts the ledger."""
+        self.cache_bytes = 0
         check_capacity(self.config.capacity_bytes)
         self._service.start()
 
@@ -103,8 +104,8 @@ class NoopBackend(LedgerBackend):
             if segment is None or gone:
                 refs = [(part.write_id, position) for position in gone]
                 raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
-            for name in part.fields:
-                pieces[name].append(segment.piece(name, part.positions, part.rows))
+            for name, slot in zip(part.fields, part.slots, strict=True):
+                pieces[name].append(segment.piece(slot, part.positions, part.rows))
         tensors = [name for name, spec in located.specs.items() if spec.kind == "tensor" and self.wire.narrow]
         dtypes = {name: located.specs[name].stored.torch_dtype for name in tensors}
         return {name: merge_pieces(parts, dtypes.get(name)) for name, parts in pieces.items()}

@@ -42,7 +42,7 @@ class ShmBackend(LedgerBackend):
     bootstrapping client starts and ends. Linux only.
     """
 
-    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, by_content=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -89,6 +89,7 @@ class ShmBackend(LedgerBackend):
         if bootstrap:
             self._folder.claim(deadline)
             self._launch(deadline)
+        self.cache_bytes = 0
         self._extents, about = open_store(self._folder, deadline, views=self.config.views)
         named = None if self.config.durable is None else os.path.realpath(self.config.durable)
         if named not in (None, about.folder):
@@ -181,6 +182,7 @@ class ShmBackend(LedgerBackend):
         stored = {
             write_id: columns_of(write, request.columns).values()
             for write_id, write in begin.by_id(begin.write_id).items()
+            if write.row_bytes
         }
 
         def commits() -> None:

@@ -55,6 +55,8 @@ class Store(LedgerHost, ExtentHost):
         self._ledger.changes(put)  # raises what the ledger would
         self._sweep()  # the ledger gave up puts of before
         self._begun.setdefault(put.write_id or 0, (client, put))  # clients of a store draw it
+        if not any(write.row_bytes for write in put.writes):  # the store has all of its cells by their content
+            self._begin(put.write_id or 0)
         return put.write_id or 0
 
     def _begun_by(self, write_id: int, client: Client) -> commands.BeginPut:

@@ -85,6 +85,7 @@ class UnitBook:
         self._lives: dict[int, Life] = {}  # by number; with those that have ended, while they have a node or rows
         self._rows: dict[int, _Rows] = defaultdict(_Rows)  # by life
         self._next_life = 0
+        self.num_ended = 0  # lives that ended since this object was made
         self._version = self._saved_version = 0
 
     # --- the keeper ---------------------------------------------------------------------------------------------------
@@ -205,7 +206,8 @@ class UnitBook:
         """The rows of a put that was begun: its writes by their ids."""
         with self.lock:
             for write_id, write in writes.items():
-                self._hold(write_id, dict(enumerate(write.row_bytes)))
+                if write.row_bytes:
+                    self._hold(write_id, dict(enumerate(write.row_bytes)))
 
     def _hold(self, write_id: int, rows: dict[int, int]) -> None:
         held = self._rows[write_id >> LIFE_BITS]
@@ -218,6 +220,12 @@ class UnitBook:
             life = self._lives.get(write_id >> LIFE_BITS)
             if life is not None and not life.alive:
                 raise UnitsGoneError(f"{life.unit} ended while the put ran. Nothing was written.")
+
+    def lost(self, refs: Iterable[Ref]) -> list[Ref]:
+        """Those of units that have ended."""
+        with self.lock:
+            lives = ((ref, self._lives.get(ref[0] >> LIFE_BITS)) for ref in refs)
+            return [ref for ref, life in lives if life is None or not life.alive]
 
     def collected(self, refs: Iterable[Ref]) -> None:
         """The payload of these rows is deleted. Two clients that clear at the same time may both report a row."""
@@ -312,6 +320,7 @@ class UnitBook:
     def _end(self, life: Life) -> None:
         """Ends a life: its rows are lost."""
         life.alive = life.served = False
+        self.num_ended += 1
 
     def _changed(self) -> None:
         self._version += 1
@@ -389,6 +398,7 @@ class ControllerHost(LedgerHost):
         self.book = UnitBook()
         self._ledger = ledger
         self._has_units = has_units
+        self._num_forgotten = -1  # of `UnitBook.num_ended`, when content was last forgotten
         self._log = log
         if log is not None and UNITS_NOTE in log.notes:
             self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload())
@@ -460,6 +470,7 @@ class ControllerHost(LedgerHost):
 
     def _begin_near(self, request: BeginNear, client: Client) -> int:
         """Begins a put, and places its rows. Raises `UnitsGoneError` if no unit takes rows."""
+        self._forget_lost()
         put = request.put
         write_id = self.book.choose(self._ledger.ledger.next_number, put.size_bytes, request.node, request.full)
         self._save_book()  # the log knows the life before it knows a put that has rows there
@@ -473,7 +484,15 @@ class ControllerHost(LedgerHost):
         except UnitsGoneError:
             self._ledger.call(commands.AbortPut(commit.write_id))
             raise
+        self._forget_lost()
         return self._ledger.call(commit)
+
+    def _forget_lost(self) -> None:
+        """No put may rely on content of units that have ended."""
+        if self._num_forgotten != self.book.num_ended:
+            if lost := self.book.lost(self._ledger.ledger.content_refs()):
+                self._ledger.call(commands.ForgetContent(lost))
+            self._num_forgotten = self.book.num_ended
 
     def _collected(self, collected: commands.Collected, client: Client | None = None) -> None:
         self._ledger.call(collected)

@@ -58,7 +58,7 @@ _Result = TypeVar("_Result")
 class TQSimpleBackend(QueueBackend):
     """All clients of an instance connect to one controller and its storage units, from any node of the Ray cluster."""
 
-    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, narrow=True)
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, by_content=True, narrow=True)
     Config = TQSimpleConfig
     capabilities = QueueBackend.capabilities | {Capability.UNITS}
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -105,6 +105,8 @@ class TQSimpleBackend(QueueBackend):
             backend.stop()
 
     def join(self, deadline: float) -> None:
+        if self.config.views:
+            self.cache_bytes = 0
         self.refresh(deadline)
 
     def leave(self) -> None:

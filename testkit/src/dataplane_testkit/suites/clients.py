@@ -211,7 +211,8 @@ _ROWS: Final = 8
 
 
 def _put(client: DataPlaneClient, partition: str, names: list[str]) -> None:
-    client.put_samples(names, partition, {"x": torch.zeros(len(names), _ROW, dtype=torch.uint8)})
+    # rows that differ from all others: equal ones may be stored once
+    client.put_samples(names, partition, {"x": torch.randint(256, (len(names), _ROW), dtype=torch.uint8)})
 
 
 def _full(store: Store) -> tuple[DataPlaneClient, str]:
@@ -242,7 +243,7 @@ class CapacitySuite(Suite, chapter="capacity"):
                 Hooks(client, timeout_s).put,
                 partition,
                 names,
-                {"x": torch.zeros(4, _ROW, dtype=torch.uint8)},
+                {"x": torch.randint(256, (4, _ROW), dtype=torch.uint8)},
             )
             with pytest.raises(OperationTimeoutError) as caught:
                 bounded(put, timeout_s + PROMPT_S, "a put that waits for room")

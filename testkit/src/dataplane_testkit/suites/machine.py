@@ -211,7 +211,8 @@ class StoreMachine:
         """The steps of a history. Each depends on what the ledger replied to those before."""
         about = self.store.backend_class
         narrows = self.store.backend.narrow and (about.wire.bytes or about.wire.narrow)
-        options: dict[str, Any] = {"bounded": self.bounded, "narrows": narrows, "shares": about.wire.shared_rows}
+        options: dict[str, Any] = {"bounded": self.bounded, "narrows": narrows}
+        options |= {"shares": about.wire.shared_rows, "by_content": about.wire.by_content}
         history = History(random.Random(seed), about.capabilities, real=True, **options)
         while len(self.steps) < num_steps:
             step = history.step(self.ledger, self.now)

@@ -1,0 +1,111 @@
+"""Cells that a store keeps by content: which of them a put brings, and which a client need not fetch again."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from msgspec.structs import replace
+
+from dataplane_core.errors import FrameError
+from dataplane_core.ledger import Located, Ref, commands
+from dataplane_core.spec import PutRequest, SharedRows, WireColumn
+
+
+def without_known(
+    request: PutRequest, writes: Sequence[commands.Write], known: Collection[bytes]
+) -> tuple[PutRequest, list[commands.Write]]:
+    """A put without the rows whose content the store has, by their digests. Writes that then bring no row come last,
+    so that the rows of the others follow one another."""
+    from dataplane_core.codec.rows import take_plain  # it imports torch
+
+    columns, rest = dict(request.columns), []
+    for write in writes:
+        if any(digest in known for digest in write.digests):
+            name, positions, digests = write.fields[0], write.positions or (), write.digests
+            order = sorted(range(len(digests)), key=lambda row: digests[row] in known)
+            brought = [row for row in order if digests[row] not in known]
+            places = {row: place for place, row in enumerate(order)}
+            column = columns[name]
+            assert isinstance(column, SharedRows)
+            if brought:
+                columns[name] = SharedRows(take_plain(column.rows, brought), column.index)
+            write = commands.Write(
+                write.fields,
+                [write.row_bytes[row] for row in brought],
+                [places[row] for row in positions],
+                [digests[row] for row in order],
+            )
+        rest.append(write)
+    return replace(request, columns=columns), sorted(rest, key=lambda write: not write.row_bytes)
+
+
+class ReadCells:
+    """The cells kept by content that a client has read last, up to some bytes. Refs are never used again, so what it
+    has is never outdated. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._cells: OrderedDict[Ref, tuple[WireColumn, int]] = OrderedDict()  # a column of the one row, and its bytes
+        self._lock = threading.Lock()
+        self._size = 0
+
+    def fetch(self, located: Located, most_bytes: int, fetch: Callable[[Located, int], WireColumn]) -> WireColumn:
+        """A column of different rows. It fetches those that it has not read before.
+
+        Args:
+            located: One field, each row once.
+            most_bytes: How many bytes it may keep.
+            fetch: Fetches some of these rows, numbered anew. They are copied, so that nobody else has what is kept.
+        """
+        from dataplane_core.codec import Piece, merge_pieces  # it imports torch
+
+        (spec,) = located.specs.values()
+        refs: dict[int, Ref] = {}  # by row
+        for part in located.parts:
+            refs.update((row, (part.write_id, pos)) for row, pos in zip(part.rows, part.positions, strict=True))
+        cells = {row: self._get(ref) for row, ref in refs.items()}
+        lacking = sorted(row for row, cell in cells.items() if cell is None)
+        if lacking:
+            try:
+                column = fetch(_numbered(located, lacking), len(lacking))
+            except FrameError as error:
+                error.row = None if error.row is None else lacking[error.row]
+                raise
+            for place, row in enumerate(lacking):
+                frame = [bytes(column[place])] if isinstance(column, list) else None
+                cell = cells[row] = frame or merge_pieces([Piece(column, [place], [0])])
+                self._add(refs[row], cell, most_bytes)
+            if len(lacking) == len(refs):
+                return column
+        dtype = None if spec.kind == "object" else spec.stored.torch_dtype
+        return merge_pieces([Piece(cell, [0], [row]) for row, cell in cells.items() if cell is not None], dtype)
+
+    def _get(self, ref: Ref) -> WireColumn | None:
+        with self._lock:
+            if ref not in self._cells:
+                return None
+            self._cells.move_to_end(ref)
+            return self._cells[ref][0]
+
+    def _add(self, ref: Ref, cell: WireColumn, most_bytes: int) -> None:
+        from dataplane_core.codec.rows import row_nbytes  # it imports torch
+
+        (size,) = row_nbytes({"": cell}, 1)
+        with self._lock:
+            if ref not in self._cells:
+                self._cells[ref] = cell, size
+                self._size += size
+            while self._size > most_bytes:
+                self._size -= self._cells.popitem(last=False)[1][1]
+
+
+def _numbered(located: Located, rows: Sequence[int]) -> Located:
+    """Some rows of a read, numbered anew in this order."""
+    places = {row: place for place, row in enumerate(rows)}
+    parts = []
+    for part in located.parts:
+        kept = [(places[row], pos) for row, pos in zip(part.rows, part.positions, strict=True) if row in places]
+        if kept:
+            parts.append(replace(part, rows=[row for row, _ in kept], positions=[pos for _, pos in kept]))
+    return replace(located, parts=parts)

@@ -16,12 +16,14 @@ import torch
 from benchmarks import bench
 from benchmarks.bench import Table, case
 from benchmarks.peers import PEERS
-from dataplane_core import connect
+from dataplane_core import DataPlaneClient, connect
+from dataplane_core.codec.rows import row_nbytes
 
 STORES = (
     *("noop", "shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire"),
     *("redis_store", "tq_mooncake"),
 )
+MB = 1_000_000
 #: Head of a batch -> store or peer -> median milliseconds of a put and a get.
 Medians = dict[str, dict[str, tuple[float, ...]]]
 
@@ -234,3 +236,66 @@ def narrow(
         put, _, get = (a / b for a, b in zip(medians["none"], medians[AS_PUT], strict=True))
         rows.append([backend, put, get, held["none"] / held[AS_PUT]])
     yield Table("narrow", ["", "put", "get", "bytes stored"], rows)
+
+
+# --- cells that are kept by content -----------------------------------------------------------------------------------
+
+
+def moved_and_held(client: DataPlaneClient, puts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, int]:
+    """The bytes that puts of one row send and a read of each row fetches, and the bytes that the store then holds."""
+    backend: Any = bench.backend_of(client)
+    begin_of, fetch_fields, moved = backend.begin_of, backend.fetch_fields, 0
+
+    def begin(*arguments: Any) -> Any:
+        nonlocal moved
+        command = begin_of(*arguments)
+        moved += command.size_bytes
+        return command
+
+    def fetch(located: Any, num_rows: int, deadline: float) -> Any:
+        nonlocal moved
+        columns = fetch_fields(located, num_rows, deadline)
+        moved += sum(row_nbytes(columns, num_rows))
+        return columns
+
+    backend.begin_of, backend.fetch_fields = begin, fetch
+    client.register_partition("media", [], None, ["train"])
+    for number, columns in enumerate(puts):
+        client.put_samples([f"row{number}"], "media", columns)
+        client.get_samples([f"row{number}"], "media", list(columns))
+    backend.begin_of, backend.fetch_fields = begin_of, fetch_fields
+    return moved, client.describe("media").held_bytes
+
+
+@case
+def media(
+    backends: tuple[str, ...] = ("noop", "shm_store", "redis_store"), turns: int = 15, rounds: int = 20
+) -> Iterator[Table]:
+    """Bytes moved and held if many puts have the same images, relative to a store that keeps them for each put.
+
+    Ten puts of eight images of 1 MB; and a rollout whose rows have all screenshots so far, each in a column of its own.
+    The last column: the time of a put of 64 images that the store does not have.
+    """
+    images = {f"image{number}": torch.randint(256, (1, MB), dtype=torch.uint8) for number in range(turns)}
+    names = list(images)
+    cases = [[{name: images[name] for name in names[:8]}] * 10]
+    cases += [[{name: images[name] for name in names[: turn + 1]} for turn in range(turns)]]
+    rows = []
+    for backend in backends:
+        figures: list[float] = []
+        steps: dict[str, bench.Steps] = {}
+        with ExitStack() as stack:
+            clients = [
+                stack.enter_context(connect({**bench.config_of(backend, number), "share_above": share_above}))
+                for number, share_above in enumerate((64 << 10, None))
+            ]
+            for puts in cases:
+                kept, apart = (moved_and_held(client, puts) for client in clients)
+                figures += [kept[0] / apart[0], kept[1] / apart[1]]
+            for way, client in zip(("kept", "apart"), clients, strict=True):
+                put, _, clear = bench.client_steps(client, bench.batch("images"))
+                steps[way] = (put, clear)
+            (kept_ms,), (apart_ms,) = bench.medians_ms(steps, rounds).values()
+        rows.append([backend, *figures, kept_ms / apart_ms])
+    what = ["ten puts: moved", "held", f"{turns} turns: moved", "held", "a put of new images: time"]
+    yield Table("media", ["", *what], rows)

@@ -17,7 +17,6 @@ from benchmarks import bench
 from benchmarks.bench import Table, case
 from benchmarks.peers import PEERS
 from dataplane_core import DataPlaneClient, connect
-from dataplane_core.codec.rows import row_nbytes
 
 STORES = (
     *("noop", "shm_store", "shm_store views", "tq_simple", "tq_simple views", "tq_simple wire"),
@@ -255,7 +254,7 @@ def moved_and_held(client: DataPlaneClient, puts: Sequence[Mapping[str, torch.Te
     def fetch(located: Any, num_rows: int, deadline: float) -> Any:
         nonlocal moved
         columns = fetch_fields(located, num_rows, deadline)
-        moved += sum(row_nbytes(columns, num_rows))
+        moved += sum(sum(map(len, cells)) if isinstance(cells, list) else cells.nbytes for cells in columns.values())
         return columns
 
     backend.begin_of, backend.fetch_fields = begin, fetch

@@ -17,7 +17,7 @@ from dataplane_core.errors import (
     OperationTimeoutError,
 )
 from dataplane_core.host_memory import memory_limit
-from dataplane_core.spec import Capability, WireFormat
+from dataplane_core.spec import Capability
 from dataplane_mooncake._calls import Call, bounded
 from dataplane_mooncake._master import MasterWatch
 from dataplane_mooncake._store import FULL, TRANSFER_FAILED, UNREACHABLE, EngineError, RowsMissing, Store, StoreSettings
@@ -39,8 +39,6 @@ _AGAIN_S: Final = 0.1
 class TQMooncakeBackend(QueueBackend, RowStoreBackend):
     """All clients of an instance connect to one controller, and to Mooncake's segments on any node of the cluster."""
 
-    # not by content: rows of a unit that died may be lost, and nobody knows of them until they are read
-    wire = WireFormat(bytes=True, shared_rows=True)
     Config = TQMooncakeConfig
     why_not_declared: ClassVar[Mapping[str, str]] = {
         **QueueBackend.why_not_declared,

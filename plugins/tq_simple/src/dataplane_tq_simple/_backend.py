@@ -16,7 +16,7 @@ from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.hosting import LedgerLink, Request
 from dataplane_core.ledger import Command, Reply
 from dataplane_core.ownership import PrivateFolder
-from dataplane_core.spec import Capability, Scope
+from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_tq_simple._diagnosis import diagnose
 from dataplane_tq_simple.config import QueueConfig
 
@@ -35,6 +35,8 @@ class QueueBackend(LedgerBackend):
     A subclass names the class of the instance and moves the rows. Thread-safe; not usable after a fork.
     """
 
+    # not by content: an engine whose rows the book of units does not know may lose some unnoticed
+    wire = WireFormat(bytes=True, shared_rows=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.WAKES}
     scope = Scope.CLUSTER
     opens_in_forks = False

@@ -212,4 +212,4 @@ def test_without_pyarrow_it_says_what_to_install(monkeypatch):
 
 
 def test_the_examples_run():
-    assert doctest.testmod(columns) == (0, 5)
+    assert doctest.testmod(columns) == (0, 8)

@@ -366,7 +366,7 @@ class Partition:
             self._offer_again(group)
 
     def _offer_again(self, claimable: Claimable, task_names: Iterable[str] = ()) -> None:
-        """Adds a claimable to the views of tasks, None: of all, for which it is ready."""
+        """Adds a claimable to the views of these tasks, or of all, for which it is ready."""
         for task_name in task_names or self.tasks:
             for view in self.tasks[task_name].views.values():
                 if self._is_ready(view, claimable, task_name):

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dataplane_core.errors import BackendUnavailableError, CorruptDataError, DataPlaneError, InvalidRequestError
+from dataplane_core.errors import (
+    BackendUnavailableError,
+    ContentGoneError,
+    CorruptDataError,
+    DataPlaneError,
+    InvalidRequestError,
+)
 from dataplane_core.hosting import Client
 from dataplane_core.ledger import commands
 from dataplane_core.spec import FieldSpec
@@ -231,6 +237,25 @@ def durable(either):
     for unit in range(3):
         either.host.book.started(kept(unit))
     return either
+
+
+def test_no_put_relies_on_content_of_a_unit_that_has_ended(either):
+    def begin(name, *brought):
+        writes = [commands.Write(["x"], list(brought), [0], [bytes(16)])]
+        put = commands.BeginPut("p", [name], X, writes, ttl_s=60.0)
+        return either.call(BeginNear(put, "n0" if brought else "n1", []))
+
+    either.call(commands.CommitPut(begin("a", 10)))
+    relying = begin("b")
+    assert either.call(commands.FindContent([bytes(16)])) == [bytes(16)]
+    either.host.book.ended("n0")
+    for step in (lambda: either.call(commands.CommitPut(relying)), lambda: begin("c")):
+        with pytest.raises(ContentGoneError):
+            step()
+    assert either.call(commands.FindContent([bytes(16)])) == []
+    either.host.book.started(started(0, "b"))
+    either.call(commands.CommitPut(begin("d", 10)))
+    either.call(commands.CommitPut(begin("e")))
 
 
 def test_who_bootstraps_again_finds_what_it_finds(durable):

@@ -79,6 +79,7 @@ class TQSimpleBackend(QueueBackend):
         self._view = View(-1, {})  # the newest that this client has of the book of storage units
         self._view_lock = threading.Lock()
         self._units: dict[int, ExtentClient] = {}  # by the number of the life
+        self._wire_cache_bytes = 0
         self._units_lock = threading.RLock()  # a signal handler may use the client
         self._full: dict[int, float] = {}  # lives that had no room -> until when puts avoid them
         self._current = threading.local()  # what a thread does with several units: whether it is to end
@@ -105,8 +106,8 @@ class TQSimpleBackend(QueueBackend):
             backend.stop()
 
     def join(self, deadline: float) -> None:
-        if self.config.views:
-            self.cache_bytes = 0
+        # what is read from memory of this node need not be kept
+        self._wire_cache_bytes, self.cache_bytes = self.cache_bytes, 0
         self.refresh(deadline)
 
     def leave(self) -> None:
@@ -352,6 +353,7 @@ class TQSimpleBackend(QueueBackend):
             # it does not run here, its socket is not for this process, or its memory cannot be mapped
             with suppress(BackendUnavailableError, OSError):
                 return open_at(UnixAddress(started.socket, started.secret), self.config.views)
+        self.cache_bytes = self._wire_cache_bytes
         return open_at(TcpAddress(started.ip, started.port, started.secret), False)
 
     def _forget(self, numbers: list[int]) -> None:

@@ -34,7 +34,7 @@ def store(request):
         tq.close()
     finally:
         ray.shutdown()
-        path.unlink()
+        path.unlink(missing_ok=True)  # tests with a store of their own remove it too
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ def kept(tmp_path, monkeypatch):
     for name in CALLS:
         call = counted(getattr(transfer_queue, name.removeprefix("async_")))
         monkeypatch.setattr(transfer_queue, name, awaited(call) if name.startswith("async_") else call)
+    transfer_queue.close()  # the store of the tests before, which lasts as long as this folder's tests
     store.start()
     yield store
     transfer_queue.close()

@@ -33,6 +33,7 @@ from dataplane_core.codec.cells import (
 from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
     Repeats,
+    all_differ,
     is_narrow,
     narrowed,
     row_digests,
@@ -167,12 +168,15 @@ def _sent(
     """
     digests = None
     is_large = least is not None and len(rows) > 0 and _values(rows).nbytes >= least * len(rows)
-    if is_large and (wire.by_content or len(rows) > 1):
+    # numbers of tokens: hardly any are put again, and to digest them takes as long as to copy them
+    is_per_token = spec.rank == 1 and spec.dtype != "uint8"
+    by_content = wire.by_content and not is_per_token
+    if is_large and (by_content or (len(rows) > 1 and not (is_per_token and all_differ(rows)))):
         digests = row_digests(rows, spec.to_text())
         rows, same, digests = _differing(rows, same, digests)
     encoded = _on_wire(rows, wire, KIND_OBJECT if spec.kind == "object" else KIND_TENSOR)
     # cells that leave their field open are read as what it became, so those of another put are not the same
-    return _with_index(encoded, same, digests if wire.by_content and not spec.lists else None)
+    return _with_index(encoded, same, digests if by_content and not spec.lists else None)
 
 
 def _differing(rows: Any, same: Repeats | None, digests: list[bytes]) -> tuple[Any, Repeats | None, list[bytes]]:

@@ -8,7 +8,8 @@ file is longer than the extents may be together, and its pages take room only wh
 Clients may outlive the process, and still write into an extent that was not noted, or read one whose rows are dropped
 now. They say so in a way that outlives it too (`Uses`): no part of the file is given to others while somebody uses it.
 
-Each extent has a digest, which who wrote its bytes makes and has noted with its place. A service that begins again
+Each extent has a digest. It is made when the service has nothing else to do. If the bytes must be on the disk before
+the put is committed, it is made before that, by the client if the client has synced them. A service that begins again
 checks it before the extent is read.
 """
 
@@ -18,7 +19,7 @@ import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 
 from dataplane_core.digests import lasting_hash
 from dataplane_core.durable_files import sync_path
-from dataplane_core.errors import CapacityExceededError, CorruptDataError, InvalidRequestError
+from dataplane_core.errors import BackendUnavailableError, CapacityExceededError, CorruptDataError, InvalidRequestError
 from dataplane_core.host_memory import Arena
 from dataplane_core.host_memory.arena import GRANULE, Extent, Extents
 from dataplane_core.hosting.extents import ExtentService, Layout, Payload, Place, Wanted, runs
@@ -48,6 +49,10 @@ _ARENA: Final = "arena"
 ADDRESSES: Final = 4
 #: The file system sets room aside, and frees it, in blocks of so many bytes.
 _BLOCK: Final = 2 << 20
+#: An extent of at most this many bytes gets its digest at once: it is the work of a few microseconds.
+_FEW_BYTES: Final = 64 << 10
+#: Bytes that are hashed between two looks for requests.
+_STEP: Final = 4 << 20
 #: Room that no extent needs is freed when it is more than this share of what extents may take.
 _SPARE_SHARE: Final = 0.25
 #: So much of the file system is left to the journal, which must be able to say what is cleared.
@@ -56,18 +61,21 @@ _JOURNAL_BYTES: Final = 4 << 20
 _ASK_AGAIN_S: Final = 1.0
 _DIGEST_BYTES: Final = 16
 _EXTENT_NOTE: Final = "extent "  # and the write id
-_ARENA_NOTE: Final = "memory"
+_MEMORY_NOTE: Final = "memory"  # in which the bytes of the arena are
 
 
-class _ArenaFile(msgspec.Struct, array_like=True):
-    """What is noted of the file of the arena."""
+class _Memory(msgspec.Struct, array_like=True):
+    """Identifies a file of the arena, and the machine's memory since it was started: unsynced bytes are only there."""
 
     version: int
     size_bytes: int = 0
+    device: int = 0
+    inode: int = 0
+    boot_id: str = ""
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """What is noted of an extent. ``rows`` as in `Payload`. Without a digest, it may not be whole."""
+    """What is noted of an extent. ``rows`` as in `Payload`. No digest: it was not made yet."""
 
     offset: int
     size_bytes: int
@@ -93,8 +101,12 @@ def check_extents(folder: Path, notes: Mapping[str, bytes]) -> int:
         CorruptDataError: It is cut or removed, of another version, or nothing is noted of its rows.
         OSError: It cannot be read.
     """
-    path, note = folder / _ARENA, notes.get(_ARENA_NOTE)
-    before = _ArenaFile(_VERSION) if note is None else msgspec.msgpack.decode(note, type=_ArenaFile)
+    return _memory_before(folder, notes).size_bytes // ADDRESSES
+
+
+def _memory_before(folder: Path, notes: Mapping[str, bytes]) -> _Memory:
+    path, note = folder / _ARENA, notes.get(_MEMORY_NOTE)
+    before = _Memory(_VERSION) if note is None else msgspec.msgpack.decode(note, type=_Memory)
     there_bytes = path.stat().st_size if path.exists() else 0
     if before.version != _VERSION:
         raise CorruptDataError(
@@ -111,7 +123,7 @@ def check_extents(folder: Path, notes: Mapping[str, bytes]) -> int:
             f"the folder {folder} holds rows, and nothing that says which: its journal was removed.",
             hint="Restore a whole copy of the folder, or remove it: its rows are lost then.",
         )
-    return before.size_bytes // ADDRESSES
+    return before
 
 
 def _holds_bytes(path: Path) -> bool:
@@ -149,7 +161,7 @@ class KeptExtents(ExtentService):
         sync: bool = False,
         touch_ahead_bytes: int = 0,
     ) -> None:
-        check_extents(folder, notes.notes)
+        before = _memory_before(folder, notes.notes)
         arena = Arena.open(folder / _ARENA, most_bytes * ADDRESSES)
         for path in (folder / _ARENA, folder):  # the file must be there after a loss of power, with its size
             sync_path(path)
@@ -160,15 +172,19 @@ class KeptExtents(ExtentService):
         self._notes = notes
         self.syncs = sync
         self._has_room = np.zeros(-(-arena.size_bytes // _BLOCK), dtype=bool)  # blocks that the file system gave
-        self._unchecked: dict[int, bytes] = {}  # write that came back, and was not read yet -> its digest
+        self._undigested: dict[int, bytes | None] = {}  # write id -> the digest that it must have; None: to be made
         self._left: list[Extent] = []  # clients of the process before use them; free as soon as they do not
-        self._restore()
+        self._digests = self._make_digests()
+        status = os.fstat(arena.fd)
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        now = _Memory(_VERSION, status.st_size, status.st_dev, status.st_ino, boot_id)
+        self._restore(is_same_memory=msgspec.structs.replace(before, size_bytes=now.size_bytes) == now)
         self._restored: set[int] | None = set(self._payloads)  # None: their rows are known
-        notes.note(_ARENA_NOTE, msgspec.msgpack.encode(_ArenaFile(_VERSION, arena.size_bytes)))
+        notes.note(_MEMORY_NOTE, msgspec.msgpack.encode(now))
 
     # --- what comes back ----------------------------------------------------------------------------------------------
 
-    def _restore(self) -> None:
+    def _restore(self, *, is_same_memory: bool) -> None:
         try:
             kept = {
                 int(name[len(_EXTENT_NOTE) :], 16): msgspec.msgpack.decode(value, type=_Kept)
@@ -194,7 +210,8 @@ class KeptExtents(ExtentService):
             num_live = note.num_rows if note.rows is None else sum(row >= 0 for row in note.rows)
             payload = Payload(extent, note.layout, note.num_rows, num_live, note.num_positions, note.rows)
             self._payloads[write_id] = payload
-            self._unchecked[write_id] = note.digest or b""
+            # without a digest, some bytes may never have reached the disk
+            self._undigested[write_id] = None if note.digest is None and is_same_memory else note.digest or b""
 
     def _held_between(self, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The offset and size of what is used between extents: its rows do not exist any more, but views of them do."""
@@ -260,11 +277,18 @@ class KeptExtents(ExtentService):
             raise InvalidRequestError("a put has digests of other extents than its own.")
         for index, write_id in enumerate(write_ids):
             extent = self._payloads[write_id].extent
-            if digests is None and self.syncs:
+            if digests is not None:
+                self._note(write_id, digests[index])
+                continue
+            if self.syncs:
                 self.arena.sync(extent.offset, extent.offset + extent.size_bytes)
-            self._note(write_id, digest_of(self.bytes_of(extent)) if digests is None else digests[index])
+            if self.syncs or extent.size_bytes <= _FEW_BYTES:
+                self._note(write_id, digest_of(self.bytes_of(extent)))
+            else:
+                self._note(write_id, None)
+                self._undigested[write_id] = None
 
-    def _note(self, write_id: int, digest: bytes) -> None:
+    def _note(self, write_id: int, digest: bytes | None) -> None:
         """Notes where a write lies."""
         payload = self._payloads[write_id]
         kept = _Kept(
@@ -292,18 +316,58 @@ class KeptExtents(ExtentService):
         if name in self._notes.notes:
             self._notes.note(name, None)  # it may fail, and what is noted is never overwritten
         super()._remove(write_id)
-        self._unchecked.pop(write_id, None)
+        self._undigested.pop(write_id, None)
+
+    # --- digests ------------------------------------------------------------------------------------------------------
 
     def _is_whole(self, write_id: int) -> bool:
-        """Checks the bytes of a write that came back, if that was not done yet."""
-        digest = self._unchecked.get(write_id)
+        """Checks the bytes of a write, if that was not done yet."""
+        digest = self._undigested.get(write_id)
         if digest is None:
             return True
         if digest != digest_of(self.bytes_of(self._payloads[write_id].extent)):
             self._lose(write_id)
             return False
-        del self._unchecked[write_id]
+        self._undigested.pop(write_id, None)
         return True
+
+    def work_aside(self) -> bool:
+        """Makes or checks a part of a digest. False: there is nothing to do."""
+        return next(self._digests)
+
+    def _make_digests(self) -> Iterator[bool]:
+        """Makes or checks all digests, in steps. A step that gives False had nothing to do, or found no room."""
+        while True:
+            write_id = next(iter(self._undigested), None)
+            if write_id is None:
+                yield False
+                continue
+            data, state = self.bytes_of(self._payloads[write_id].extent), lasting_hash()
+            for start in range(0, len(data), _STEP):
+                if start:
+                    yield True
+                if write_id not in self._undigested:  # it is gone, or has its digest
+                    break
+                state.update(data[start : start + _STEP].data)
+            else:
+                yield self._keeps_digest(write_id, state.digest())
+
+    def _keeps_digest(self, write_id: int, digest: bytes) -> bool:
+        try:
+            if self._undigested[write_id] is None:
+                self._note(write_id, digest)
+            elif self._undigested[write_id] != digest:
+                self._lose(write_id)
+        except BackendUnavailableError as error:  # no room on the disk: later
+            _log.warning("a digest is not kept yet: %s", error)
+            return False
+        self._undigested.pop(write_id, None)
+        return True
+
+    def finish(self) -> None:
+        """Makes all digests, before the service ends."""
+        while self.work_aside():
+            pass
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -344,6 +408,7 @@ class KeptExtents(ExtentService):
             self._free(extent)
             return 0
         self._payloads[write_id] = squeezed
+        self._undigested.pop(write_id, None)
         self._note(write_id, digest_of(self.bytes_of(extent)))
         self._free(before)
         return before.size_bytes - extent.size_bytes

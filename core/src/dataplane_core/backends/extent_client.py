@@ -151,8 +151,7 @@ class ExtentClient:
                 copies = [copy for offset, plan in placed for copy in plan.copies_into(arena.bytes[offset:])]
                 # the disk works while this process copies the rest and makes the digests
                 copy_arrays(copies, threads, copied=arena.begin_sync if self.syncs else None)
-                outlives = self._uses is not None
-                digests = [digest_of(arena.bytes[start:stop]) for start, stop in bounds] if outlives else None
+                digests = [digest_of(arena.bytes[start:stop]) for start, stop in bounds] if self.syncs else None
                 for start, stop in bounds if self.syncs else ():
                     arena.sync(start, stop)
                 commits()

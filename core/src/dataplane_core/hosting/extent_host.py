@@ -151,6 +151,9 @@ class ExtentHost(Host):
         for put in {put for put in self._puts.values() if put.client is client}:
             self._end_put(put)
 
+    def work_aside(self) -> bool:
+        return self._extents.work_aside()
+
     def _begin(self, put: int) -> None:
         """A put has its memory. A host that has the ledger too begins it there."""
 

@@ -288,9 +288,12 @@ class ExtentService:
     def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
         """The bytes of writes are there, whose extents are still pinned. What outlives its process notes where.
 
-        ``digests``: `digest_of` each extent, from who wrote the bytes, and had them synced if this service syncs. None:
-        this service does it.
+        ``digests``: `digest_of` each extent, from who wrote the bytes and had them synced. None: they were not synced.
         """
+
+    def work_aside(self) -> bool:
+        """As `Host.work_aside`."""
+        return False
 
     def retain(self, live: Mapping[int, Sequence[int]]) -> None:
         """Of what an earlier process left, only these positions exist. Here nothing is."""

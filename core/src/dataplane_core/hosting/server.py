@@ -1,7 +1,8 @@
 """`Server`: one thread that answers the clients of a `Host`, over a Unix socket or over TCP, also with TLS.
 
 A request whose client has hung up is not carried out: it was given up, and what the client does next, such as to abort
-a put or to end a pin, may have been read already.
+a put or to end a pin, may have been read already. Over a Unix socket, that is so only if several connections have
+something to be read, or if the connection is new, and only then the server looks.
 """
 
 from __future__ import annotations
@@ -163,6 +164,10 @@ class Host:
             raise InvalidRequestError(f"a {type(request).__name__} comes alone.")
         return self.messages.encode_reply(reply)[4:]
 
+    def work_aside(self) -> bool:
+        """If it has ``settle``: does a part of its work while there are no requests. False: nothing is left."""
+        return False
+
 
 class LedgerHost(Host):
     """A host of a ledger. Clients that wait are woken, and a client that is gone keeps nobody waiting.
@@ -308,6 +313,7 @@ class _Connection:
     client: Client | None = None  # whose it is; None before its `Hello`
     begins: bool = False  # the session, which then ends with it
     until: float = field(default_factory=lambda: time.monotonic() + _GREETING_S)  # when it must have said who it is
+    is_new: bool = True  # it has asked nothing yet, and may have waited to be accepted
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     transfer: Transfer | None = None  # of bytes that follow its request, or what is unsent
@@ -339,6 +345,9 @@ class Server:
         self._listeners = listeners
         for listener in listeners:
             listener.setblocking(False)
+        self._is_unix = all(listener.family == socket.AF_UNIX for listener in listeners)
+        self._may_be_late = True  # whether what came now may have been given up, and something after it been read
+        self._has_work = self._works_aside = type(host).work_aside is not Host.work_aside and host.settle is not None
         self._selector = selectors.DefaultSelector()
         self._accept_at: float | None = 0.0  # when to accept clients again; None: they are accepted
         self._strangers: set[_Connection] = set()
@@ -358,7 +367,12 @@ class Server:
             for stranger in [stranger for stranger in self._strangers if now >= stranger.until]:
                 self._drop(stranger)
             looks = self._strangers or self._accept_at is not None
-            ready = self._selector.select(_LOOK_S if looks else None)
+            ready = self._selector.select(0 if self._has_work else _LOOK_S if looks else None)
+            if not ready and self._has_work:
+                self._has_work = self._host.work_aside()
+                continue
+            self._has_work = self._works_aside
+            self._may_be_late = len(ready) > 1 or not self._is_unix
             for key, events in ready:
                 connection: _Connection | None = key.data
                 if connection is None:
@@ -491,8 +505,9 @@ class Server:
             raise EOFError
         request = self._messages.decode_request(message)
         answered = getattr(request, "answered", True)
-        if answered and _hung_up(connection.channel):
+        if answered and (self._may_be_late or connection.is_new) and _hung_up(connection.channel):
             raise EOFError
+        connection.is_new = False
         result: Any = None
         try:
             result = self._host.answer(request, client)

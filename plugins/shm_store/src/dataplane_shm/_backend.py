@@ -33,8 +33,8 @@ from dataplane_shm._opening import open_store
 from dataplane_shm.config import ShmConfig, store_folder
 
 _POLL_S: Final = 0.005
-#: Seconds in which a durable store may write its ledger at its end.
-_CLOSING_S: Final = 60.0
+#: Seconds in which a durable store may finish the digests of its rows at its end.
+_DIGESTS_S: Final = 60.0
 
 
 class ShmBackend(LedgerBackend):
@@ -140,7 +140,7 @@ class ShmBackend(LedgerBackend):
             sync=config.sync,
         )
         command = [sys.executable, "-P", "-m", "dataplane_shm", msgspec.json.encode(options).decode()]
-        end_s = 0.0 if config.durable is None else _CLOSING_S
+        end_s = 0.0 if config.durable is None else _DIGESTS_S
         folder, lock = self._folder.path, self._folder.lock
         self._process = OwnedProcess(command, log=log, folder=folder, lock=lock, end_s=end_s)
         while not self._folder.socket.exists():

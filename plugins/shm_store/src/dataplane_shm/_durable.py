@@ -36,6 +36,9 @@ class DurableStore(Store):
         touch_ahead_bytes: How much memory is made ready before it is used.
         namespace: That of the store, for others that want the folder.
 
+    Attributes:
+        kept: Its extents.
+
     Raises:
         AlreadyRunningError: Another process has the folder open.
         BackendUnavailableError: The folder cannot be used.
@@ -56,10 +59,10 @@ class DurableStore(Store):
             self._lock = lock_folder(folder, _JOURNAL, _ENDING_S, f"namespace '{namespace}'")
             self._log = FolderLog(folder / _JOURNAL, sync=sync)
             logged = LoggedLedger(self._log, capacity_bytes, lazy=(commands.BeginPut,), ends_holds=True)
-            extents = KeptExtents(
+            self.kept = KeptExtents(
                 folder, arena_bytes_for(capacity_bytes), self._log, sync=sync, touch_ahead_bytes=touch_ahead_bytes
             )
-            extents.retain({write_id: positions for write_id, (_, positions) in logged.ledger.payload().items()})
+            self.kept.retain({write_id: positions for write_id, (_, positions) in logged.ledger.payload().items()})
         except BackendUnavailableError:  # it is an OSError too, and says already what is wrong
             raise
         except OSError as error:
@@ -69,13 +72,14 @@ class DurableStore(Store):
                 hint=disk_hint(error),
             ) from error
         self.folder = os.path.realpath(folder)
-        super().__init__(extents, logged, capacity_bytes, on_full, self._log.commit_or_end)
+        super().__init__(self.kept, logged, capacity_bytes, on_full, self._log.commit_or_end)
         self._numbers = itertools.count(int(self._log.notes.get(_SESSIONS_NOTE, b"1")))
         self._sweep()
         self._log.commit()
 
     def close(self) -> None:
         """Ends the store, whose folder can then be moved."""
+        self.kept.finish()
         self._log.finish()
         self._log.close()
         os.close(self._lock)

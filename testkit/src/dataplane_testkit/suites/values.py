@@ -518,9 +518,10 @@ class ColumnSuite(Suite, chapter="columns"):
         store.lose(partition, "a", "image")
         with pytest.raises(LostSamplesError):
             store.client.get_samples(["a"], partition, ["image"])
-        store.put(partition, ["c"], image=image[None])
-        store.put(partition, ["a"], image=image[None])
-        for name in ("c", "a"):
+        names = ("c", "a") if store.declares(Capability.OVERWRITE) else ("c",)
+        for name in names:
+            store.put(partition, [name], image=image[None])
+        for name in names:
             row = store.client.get_samples([name], partition, ["image"])["image"][0]
             assert bits(row) == bits(image), "a cell that was put again is not there"
         with pytest.raises(LostSamplesError):

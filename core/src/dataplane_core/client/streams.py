@@ -637,7 +637,10 @@ class Feed:
         if Capability.LISTING not in self._connection.capabilities:
             return False
         tasks = self._client.describe(self.terms.partition_id, count_rows=False).tasks
-        return self.terms.task_name in tasks and tasks[self.terms.task_name].num_leased > self.held.num_samples
+        num_leased = tasks[self.terms.task_name].num_leased if self.terms.task_name in tasks else 0
+        if num_leased:
+            self.held.renew()  # only now: what was acked since then must not count as held here
+        return num_leased > self.held.num_samples
 
     def _wait_on(self, error: ClaimTimeoutError) -> None:
         """Raises if the loop has waited long enough, or none of those lives that it waits for."""

@@ -1,4 +1,4 @@
-"""The digests of the house. They find damage, and equal cells; none is a defence against whoever can forge bytes."""
+"""The two digests of the house. They find damage and equal cells; neither is a defence against who can forge bytes."""
 
 import xxhash
 
@@ -6,7 +6,6 @@ import xxhash
 fast_hash = xxhash.xxh3_64
 #: The value of `fast_hash` of one message, an integer of 64 bits.
 fast_digest = xxhash.xxh3_64_intdigest
-#: For what lies on a disk for long: saves, and extents that are kept.
+#: For what lies on a disk for long, such as saves, and for cells that a store keeps once, however often they are put:
+#: so many bits that two different cells do not have the same by chance.
 lasting_hash = xxhash.xxh3_128
-#: For what a store keeps once, however often it is put: 128 bits, so that two different cells never have the same.
-content_hash = xxhash.xxh3_128

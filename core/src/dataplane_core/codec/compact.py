@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from dataplane_core.codec.tensors import byte_array, empty_tensor
-from dataplane_core.digests import content_hash
+from dataplane_core.digests import lasting_hash
 from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
 from dataplane_core.spec import Ragged
 
@@ -175,13 +175,13 @@ def _bytes_of(rows: Ragged | torch.Tensor) -> tuple[np.ndarray[Any, Any], np.nda
 
 
 def row_digests(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
-    """A digest of each row of a column (`content_hash`): of its bytes, their dtype, and what kind of cells they are."""
+    """A digest of each row of a column (`lasting_hash`): of its bytes, their dtype, and what kind of cells they are."""
     data, cuts = _bytes_of(rows)
     dtype, count = rows.values.dtype if isinstance(rows, Ragged) else rows.dtype, len(rows)
     first, digests = f"{kind} {dtype}".encode(), [b""] * count
 
     def digest(row: int) -> None:
-        hashed = content_hash(first)
+        hashed = lasting_hash(first)
         hashed.update(data.data[cuts[row] : cuts[row + 1]])
         digests[row] = hashed.digest()
 

@@ -100,15 +100,13 @@ class Partition:
     version: int = 0  # grows with every change of rows and of what was registered
     num_cleared: int = 0
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)  # by task and rank
-    group_size: int = field(init=False)  # how many of what claims count a claimable has: rows; of rollouts, groups
+    group_size: int = field(init=False)  # what a claimable counts in a claim's size: its rows; a group of rollouts, 1
     declared: dict[str, FieldSpec] = field(init=False)
     tasks: dict[str, Task] = field(init=False)
     groups: dict[str, Group] = field(default_factory=dict, init=False)  # those that have members
     leases: Leases = field(default_factory=Leases, init=False)
     held_bytes: int = field(default=0, init=False)
-    content: Counter[Ref] = field(
-        default_factory=Counter, init=False
-    )  # row kept by content -> how many samples have it
+    content: Counter[Ref] = field(default_factory=Counter, init=False)  # kept by content -> how many samples have it
     num_rows: Counter[str] = field(default_factory=Counter, init=False)  # field -> how many rows have it
 
     def __post_init__(self) -> None:
@@ -266,7 +264,8 @@ class Partition:
                 )
         if self.info.rollouts:
             self._check_rollouts(put)
-        if self.info.rollouts or self.info.grpo_group_size is None:
+            return
+        if self.info.grpo_group_size is None:
             return
         for name, num_new in Counter([group_of(name) for name in sample_ids if name not in self.rows]).items():
             count = num_new + (len(self.groups[name].members) if name in self.groups else 0)

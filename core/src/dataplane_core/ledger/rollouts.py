@@ -79,8 +79,8 @@ class RolloutGroup(Group):
         self.members[row.sample_id] = row
         rollout = self.rollouts.setdefault(rollout_of(row.sample_id), _Rollout())
         rollout.rows[row.sample_id] = row
-        rollout.num_rows = row.tags.get(ROLLOUT_ROWS_TAG, rollout.num_rows)  # type: ignore[assignment]
-        self.num_rollouts = row.tags.get(GROUP_ROLLOUTS_TAG, self.num_rollouts)  # type: ignore[assignment]
+        rollout.num_rows = _seals((row,), ROLLOUT_ROWS_TAG) or rollout.num_rows
+        self.num_rollouts = _seals((row,), GROUP_ROLLOUTS_TAG) or self.num_rollouts
 
     def remove(self, row: Row) -> None:
         """Drops a row, with what its tags said. If its rollout was whole, the group is broken."""
@@ -107,7 +107,7 @@ class RolloutGroup(Group):
         """Refuses rows of a put, by their ids, that this group has no place for, and tags that do not fit.
 
         Raises:
-            InvalidRequestError: So it is.
+            InvalidRequestError: It has one of these.
         """
         numbers: dict[str, set[int]] = {}
         sizes = {name: set[int]() if self.num_rollouts is None else {self.num_rollouts}}

@@ -143,7 +143,7 @@ class Row:
         return list(zip(write_ids, positions, strict=True))
 
     def state(self) -> SampleState:
-        """What a save keeps of it, and which cells it has: no two rows of writes have the same sum."""
+        """What a save keeps of it. A cell is named by the id of its write plus its row there: no other one has this."""
         refs = self.refs
         fields = {name: sum(refs[number]) for name, number in self.cells.fields.items()}
         return SampleState(fields, self.tags, sorted(name for name, hold in self.holds.items() if hold.done), self.seq)

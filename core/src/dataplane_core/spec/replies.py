@@ -373,7 +373,7 @@ class SampleState(Frozen, frozen=True):
     """A sample at one moment, but for its cells.
 
     Attributes:
-        fields: Field -> the id of the write of its cell. A cell that differs has another one.
+        fields: Field -> the number of its cell. Another cell has another one.
         tags: Its tags.
         consumed_by: The tasks that it was given to for good.
         seq: Its number in order of first write. One that is cleared and put again gets another one.

@@ -319,21 +319,19 @@ class LedgerBackend(Backend, ABC):
         """Fetches columns. Rows of a write that several samples share are fetched once, and those that are kept by
         content not at all if this client has them."""
         shared = _shared_fields(located)
-        kept = (
-            {name for part in located.parts if part.by_content for name in part.fields} if self.cache_bytes else set()
-        )
+        kept = [part for part in located.parts if part.by_content] if self.cache_bytes else []
         columns: dict[str, WireColumn | SharedRows] = {}
-        for name in shared | kept:
-            some, index = (
-                _without_repeats(located, name, num_samples) if name in shared else (_only(located, [name]), None)
-            )
+        for name in shared.union(*(part.fields for part in kept)):
+            some, index = _without_repeats(located, name, num_samples)
+            num_rows = max(index) + 1
+            if num_rows == num_samples:
+                some, index = _only(located, [name]), list(range(num_samples))
             try:
-                column = self._fetch_different(some, num_samples if index is None else max(index) + 1, deadline)
+                column = self._fetch_different(some, num_rows, deadline)
             except FrameError as error:
-                if error.row is not None and index is not None:
-                    error.row = index.index(error.row)
+                error.row = None if error.row is None else index.index(error.row)
                 raise
-            columns[name] = column if index is None else SharedRows(column, index)
+            columns[name] = column if num_rows == num_samples else SharedRows(column, index)
         rest = [name for name in located.specs if name not in columns]
         if rest:
             some = located if not columns else _only(located, rest)

@@ -84,7 +84,7 @@ def test_each_sample_comes_once_and_a_batch_is_acked_when_the_next_is_asked_for(
 @PREFETCH
 @pytest.mark.parametrize("end", ["died", "nack", "ack"])
 def test_at_the_end_a_stream_waits_for_what_others_hold_and_takes_it_over(client, monkeypatch, prefetch, end):
-    monkeypatch.setattr(streams, "_STALE_S", 0.01)
+    monkeypatch.setattr(streams, "_PAUSE_S", 0.01)
     held = client.claim_meta("p", "t", ["x"], 4, lease_s=0.2 if end == "died" else 600.0)
     batches = client.stream("p", "t", ["x"], 4, prefetch=prefetch)
     rest = Background(lambda: [name for batch in batches for name in batch.meta.sample_ids])

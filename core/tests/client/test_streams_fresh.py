@@ -76,7 +76,7 @@ def test_a_group_is_as_old_as_its_oldest_row(client, versions, trained):
 @pytest.mark.parametrize("timeout_s", [None, WAIT_S])
 def test_what_comes_too_old_while_it_waits_is_dropped(client, monkeypatch, timeout_s):
     """A store that is full of it takes no other rows."""
-    monkeypatch.setattr(streams, "_STALE_S", 0.01)
+    monkeypatch.setattr(streams, "_PAUSE_S", 0.01)
     steps = batches(client, timeout_s=timeout_s, fresh=lambda: {"weight_version": (">=", 1)})
     batch = Background(lambda: next(steps))
     put(client, range(4))
@@ -87,7 +87,7 @@ def test_what_comes_too_old_while_it_waits_is_dropped(client, monkeypatch, timeo
 
 
 def test_no_batch_in_time_is_an_error_that_says_so(client, monkeypatch):
-    monkeypatch.setattr(streams, "_STALE_S", 0.01)
+    monkeypatch.setattr(streams, "_PAUSE_S", 0.01)
     put(client, range(3), 1)
     with pytest.raises(ClaimTimeoutError, match=r"no batch within .* 3 of 4 samples were ready"):
         next(batches(client, timeout_s=0.1, fresh=lambda: {"weight_version": (">=", 1)}))

@@ -36,7 +36,7 @@ RENEWED_AFTER: Final = 1 / 3
 _UNKNOWN_S: Final = 60.0
 #: How long a stream waits before it drops what came meanwhile and is too old, and before it looks again whether others
 #: still hold leases, in seconds.
-_STALE_S: Final = 0.5
+_PAUSE_S: Final = 0.5
 #: How long a stream that nobody refers to keeps its last user waiting, until what it holds is given back.
 _COLLECTED_WITHIN_S: Final = 1.0
 
@@ -600,10 +600,10 @@ class Feed:
             if not meta.sample_ids and not claim.num_ranks:
                 if is_last or terms.claim.get("dp_rank") is not None:
                     return None
-                is_last = not self._others_hold()  # then one more claim: a lease may have ended since the last one
+                is_last = not self._others_hold()  # then it claims once more: a lease may have ended since this claim
                 if not is_last:
                     self._wait_on(ClaimTimeoutError("The samples that are left are leased to others."))
-                    time.sleep(_STALE_S)
+                    time.sleep(_PAUSE_S)
                 continue
             self.held.add(meta)
             try:
@@ -618,7 +618,7 @@ class Feed:
     def _claim(self, request: ClaimRequest) -> tuple[KVBatchMeta, Claim] | None:
         """Waits for a batch. None: look again what is too old, which may hold the store full."""
         # not since this claim began: it may be ahead of the loop
-        wait_s = self._wait_s if self.terms.fresh is None else min(self._wait_s, _STALE_S)
+        wait_s = self._wait_s if self.terms.fresh is None else min(self._wait_s, _PAUSE_S)
         try:
             meta, claim = claim_now(self._connection, request, wait_s, self._waiters, lambda: self._asked_at)
         except ClaimTimeoutError as error:
@@ -629,7 +629,7 @@ class Feed:
         if meta.sample_ids or self.terms.fresh is None or self._is_consumed():
             return meta, claim
         self._wait_on(ClaimTimeoutError("The samples that are left are too old, or lack the tag."))
-        time.sleep(_STALE_S)
+        time.sleep(_PAUSE_S)
         return None
 
     def _others_hold(self) -> bool:

@@ -336,8 +336,8 @@ class _Case:
         if shortfall.num_lacking or shortfall.missing_cells:
             reasons.append(self._lacking(shortfall))
             coming += shortfall.num_lacking
-        # once all are written, the last claim waits for those that can still be given, however few
-        # of rollouts, what is short are groups, and what is coming samples
+        # Once all are written, the last claim waits for those that can still be given, however few. Of rollouts, groups
+        # are short and samples are coming, so the two cannot be compared.
         if (coming < num_short or self._partition.info.rollouts) and not (reasons and self._partition.is_complete):
             if shortfall.num_incomplete:
                 reasons.append(self._incomplete(shortfall))

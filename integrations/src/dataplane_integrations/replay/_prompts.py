@@ -250,11 +250,16 @@ class PromptSource(DataPlaneClientMixin):
         """
         at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
         wanted = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
-        made = set(map(rollout_of, at)) if self._has_rollouts else set(at)
-        of_all = set(map(group_of, made)) == {reservation.group for reservation in reservations}
-        is_enough = self._has_rollouts and of_all and made <= set(wanted)
-        if len(at) != meta.size or meta.partition_id != self.partition_id or not (is_enough or made == set(wanted)):
-            wrong = sorted(made.symmetric_difference(wanted)) or ["none"]
+        answers, rows_of = set(at), {reservation.group: list(reservation.sample_ids) for reservation in reservations}
+        is_whole = answers == set(wanted)
+        if self._has_rollouts:
+            answers, rows_of = set(map(rollout_of, at)), {}
+            for sample_id in at:
+                rows_of.setdefault(group_of(sample_id), []).append(sample_id)
+            groups_reserved = {reservation.group for reservation in reservations}
+            is_whole = answers <= set(wanted) and rows_of.keys() == groups_reserved
+        if len(at) != meta.size or meta.partition_id != self.partition_id or not is_whole:
+            wrong = sorted(answers.symmetric_difference(wanted)) or ["none"]
             raise InvalidRequestError(
                 f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
                 f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
@@ -272,8 +277,7 @@ class PromptSource(DataPlaneClientMixin):
         written: list[str] = []
         tags: list[dict[str, TagValue]] = []
         for reservation in reservations:
-            rows = [each for each in at if group_of(each) == reservation.group] if self._has_rollouts else None
-            for index, sample_id in enumerate(rows or reservation.sample_ids):
+            for index, sample_id in enumerate(rows_of[reservation.group]):
                 written.append(sample_id)
                 row = at[sample_id]
                 own = dict(meta.tags[row]) if meta.tags else {}

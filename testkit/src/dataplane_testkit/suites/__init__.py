@@ -1,12 +1,6 @@
 """The suites of the kit: `BackendConformance` has all of them, `EngineConformance` those that an engine decides."""
 
-from dataplane_testkit.suites.clients import (
-    CapacitySuite,
-    ClaimSuite,
-    LifecycleSuite,
-    ListingSuite,
-    RolloutSuite,
-)
+from dataplane_testkit.suites.clients import CapacitySuite, ClaimSuite, LifecycleSuite, ListingSuite, RolloutSuite
 from dataplane_testkit.suites.concurrency import ProcessSuite, RaceSuite
 from dataplane_testkit.suites.engine import EngineSuite
 from dataplane_testkit.suites.machine import MachineSuite

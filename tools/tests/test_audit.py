@@ -28,12 +28,12 @@ def recorded(folder, *, role="trainer", payload="all", max_bytes="1GB", inner=()
 
 
 @contextmanager
-def recorded_run(folder, *others, tasks=("trainer",), group_size=None, num_samples=None, **options):
+def recorded_run(folder, *others, tasks=("trainer",), group_size=None, num_samples=None, rollouts=False, **options):
     """A client that records, with a partition; and those of other roles in the same store."""
     with ExitStack() as stack:
         client = stack.enter_context(recorded(folder, **options))
         beside = [stack.enter_context(joined(client, recorded(folder, role=role))) for role in others]
-        client.register_partition("train", FIELDS, num_samples, list(tasks), group_size)
+        client.register_partition("train", FIELDS, num_samples, list(tasks), group_size, rollouts=rollouts)
         yield (client, *beside) if others else client
 
 
@@ -286,6 +286,31 @@ def test_a_resume(tmp_path, finds, before, first_step, after, wrong):
     steps = [(number, int(number >= first_step)) for number in range(1, len(before) + 1)]
     steps += [(number, 0) for number in range(first_step, first_step + len(after))]
     assert [(each["step"], each["undone"]) for each in found["steps"]] == steps
+
+
+@pytest.mark.parametrize(
+    ("again", "wrong"),
+    [
+        ([2, 3], {}),
+        ([3, 4], {"skipped": ("1 prompt", "q2.")}),
+        ([1, 2], {"given twice": ("1 prompt", "'q1' was trained on in step 2 and in step 3")}),
+    ],
+)
+def test_a_resume_with_rollouts_of_one_to_three_rows(tmp_path, finds, again, wrong):
+    """The third one of each group dies, and the group is sealed without it."""
+
+    def step(client, number, prompt):
+        ids = [f"q{prompt}_g{rollout}/{row}" for rollout, rows in enumerate([3, 1, 2]) for row in range(rows)]
+        client.put_samples(ids, "train", {"x": torch.ones(6, 3), "reward": torch.ones(6), "text": ["it"] * 6})
+        client.seal({f"q{prompt}_g0": 3, f"q{prompt}_g1": 1}, "train", ends_groups=True)
+        assert step_on(client, number, 1).sample_ids == ids[:4]
+
+    for numbers in (enumerate([0, 1], 1), enumerate(again, 3)):
+        with recorded_run(tmp_path, group_size=3, rollouts=True) as client:
+            for number, prompt in numbers:
+                step(client, number, prompt)
+    found = finds(wrong, steps=[4, 4, 4, 4])
+    assert sum(each["count"] for each in found["untrained"]) == 8
 
 
 @pytest.mark.parametrize("claimed", [False, True], ids=["generated before it", "of a step that it cut off"])

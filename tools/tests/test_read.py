@@ -109,6 +109,18 @@ def test_samples_as_text_and_a_group_that_shows_its_prompt_once(client, config, 
     )
 
 
+def test_a_group_of_rollouts_shows_the_rows_of_each_side_by_side(local):
+    local.register_partition("agents", ["text"], None, ["train"], 3, rollouts=True)
+    for ids in (["q0_g0/0", "q0_g1/0", "q0_g2/0"], ["q1_g0/0", "q0_g1/1", "q0_g0/1"], ["q0_g0/2"]):
+        local.put_samples(ids, "agents", {"text": [f"turn {sample_id}" for sample_id in ids]})
+    local.seal({"q0_g0": 3, "q0_g1": 2}, "agents", ends_groups=True)
+    found = Rows(local, "agents").find(group="q0")
+    claimed = local.claim_meta("agents", "train", ["text"], 1)
+    assert list(found.tags) == [*claimed.sample_ids, "q0_g2/0"]
+    assert claimed.sample_ids == ["q0_g0/0", "q0_g0/1", "q0_g0/2", "q0_g1/0", "q0_g1/1"]
+    assert found.tags["q0_g0/2"] == {"rollout_rows": 3, "group_rollouts": 2}
+
+
 def test_a_group_shows_once_only_what_is_the_same(client, config, capsys):
     turns = [
         [{"role": "user", "content": "Where?"}, {"role": "assistant", "tool_calls": [{"city": city}]}]

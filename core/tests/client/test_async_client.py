@@ -11,7 +11,13 @@ import torch
 from gates import Gate
 
 from dataplane_core import AsyncDataPlaneClient, DataPlaneClient, OperationCancelledError, connect_async
-from dataplane_core.errors import ClientClosedError, OperationTimeoutError, RoomTimeoutError, UnknownPartitionError
+from dataplane_core.errors import (
+    ClientClosedError,
+    InvalidRequestError,
+    OperationTimeoutError,
+    RoomTimeoutError,
+    UnknownPartitionError,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -48,6 +54,19 @@ async def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
         given = [sample_id for meta in await asyncio.gather(*claims) for sample_id in meta.sample_ids]
         assert sorted(given) == sorted(f"s{i}" for i in range(200))
         assert num_threads <= threading.active_count() + 2
+
+
+async def test_a_claim_that_waits_gets_a_group_that_is_sealed_meanwhile():
+    async with await _open() as client:
+        await client.register_partition("agents", ["x"], None, ["t"], 3, rollouts=True)
+        ids = ["q0_g0/0", "q0_g0/1", "q0_g1/0"]
+        await client.put_samples([*ids, "q0_g2/0"], "agents", {"x": torch.arange(4)})
+        claim = asyncio.create_task(client.claim_meta("agents", "t", ["x"], 1))
+        sealed = await client.seal({"q0_g0": 2, "q0_g1": 1}, "agents", ends_groups=True)
+        assert sealed.sample_ids == ids[1:]
+        assert (await claim).sample_ids == ids
+        with pytest.raises(InvalidRequestError, match="not one of rollouts"):
+            await client.seal({"q0_g0": 1}, "p")
 
 
 async def _cancelled(task):

@@ -17,6 +17,7 @@ from typing import Any, Final
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.connecting import connect
 from dataplane_core.errors import InvalidRequestError, LostSamplesError, MissingDataError, preview
+from dataplane_core.ledger import rollout_of
 from dataplane_core.spec import FieldSpec
 from dataplane_observe import is_recording
 from dataplane_tools._recorded import opened_recording
@@ -114,7 +115,7 @@ class Rows:
             sort: The tag or field of one value that orders them. Those that lack it come last. None: the order of their
                 first write.
             descending: The greatest first; without ``sort`` the newest.
-            group: Only those of this group.
+            group: Only those of this group, where the rows of a rollout come one after another.
             limit: No more than these.
 
         Raises:
@@ -136,7 +137,8 @@ class Rows:
             members = {sample_id: tags for sample_id, tags in rows.items() if group_of_id(sample_id) == group}
             if rows and not members:
                 raise self._lacks(f"group '{group}'", filter(None, map(group_of_id, rows)))
-            rows = members
+            places = {name: place for place, name in enumerate(dict.fromkeys(map(rollout_of, members)))}
+            rows = dict(sorted(members.items(), key=lambda row: places[rollout_of(row[0])]))
         values = self._values(rows, dict.fromkeys(names))
         ids = [sample_id for sample_id, row in values.items() if where is None or where.matches(row)]
         if sort is not None:

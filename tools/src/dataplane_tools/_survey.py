@@ -184,7 +184,7 @@ _DIGITS: Final = re.compile(r"\d+")
 _MOST_RANGES: Final = 5
 #: Place of a resume -> numbers, each range with its first and its last one.
 _Ranges: TypeAlias = dict[int, list[tuple[int, int]]]
-_MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})", re.DOTALL)
+_MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})(?:/(\d{1,4}))?", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class Prompt:
     Attributes:
         first: When a sample of it was first put, and ``latest``: when one was put last.
         lives: How often it was given: a life begins when a sample of it is put that this life has already.
-        members: The samples of the present life, as bits.
+        members: The samples of the present life: for each number of a row, the rollouts that have it, as bits.
         trained: Its lives that were trained on: the number, when it was put, and the step.
         trained_at: When a sample of it that a step trained on was consumed last.
         is_undone: Whether a step trained on it from before which the run went on later.
@@ -205,7 +205,7 @@ class Prompt:
     first: float
     latest: float
     lives: int = 0
-    members: int = 0
+    members: list[int] = field(default_factory=list)
     trained: list[tuple[int, float, str]] = field(default_factory=list)
     trained_at: float = -math.inf
     is_undone: bool = False
@@ -243,7 +243,7 @@ class Prompts:
 
     def put(self, sample_id: str, partition: str, tags: Mapping[str, Any], at: float) -> tuple[Prompt | None, int]:
         """Notes that a sample was first put. Returns its prompt and the number of its life."""
-        name, number, member = _named(sample_id, tags)
+        name, number, member, row = _named(sample_id, tags)
         if number is None:
             return None, 0
         stream = self._streams.setdefault((_DIGITS.sub("#", partition), name), _Stream(name))
@@ -253,9 +253,10 @@ class Prompts:
             stream.disorder = max(stream.disorder, stream.newest - number)
             stream.newest = max(number, stream.newest)
         bit = 1 << member
-        if prompt.members & bit or not prompt.lives:
-            prompt.lives, prompt.members = prompt.lives + 1, 0
-        prompt.members |= bit
+        if not prompt.lives or (row < len(prompt.members) and prompt.members[row] & bit):
+            prompt.lives, prompt.members = prompt.lives + 1, []
+        prompt.members += [0] * (row + 1 - len(prompt.members))
+        prompt.members[row] |= bit
         prompt.latest = at
         return prompt, prompt.lives
 
@@ -374,17 +375,17 @@ _SKIPPED: Final[Sequence[tuple[Callable[[_Stream, Sequence[float], float], _Rang
 )
 
 
-def _named(sample_id: str, tags: Mapping[str, Any]) -> tuple[str, int | None, int]:
-    """The stream, the number of the prompt in it, and the number of the sample in the group."""
+def _named(sample_id: str, tags: Mapping[str, Any]) -> tuple[str, int | None, int, int]:
+    """The stream, the number of the prompt in it, that of the rollout in the group, and that of the row in it."""
     grouped = _MEMBER.fullmatch(sample_id)
-    group, member = (grouped[1], int(grouped[2])) if grouped else (sample_id, 0)
+    group, member, row = (grouped[1], int(grouped[2]), int(grouped[3] or 0)) if grouped else (sample_id, 0, 0)
     for tag in _TAGS:
         value = tags.get(tag)
         if isinstance(value, int) and not isinstance(value, bool):
-            return f"{tag} *", value, member
+            return f"{tag} *", value, member, row
     if found := _VERSIONED.fullmatch(group):
-        return "prompt *", int(found[1]), member
+        return "prompt *", int(found[1]), member, row
     found = None if _RANDOM.fullmatch(group) else _NUMBERED.fullmatch(group)
     if found:
-        return f"{found[1]}*", int(found[2]), member
-    return "", None, member
+        return f"{found[1]}*", int(found[2]), member, row
+    return "", None, member, row

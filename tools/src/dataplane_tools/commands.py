@@ -85,7 +85,7 @@ def read(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument("config", metavar="CONFIG", help=_OR_FOLDER)
     parser.add_argument("partition", nargs="?", metavar="PARTITION", help="default: the only one")
     _samples(parser)
-    parser.add_argument("--group", metavar="G", help="the answers to one prompt: the samples G_g0, G_g1, ...")
+    parser.add_argument("--group", metavar="G", help="the answers to one prompt: G_g0, G_g1, ..., or their rows")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N samples; default: 20, on a page 2000")
     parser.add_argument("--fields", metavar="A,B", type=_names, help="read these fields only")
     parser.add_argument("--images", metavar="DIR", help="write small pictures of images there (needs Pillow)")

@@ -299,7 +299,7 @@ function drawGroup(row) {
       long(inside),
     );
   });
-  return title(`${row.group}: ${members.length} answers; marked is what ${row.sample_id} has not`, element("div", { class: "group" }, answers));
+  return title(`${row.group}: ${members.length} samples; marked is what ${row.sample_id} has not`, element("div", { class: "group" }, answers));
 }
 
 // --- keys and links ---------------------------------------------------------------------------------------------------

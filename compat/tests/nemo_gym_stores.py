@@ -42,10 +42,10 @@ def open_store(config, request):
     """Opens further stores of the same test. On noop, which has no second client, all are one."""
     made = []
 
-    def open_store():
+    def open_store(**options):
         if config["backend"] != "noop" or not made:
             bootstrap = config["backend"] == "noop"
-            made.append(DataPlaneTokenStore(config, partition=request.node.name, bootstrap=bootstrap))
+            made.append(DataPlaneTokenStore(config, partition=request.node.name, bootstrap=bootstrap, **options))
         return made[-1]
 
     yield open_store

@@ -283,3 +283,48 @@ async def test_a_trainer_claims_finished_rollouts(open_store):
     assert left.sample_ids == ["lost", "late"]
     for rollout_id, tags in zip(meta.sample_ids, meta.tags, strict=True):
         assert await trainer.drop(rollout_id, snapshot_id=tags["snapshot_id"], version=tags["version"])
+
+
+# --- rollouts of several rows -----------------------------------------------------------------------------------------
+
+
+async def test_calls_are_the_rows_of_rollouts_whose_groups_a_trainer_claims(open_store):
+    store = open_store(rollouts=True, grpo_group_size=2)
+    written = {"7-0": 3, "7-1": 0, "7-1-a1": 1, "q0_g0": 2, "q0_g1": 1}  # of Gym's first attempt at 7-1 no end comes
+    for rollout_id, num_calls in written.items():
+        await store.begin_call(rollout_id, "turn0")
+        for turn in range(num_calls):
+            await store.put(entry(f"turn{turn}", rollout_id=rollout_id, prompt=range(10 * turn + 1)))
+    first, _, last = [await store.freeze(rollout_id) for rollout_id in ("7-0", "q0_g1", "7-1-a1")]
+    assert await store.freeze("7-0") == first
+    meta = await store.client.claim_meta(store._partition, "train", FIELDS, 1)
+    assert meta.sample_ids == ["7_g0/0", "7_g0/1", "7_g0/2", "7_g1-a1/0"]
+    assert meta.sequence_lengths == [3, 13, 23, 3]
+    assert [tags["rollout_id"] for tags in meta.tags] == ["7-0"] * 3 + ["7-1-a1"]
+    calls = token_entries(await store.client.get_data(meta))
+    assert [call for row in calls for call in row] == [*first.entries, *last.entries]
+    for snapshot, num_left in ((first, 2), (last, 1)):
+        assert await drop(store, snapshot)
+        assert (await store.client.list_samples(store._partition)).size == num_left
+
+    await store.mark_incomplete("q0_g1")
+    await store.mark_incomplete("q0_g0")
+    await store.freeze("q0_g0")
+    meta = await store.client.claim_meta(store._partition, "train", FIELDS, 1)
+    assert meta.sample_ids == ["q0_g1/0", "q0_g0/0", "q0_g0/1"]
+    assert all(tags["incomplete"] for tags in meta.tags)
+
+
+@pytest.mark.parametrize("config", ["noop"], indirect=True)
+async def test_a_rollout_without_calls_has_a_row_and_what_is_of_no_group_is_refused(open_store):
+    store = open_store(rollouts=True)
+    assert (await store.freeze("q0_g0")).entries == ()
+    await store.client.seal({"q0_g0": 1}, store._partition, ends_groups=True)
+    assert (await store.client.claim_meta(store._partition, "train", FIELDS, 1)).sample_ids == ["q0_g0/0"]
+    await store.put(entry("c", rollout_id="q1_g0"))
+    await store.client.register_partition(store._partition, list(FIELDS), None, ["train"])  # as another store would
+    for call in (store.freeze("q1_g0"), store.put(entry("c", rollout_id="q2_g0"))):
+        with pytest.raises(ValueError, match="rollouts is True"):
+            await call
+    with pytest.raises(ValueError, match="of no group"):
+        await store.begin_call("r", "turn0")

@@ -1,7 +1,7 @@
 """NeMo Gym's exact token ids on dataplane: a sink and a source for its ``token_id_capture``.
 
 While a rollout is written, each of its calls is a row of a partition of its own. `DataPlaneTokenStore.freeze` finishes
-that partition, and makes one row of them. Importing this module does not import NeMo Gym.
+that partition, and makes one row of them, or a rollout of as many rows. Importing this module does not import NeMo Gym.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,6 +20,8 @@ from tensordict import TensorDict
 from dataplane_core import AsyncDataPlaneClient, connect
 from dataplane_core.config import ConfigSource
 from dataplane_core.errors import InvalidRequestError, MissingDataError, UnknownPartitionError
+from dataplane_core.ledger import group_of
+from dataplane_core.schema import ROLLOUT_ROWS_TAG
 
 if TYPE_CHECKING:
     from nemo_gym.token_id_capture import TokenCaptureSnapshot, TokenEntry
@@ -32,7 +36,7 @@ _STATE: Final = "?"  # the row of a rollout's state. Ids of calls end in a diges
 
 
 def token_entries(rows: TensorDict) -> list[list[TokenEntry]]:
-    """The model calls of each of N finished rollouts, such as ``client.get_data(meta)`` gives. No call comes first."""
+    """The model calls of each of N rows of finished rollouts, such as ``client.get_data`` gives. None comes first."""
     from nemo_gym.token_id_capture import TokenEntry
 
     found: list[list[TokenEntry]] = []
@@ -54,11 +58,18 @@ class DataPlaneTokenStore:
     ``generation_lengths`` and ``log_prob_lengths`` ``(C,)``, and ``calls``, a list of C dicts with the rest. Its tags
     are ``snapshot_id``, ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
 
+    With ``rollouts``, each call is such a row, and `freeze` seals them: ``q0_g1/0``, ``q0_g1/1``, ... of the rollout
+    ``q0_g1`` of the group ``q0``. Gym's own ids, ``TASK-ROLLOUT``, give ``TASK_gROLLOUT``. A further tag,
+    ``rollout_id``, has Gym's id. A rollout without calls has one row. Claims give whole groups; rows of a rollout that
+    is incomplete come with the others, to be masked.
+
     Args:
         config: A config of dataplane, or a file of one. Connects at once, and blocks until it has.
         partition: Of the finished rollouts. A rollout ``r`` is written in the partition ``<partition>/r``.
         task: That may claim finished rollouts. `register_partition` with ``if_exists="keep"`` adds others.
         bootstrap: As for `connect`. False: the store runs already.
+        rollouts: Whether calls stay rows. All stores of a partition are made with the same.
+        grpo_group_size: Rollouts of a group. None: `DataPlaneClient.seal` ends groups.
 
     Examples:
         >>> store = DataPlaneTokenStore({"backend": "noop"}, bootstrap=True)
@@ -66,11 +77,19 @@ class DataPlaneTokenStore:
     """
 
     def __init__(
-        self, config: ConfigSource, *, partition: str = "captures", task: str = "train", bootstrap: Any = False
+        self,
+        config: ConfigSource,
+        *,
+        partition: str = "captures",
+        task: str = "train",
+        bootstrap: Any = False,
+        rollouts: bool = False,
+        grpo_group_size: int | None = None,
     ) -> None:
         #: The client that is used. Claims, reads and lists as any other does.
         self.client: Final = AsyncDataPlaneClient(connect(config, bootstrap), threads=4)
         self._partition, self._task = partition, task
+        self._rollouts, self._group_size = rollouts, grpo_group_size
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Notes that a call begins. If its entry never comes, the rollout is incomplete."""
@@ -93,8 +112,10 @@ class DataPlaneTokenStore:
         await self.client.put_samples([_STATE], where, tags=[{"lost": model_call_id, "version": 2}])
         if await self.client.list_consumed(where, "retire"):  # the drop was first
             raise RuntimeError(f"Token capture for rollout {rollout_id} is retired.")
-        if (await self.client.list_samples(self._partition, sample_ids=[rollout_id])).size:
-            await self.client.put_samples([rollout_id], self._partition, tags=[{"incomplete": True, "version": 2}])
+        ids = self._ids(rollout_id, (await self._open(rollout_id))[1])
+        if there := (await self.client.list_samples(self._partition, sample_ids=ids)).sample_ids:
+            tags = [{"incomplete": True, "version": 2}] * len(there)
+            await self.client.put_samples(there, self._partition, tags=tags)
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Ends the writing of a rollout, and returns what was written. Again, it returns the same."""
@@ -111,23 +132,27 @@ class DataPlaneTokenStore:
                 elif state["version"] != version:  # it was marked as another process sealed it
                     await self.mark_incomplete(rollout_id, state["lost"])
                 else:
-                    rows = await self.client.get_samples([rollout_id], self._partition, FIELDS)
-                    (entries,) = await asyncio.to_thread(token_entries, rows)
+                    rows = await self.client.get_samples(self._ids(rollout_id, found), self._partition, FIELDS)
+                    entries = chain.from_iterable(await asyncio.to_thread(token_entries, rows))
                     return TokenCaptureSnapshot(rollout_id, tuple(entries), version == 2, state["sealed"], version)
             except MissingDataError:  # another process has sealed or dropped it in between
                 if (await self._open(rollout_id))[1] == found:
                     raise
 
     async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
-        """Clears a frozen rollout, if it is as in the snapshot. Its late writers are still refused."""
+        """Clears a frozen rollout, if it is as in the snapshot. Its late writers are still refused.
+
+        With ``rollouts``, first claim its group: one that lost rows is never given.
+        """
         where, now = f"{self._partition}/{rollout_id}", {"sealed": snapshot_id, "version": version}
         with contextlib.suppress(UnknownPartitionError):
             # the claim is the condition: one process gets the row of the state, while it has these tags
             taken = await self.client.claim_meta(where, "retire", [], 1, blocking=False, tag_filter=now)
-            same = (await self.client.list_samples(where, now)).size
-            if taken.size or (same and await self.client.list_consumed(where, "retire")):  # or a drop was cut off
+            same = taken if taken.size else await self.client.list_samples(where, now)
+            if taken.size or (same.size and await self.client.list_consumed(where, "retire")):  # or a drop was cut off
                 await self.client.put_samples([_STATE], where, tags=[{"retired": True}])
-                await self.client.clear_samples([rollout_id], self._partition)
+                ids = self._ids(rollout_id, dict(zip(same.sample_ids, same.tags or (), strict=True)))
+                await self.client.clear_samples(ids, self._partition)
                 return True
         return False
 
@@ -138,20 +163,28 @@ class DataPlaneTokenStore:
     async def _open(self, rollout_id: str) -> tuple[str, dict[str, dict[str, Any]]]:
         """The partition in which a rollout is written, registered if need be, and the tags of its rows."""
         where = f"{self._partition}/{rollout_id}"
+        if self._rollouts:
+            group_of(_rollout(rollout_id))  # refuses an id that is of no group
         try:
             listed = await self.client.list_samples(where)
         except UnknownPartitionError:
-            for name, task in ((self._partition, self._task), (where, "retire")):
-                await self.client.register_partition(name, list(FIELDS), None, [task], if_exists="keep")
+            await self._register()
+            await self.client.register_partition(where, list(FIELDS), None, ["retire"], if_exists="keep")
             return await self._open(rollout_id)
         found = dict(zip(listed.sample_ids, listed.tags or (), strict=True))
         if _STATE not in found:
             await self.client.put_samples([_STATE], where, tags=[{"rollout_id": rollout_id}])
             return await self._open(rollout_id)
         if "retired" in found[_STATE]:
-            await self.client.clear_samples([rollout_id], self._partition)  # a freeze that was late may have put it
+            ids = self._ids(rollout_id, found)
+            await self.client.clear_samples(ids, self._partition)  # a freeze that was late may have put them
             raise RuntimeError(f"Token capture for rollout {rollout_id} is retired.")
         return where, found
+
+    async def _register(self) -> None:
+        """Registers the partition of the finished rollouts. Refused if another store did so with other groups."""
+        partition = (self._partition, list(FIELDS), None, [self._task], self._group_size)
+        await self.client.register_partition(*partition, if_exists="keep", rollouts=self._rollouts)
 
     async def _add(self, rollout_id: str, row_id: str, tags: dict[str, Any], columns: Any = None) -> dict[str, Any]:
         """Writes a row, if the rollout is not frozen. Returns the tags of all rows."""
@@ -171,18 +204,45 @@ class DataPlaneTokenStore:
         return found
 
     async def _seal(self, rollout_id: str, where: str, found: dict[str, Any], version: int) -> None:
-        """Makes one row of the calls of a finished rollout, and clears them."""
+        """Makes the rows of a finished rollout of its calls, and clears these."""
         calls = {row_id: tags["call"] for row_id, tags in found.items() if "call" in tags}
         lost = {tags["begun"] for tags in found.values() if "begun" in tags} - set(calls.values())
         if version == 1 and (lost or len(set(calls.values())) < len(calls)):  # or a call has two payloads
             await self.mark_incomplete(rollout_id, ", ".join(lost))
             return
+        if self._rollouts:
+            await self._register()
         rows = await self.client.get_samples(list(calls), where, FIELDS)
-        tags, columns = await asyncio.to_thread(lambda: _row([each for row in token_entries(rows) for each in row]))
-        tags |= {"version": version, "incomplete": version == 2}
-        await self.client.put_samples([rollout_id], self._partition, columns, tags=[tags])
-        await self.client.put_samples([_STATE], where, tags=[{"sealed": tags["snapshot_id"], "version": version}])
+        columns, tags = await asyncio.to_thread(self._finished, rollout_id, rows)
+        tags = [row | {"version": version, "incomplete": version == 2} for row in tags]
+        await self.client.put_samples(self._ids(rollout_id, found), self._partition, columns, tags=tags)
+        state = {"sealed": tags[0]["snapshot_id"], "version": version, "rows": len(tags)}
+        await self.client.put_samples([_STATE], where, tags=[state])
         await self.client.clear_samples([each for each in found if each != _STATE], where)
+
+    def _ids(self, rollout_id: str, found: dict[str, Any]) -> list[str]:
+        """The rows of a finished rollout, by the tags of those that it was written in."""
+        if not self._rollouts:
+            return [rollout_id]
+        num_rows = found[_STATE].get("rows") or max(1, sum("call" in tags for tags in found.values()))
+        return [f"{_rollout(rollout_id)}/{number}" for number in range(num_rows)]
+
+    def _finished(self, rollout_id: str, rows: TensorDict) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Columns and tags of the rows of a finished rollout, from the rows of its calls."""
+        entries = [entry for calls in token_entries(rows) for entry in calls]
+        if not self._rollouts:
+            tags, columns = _row(entries)
+            return columns, [tags]
+        made = [_row([entry]) for entry in entries] or [_row([])]
+        digest = hashlib.sha256("".join(tags["snapshot_id"] for tags, _ in made).encode()).hexdigest()
+        of_rows = [tags | {"snapshot_id": digest, "rollout_id": rollout_id} for tags, _ in made]
+        of_rows[-1][ROLLOUT_ROWS_TAG] = len(made)
+        return {name: [cell for _, columns in made for cell in columns[name]] for name in FIELDS}, of_rows
+
+
+def _rollout(rollout_id: str) -> str:
+    """The name of a rollout in a group. Gym's own ids are ``TASK-ROLLOUT``, with ``-aN`` for a further attempt."""
+    return rollout_id if "_g" in rollout_id else re.sub(r"-(?=\d+(-a\d+)?$)", "_g", rollout_id)
 
 
 def _row(entries: list[TokenEntry]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,5 +1,6 @@
 """AsyncGRPOTrainer on a store: the names of TRL that the adapter touches, its two classes, and trainings with them."""
 
+import asyncio
 import dataclasses
 import inspect
 import json
@@ -9,14 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from async_trainings import ANSWERS, CASES, GROUPS, STALE
 from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import (
+    RolloutGroup,
+    RolloutSample,
+    TurnRecord,
+    _AsyncRolloutLoop,
+    _chain_to_sequences,
+)
 
 from dataplane_core import connect
 from dataplane_core.errors import (
@@ -26,7 +35,7 @@ from dataplane_core.errors import (
     SchemaMismatchError,
     UnknownPartitionError,
 )
-from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer
+from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer, put_rollouts
 from dataplane_integrations.weights import WeightReader
 
 pytestmark = pytest.mark.timeout(300)
@@ -259,6 +268,52 @@ def test_killed_processes_are_named_and_what_they_held_comes_back():
 
         eventually(lambda: "rollout 7" in said())
         worker.stop()
+
+
+# --- rollouts of several rows -----------------------------------------------------------------------------------------
+
+
+def scored(*conversations):
+    """The samples of a group, by conversation, as TRL's loop makes them of its turns."""
+    sequences = [
+        _chain_to_sequences([TurnRecord(*turn) for turn in turns], f"c{number}", 1)[0]
+        for number, turns in enumerate(conversations)
+    ]
+    count = len(sequences)
+    group = RolloutGroup(
+        [[]] * count, {}, [[]] * count, [[]] * count, sequences, [0] * count, [0] * count, 3, 0, [], []
+    )
+    PartialState()  # for the loop's log
+    loop = _AsyncRolloutLoop.__new__(_AsyncRolloutLoop)
+    loop.reward_funcs, loop.reward_func_names = [lambda prompts, **_: list(range(len(prompts)))], ["place"]
+    loop._env_reward_types = []
+    samples = iter(asyncio.run(loop._score_group(group)))
+    return [list(islice(samples, len(rows))) for rows in sequences]
+
+
+def test_conversations_of_one_to_three_samples_reach_the_trainer_with_the_advantage_of_each(client):
+    client.register_partition("answers", SAMPLE_FIELDS, None, ["train"], grpo_group_size=4, rollouts=True)
+    appended = [([1], [2], [-0.5]), ([1, 2, 3], [4], [-0.25])]
+    compacted = [([1], [2, 3], [-0.5, -0.5]), ([5], [6], [-1.0]), ([7], [8], [-2.0])]
+    rollouts = scored(appended, compacted, [([1], [2], [-0.5])], [([1], [])])
+    assert list(map(len, rollouts)) == [1, 3, 1, 0]
+    meta = put_rollouts(client, "answers", "p7", rollouts)
+    assert meta.sample_ids == ["p7_g0/0", "p7_g1/0", "p7_g1/1", "p7_g1/2", "p7_g2/0"]
+    assert put_rollouts(client, "answers", "p8", [[]]).size == 0
+    put_rollouts(client, "answers", "p9", rollouts[:1])
+    worker = StoreRolloutWorker(client, "answers", "train", claim_size=1)
+    worker.start()
+    samples = take(worker, 6)
+    for wanted, taken in zip([*chain(*rollouts), rollouts[0][0]], samples, strict=True):
+        for one, other in zip(dataclasses.astuple(wanted)[2:7], dataclasses.astuple(taken)[2:7], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        assert taken.metrics == wanted.metrics
+    assert [sample.group_id == samples[0].group_id for sample in samples] == [True] * 5 + [False]
+    assert len({sample.advantage for sample in samples[1:4]}) == 1
+    worker.update_model_version(1)
+    worker.update_model_version(2)
+    assert worker.acked == 5
+    worker.stop()
 
 
 # --- the weight transfer ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer (tried with 1.16.0) on a store: its `rollout_worker` and its `weight_transfer`."""
+"""TRL's AsyncGRPOTrainer (tried with 1.16.0) on a store: its `rollout_worker`, its `weight_transfer`, its rollouts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -17,14 +17,56 @@ from dataplane_core import DataPlaneClient, KVBatchMeta
 from dataplane_core.client import Feed, Terms
 from dataplane_core.errors import ClaimTimeoutError, ClientClosedError, DataPlaneError, InvalidRequestError
 from dataplane_core.ledger import group_of
-from dataplane_core.schema import WEIGHT_VERSION_TAG
+from dataplane_core.schema import GROUP_ROLLOUTS_TAG, ROLLOUT_ROWS_TAG, WEIGHT_VERSION_TAG
 from dataplane_integrations.weights import WEIGHTS, publish_weights
 
-__all__ = ["SAMPLE_FIELDS", "StoreRolloutWorker", "StoreWeightTransfer"]
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+__all__ = ["SAMPLE_FIELDS", "StoreRolloutWorker", "StoreWeightTransfer", "put_rollouts"]
 
 #: What rollout processes write of a sample, of S tokens: ``input_ids`` (S,), ints; ``token_mask`` (S,), 1 at tokens to
 #: train on; ``generation_logprobs`` (S,) float32; ``advantage`` (), a float; ``metrics``, a dict of floats to log.
 SAMPLE_FIELDS: Final = ("input_ids", "token_mask", "generation_logprobs", "advantage", "metrics")
+
+
+#: The attributes of TRL's `RolloutSample` that have them.
+_OF_SAMPLES: Final = ("input_ids", "completion_mask", "old_log_probs", "advantage", "metrics")
+
+
+def put_rollouts(
+    client: DataPlaneClient, partition_id: str, group: str, rollouts: Sequence[Sequence[RolloutSample]]
+) -> KVBatchMeta:
+    """Writes a group of rollouts, sealed, in one put. Blocks until it is stored.
+
+    TRL makes several samples of a conversation whose history was rewritten between two turns. Each is a row:
+    ``p7_g0/0``, ``p7_g0/1``, ... of the group ``p7``.
+
+    Args:
+        client: The rollout process's client.
+        partition_id: A partition with `SAMPLE_FIELDS`, registered with ``rollouts=True``.
+        group: The name of the group, of one prompt.
+        rollouts: The samples of each conversation, as TRL scores them. A conversation without samples is left out.
+            ``model_version`` is the version of the weights that generated a sample.
+
+    Returns:
+        The meta of the rows. Empty: there was no sample.
+
+    Raises:
+        InvalidRequestError: The group is sealed with other rollouts.
+    """
+    made = [samples for samples in rollouts if samples]
+    ids = [f"{group}_g{number}/{row}" for number, samples in enumerate(made) for row in range(len(samples))]
+    rows = [sample for samples in made for sample in samples]
+    tags = [
+        {WEIGHT_VERSION_TAG: sample.model_version, ROLLOUT_ROWS_TAG: len(samples), GROUP_ROLLOUTS_TAG: len(made)}
+        for samples in made
+        for sample in samples
+    ]
+    columns = {
+        name: [getattr(sample, of) for sample in rows] for name, of in zip(SAMPLE_FIELDS, _OF_SAMPLES, strict=True)
+    }
+    return client.put_samples(ids, partition_id, columns, tags=tags)
 
 
 class StoreWeightTransfer:
@@ -74,7 +116,7 @@ class StoreRolloutWorker:
         partition_id: The partition, with `SAMPLE_FIELDS`, the tag ``weight_version``, and ids such as ``p7_g0``, where
             what is before ``_g`` is that of a group, the answers to a prompt.
         task_name: A task of the partition.
-        claim_size: Samples of a claim, a multiple of the group size.
+        claim_size: Samples of a claim, a multiple of the group size; with ``rollouts``, groups.
         weights: The trainer's weight transfer, if the tags are versions that it has published, also before a restart.
             None: they are the trainer's ``model_version``.
         buffer_size: If so many samples wait in the queue, nothing is claimed.

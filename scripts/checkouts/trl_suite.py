@@ -28,7 +28,7 @@ from datasets import Dataset
 
 from dataplane_core import DataPlaneClient, connect
 from dataplane_core.errors import UnknownPartitionError
-from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer
+from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer, put_rollouts
 from dataplane_integrations.weights import WeightReader
 
 CONFIG = {"backend": "shm_store", "options": {"namespace": f"trl-suite-{os.getpid()}"}, "attach_wait_s": 60}
@@ -46,14 +46,13 @@ def owner() -> DataPlaneClient:
 class Worker(StoreRolloutWorker):
     """With the arguments of TRL's stub. Its rollout process is a thread, which ends with it."""
 
-    def __init__(self, stub: Any, rows_per_group: int) -> None:
+    def __init__(self, stub: Any, num_generations: int, fork_k: int) -> None:
         self.name, client = f"answers-{len(_transfers)}", owner()
         _transfers.append(StoreWeightTransfer(client, f"weights-{len(_transfers)}"))
-        client.register_partition(self.name, SAMPLE_FIELDS, None, ["train"], grpo_group_size=rows_per_group)
-        super().__init__(client, self.name, "train", claim_size=rows_per_group, weights=_transfers[-1])
-        self._rollouts = threading.Thread(
-            target=write, args=(self.name, _transfers[-1]._partition_id, stub._sample_iter, rows_per_group), daemon=True
-        )
+        client.register_partition(self.name, SAMPLE_FIELDS, None, ["train"], num_generations, rollouts=True)
+        super().__init__(client, self.name, "train", claim_size=1, weights=_transfers[-1])
+        args = (self.name, _transfers[-1]._partition_id, stub._sample_iter, num_generations, fork_k)
+        self._rollouts = threading.Thread(target=write, args=args, daemon=True)
 
     def start(self) -> None:
         super().start()
@@ -66,23 +65,17 @@ class Worker(StoreRolloutWorker):
         self._rollouts.join(60)
 
 
-def write(name: str, weights: str, samples: Any, rows_per_group: int) -> None:
+def write(name: str, weights: str, samples: Any, num_generations: int, fork_k: int) -> None:
+    """Each conversation has as many samples as TRL's stub forks it into."""
     with connect(CONFIG, bootstrap=False) as client, suppress(UnknownPartitionError):
         reader = WeightReader(client, name, weights)
         reader.wait(60)
         for group in itertools.count():
             reader.newest()
-            rows = list(itertools.islice(samples, rows_per_group))
-            columns = {
-                "input_ids": [list(row.input_ids) for row in rows],
-                "token_mask": [list(row.completion_mask) for row in rows],
-                "generation_logprobs": [list(row.old_log_probs) for row in rows],
-                "advantage": [row.advantage for row in rows],
-                "metrics": [dict(row.metrics) for row in rows],
-            }
-            ids = [f"p{group}_g{index}" for index in range(rows_per_group)]
-            client.put_samples(ids, name, columns, tags=[{"weight_version": reader.version}] * rows_per_group)
-            while client.describe(name, count_rows=False).tasks["train"].num_ready > 2 * rows_per_group:
+            rows = itertools.islice(samples, num_generations * fork_k)
+            rows = [dataclasses.replace(row, model_version=reader.version) for row in rows]
+            put_rollouts(client, name, f"p{group}", [rows[at : at + fork_k] for at in range(0, len(rows), fork_k)])
+            while client.describe(name, count_rows=False).tasks["train"].num_ready > 2 * len(rows):
                 time.sleep(0.01)
 
 
@@ -127,7 +120,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         stub, module.load_dataset, module.AutoTokenizer.from_pretrained = module._StubRolloutWorker, dataset, tokenizer
 
         def worker(tokenizer: Any, dataset: Any, num_generations: int = 8, fork_k: int = 1, stub: Any = stub) -> Worker:
-            return Worker(stub(tokenizer, dataset, num_generations, fork_k=fork_k), num_generations * fork_k)
+            return Worker(stub(tokenizer, dataset, num_generations, fork_k=fork_k), num_generations, fork_k)
 
         module._StubRolloutWorker = worker
         module._StubWeightTransfer = lambda: _transfers[-1]

@@ -59,9 +59,9 @@ class DataPlaneTokenStore:
     are ``snapshot_id``, ``version``, ``incomplete``, ``calls``, and ``input_lengths`` (tokens of the longest call).
 
     With ``rollouts``, each call is such a row, and `freeze` seals them: ``q0_g1/0``, ``q0_g1/1``, ... of the rollout
-    ``q0_g1`` of the group ``q0``. Gym's own ids, ``TASK-ROLLOUT``, give ``TASK_gROLLOUT``. A further tag,
-    ``rollout_id``, has Gym's id. A rollout without calls has one row. Claims give whole groups; rows of a rollout that
-    is incomplete come with the others, to be masked.
+    ``q0_g1`` of the group ``q0``. Gym's own ids, ``TASK-ROLLOUT``, give ``TASK_gROLLOUT``; freeze one attempt of each.
+    A further tag, ``rollout_id``, has Gym's id. A rollout without calls has one row. Claims give whole groups; rows of
+    a rollout that is incomplete come with the others, to be masked.
 
     Args:
         config: A config of dataplane, or a file of one. Connects at once, and blocks until it has.

@@ -30,10 +30,11 @@ def rollout_of(sample_id: str) -> str:
 def _number_of(sample_id: str) -> int:
     """The number of a row in its rollout."""
     number = sample_id.rpartition("/")[2]
-    if rollout_of(sample_id) == sample_id or str(int(number)) != number:
+    is_long = len(number) > 18  # no seal can say it; of thousands of digits, Python makes no int
+    if rollout_of(sample_id) == sample_id or is_long or str(int(number)) != number:
         raise InvalidRequestError(
-            f"sample id '{sample_id}' is of no rollout. Expected ids such as 'prompt7_g0/0': the name of the rollout, "
-            "with '_g', and the number of the row, from 0."
+            f"sample id '{sample_id:.100}' is of no rollout. Expected ids such as 'prompt7_g0/0': the name of the "
+            "rollout, with '_g', and the number of the row, from 0."
         )
     return int(number)
 

@@ -488,19 +488,25 @@ def shares(claim: ClaimRequest, claimables: Sequence[Claimable]) -> list[list[Cl
 def fitting(claim: ClaimRequest, claimables: Sequence[Claimable]) -> tuple[int, bool]:
     """How many of these, in their order, the limits of a claim allow, but at least one; and whether no more would."""
     most_rows, most_tokens = claim.max_rows or math.inf, claim.max_tokens or math.inf
-    num_rows = num_tokens = 0
+    num_rows, num_tokens = 0, 0.0
     for count, claimable in enumerate(claimables):
         num_rows += len(claimable.rows)
-        num_tokens += _cost(claimable, None)
+        if claim.max_tokens is not None:  # a sample of unknown length may have any: it is given alone
+            num_tokens += math.inf if None in map(_length, claimable.rows) else _cost(claimable, None)
         if num_rows >= most_rows or num_tokens >= most_tokens:
             exceeds = num_rows > most_rows or num_tokens > most_tokens
             return (count if count and exceeds else count + 1), True
     return len(claimables), False
 
 
+def _length(row: Row) -> int | None:
+    """How many tokens it has, if its tag says so."""
+    length = row.tags.get(INPUT_LENGTHS_TAG)
+    return int(length) if isinstance(length, (int, float)) and math.isfinite(length) else None
+
+
 def _cost(claimable: Claimable, balance: Balance | None) -> int:
-    lengths = [row.tags.get(INPUT_LENGTHS_TAG, 0) for row in claimable.rows]
-    tokens = [int(length) for length in lengths if isinstance(length, (int, float)) and math.isfinite(length)]
+    tokens = [length for row in claimable.rows if (length := _length(row)) is not None]
     return sum(tokens if balance is None else map(balance.of, tokens))
 
 

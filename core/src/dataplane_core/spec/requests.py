@@ -292,7 +292,7 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         opens: What registers the partition if it is unknown, or adds the task if it lacks it. None: nothing.
         balance: By what cost the sampler ``balanced`` divides. None: by tokens.
         max_rows: The most rows to hand out; but one group, or row, at least. None: no limit.
-        max_tokens: So of tokens, by the tag ``input_lengths``.
+        max_tokens: So of tokens, by the tag ``input_lengths``. A row that lacks it has too many.
 
     Raises:
         UnknownTaskError: Not registered.

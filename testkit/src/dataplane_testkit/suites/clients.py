@@ -79,6 +79,9 @@ class ClaimSuite(Suite, chapter="claims"):
         waiting = store.waiting_claim(partition, 9, max_rows=2)
         store.put(partition, ["s5"], x=torch.arange(1))
         _gives(waiting, "s4", "s5")
+        store.put(partition, ["a", "b", "c"], [{"input_lengths": 1}, {}, {"input_lengths": 1}], x=torch.arange(3))
+        given = [store.claim(partition, 9, max_tokens=9).sample_ids for _ in range(3)]
+        assert given == [["a"], ["b"], ["c"]], "a sample of unknown length may have any"
 
     def test_samples_match_the_filter(self, store: Store) -> None:
         tag_filter = {"version": (">=", 7), "split": "a"}
@@ -182,6 +185,7 @@ class RolloutSuite(Suite, chapter="rollouts"):
             ("q0_g1/0", {"group_rollouts": 3}),
             ("q0_g1", {}),
             ("q0_g1/x", {}),
+            ("q0_g1/" + "1" * 5000, {}),
         ):
             with store.refusal(ValueError):
                 store.put(partition, [name], [tags], x=torch.arange(1))

@@ -69,6 +69,18 @@ def test_a_step_that_is_marked_has_what_streams_gave_before(client):
     assert _consumed(client) == IDS[:4]
 
 
+def test_what_rollouts_that_died_have_left_is_cleared_with_their_group(client):
+    client.register_partition("agents", ["x"], None, ["t"], grpo_group_size=2, rollouts=True)
+    rows = ["a_g0/0", "a_g1/0", "a_g1/1", "b_g0/0", "b_g1/0", "a_g2/0"]
+    client.put_samples(rows, "agents", {"x": torch.arange(6)})
+    client.seal({"a_g0": 1}, "agents", ends_groups=True)
+    with client.stream("agents", "t", ["x"], 1, clear=True, prefetch=0) as batches:
+        assert next(batches).meta.sample_ids == ["a_g0/0"]
+        client.seal({"b_g0": 1, "b_g1": 1}, "agents")
+        assert next(batches).meta.sample_ids == ["b_g0/0", "b_g1/0"]
+        assert client.list_sample_ids("agents") == ["b_g0/0", "b_g1/0"]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_each_sample_comes_once_and_a_batch_is_acked_when_the_next_is_asked_for(client, prefetch):
     seen = []

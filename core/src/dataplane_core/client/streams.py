@@ -22,6 +22,7 @@ from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.client.connection import Waiters
 from dataplane_core.client.leases import HeldMetas
 from dataplane_core.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, Verdict
+from dataplane_core.ledger import group_of, rollout_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest
 
@@ -158,8 +159,8 @@ def stream(
             samples at the end that are fewer than the ranks. ``equal`` (the default): each of them goes to another
             rank, and the others get an empty batch, whose columns have no rows. ``drop``: they are acked, and no rank
             gets them. ``error``: they are given back, and all ranks raise.
-        clear: Clear samples once they are acked. Those of a process that was killed between the two are cleared when
-            the partition can give no more.
+        clear: Clear samples once they are acked, with what rollouts of their groups left that died. Those of a process
+            that was killed between the two are cleared when the partition can give no more.
         fresh: Called before each claim; returns a tag filter with a lower bound, which may rise. The samples below it
             are acked, and cleared with ``clear``, but never given. A group is as old as its oldest sample. Samples
             without the tag are never given. Not with ``dp_rank``.
@@ -556,7 +557,7 @@ class Feed:
         self._client.ack(item.meta)
         self.held.discard(item.meta)
         if self.terms.clear:
-            self._client.clear_samples(item.meta.sample_ids, item.meta.partition_id)
+            self._clear(item.meta)
 
     def close(self) -> None:
         """Ends the feed, and gives back what is not acked. Idempotent."""
@@ -682,7 +683,15 @@ class Feed:
                 self._client.ack(stale)
                 self.num_stale += stale.size
                 if terms.clear:
-                    self._client.clear_samples(stale.sample_ids, terms.partition_id)
+                    self._clear(stale)
+
+    def _clear(self, meta: KVBatchMeta) -> None:
+        """Clears samples that were acked, and of their groups the rows of rollouts that died, which nobody is given."""
+        ids, groups = meta.sample_ids, {group_of(name) for name in meta.sample_ids if rollout_of(name) != name}
+        can_list = Capability.LISTING in self._connection.capabilities
+        if groups and can_list and self._connection.describe(meta.partition_id).rollouts:
+            ids = [name for name in self._client.list_sample_ids(meta.partition_id) if group_of(name) in groups]
+        self._client.clear_samples(ids, meta.partition_id)
 
     def is_fresh(self, item: Item) -> bool:
         """Whether no sample of a batch that was claimed ahead has become too old."""

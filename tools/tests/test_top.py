@@ -82,6 +82,10 @@ def test_rates_and_partitions_that_are_cleared(client):
     assert [partition["written_per_s"] for partition in looks.look()["partitions"]] == [0.5, None]
     assert [partition["partition_id"] for partition in Looks(client, "step-1").look()["partitions"]] == ["step-1"]
     client.clear_samples(None, "step-1")
+    client.put_samples(["a", "b", "c"], "step-2", {"x": torch.zeros(3)})
+    client.clear_samples(["a", "b"], "step-2")
+    client.finish_partition("step-2")
+    assert re.search(r"written +3/3 ", shown(looks.look())), "what was cleared before the end counts too"
     client.clear_samples(None, "step-2")
     assert looks.look()["partitions"] == []
     assert "0 partitions" in shown(looks.look())

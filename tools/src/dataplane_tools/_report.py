@@ -296,13 +296,14 @@ def _head(report: Mapping[str, Any], narrow: bool) -> Text:
 
 def _stages(report: Mapping[str, Any], narrow: bool) -> Table:
     """A partition as a line per stage, from the one that is ahead to the one that is behind."""
-    expected = report["num_samples"] or report["written"]
+    # a partition that was finished does not count what was cleared before
+    total = None if report["num_samples"] is None else max(report["num_samples"], report["written"])
 
     def bar(done: int) -> Text:
-        return _bar(done / expected if expected else 0.0)
+        return _bar(done / (total or report["written"] or 1))
 
     rate = "" if report["written_per_s"] is None else f"{report['written_per_s']:.1f}"
-    written = _of(report["written"], report["num_samples"])
+    written = _of(report["written"], total)
     rows: list[Sequence[str | Text]] = [("written", written, rate, "", "", "", bar(report["written"]), "")]
     lagging = _lag_of(report)
     for task, counts in sorted(report["tasks"].items(), key=lambda item: -item[1]["consumed"]):
@@ -312,7 +313,7 @@ def _stages(report: Mapping[str, Any], narrow: bool) -> Table:
         rows.append(
             (
                 Text(printable(f"→ {task}"), "bold red" if is_late else ""),
-                *(_of(done, report["num_samples"]), rate, *(str(counts[name]) for name in ("left", "ready", "leased"))),
+                *(_of(done, total), rate, *(str(counts[name]) for name in ("left", "ready", "leased"))),
                 Text.assemble(bar(done), (" lags", "bold red") if task == lagging else ""),
                 _lease_text(counts["oldest_lease"]),
             )

@@ -90,6 +90,10 @@ def checked_as(what: str, form: Any, value: Any) -> Any:
         place = _place_of(error)
         if not place and (plain := _plain(value, error)) is not None:
             return checked_as(what, form, plain)
+        if get_origin(form) is dict and isinstance(value, Mapping):  # msgspec does not say which item is wrong
+            kinds = get_args(form)
+            items = ((checked_as(f"{what}: a key", kinds[0], key), item) for key, item in value.items())
+            return {key: checked_as(f"{what}[{key!r:.100}]", kinds[1], item) for key, item in items}
         raise _refusal(what, place, value, form, error) from None
     return _sendable(what, form, made)
 

@@ -38,6 +38,7 @@ def size_bytes(value: Any) -> Any:
 
 #: The type of every option that is a size: a number of bytes, or a text with a unit, see `size_bytes`.
 SizeBytes: TypeAlias = Annotated[int, BeforeValidator(size_bytes)]
+_NoneOrMore: TypeAlias = Annotated[SizeBytes, Field(ge=0)]
 
 
 class DataPlaneConfig(BaseModel):
@@ -84,8 +85,8 @@ class DataPlaneConfig(BaseModel):
     open_partitions: bool = False
     strict_fields: bool = False
     narrow: bool | dict[str, bool] = True
-    share_above: SizeBytes | dict[str, SizeBytes | None] | None = 64 << 10
-    read_cache_bytes: SizeBytes = Field(default=256 << 20, ge=0)
+    share_above: _NoneOrMore | dict[str, _NoneOrMore | None] | None = 64 << 10
+    read_cache_bytes: _NoneOrMore = 256 << 20
     allow_pickle: bool = False
     role: str | None = Field(default=None, min_length=1)
     announce_s: float | None = Field(default=5.0, gt=0, allow_inf_nan=False)
@@ -173,7 +174,8 @@ def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
     except ValidationError as error:
         problems: list[str] = []
         for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"])
+            # without the type, such as `dict[str,int]`, that was tried of those that the key may have
+            where = ".".join(part for part in map(str, item["loc"]) if not part.endswith("]"))
             if item["type"] == "extra_forbidden":
                 problems.append(f"unknown key '{where}'{_advice(model, item['loc'])}")
             elif item["type"] == "missing":

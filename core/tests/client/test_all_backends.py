@@ -202,6 +202,7 @@ USUAL = {
     "get_samples": {"sample_ids": ["a"], "select_fields": ["x"]},
     "claim_meta": {"task_name": "train", "required_fields": ["x"], "batch_size": 1, "blocking": False},
     "list_samples": {},
+    "seal": {},
 }
 #: Operation, error, what its message must name, and arguments that are wrong.
 WRONG = [
@@ -212,6 +213,11 @@ WRONG = [
     ("register_partition", TypeError, r"enums\['x'\]\[0\] must be a str, got int", [{"enums": {"x": [1]}}]),
     ("register_partition", TypeError, r"enums\['x'\] must be a list, got str", [{"enums": {"x": "ab"}}]),
     ("register_partition", ValueError, r"enums\['x'\]\[0\] must have a length", [{"enums": {"x": ["a" * 65]}}]),
+    ("seal", TypeError, r"rollouts\['a_g0'\] must be an int, got str", [{"rollouts": {"a_g0": "2"}}]),
+    ("seal", TypeError, "a key must be a str, got int", [{"rollouts": {1: 1}}]),
+    ("seal", TypeError, "ends_groups", [{"rollouts": {"a_g0": 1}, "ends_groups": "no"}]),
+    ("seal", ValueError, r"rollouts\['a_g0'\] must be at least 1, got 0", [{"rollouts": {"a_g0": 0}}]),
+    ("seal", ValueError, "'a_g0/1' is a row", [{"rollouts": {"a_g0/1": 2}}]),
     ("put_samples", ValueError, "", [{"fields": None}, {"fields": TensorDict({}, batch_size=[2])}]),
     ("put_samples", ValueError, "", [{"fields": batch(rows, x=torch.arange(rows))} for rows in (1, 3)]),
     ("put_samples", ValueError, "", [{"fields": {name: torch.zeros(2)}} for name in NO_NAMES]),

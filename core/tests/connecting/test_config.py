@@ -149,6 +149,8 @@ def noop(**more):
         (noop(op_timeout=5), ConfigError, "unknown key 'op_timeout'; did you mean 'op_timeout_s'"),
         (noop(op_timeout_s=-1), ConfigError, "'op_timeout_s'"),
         (noop(op_timeout_s=float("inf")), ConfigError, "'op_timeout_s'"),
+        *((noop(share_above=size), ConfigError, "key 'share_above': ") for size in (-1, "much")),
+        (noop(share_above={"image": -1}), ConfigError, r"key 'share_above\.image': "),
         *((noop(announce_s=period), ConfigError, "'announce_s'") for period in (0, -1.0, "often")),
         (OmegaConf.create({"backend": "${nowhere}"}), ConfigError, "'nowhere' not found"),
         # options of the backend

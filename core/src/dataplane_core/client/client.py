@@ -24,7 +24,6 @@ from dataplane_core.arguments import (
     Count,
     Name,
     PositiveSeconds,
-    check_dict,
     check_meta,
     check_name,
     check_names,
@@ -58,7 +57,7 @@ from dataplane_core.errors import (
     Verdict,
     preview,
 )
-from dataplane_core.ledger import group_of
+from dataplane_core.ledger import group_of, rollout_of
 from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.schema import GROUP_ROLLOUTS_TAG, ROLLOUT_ROWS_TAG
 from dataplane_core.spec import (
@@ -175,7 +174,6 @@ class DataPlaneClient(ClientFacts):
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
         """
         with self._connection.operation("register_partition", partition_id):
-            check_dict("register_partition: enums", enums or {})
             request = checked(
                 "register_partition",
                 RegisterRequest,
@@ -185,10 +183,7 @@ class DataPlaneClient(ClientFacts):
                 num_samples=num_samples,
                 consumer_tasks=consumer_tasks,
                 grpo_group_size=grpo_group_size,
-                enums={
-                    name: checked_as(f"register_partition: enums[{name!r}]", Words, words)
-                    for name, words in (enums or {}).items()
-                },
+                enums=checked_as("register_partition: enums", dict[Name, Words], enums or {}),
                 if_exists=if_exists,
                 rollouts=rollouts,
             )
@@ -351,6 +346,9 @@ class DataPlaneClient(ClientFacts):
         """
         with self._connection.operation("seal", partition_id):
             counts = checked_as("seal: rollouts", dict[Name, Count], rollouts)
+            checked_as("seal: ends_groups", bool, ends_groups)
+            for row in (name for name in counts if rollout_of(name) != name):
+                raise InvalidRequestError(f"seal: '{row:.90}' is a row. Expected its rollout, '{rollout_of(row):.90}'.")
             if not self._connection.describe(partition_id).rollouts:
                 raise InvalidRequestError(
                     f"seal('{partition_id}') refused: the partition is not one of rollouts.",
@@ -499,7 +497,7 @@ class DataPlaneClient(ClientFacts):
                 see `shard_meta_for_dp`. It is sent to the store, so it cannot be a function.
             max_rows: The most rows; a blocking claim then waits until there are ``batch_size``, or as many as this
                 allows. A group that has more comes alone. Not with ``dp_size``.
-            max_tokens: The same for tokens (tag ``input_lengths``).
+            max_tokens: The same for tokens (tag ``input_lengths``). What lacks the tag comes alone.
 
         Returns:
             A meta in order of first write (``freshest``: in the opposite order), with tags, and ``sequence_lengths``

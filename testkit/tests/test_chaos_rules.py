@@ -7,12 +7,15 @@ open whether the call changed anything.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import time
 from dataclasses import asdict
 
 import pytest
 
+from dataplane_core import connect
 from dataplane_core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -20,9 +23,11 @@ from dataplane_core.errors import (
     ClaimTimeoutError,
     OperationTimeoutError,
 )
-from dataplane_testkit.chaos import RULES, Call, Event, History, check, judged, shrunk
+from dataplane_testkit import Faults
+from dataplane_testkit.chaos import RULES, Call, Event, History, Settings, check, judged, shrunk
 from dataplane_testkit.chaos.history import Recorder, outcome_of, read_calls
 from dataplane_testkit.chaos.run import page
+from dataplane_testkit.chaos.worker import BASE, MEDIA, ROLLOUTS, SHARE_ABOVE, Hands, Plan
 
 #: The numbers of a call in a text, such as ``lease=4``.
 _NUMBERS = {"v": "version", "lease": "lease_s", "limit": "limit", "timeout": "timeout_s"}
@@ -62,7 +67,8 @@ def call_of(number, text):
         about["seen"] = {sample: cells for sample in samples if reply}
     elif reply:  # samples with the versions in their tags: a=1
         given = dict(each.partition("=")[::2] for each in reply)
-        tags = {sample: {"#v": int(version)} if version else {} for sample, version in given.items()}
+        versions = {sample: int(version) if version.isdigit() else version for sample, version in given.items()}
+        tags = {sample: {"#v": version} if version else {} for sample, version in versions.items()}
         about |= {"samples": tuple(given), "seen": tags}
         about |= {"tokens": (options["token"],) * len(given)} if "token" in options else {}
     if "token" in options and operation == "claim":
@@ -153,6 +159,9 @@ mixed: a read mixes two versions
   broken  A; 2-9 put a v=2; 3-4 get a -> 1 2
   fine    A; 2-9 put a v=2 fields=y; 3-4 get a -> 1 2
   fine    atomic_overwrite=no: A; 2-9 put a v=2; 3-4 get a -> 1 2
+groups: a claim gives a part of a group
+  broken  A; 2-3 claim -> a=half
+  fine    A; 2-3 claim -> a=1
 latest: one field of an overwrite was seen
   broken  A; 2-? put a v=2; 3-4 get a fields=x -> 2; 5-6 get a fields=y -> 1
   fine    atomic_overwrite=no: A; 2-? put a v=2; 3-4 get a fields=x -> 2; 5-6 get a fields=y -> 1
@@ -236,6 +245,10 @@ capacity: the store holds too much
 capacity: what was dropped while it was put does not count, not even as room
   broken  capacity_bytes=99: 0-3 put a v=1; 1-2 clear a; 0-1.5 put b v=2 bytes=60; 0-1.6 put c v=3 bytes=45; 2-3 clear b
   fine    capacity_bytes=100: 0-3 put a v=1 bytes=60; 1-2 clear a; 4-5 put b v=2 bytes=60
+leaked: bytes are left when all is cleared
+  broken  left_bytes=8: A; 2-3 clear
+  fine    left_bytes=0: A; 2-3 clear
+  fine    left_bytes=8: A; 1-2 lose; 2-3 clear
 deadline: a call ends long after its deadline
   broken  end_s=60: 0-40 put a v=1 timeout=5
   fine    end_s=60: 0-14 put a v=1 timeout=5
@@ -391,3 +404,39 @@ def test_a_kill_loses_the_end_of_the_call_under_way_at_most(tmp_path):
 )
 def test_an_error_says_whether_the_call_changed_anything(operation, error, outcome):
     assert outcome_of(operation, error) == outcome
+
+
+# --- groups of rollouts -----------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_group_of_a_killed_process_ends_with_its_whole_rollouts_or_begins_anew(tmp_path):
+    """It is killed after each number of the puts and seals of a group: of two rollouts, of two rows and of three."""
+    group, given = "w0.0-7", []
+    with connect({"backend": "noop", "share_above": SHARE_ABOVE, "middleware": [Faults()]}) as client:
+        for num_calls in range(8):
+            left, settings = [None] * num_calls, Settings(seed=0, schedule_s=0.0)
+            plan = Plan(settings=settings, folder=tmp_path, epoch_s=time.monotonic(), base=(*BASE, MEDIA))
+            names = [f"{name}{num_calls}" for name in ("dies", "heir", "audit")]
+            dies, heir, audit = (Hands(client, plan, name, 100) for name in names)
+            dies.register(ROLLOUTS, "register")
+
+            def may_die(request, left=left):
+                if not left:
+                    raise Killed
+                left.pop()
+
+            with Faults.of(client).before("put_samples", may_die), contextlib.suppress(Killed):
+                dies.roll(group)
+            heir.end_group(group)
+            begin_s = time.monotonic() - plan.epoch_s
+            meta = audit.claim(ROLLOUTS, "once", 9)
+            audit.read(ROLLOUTS, meta.sample_ids, plan.base)
+            given.append([name.removeprefix(f"{group}_") for name in meta.sample_ids])
+            calls = [call for name in names for call in read_calls(plan.file_of(name), name)]
+            assert check(History(calls=tuple(calls), audited_s=begin_s - 1e-6)) == []
+    whole = ["g0/0", "g0/1", "g1/0", "g1/1", "g1/2"]
+    assert given == [[], whole, whole, *[whole[:2]] * 4, whole]

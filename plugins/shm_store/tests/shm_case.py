@@ -27,10 +27,6 @@ class ShmCase(AuthorsClass):
     def conflicting_options(self, options):
         return {**options, "capacity_bytes": 1 << 30}
 
-    def held_bytes(self, backend):
-        """The bytes of all rows that exist, as the ledger's process counts them."""
-        return backend.statistics(time.monotonic() + 30).held_bytes
-
     def raw_get(self, backend, partition_id, sample_id, field):
         """The cell, straight from the shared memory."""
         deadline = time.monotonic() + 30

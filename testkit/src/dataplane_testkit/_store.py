@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
-from unittest import mock
 
 import msgspec
 import pytest
@@ -32,7 +31,7 @@ from dataplane_core.meta import KVBatchMeta
 from dataplane_core.spec import Capability, Claim, ClaimRequest, Scope
 from dataplane_testkit._author import AUTHORS_NAMES, MOST_COPIES, AuthorsClass, ConformanceError, shown_name
 from dataplane_testkit._columns import batch, bits, ids
-from dataplane_testkit._hooks import Hooks, backend_of, rows_at, stores_rows
+from dataplane_testkit._hooks import Hooks, backend_of, rows_at, soon, stores_rows
 from dataplane_testkit._timing import PROMPT_S, STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker, attached
 from dataplane_testkit.faults import Faults
@@ -45,6 +44,9 @@ BOUNDED_BYTES: Final = 640 * 1024
 
 #: Claims that know of no lease ask every 10 s.
 _SOON_S: Final = 5.0
+
+#: More rows than a run stores.
+_MOST_HANDLES: Final = 1 << 24
 
 #: The most different options of one class. With more, the class must set `store_per_test`.
 _MOST_STORES: Final = 8
@@ -75,7 +77,7 @@ class Store:
         ends: What ends with the test that runs.
     """
 
-    def __init__(self, case: AuthorsClass, options: dict[str, Any], op_timeout_s: float | None = None) -> None:
+    def __init__(self, case: AuthorsClass, options: dict[str, Any], **config: Any) -> None:
         self.case = case
         self.backend_class = case.under_test()
         self.name = shown_name(case)
@@ -83,7 +85,7 @@ class Store:
         self._bounded: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
         self.histories: dict[str, Background] = {}  # that several tests look at
-        self.client = self.connect(self.options, op_timeout_s=op_timeout_s or case.op_timeout_s)
+        self.client = self.connect(self.options, **config)
         self.backend: Backend = backend_of(self.client)
         self.hooks = Hooks(self.client)
         self.ends = contextlib.ExitStack()
@@ -322,26 +324,40 @@ class Store:
             data = bits(raw)
         return msgspec.msgpack.decode(data) if rank is None else data
 
-    @contextmanager
-    def held(self) -> Iterator[Callable[[], int]]:
-        """Yields a function that returns by how many payload bytes the engine has grown since the block began.
+    @property
+    def can_say_held(self) -> bool:
+        return stores_rows(self.backend) or self.can_ask("held_bytes")
 
-        It does not use the ledger. For a `RowStoreBackend` without the author's ``held_bytes``, it counts the bytes of
-        the rows that were put in the block and still exist.
+    def held(self) -> Callable[[], int]:
+        """Returns a function that returns by how many payload bytes the engine has grown since.
+
+        It does not use the ledger's counts. For a `RowStoreBackend` without ``held_bytes``, it counts the bytes of all
+        rows that were put since and still exist. It raises NotImplementedError if there is another owner.
         """
         backend = self.backend
-        if stores_rows(backend) and not self.case.supplies("held_bytes"):
-            handles, put_rows = set[int](), backend.put_rows
+        if self.can_ask("held_bytes") or not stores_rows(backend):
+            before = self.ask_author("held_bytes")
+            return lambda: self.ask_author("held_bytes") - before
+        first = self._new_handle(backend)
 
-            def recording(some: Sequence[int], *rest: Any) -> None:
-                handles.update(some)
-                put_rows(some, *rest)
+        def of_rows() -> int:
+            handles = range(first, self._new_handle(backend))
+            if len(handles) > _MOST_HANDLES:
+                raise NotImplementedError("another owner gives out handles that are far greater")
+            return sum(len(row or b"") for row in rows_at(backend, handles).values())
 
-            with mock.patch.object(backend, "put_rows", recording):
-                yield lambda: sum(len(row or b"") for row in rows_at(backend, handles).values())
-            return
-        before = self.ask_author("held_bytes")
-        yield lambda: self.ask_author("held_bytes") - before
+        return of_rows
+
+    def _new_handle(self, backend: RowStoreBackend) -> int:
+        """A handle of a row store. An owner gives them out in turn."""
+        partition = self.filled(1)
+        (ref,) = backend.call_ledger(soon(), commands.Locate(partition, ["s0"], ["x"])).refs
+        self.client.clear_samples(None, partition)
+        return sum(ref)
+
+    def can_ask(self, name: str) -> bool:
+        """Whether the author's class, or the backend, has an optional method."""
+        return self.case.supplies(name) or hasattr(self.backend, name)
 
     def lose(self, partition_id: str, sample_id: str, field: str) -> None:
         """Deletes the payload of a cell in the engine. The ledger does not notice it."""
@@ -355,7 +371,7 @@ class Store:
 
     def ask_author(self, name: str, *args: Any) -> Any:
         """Calls an optional method of the author's class. If it is missing, skips the test as not run."""
-        if not self.case.supplies(name):
+        if not self.can_ask(name):
             not_run(f"the author's class supplies no {name}")
         return getattr(self.case, name)(self.backend, *args)
 

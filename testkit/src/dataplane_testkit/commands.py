@@ -82,6 +82,7 @@ def conformance(parser: argparse.ArgumentParser) -> Command:
     add("--chaos", action="store_true", help=what)
     add("--minutes", type=float, metavar="M", help="with --chaos: how long; default: 1")
     add("--seed", type=int, metavar="N", help="with --chaos: the schedules of this seed again")
+    add("--kills", type=int, metavar="N", help="with --chaos: end after so many kills, if not by the time")
     faults = "with --chaos: only these of kill, stop, and what can be done to the store; or none"
     add("--faults", type=_names, metavar="A,B", help=faults)
     add("--steps", type=_names, metavar="A,B", help="with --chaos: only these steps, such as put,claim")
@@ -89,11 +90,11 @@ def conformance(parser: argparse.ArgumentParser) -> Command:
 
     def run(chosen: argparse.Namespace) -> int:
         of_tests = (chosen.markdown_path, chosen.select, chosen.first_failure or None)
-        of_chaos = (chosen.minutes, chosen.seed, chosen.faults, chosen.steps, chosen.folder)
+        of_chaos = (chosen.minutes, chosen.kills, chosen.seed, chosen.faults, chosen.steps, chosen.folder)
         if chosen.chaos and any(value is not None for value in of_tests):
             parser.error("conformance --chaos takes no --markdown, -k and -x")
         if not chosen.chaos and any(value is not None for value in of_chaos):
-            parser.error("conformance takes --minutes, --seed, --faults, --steps and -o only with --chaos")
+            parser.error("conformance takes --minutes, --kills, --seed, --faults, --steps and -o only with --chaos")
         if ":" in chosen.name and not chosen.chaos:
             parser.error("conformance runs on a shim only with --chaos")
         options = _options_of(chosen.options)
@@ -176,7 +177,8 @@ def _kit(chosen: argparse.Namespace, options: Mapping[str, Any]) -> int:
 
 def _chaos(chosen: argparse.Namespace, options: Mapping[str, Any]) -> int:
     """Runs a random schedule, and has its history checked. Returns 0 if nothing was found, else 1."""
-    name, minutes, shim = chosen.name, 1.0 if chosen.minutes is None else chosen.minutes, ":" in chosen.name
+    name, shim = chosen.name, ":" in chosen.name
+    minutes = (1.0 if chosen.kills is None else 60.0) if chosen.minutes is None else chosen.minutes
     backend_class = None if shim else class_of(name, options)
     if not minutes > 0:
         raise ConfigError(f"--minutes must be above 0, got {minutes:g}.")
@@ -186,15 +188,16 @@ def _chaos(chosen: argparse.Namespace, options: Mapping[str, Any]) -> int:
     seed = random.SystemRandom().randrange(1_000_000) if chosen.seed is None else chosen.seed
     words = ["dataplane", "conformance", name, "--chaos", "--minutes", f"{minutes:g}", "--seed", str(seed)]
     words += ["--options", chosen.options] if options else []
+    words += [] if chosen.kills is None else ["--kills", str(chosen.kills)]
     for option, names in (("--faults", chosen.faults), ("--steps", chosen.steps)):
         words += [] if names is None else [option, ",".join(sorted(names)) or "none"]
     print(f"chaos on {name}: {minutes:g} min, seed {seed}", flush=True)
     case = type("Case", (AuthorsClass,), {"backend": name, "backend_class": backend_class})()
-    chosen_steps = {"faults": chosen.faults, "steps": chosen.steps} | (_SHIM_TIMES if shim else {})
+    how = {"faults": chosen.faults, "steps": chosen.steps, "kills": chosen.kills} | (_SHIM_TIMES if shim else {})
     try:
         verdict = (partial(run_shim, name) if shim else partial(run_chaos, case))(
             options,
-            Settings(seed=seed, schedule_s=60 * minutes, **chosen_steps),
+            Settings(seed=seed, schedule_s=60 * minutes, **how),
             folder=Path(chosen.folder or f"chaos-{name.rpartition(':')[2]}-{seed}"),
             command=shlex.join(words),
             progress=_show,

@@ -199,7 +199,7 @@ def test_the_command_runs_a_shim_and_says_how_to_run_it_again(store, tmp_path, c
     assert said.startswith(f"chaos on {store}:Forgets: 0.03 min, seed 7\n")
     assert "FAULT committed: " in said
     assert "--faults none --steps get,put" in (tmp_path / "found" / "finding.md").read_text()
-    assert json.loads((tmp_path / "r.json").read_text())["calls"].keys() <= {"put", "get", "claim", "list"}
+    assert json.loads((tmp_path / "r.json").read_text())["calls"].keys() <= {"put", "get", "claim", "list", "clear"}
 
 
 def test_the_kit_itself_does_not_run_on_a_shim(store, capsys):

@@ -35,8 +35,46 @@ class IsAlwaysFull(NoopBackend):
         raise CapacityExceededError("full")
 
 
+class KeepsWhatIsCleared(NoopBackend):
+    """Deletes no payload."""
+
+    def held_bytes(self):
+        return len(self._segments)
+
+    def delete_refs(self, refs, deadline):
+        return None
+
+
+class ForgetsOthers(NoopBackend):
+    """With a sample, it drops what it keeps by content, also if others have the same."""
+
+    def clear_samples(self, request):
+        content = self._service.ledger.content_refs()
+        count = super().clear_samples(request)
+        self.delete_refs(content, request.deadline)
+        return count
+
+
+class GivesPartsOfGroups(NoopBackend):
+    """Of a claim that gives several rows, the last is left out."""
+
+    def claim(self, request):
+        claim, last = super().claim(request), slice(None, -1)
+        if len(claim.sample_ids) < 2:
+            return claim
+        tokens = claim.lease_tokens and claim.lease_tokens[last]
+        return replace(claim, sample_ids=claim.sample_ids[last], tags=claim.tags[last], lease_tokens=tokens)
+
+
 #: The rules of which one must be found broken.
-_BROKEN = {HoldsTooMuch: {"capacity"}, TimesOutAtOnce: {"error"}, IsAlwaysFull: {"puts"}}
+_BROKEN = {
+    HoldsTooMuch: {"capacity"},
+    TimesOutAtOnce: {"error"},
+    IsAlwaysFull: {"puts"},
+    KeepsWhatIsCleared: {"leaked"},
+    ForgetsOthers: {"lost"},
+    GivesPartsOfGroups: {"groups"},
+}
 
 
 def _run(cls, folder, **settings):

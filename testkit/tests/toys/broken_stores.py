@@ -19,6 +19,7 @@ from table import Table
 
 from dataplane_core.codec import split_rows
 from dataplane_core.ledger import commands
+from dataplane_core.spec import SharedRows
 from dataplane_testkit.commands import files_of
 
 _written = {"__name__": __name__}
@@ -50,6 +51,13 @@ opened_by: list[int] = []  # processes
 def joined(rows):
     """The buffer and the offsets of rows."""
     return b"".join(rows), [0, *accumulate(map(len, rows))]
+
+
+def kept(column):
+    """A column for after its put has returned."""
+    return (
+        SharedRows(list(column.rows), column.index, column.digests) if isinstance(column, SharedRows) else list(column)
+    )
 
 
 def place(self, *names):
@@ -179,7 +187,7 @@ DiesBadly.put_samples: reserved = [place(self, "reserved", each) for each in req
     if not self.attached: return right(request)
     for path in reserved: path.touch()
     late, turns = seen["late"], seen["turns"]
-    late.append((replace(request, columns={name: list(c) for name, c in request.columns.items()}), reserved))
+    late.append((replace(request, columns={name: kept(c) for name, c in request.columns.items()}), reserved))
     turns.append(request)
     if len(turns) % 2: put_slowly(right, *late.pop())
     elif len(late) > 2: put_slowly(right, *late.pop(0))

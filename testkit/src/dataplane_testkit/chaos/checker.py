@@ -100,7 +100,7 @@ def check(history: History) -> list[Finding]:
 
 def _all(history: History) -> Findings:
     index = Index(history)
-    for rule in (_replies, _reads, _listings, _ends, _deadlines, _puts, _capacity):
+    for rule in (_replies, _reads, _listings, _ends, _deadlines, _puts, _capacity, _leaks):
         yield from rule(index)
     for task in index.tasks.values():
         yield from _tokens(task)
@@ -179,7 +179,8 @@ def _replies(index: Index) -> Findings:
 
 def _cell(row: Row, call: Call, name: str, version: int | str) -> Findings:
     if isinstance(version, str):
-        yield finding("bits", f"{call} shows {row.sample}, field {name}: {version}.", call, about=row.sample)
+        rule = "groups" if call.operation == "claim" else "bits"
+        yield finding(rule, f"{call} shows {row.sample}, field {name}: {version}.", call, about=row.sample)
         return
     what, put = f"{call} shows version {version} of {row.sample}, field {name}", row.versions.get(version)
     if put is None or name not in put.sure_s:
@@ -309,6 +310,13 @@ def _capacity(index: Index) -> Findings:
             text = f"{call} ended, and the store held at least {held_bytes} bytes of {index.history.capacity_bytes}."
             yield finding("capacity", text, *(put for put in index.calls if held[put.name] > 0))
             return
+
+
+def _leaks(index: Index) -> Findings:
+    wipes = [call for call in index.calls if call.operation == "clear" and call.whole]
+    if index.history.left_bytes and not any(event.loses_data for event in index.history.events):
+        text = f"{wipes[-1]} was the last of the run, and the engine still held {index.history.left_bytes} bytes."
+        yield finding("leaked", text, wipes[-1])
 
 
 def _held_until(row: Row, call: Call) -> float:
@@ -635,8 +643,11 @@ class Index:
                 of_tasks[call.partition, call.task].append(call)
             elif call.operation == "put":
                 for row in mine:
-                    row.versions[call.version] = put = Put(call, dict.fromkeys(call.fields, call.done_s))
-                    row.puts += [put] if call.outcome != REFUSED else []
+                    put = Put(call, dict.fromkeys(call.fields, call.done_s))
+                    if call.outcome != REFUSED:
+                        row.puts.append(put)
+                        row.versions[call.version] = put
+                    row.versions.setdefault(call.version, put)  # of a group that another process goes on with: both
             elif call.operation in ("clear", "register") and call.outcome != REFUSED:
                 whole = call.whole or call.operation == "register"
                 for wipes in [self.wipes[call.partition]] if whole else [row.wipes for row in mine]:

@@ -154,6 +154,8 @@ class History:
         whole_puts: Whether a put is seen whole or not at all, as the contract says. False: of a store that does not
             promise it, see `Shim`.
         allowance_s: Seconds that a call may take beyond its deadline, since a machine may be busy.
+        left_bytes: The payload bytes that the engine held when all was cleared and all puts had ended, beyond those
+            from before the run. None: nobody can say.
     """
 
     calls: tuple[Call, ...]
@@ -165,6 +167,7 @@ class History:
     fenced: bool = True
     whole_puts: bool = True
     allowance_s: float = 10.0
+    left_bytes: int | None = None
 
 
 def outcome_of(operation: str, error: BaseException) -> Outcome:

@@ -30,7 +30,10 @@ from dataplane_testkit.chaos.history import OK, REFUSED, UNKNOWN, Call, Event, H
 from dataplane_testkit.chaos.worker import (
     BASE,
     LATER,
+    MEDIA,
     PARTITIONS,
+    ROLLOUTS,
+    SHARE_ABOVE,
     STEPS,
     TASKS,
     Hands,
@@ -43,6 +46,12 @@ from dataplane_testkit.chaos.worker import (
 
 #: The process that puts again what killed ones were putting.
 HEIR: Final = "heir"
+#: Of all clients of a run: pictures are large. And of the one that audits: it keeps no cells, but reads each time.
+_LARGE: Final[Mapping[str, Any]] = {"share_above": SHARE_ABOVE}
+_AUDITS: Final[Mapping[str, Any]] = {**_LARGE, "read_cache_bytes": 0}
+#: Seconds beyond its deadline for which a put of a killed process may hold bytes, and between two looks at these.
+_ABANDONED_S: Final = 40.0
+_HELD_LOOK_S: Final = 2.0
 #: The batch size of the claims of the audit, and the most of them per task and partition. No store holds so many.
 _AUDIT_CLAIMS: Final = 64
 _MOST_AUDIT_CLAIMS: Final = 30
@@ -171,8 +180,8 @@ def run_chaos(
     # of scope process, the workers share this client; elsewhere it has the time to start the store
     starts_s = 0.0 if backend_class.scope is Scope.PROCESS else case.op_timeout_s
     with (
-        closing(Store(case, isolated, op_timeout_s=max(starts_s, settings.op_timeout_s))) as store,
-        _run_on(store, settings, capacity_bytes, progress) as run,
+        closing(Store(case, isolated, op_timeout_s=max(starts_s, settings.op_timeout_s), **_AUDITS)) as store,
+        _run_on(store, settings, capacity_bytes, progress, store.held() if store.can_say_held else None) as run,
     ):
         return run.verdict(store.name, folder, command)
 
@@ -183,7 +192,13 @@ def history_of(store: Store, settings: Settings) -> History:
         return run.history()
 
 
-def _run_on(store: Store, settings: Settings, capacity_bytes: int | None, progress: Callable[[str], None]) -> Run:
+def _run_on(
+    store: Store,
+    settings: Settings,
+    capacity_bytes: int | None,
+    progress: Callable[[str], None],
+    grown: Callable[[], int] | None = None,
+) -> Run:
     cls = store.backend_class
     able, threaded = cls.capabilities, cls.scope is Scope.PROCESS or settings.num_steps is not None
     return Run(
@@ -191,9 +206,11 @@ def _run_on(store: Store, settings: Settings, capacity_bytes: int | None, progre
         progress,
         client=store.client,
         op_timeout_s=store.client.config.op_timeout_s,
-        new_worker=None if threaded else partial(store.new_worker, op_timeout_s=settings.op_timeout_s),
+        new_worker=None if threaded else partial(store.new_worker, op_timeout_s=settings.op_timeout_s, **_LARGE),
         steps=frozenset(step for step, (needed, _) in STEPS.items() if needed is None or needed in able),
         disturbances={} if threaded else store.case.disturbances(backend_of(store.client)),
+        base=(*BASE, MEDIA) if cls.wire.by_content else BASE,
+        grown=grown,
         capacity_bytes=capacity_bytes,
         atomic_overwrite=Capability.ATOMIC_OVERWRITE in able,
         fenced=Capability.FENCED in able,
@@ -233,10 +250,12 @@ class Run(ExitStack):
         steps: frozenset[str],
         disturbances: Mapping[str, Disturbance],
         tags: bool = True,
+        base: tuple[str, ...] = BASE,
+        grown: Callable[[], int] | None = None,
         **promised: Any,
     ) -> None:
         super().__init__()
-        self._settings, self._progress, self._promised = settings, progress, promised
+        self._settings, self._progress, self._promised, self._grown = settings, progress, promised, grown
         self._client, self._op_timeout_s, self._new_worker = client, op_timeout_s, new_worker
         possible: dict[str, Disturbance | None] = {"kill": None, "stop": None, **disturbances}
         faults, chosen = settings.faults, steps if settings.steps is None else settings.steps
@@ -253,6 +272,7 @@ class Run(ExitStack):
             steps=chosen,
             leases="ack" in steps,
             tags=tags,
+            base=base,
         )
         self._events: list[Event] = []
         self._processes: list[str] = []
@@ -280,7 +300,7 @@ class Run(ExitStack):
     def history(self) -> History:
         """Runs the schedule and the audit."""
         settings = self._settings
-        registers = PARTITIONS if "register" in self._able else ()
+        registers = self._plan.partitions if "register" in self._able else ()
         first, heir = self._hands("first", 900_000_000), self._hands(HEIR, 901_000_000)
         for partition in registers:
             first.register(partition, "register")
@@ -304,11 +324,25 @@ class Run(ExitStack):
         for partition in PARTITIONS if "list" in self._able else ():
             self._read_all(audit, partition)
         calls, end_s = self._calls(), self._now()
-        calls += [loaded for call in calls if call.operation == "save" for loaded in self._saved(call)]
-        for partition in PARTITIONS:
-            self._client.clear_samples(None, partition)
-        times: dict[str, Any] = {"end_s": end_s, "audited_s": audited_s, "allowance_s": settings.allowance_s}
-        return History(calls=tuple(calls), events=tuple(self._events), **times, **self._promised)
+        saved = [loaded for call in calls if call.operation == "save" for loaded in self._saved(call)]
+        for partition in self._plan.partitions:
+            audit.clear_all(partition)
+        how: dict[str, Any] = {"end_s": end_s, "audited_s": audited_s, "allowance_s": settings.allowance_s}
+        how["left_bytes"] = self._left_bytes()
+        return History(calls=(*self._calls(), *saved), events=tuple(self._events), **how, **self._promised)
+
+    def _left_bytes(self) -> int | None:
+        """By how many bytes the engine has grown, once no dead process can hold any. None: nobody can say."""
+        give_up = time.monotonic() + self._settings.op_timeout_s + _ABANDONED_S
+        with suppress(NotImplementedError):
+            while self._grown is not None:
+                left_bytes = max(0, self._grown())
+                if not left_bytes or time.monotonic() > give_up:
+                    return left_bytes
+                self._progress(f"{left_bytes} bytes are left, perhaps of puts under way")
+                time.sleep(_HELD_LOOK_S)
+                self._client.clear_samples(None, PARTITIONS[0])  # collects what was abandoned
+        return None
 
     def _facts(self, history: History) -> str:
         """What ran, in a sentence."""
@@ -317,8 +351,9 @@ class Run(ExitStack):
         done = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "no kills"
         return (
             f"Seed {self._settings.seed}: {len(history.calls)} calls of {len(self._processes) - 3} processes in "
-            f"{self._settings.schedule_s:g} s ({outcomes[OK]} succeeded, {outcomes[REFUSED]} were refused, "
+            f"{history.audited_s:.0f} s ({outcomes[OK]} succeeded, {outcomes[REFUSED]} were refused, "
             f"{outcomes[UNKNOWN]} have an unknown outcome); {done}."
+            + ("" if history.left_bytes is None else f" At the end, {history.left_bytes} bytes were left.")
         )
 
     def _now(self) -> float:
@@ -339,7 +374,9 @@ class Run(ExitStack):
     def _put_again(self, heir: Hands) -> None:
         """Puts what killed workers were putting."""
         for call in self._calls():
-            if call.operation == "put" and call.outcome == UNKNOWN:
+            if call.operation == "put" and call.outcome == UNKNOWN and call.partition == ROLLOUTS:
+                heir.end_group(call.samples[0])
+            elif call.operation == "put" and call.outcome == UNKNOWN:
                 fields = tuple(name for name in call.fields if not name.startswith("#"))
                 if "overwrite" in self._plan.steps or not heir.read(call.partition, call.samples, fields):
                     heir.write(call.partition, call.samples, fields)
@@ -406,19 +443,23 @@ class Run(ExitStack):
                 self._kill(self._workers[number], new_worker)
 
     def _kill_all(self, count: int, new_worker: Callable[[], Worker]) -> None:
-        """Kills so many workers, each after some calls. When it returns, none is left."""
+        """Kills so many workers, each after some calls, or fewer if the time is over. When it returns, none is left."""
 
         def has_called(worker: _Life) -> bool:
             if worker.process.replied:
                 worker.process.result()  # raises what ended it
-            return self._plan.file_of(worker.name).read_bytes().count(b"\n") >= 2 * _CALLS
+            is_over = time.monotonic() >= self._until_s
+            return is_over or self._plan.file_of(worker.name).read_bytes().count(b"\n") >= 2 * _CALLS
 
-        rng, size = random.Random(self._settings.seed), len(self._workers)
-        for turn in range(max(count, size)):
+        rng, size, turn = random.Random(self._settings.seed), len(self._workers), 0
+        while self._workers:
             worker = self._workers[turn % size]
             eventually(partial(has_called, worker), STARTS_S, f"the first calls of {worker.name}")
+            self._look()
             self._stop(worker, rng.random())
-            self._kill(worker, new_worker if turn < count - size else None)
+            goes_on = turn < count - size and time.monotonic() < self._until_s
+            self._kill(worker, new_worker if goes_on else None)
+            turn += 1
 
     def _finish(self, give_up: float) -> None:
         """Waits until all workers have ended, but not for ever: their last calls are then ones that never ended."""
@@ -484,7 +525,7 @@ class Run(ExitStack):
     def _take_the_rest(self, audit: Hands) -> None:
         """Claims (and acks) for all tasks until nothing has come back for longer than any lease lasts."""
         tasks = TASKS if "claim" in self._able else ()
-        left = {(partition, task) for partition in PARTITIONS for task in tasks}
+        left = {(partition, task) for partition in self._plan.partitions for task in tasks}
         last, tells = time.monotonic(), "consumed" in self._able
         claims: Counter[tuple[str, str]] = Counter()
         while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
@@ -495,6 +536,8 @@ class Run(ExitStack):
                     over = True  # why is in the history
                 elif meta.size:
                     last, claims[partition, task] = time.monotonic(), claims[partition, task] + 1
+                    if partition == ROLLOUTS:
+                        audit.read(partition, meta.sample_ids, self._plan.base)
                     over = claims[partition, task] > _MOST_AUDIT_CLAIMS  # a store that gives the same again and again
                     if leased and tells:
                         audit.consumed(partition, task)  # not yet: these are not acked
@@ -508,7 +551,7 @@ class Run(ExitStack):
     def _read_all(self, audit: Hands, partition: str) -> None:
         names, hung = audit.listed(partition), 0
         for start in range(0, len(names), 16):
-            for field in (*BASE, LATER):
+            for field in (*self._plan.base, LATER):
                 for name in names[start : start + 16]:
                     began_s = time.monotonic()
                     audit.read(partition, [name], (field,))
@@ -529,8 +572,9 @@ class Run(ExitStack):
             meta = client.list_samples(partition)
             shown = shown_by(meta)
             for name, fields in zip(meta.sample_ids, client.list_fields(meta.sample_ids, partition), strict=True):
-                mine = [field for field in fields if field in (*BASE, LATER)]
-                shown["seen"][name] |= seen_of(client.get_samples([name], partition, mine), [name], mine)[name]
+                mine = [field for field in fields if field in (*self._plan.base, LATER)]
+                rows = client.get_samples([name], partition, mine)
+                shown["seen"][name] |= seen_of(rows, partition, [name], mine)[name]
             return [replace(loaded, outcome=OK, error="", samples=tuple(meta.sample_ids), seen=shown["seen"])]
         except DataPlaneError as error:
             absent = isinstance(error, MissingDataError) and save.outcome != OK

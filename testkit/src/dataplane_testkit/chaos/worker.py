@@ -8,24 +8,39 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from dataplane_core.errors import InvalidRequestError, OperationTimeoutError, StalePartitionError
+from dataplane_core.ledger import group_of, rollout_of
 from dataplane_core.meta import KVBatchMeta
+from dataplane_core.schema import GROUP_ROLLOUTS_TAG, ROLLOUT_ROWS_TAG
 from dataplane_core.spec import Capability
 from dataplane_testkit._columns import as_objects, bits, items_of, rows_of
 from dataplane_testkit._profiles import by_profile, is_long, new_seed
-from dataplane_testkit.chaos.history import Recorder, Seen
+from dataplane_testkit.chaos.history import UNKNOWN, Recorder, Seen, read_calls
 
 PARTITIONS: Final = ("p0", "p1")
+#: The partition of rollouts of several rows. In the history, a group of rollouts is one sample: see `Hands.roll`.
+ROLLOUTS: Final = "r0"
+#: How many rollouts a group has, and the most rows of a rollout.
+_GROUP_SIZE: Final = 2
+_MOST_ROWS: Final = 3
 #: The fields that are put together first, and the one that is put later.
 BASE: Final = ("x", "y", "o")
 LATER: Final = "z"
+#: Besides those of `BASE`, where the store keeps large cells by content: a picture, one of few, which many puts bring.
+#: It follows from the version, so it is read together with ``x``. From which size on cells are large is set by the run.
+MEDIA: Final = "m"
+_PICTURES: Final = 5
+_PICTURE_BYTES: Final = 2048
+SHARE_ABOVE: Final[Mapping[str, int]] = {MEDIA: _PICTURE_BYTES // 2}
 #: Task -> the fields that its claims require, and whether they have leases.
 TASKS: Final[Mapping[str, tuple[tuple[str, ...], bool]]] = {
     "train": (BASE, True),
@@ -52,6 +67,8 @@ STEPS: Final[Mapping[str, tuple[Capability | None, tuple[int, int, int]]]] = {
     "list": (Capability.LISTING, (1, 2, 8)),
     "consumed": (Capability.CLAIMS, (0, 3, 4)),
     "save": (Capability.CURSORS, (0, 0, 1)),
+    "roll": (Capability.GROUPS, (4, 1, 1)),  # of several calls
+    "claim_groups": (Capability.GROUPS, (1, 8, 3)),
 }
 #: How many samples a process remembers per partition, to read, replace and clear them, and how many claims it holds.
 _KNOWN: Final = 60
@@ -127,6 +144,12 @@ class Plan:
     #: Whether the claims of leased tasks have leases, and whether puts have a tag with their version.
     leases: bool = True
     tags: bool = True
+    #: The fields that are put together first.
+    base: tuple[str, ...] = BASE
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        return (*PARTITIONS, ROLLOUTS) if "roll" in self.steps else PARTITIONS
 
     def lease_of(self, task: str) -> float | None:
         """The lease of a task's claims, in seconds. None: they have none."""
@@ -140,7 +163,10 @@ def cell(field: str, sample: str, version: int, length: int) -> Any:
     """What a put of this version writes: every bit follows from the sample and the version, which it holds.
 
     ``x`` is int64 of shape (length + 1,), ``y`` float64 of shape (3,), ``z`` int64 of shape (2,), ``o`` an object.
+    ``m`` is uint8, and follows from the version alone.
     """
+    if field == MEDIA:
+        return _picture(version % _PICTURES)
     mark = sum(sample.encode()) % 251
     if field == "x":
         rest = np.random.default_rng(version).integers(-(2**62), 2**62, size=length)
@@ -148,6 +174,12 @@ def cell(field: str, sample: str, version: int, length: int) -> Any:
     if field == "y":
         return torch.tensor([float(version), float(mark), float(length)], dtype=torch.float64)
     return torch.tensor([version, mark]) if field == LATER else {"v": version, "sample": sample}
+
+
+@cache
+def _picture(number: int) -> torch.Tensor:
+    rng = np.random.default_rng(number)
+    return torch.from_numpy(rng.integers(256, size=_PICTURE_BYTES + number, dtype=np.uint8))
 
 
 def columns_of(names: Sequence[str], fields: Sequence[str], version: int, lengths: Sequence[int]) -> dict[str, Any]:
@@ -159,11 +191,11 @@ def columns_of(names: Sequence[str], fields: Sequence[str], version: int, length
     return columns
 
 
-def version_of(field: str, sample: str, value: Any) -> int | str:
-    """The version that a cell holds, or what is wrong with the cell."""
+def version_of(field: str, sample: str, value: Any, put: int | str = 0) -> int | str:
+    """The version that a cell holds, or what is wrong with the cell. ``put``: of a picture, the version of its put."""
     try:
-        first = int(value["v"] if field == "o" else value[0].item())
-        version = first >> 8 if field == "x" else first
+        first = put if field == MEDIA else int(value["v"] if field == "o" else value[0].item())
+        version = int(first) >> 8 if field == "x" else int(first)
         length = int(value[2].item()) if field == "y" else len(value) - 1
         wanted = cell(field, sample, version, length)
     except Exception as error:
@@ -174,23 +206,63 @@ def version_of(field: str, sample: str, value: Any) -> int | str:
     return f"expected version {version} as {str(wanted)[:80]}, read {str(value)[:80]}"
 
 
-def seen_of(rows: Any, names: Sequence[str], fields: Sequence[str]) -> Seen:
-    seen: Seen = {name: {} for name in names}
-    for field in fields:
+def seen_of(rows: Any, partition: str, names: Sequence[str], fields: Sequence[str]) -> Seen:
+    seen: Seen = {name: {} for name in named(partition, names)}
+    for field in sorted(fields, key=MEDIA.__eq__):  # pictures follow ``x``
         column = rows[field]
         if not isinstance(column, list):
             column = items_of(column) if field == "o" else rows_of(column, len(names))
         for name, value in zip(names, column, strict=True):
-            seen[name][field] = version_of(field, name, value)
+            cells = seen[group_of(name) if partition == ROLLOUTS else name]
+            if not isinstance(cells.get(field), str):  # of another row of the group
+                cells[field] = version_of(field, name, value, cells.get("x", 0))
     return seen
+
+
+def named(partition: str, names: Sequence[str]) -> list[str]:
+    """Samples as the history has them: rows of rollouts as their groups."""
+    return list(dict.fromkeys(map(group_of, names))) if partition == ROLLOUTS else list(names)
+
+
+def told(meta: KVBatchMeta) -> dict[str, list[str]]:
+    """The samples of a claim or a list and their lease tokens, as the history has them."""
+    tokens = meta.lease_tokens or []
+    if meta.partition_id == ROLLOUTS and tokens:
+        tokens = list(dict(zip(map(group_of, meta.sample_ids), tokens, strict=True)).values())
+    return {"samples": named(meta.partition_id, meta.sample_ids), "tokens": tokens}
 
 
 def shown_by(meta: KVBatchMeta) -> dict[str, Any]:
     """What the meta of a claim or a list shows: the samples, their tokens, and the versions in their tags."""
-    tags = meta.tags or [{} for _ in meta.sample_ids]
-    versions = [{f"#{name}": value for name, value in row.items() if isinstance(value, int)} for row in tags]
-    seen = dict(zip(meta.sample_ids, versions, strict=True))
-    return {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "seen": seen}
+    tags = dict(zip(meta.sample_ids, meta.tags or [{} for _ in meta.sample_ids], strict=True))
+    if meta.partition_id == ROLLOUTS:
+        seen: Seen = {group: {"#v": _version_of_group(group, tags)} for group in named(ROLLOUTS, meta.sample_ids)}
+    else:
+        seen = {
+            name: {f"#{t}": value for t, value in row.items() if isinstance(value, int)} for name, row in tags.items()
+        }
+    return {**told(meta), "seen": seen}
+
+
+def _version_of_group(group: str, tags: Mapping[str, Mapping[str, Any]]) -> int | str:
+    """The version of a group that a claim gave, by the tags of all rows; or what is wrong with it."""
+    rows = {name: row for name, row in tags.items() if group_of(name) == group}
+    sizes, versions = _whole_rollouts(rows), {row.get("v") for row in rows.values()}
+    ends = {row[GROUP_ROLLOUTS_TAG] for row in rows.values() if GROUP_ROLLOUTS_TAG in row} or {_GROUP_SIZE}
+    if sum(sizes.values()) == len(rows) and {len(sizes)} == ends and versions == {_version_in(group)}:
+        return _version_in(group)
+    return f"expected {min(ends)} whole rollouts of version {_version_in(group)}, given {rows}"
+
+
+def _whole_rollouts(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """The rollouts that are sealed and have all rows, by rows and their tags; and how many rows that are."""
+    sizes = {rollout_of(name): tags[ROLLOUT_ROWS_TAG] for name, tags in rows.items() if ROLLOUT_ROWS_TAG in tags}
+    return {rollout: size for rollout, size in sizes.items() if {f"{rollout}/{row}" for row in range(size)} <= {*rows}}
+
+
+def _version_in(group: str) -> int:
+    """The version of a group, with which its name ends."""
+    return int(group.rpartition("-")[2])
 
 
 class Hands:
@@ -207,13 +279,14 @@ class Hands:
         self._client, self._plan, self._process, self._version = client, plan, process, first_version
         self._recorder = Recorder(plan.file_of(process), plan.epoch_s)
         self._numbers = 0
-        self._known = {name: deque[str](maxlen=_KNOWN) for name in PARTITIONS}
+        self._known = {name: deque[str](maxlen=_KNOWN) for name in (*PARTITIONS, ROLLOUTS)}
         self._held: list[KVBatchMeta] = []
 
     def close(self) -> None:
         self._recorder.close()
 
     def take(self, kind: str, rng: random.Random) -> None:
+        base = self._plan.base
         partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice(("train", *TASKS))
         lengths = rng.choices((1, 3, 200, 1000), k=rng.choice((1, 1, 2, 3, 4, 6)))
         count, chance, samples = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
@@ -224,25 +297,28 @@ class Hands:
             case "put":
                 names = [f"{self._process}-{self._numbers + index}" for index in range(count)]
                 self._numbers += count
-                if self.write(partition, names, BASE, lengths):
+                if self.write(partition, names, base, lengths):
                     self._known[partition].extend(names)
             case "overwrite" | "put_again":  # weighed apart: what was put before may have been cleared
-                self.write(partition, some, BASE, lengths)
+                self.write(partition, some, base, lengths)
             case "put_later":
                 self.write(partition, some, (LATER,), lengths)
             case "get":
-                self.read(partition, some, BASE)
+                self.read(partition, some, base)
             case "get_one_field":
-                self.read(partition, some, (rng.choice((*BASE, LATER)),))
-            case "claim":
-                meta = self.claim(partition, task, count)
+                self.read(partition, some, (rng.choice((*base, LATER)),))
+            case "roll":
+                self._version += 1
+                self.roll(f"{self._process}-{self._version}")
+            case "claim" | "claim_groups":
+                meta = self.claim(ROLLOUTS if kind == "claim_groups" else partition, task, count)
                 if meta is not None and chance < 0.4:
-                    self.read(partition, meta.sample_ids, BASE)
+                    self.read(meta.partition_id, meta.sample_ids, base)
             case "wait":
                 self.claim(partition, task, count, blocking=True)
             case "ack" | "nack" | "renew" if self._held:
                 meta = self._held.pop(rng.randrange(len(self._held)))
-                if meta.size > 1 and count == 1:  # a part of it
+                if meta.size > 1 and count == 1 and meta.partition_id != ROLLOUTS:  # a part of it
                     self._held.append(meta.slice(1, meta.size))
                     meta = meta.slice(0, 1)
                 if self.settle(kind, meta, **({"lease_s": self._plan.settings.lease_s} if kind == "renew" else {})):
@@ -254,10 +330,10 @@ class Hands:
             case "clear":
                 self.clear(partition, some)
             case "clear_all":
-                self._call("clear", partition, partial(self._client.clear_samples, None, partition), whole=True)
+                self.clear_all(partition := rng.choice((partition, *self._plan.partitions)))
                 self.register(partition, "keep")
             case "register" | "keep":
-                self.register(partition, kind)
+                self.register(rng.choice((partition, *self._plan.partitions)), kind)
             case "list":
                 self._known[partition].extend(self.listed(partition)[-count * 6 :])
             case "consumed":
@@ -288,13 +364,53 @@ class Hands:
         }
         return self._call("put", partition, put, **about) is not None
 
+    def roll(self, group: str) -> None:
+        """Puts a group of rollouts, row by row. In the history it is one put of one sample, the group."""
+        self._put_group(group, partial(self._put_rows, group))
+
+    def _put_rows(self, group: str) -> None:
+        rng, base, version = random.Random(group), self._plan.base, _version_in(group)
+        until_s = time.monotonic() + self._plan.settings.op_timeout_s
+        for rollout in (f"{group}_g{number}" for number in range(_GROUP_SIZE)):
+            size = rng.randint(1, _MOST_ROWS)
+            for name in (f"{rollout}/{row}" for row in range(size)):
+                columns = columns_of([name], base, version, [3])
+                self._client.put_samples([name], ROLLOUTS, columns, [{"v": version}])
+                if time.monotonic() > until_s:
+                    raise OperationTimeoutError("the rest of the group was not put")
+            self._client.seal({rollout: size}, ROLLOUTS)
+
+    def end_group(self, group: str) -> None:
+        """Goes on for a process that died while it put a group: ends it with its whole rollouts, or begins it anew."""
+
+        def put() -> None:
+            names = [name for name in self._client.list_sample_ids(ROLLOUTS, fields=BASE) if group_of(name) == group]
+            meta = self._client.list_samples(ROLLOUTS, sample_ids=names)
+            whole = _whole_rollouts(dict(zip(meta.sample_ids, meta.tags or (), strict=True)))
+            if not names:
+                raise StalePartitionError("nothing of the group is left")
+            if not whole:
+                self._client.clear_samples(names, ROLLOUTS)
+                self._put_rows(group)
+            elif len(whole) < _GROUP_SIZE:
+                with suppress(InvalidRequestError):  # what the dead one had sent came late: the group is whole now
+                    self._client.seal(whole, ROLLOUTS, ends_groups=True)
+
+        self._put_group(group, put)
+
+    def _put_group(self, group: str, put: Callable[[], None]) -> None:
+        about = {"samples": [group], "fields": [*self._plan.base, "#v"], "version": _version_in(group)}
+        timeout_s = 2 * self._plan.settings.op_timeout_s  # of several calls
+        self._call("put", ROLLOUTS, put, **about, size_bytes=[0], timeout_s=timeout_s)
+
     def read(self, partition: str, names: Sequence[str], fields: Sequence[str]) -> bool:
         if not names:
             return False
+        fields = (MEDIA, "x") if tuple(fields) == (MEDIA,) else fields
         get = partial(self._client.get_samples, names, partition, list(fields))
-        about = {"samples": list(names), "fields": list(fields)}
-        rows = self._call("get", partition, get, lambda rows: {"seen": seen_of(rows, names, fields)}, **about)
-        if rows is None and fields == BASE:  # some are gone
+        shows = lambda rows: {"seen": seen_of(rows, partition, names, fields)}  # noqa: E731
+        rows = self._call("get", partition, get, shows, samples=named(partition, names), fields=list(fields))
+        if rows is None and fields == self._plan.base:  # some are gone
             self._known[partition] = deque((name for name in self._known[partition] if name not in names), _KNOWN)
         return rows is not None
 
@@ -325,18 +441,22 @@ class Hands:
         return meta
 
     def settle(self, operation: str, meta: KVBatchMeta, **more: Any) -> bool:
-        about = {"samples": meta.sample_ids, "tokens": meta.lease_tokens or [], "task": meta.task_name, **more}
+        about = {**told(meta), "task": meta.task_name, **more}
         act = partial(getattr(self._client, operation), meta, **more)
         return self._call(operation, meta.partition_id, act, **about) is not None
 
     def clear(self, partition: str, names: Sequence[str]) -> bool:
         clear = partial(self._client.clear_samples, list(names), partition)
-        return bool(names) and self._call("clear", partition, clear, samples=list(names)) is not None
+        return bool(names) and self._call("clear", partition, clear, samples=named(partition, names)) is not None
+
+    def clear_all(self, partition: str) -> None:
+        self._call("clear", partition, partial(self._client.clear_samples, None, partition), whole=True)
 
     def register(self, partition: str, operation: str) -> None:
-        how = "keep" if operation == "keep" else "replace"
-        register = self._client.register_partition
-        self._call(operation, partition, partial(register, partition, [*BASE, LATER], None, list(TASKS), if_exists=how))
+        how: dict[str, Any] = {"if_exists": "keep" if operation == "keep" else "replace"}
+        how |= {"grpo_group_size": _GROUP_SIZE, "rollouts": True} if partition == ROLLOUTS else {}
+        register = partial(self._client.register_partition, partition, [*self._plan.base, LATER], None, list(TASKS))
+        self._call(operation, partition, partial(register, **how))
 
 
 def live(client: Any, plan: Plan, worker: int, life: int, until_s: float) -> None:
@@ -346,6 +466,10 @@ def live(client: Any, plan: Plan, worker: int, life: int, until_s: float) -> Non
     """
     hands = Hands(client, plan, f"w{worker}.{life}", (worker * 1000 + life) * 100_000)
     settings, kinds, parent = plan.settings, sorted(plan.steps), os.getppid()
+    before = f"w{worker}.{life - 1}"
+    for call in read_calls(plan.file_of(before), before) if life else ():
+        if call.partition == ROLLOUTS and call.operation == "put" and call.outcome == UNKNOWN:
+            hands.end_group(call.samples[0])
     weights = [STEPS[kind][1][worker % 3] for kind in kinds]
     for number in itertools.count() if settings.num_steps is None else range(settings.num_steps):
         rng = random.Random(f"{settings.seed} {worker} {life} {number}")

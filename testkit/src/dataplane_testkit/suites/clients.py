@@ -230,14 +230,14 @@ class CapacitySuite(Suite, chapter="capacity"):
     def test_what_is_dropped_leaves_the_engine(self, store: Store) -> None:
         partition, names, all_bytes = store.register("x"), ids(32), 32 * _ROW
         slack_bytes = 3 * all_bytes // 8  # what an engine may keep besides; less than half
-        with store.held() as held:
-            _put(store.client, partition, names)
-            assert held() >= all_bytes - slack_bytes, f"it holds {held()} bytes more after a put of {all_bytes}"
-            for dropped, left in ((names[::2], all_bytes // 2), (None, 0)):
-                store.client.clear_samples(dropped, partition)
-                # the engine may delete in the background
-                is_dropped = partial(lambda most: held() <= most, left + slack_bytes)
-                eventually(is_dropped, what=f"that the engine drops all but {left} bytes")
+        held = store.held()
+        _put(store.client, partition, names)
+        assert held() >= all_bytes - slack_bytes, f"it holds {held()} bytes more after a put of {all_bytes}"
+        for dropped, left in ((names[::2], all_bytes // 2), (None, 0)):
+            store.client.clear_samples(dropped, partition)
+            # the engine may delete in the background
+            is_dropped = partial(lambda most: held() <= most, left + slack_bytes)
+            eventually(is_dropped, what=f"that the engine drops all but {left} bytes")
 
     def test_a_blocked_put_ends_by_its_deadline(self, store: Store) -> None:
         client, partition = _full(store)

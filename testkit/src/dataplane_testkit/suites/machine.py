@@ -28,7 +28,7 @@ from dataplane_core.errors import (
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import OPERATIONS, Capability, Claim, this_process
 from dataplane_testkit._columns import as_objects, check_column, items_of, jagged, same_items
-from dataplane_testkit._hooks import Hooks, stores_rows
+from dataplane_testkit._hooks import Hooks
 from dataplane_testkit._profiles import by_profile, fewest, is_long, new_seed
 from dataplane_testkit._store import BOUNDED_BYTES, Store, Suite, check_error, no_polls
 from dataplane_testkit._timing import PROMPT_S, Background, bounded, eventually
@@ -233,14 +233,9 @@ class StoreMachine:
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Compares once more what is there at the end, drops it, and looks at what is left in the engine."""
-        audits = self.clients[0] is self.store.client and (
-            stores_rows(self.store.backend) or self.store.case.supplies("held_bytes")
-        )
-        with (
-            no_polls(*self.clients) if self.wakes else nullcontext(),
-            self.store.held() if audits else nullcontext(lambda: 0) as grown,
-            ExitStack() as naming,
-        ):
+        audits = self.clients[0] is self.store.client and self.store.can_say_held
+        grown: Callable[[], int] = self.store.held() if audits else lambda: 0
+        with no_polls(*self.clients) if self.wakes else nullcontext(), ExitStack() as naming:
             for faults in {Faults.of(client) for client in self.clients}:
                 naming.enter_context(faults.before("claim", self.name_token))
             try:

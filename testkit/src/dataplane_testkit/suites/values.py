@@ -453,62 +453,62 @@ class ColumnSuite(Suite, chapter="columns"):
         items = [row.numpy().tobytes() for row in images]
         writer, reader = store.client, store.same_store_client()
         puts = [(one if number < 6 else other, f"n{number}-") for number in range(10)]
-        with store.held() as held:
-            for number, (partition, prefix) in enumerate(puts):
-                rows, field = images[number % 3 :] + images[: number % 3], "image" if number < 8 else "picture"
-                columns = {field: jagged([row.clone() for row in rows]), "o": as_objects(*items)}
-                writer.put_samples(ids(3, prefix), partition, batch(3, **columns))
-                writer, reader = reader, writer
-            once = sum(map(len, items))
-            assert held() <= 2 * 1.05 * once + 4096, f"ten puts of {2 * once} bytes of cells hold {held()}"
-            for partition in (one, other):
-                assert store.client.describe(partition).held_bytes <= 2 * 1.05 * once + 4096, "counted more than once"
+        held = store.held()
+        for number, (partition, prefix) in enumerate(puts):
+            rows, field = images[number % 3 :] + images[: number % 3], "image" if number < 8 else "picture"
+            columns = {field: jagged([row.clone() for row in rows]), "o": as_objects(*items)}
+            writer.put_samples(ids(3, prefix), partition, batch(3, **columns))
+            writer, reader = reader, writer
+        once = sum(map(len, items))
+        assert held() <= 2 * 1.05 * once + 4096, f"ten puts of {2 * once} bytes of cells hold {held()}"
+        for partition in (one, other):
+            assert store.client.describe(partition).held_bytes <= 2 * 1.05 * once + 4096, "counted more than once"
 
-            def check(number: int, *places: int) -> None:
-                (partition, prefix), field = puts[number], "image" if number < 8 else "picture"
-                names = [ids(3, prefix)[place] for place in places]
-                columns = writer.get_samples(names, partition, [field, "o"])
-                rows = list(columns[field].unbind())
-                expected = [images[(place + number) % 3] for place in places]
-                assert [*map(bits, rows)] == [*map(bits, expected)], "cells were mixed up"
-                rows[0].zero_()
-                assert items_of(columns["o"]) == [items[place] for place in places], "items were mixed up"
+        def check(number: int, *places: int) -> None:
+            (partition, prefix), field = puts[number], "image" if number < 8 else "picture"
+            names = [ids(3, prefix)[place] for place in places]
+            columns = writer.get_samples(names, partition, [field, "o"])
+            rows = list(columns[field].unbind())
+            expected = [images[(place + number) % 3] for place in places]
+            assert [*map(bits, rows)] == [*map(bits, expected)], "cells were mixed up"
+            rows[0].zero_()
+            assert items_of(columns["o"]) == [items[place] for place in places], "items were mixed up"
 
-            for _ in range(2):  # the second time, a client may have them
-                for number in range(10):
-                    check(number, 2, 0, 1)
-            writer.put_samples(ids(3, "n1-"), one, batch(3, image=jagged(images[::-1])))  # in place of equal ones
-            for partition, prefix in puts[:1] + puts[2:9]:
-                writer.clear_samples(ids(3, prefix)[:2] if prefix == "n0-" else ids(3, prefix), partition)
-            check(9, 0, 1, 2)
-            check(0, 2)
-            column = writer.get_samples(ids(3, "n1-"), one, ["image"])["image"]
-            assert [*map(bits, column.unbind())] == [*map(bits, images[::-1])], "cells were mixed up"
-            writer.clear_samples(None, one)
-            check(9, 1)
-            writer.clear_samples(None, other)
-            eventually(lambda: held() <= 4096, what="that cells go with the last sample that has them")
+        for _ in range(2):  # the second time, a client may have them
+            for number in range(10):
+                check(number, 2, 0, 1)
+        writer.put_samples(ids(3, "n1-"), one, batch(3, image=jagged(images[::-1])))  # in place of equal ones
+        for partition, prefix in puts[:1] + puts[2:9]:
+            writer.clear_samples(ids(3, prefix)[:2] if prefix == "n0-" else ids(3, prefix), partition)
+        check(9, 0, 1, 2)
+        check(0, 2)
+        column = writer.get_samples(ids(3, "n1-"), one, ["image"])["image"]
+        assert [*map(bits, column.unbind())] == [*map(bits, images[::-1])], "cells were mixed up"
+        writer.clear_samples(None, one)
+        check(9, 1)
+        writer.clear_samples(None, other)
+        eventually(lambda: held() <= 4096, what="that cells go with the last sample that has them")
 
     def test_puts_that_bring_the_same_cell_at_once_leave_it_once(self, store: Store) -> None:
         _require_content(store)
         partition = store.register("image")
         clients = [store.client, store.same_store_client()]
-        with store.held() as held:
-            for number in range(5):
-                image = random_cells(torch.uint8, (200_000,), number)
+        held = store.held()
+        for number in range(5):
+            image = random_cells(torch.uint8, (200_000,), number)
 
-                def put(who: int, number: int = number, image: torch.Tensor = image) -> None:
-                    clients[who % 2].put_samples([f"s{number}-{who}"], partition, {"image": image.repeat(1, 1)})
+            def put(who: int, number: int = number, image: torch.Tensor = image) -> None:
+                clients[who % 2].put_samples([f"s{number}-{who}"], partition, {"image": image.repeat(1, 1)})
 
-                in_threads(*(partial(put, who) for who in range(4)))
-                is_once = partial(lambda most: held() <= most, (number + 1) * 210_000)
-                eventually(is_once, what="that a cell is held once")
-            names = [f"s{number}-{who}" for number in range(5) for who in range(4)]
-            for name, row in zip(names, store.client.get_samples(names, partition, ["image"])["image"], strict=True):
-                expected = random_cells(torch.uint8, (200_000,), int(name[1]))
-                assert bits(row) == bits(expected), "cells were mixed up"
-            store.client.clear_samples(None, partition)
-            eventually(lambda: held() <= 4096, what="that cells go with the last sample that has them")
+            in_threads(*(partial(put, who) for who in range(4)))
+            is_once = partial(lambda most: held() <= most, (number + 1) * 210_000)
+            eventually(is_once, what="that a cell is held once")
+        names = [f"s{number}-{who}" for number in range(5) for who in range(4)]
+        for name, row in zip(names, store.client.get_samples(names, partition, ["image"])["image"], strict=True):
+            expected = random_cells(torch.uint8, (200_000,), int(name[1]))
+            assert bits(row) == bits(expected), "cells were mixed up"
+        store.client.clear_samples(None, partition)
+        eventually(lambda: held() <= 4096, what="that cells go with the last sample that has them")
 
     def test_lost_content_is_brought_again(self, store: Store) -> None:
         _require_content(store)
@@ -533,6 +533,6 @@ class ColumnSuite(Suite, chapter="columns"):
             not_declared("a wire format with narrow integers")
         partition = store.register("x")
         column = torch.arange(1 << 18).view(8, -1) % 100
-        with store.held() as held:
-            store.put(partition, ids(8), x=column)
-            assert held() < column.nbytes // 2, f"{held()} bytes for values that take {column.nbytes // 8}"
+        held = store.held()
+        store.put(partition, ids(8), x=column)
+        assert held() < column.nbytes // 2, f"{held()} bytes for values that take {column.nbytes // 8}"

@@ -396,6 +396,7 @@ STARVED = [
     row("leased", TRAINER, client("old", pid=8, state="silent"), said="'a' to process 8 on h (old)", **LEASED),
     row("filter", FILTERS, ENDED, said="(v >= 7). The newest of them, 'd', has v 6.", **PASSED),
     row("group", TRAINER, ENDED, said="'q17' has 3 of 4. 'q17_g3' was never put. Nobody", found=FOUR, **GROUPS),
+    row("group", TRAINER, ENDED, said="was never put, or cleared.", found=replace(FOUR, num_cleared=1), **GROUPS),
     row("short", TRAINER, ENDED, said="510 of 512 samples came", found=partition(num_samples=512, held=510)),
     row("short", TRAINER, ENDED, said="It did not call finish_partition."),
     row("full", TRAINER, BLOCKED, said="All tasks have consumed", found=CONSUMED, patience_s=5.0, **FULL),

@@ -423,7 +423,8 @@ class _Case:
             return f"'{group}' was never sealed"
         members = [f"{group}_g{place}" for place in range(size)]
         absent = [member for member in members if member not in shortfall.members]
-        return f"{preview(absent)} {'was' if len(absent) == 1 else 'were'} never put"
+        was, or_cleared = "was" if len(absent) == 1 else "were", ", or cleared" if self._partition.num_cleared else ""
+        return f"{preview(absent)} {was} never put{or_cleared}"
 
     def _not_matching(self, waiting: Sequence[_Worker], shortfall: Shortfall) -> _Reason:
         """Samples do not pass the filter."""

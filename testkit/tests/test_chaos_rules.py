@@ -112,6 +112,9 @@ committed: a read finds nothing of a put that returned
   fine    A; 1.5-? clear a; 2-3 get a -> MissingDataError
   fine    0-? put a v=1; 2-3 get a -> MissingDataError
   fine    A; 2-3 get a,b -> MissingDataError
+half: a read finds nothing of a put that another process went on with
+  broken  0-? put a v=1; 2-3 put a v=1; 4-5 get a -> MissingDataError
+  fine    0-? put a v=1; 4.5-6 put a v=1; 4-5 get a -> MissingDataError
 committed: a listing leaves out a sample
   broken  A; 2-3 list
   fine    A; 2-3 list -> a=1
@@ -140,6 +143,7 @@ latest: a read shows what was replaced
   fine    A; 2-3 put a v=2; 4-5 get a -> 2
   fine    A; 2-4.5 put a v=2; 4-5 get a -> 1
   fine    0-? put a v=1; 2-3 put a v=2; 4-5 get a -> 1
+  fine    0-? put a v=1; 1-2 get a -> 1; 3-4 put a v=1; 5-6 get a -> 1
 cleared: a read shows what was cleared
   broken  A; 2-3 clear a; 4-5 get a -> 1
   fine    A; 2-4.5 clear a; 4-5 get a -> 1

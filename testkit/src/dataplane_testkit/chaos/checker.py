@@ -547,7 +547,7 @@ class Row:
             others = [other for other in self.puts if other is not put and other.call.begin_s < first_s]
             first_write = all(other.sure_s.keys().isdisjoint(put.sure_s) for other in others)
             for name in put.sure_s:
-                moments = [put.call.done_s, put.seen_s.get(name, math.inf)]
+                moments = [put.sure_s[name], put.seen_s.get(name, math.inf)]
                 if history.whole_puts and first_write:
                     moments.append(first_s)  # whoever sees a part of the first write of these fields sees all of it
                 elif history.whole_puts and history.atomic_overwrite and not name.startswith("#"):
@@ -644,10 +644,11 @@ class Index:
             elif call.operation == "put":
                 for row in mine:
                     put = Put(call, dict.fromkeys(call.fields, call.done_s))
-                    if call.outcome != REFUSED:
+                    known = row.versions.setdefault(call.version, put)
+                    if call.outcome != REFUSED and known is put:
                         row.puts.append(put)
-                        row.versions[call.version] = put
-                    row.versions.setdefault(call.version, put)  # of a group that another process goes on with: both
+                    elif call.outcome != REFUSED:  # it goes on with the put of a process that died
+                        known.sure_s = {name: min(by_s, call.done_s) for name, by_s in known.sure_s.items()}
             elif call.operation in ("clear", "register") and call.outcome != REFUSED:
                 whole = call.whole or call.operation == "register"
                 for wipes in [self.wipes[call.partition]] if whole else [row.wipes for row in mine]:

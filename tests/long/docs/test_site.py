@@ -20,8 +20,8 @@ def _exported(module):
     """Its ``__all__``, if it has one, from the source: importing would change this process's settings."""
     package, *parts = module.split(".")
     folder = ROOT / package.removeprefix("dataplane_") / "src" / package
-    file = folder.joinpath(*parts)
-    source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8")
+    file = folder.joinpath(*parts).with_suffix(".py")
+    source = (file if file.exists() else file.with_suffix("") / "__init__.py").read_text(encoding="utf-8")
     found = re.findall(r"^__all__(?:: list\[str\])? = (\[.*?\])$", source, re.DOTALL | re.MULTILINE)
     return ast.literal_eval(found[0]) if found else []
 

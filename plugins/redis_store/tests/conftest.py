@@ -184,7 +184,7 @@ def chaos(connect, tmp_path):
                     if not done and client.list_samples(PARTITIONS[0]).sample_ids:
                         act(client)
                         wait_until(lambda: serves(client))
-                        done.append(True)
+                        done.append(client.clear_samples(None, "own"))
                     yield
 
                 return {"act": Disturbance(once, lasts=False)}

@@ -121,9 +121,9 @@ class Server:
         finally:
             self.process.send_signal(signal.SIGCONT)
 
-    def admin(self, *words):
+    def admin(self, *words, **how):
         """One command, past the backend."""
-        with redis.Redis(unix_socket_path=str(self.socket)) as client:
+        with redis.Redis(unix_socket_path=str(self.socket), **how) as client:
             return client.execute_command(*words)
 
     def info(self, section):

@@ -150,8 +150,8 @@ def test_a_failover_that_loses_the_last_seconds_loses_no_ledger(plane, chaos, wa
             client.get_samples(["last"], "own", ["x"])
 
     verdict = chaos(fail_late, {"url": plane.url, "wait_replicas": wait_replicas}, steps=_STEPS)
-    # rows that only the dead primary had are lost; those are named
-    assert rules(verdict) <= ({"lost"} if not wait_replicas else set()), verdict
+    # rows that only the dead primary had are lost, and named; so is that others were deleted
+    assert rules(verdict) <= ({"lost", "leaked"} if not wait_replicas else set()), verdict
 
 
 def test_what_a_replaced_primary_took_is_not_lost_to_the_ledger(plane, chaos):
@@ -169,7 +169,7 @@ def test_what_a_replaced_primary_took_is_not_lost_to_the_ledger(plane, chaos):
         wait_until(plane.is_settled)
 
     verdict = chaos(stand_still, {"url": plane.url}, schedule_s=30.0, steps=_STEPS)
-    assert rules(verdict) <= {"lost"}, verdict
+    assert rules(verdict) <= {"lost", "leaked"}, verdict
 
 
 def test_a_sentinel_that_has_not_heard_of_a_failover_is_not_believed(

@@ -81,7 +81,7 @@ class Worker:
         try:
             succeeded, reply = self._connection.recv()  # from our own child
         except (EOFError, ConnectionResetError) as error:
-            raise AssertionError("the worker process died") from error
+            raise AssertionError(f"the worker process died: {self._process}") from error
         if not succeeded:
             raise reply
         return reply

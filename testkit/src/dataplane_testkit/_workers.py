@@ -81,7 +81,8 @@ class Worker:
         try:
             succeeded, reply = self._connection.recv()  # from our own child
         except (EOFError, ConnectionResetError) as error:
-            raise AssertionError(f"the worker process died: {self._process}") from error
+            self._process.join(_END_S)
+            raise AssertionError(f"the worker process died, with status {self._process.exitcode}") from error
         if not succeeded:
             raise reply
         return reply

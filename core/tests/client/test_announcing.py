@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import os
 import socket
 import weakref
@@ -11,7 +12,7 @@ import pytest
 
 from dataplane_core import connect
 from dataplane_core.client import announcing
-from dataplane_core.client.announcing import Phases
+from dataplane_core.client.announcing import Phases, WorkLog
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, OperationTimeoutError
 from dataplane_core.spec import ClaimRequest
 from dataplane_testkit._timing import STARTS_S, Background, eventually
@@ -197,3 +198,23 @@ def test_a_phase_has_a_name_and_its_groups_a_partition_and_who_does_not_announce
                 client.phase(name, **more)
         with client.phase("generate"):
             assert names(client._connection.phases) == []
+
+
+def test_work_begins_while_another_thread_begins_some():
+    """The garbage collector may let another thread in wherever an object is made."""
+    log, threshold = WorkLog(), gc.get_threshold()
+    for number in range(16):
+        log.begin("put_samples", f"p{number}")
+
+    names = map(str, itertools.count())
+
+    def let_in(phase, info):
+        log._work[next(names), "", "", ()] = next(iter(log._work.values()))
+
+    gc.callbacks.append(let_in)
+    gc.set_threshold(1)
+    try:
+        log.begin("put_samples", "last")
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(let_in)

@@ -88,7 +88,7 @@ class Work(Struct, eq=False):
 
 
 class WorkLog:
-    """What a client did last, of each kind. Any thread may use it: it changes by single steps of C.
+    """What a client did last, of each kind. For any thread: it changes, and is copied, by single steps of C.
 
     Attributes:
         waiting: Token of each claim that is under way -> when it began, on `time.monotonic`'s clock.
@@ -105,7 +105,7 @@ class WorkLog:
         if work is None:
             work = self._work.setdefault(kind, Work(*kind))  # another thread may do the same
             if len(self._work) > _MOST_ENDED:
-                idle = [(other.began_at, kind) for kind, other in list(self._work.items()) if not other.waits]
+                idle = [(other.began_at, kind) for kind, other in self._work.copy().items() if not other.waits]
                 for _, oldest in heapq.nsmallest(len(idle) - _MOST_ENDED, idle):
                     self._work.pop(oldest, None)
         served_at, has_ended = work.served_at, work.ended_at is not None and not work.waits

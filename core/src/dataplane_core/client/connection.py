@@ -269,7 +269,7 @@ class Connection:
             return
         with self._close_lock:
             this = threading.get_ident()
-            for token, (thread_id, _, _) in list(self.handed.items()):
+            for token, (thread_id, _, _) in self.handed.copy().items():
                 if thread_id == this:  # of a claim of this thread, which will not return them
                     self.give_back(token)
             until = time.monotonic() + self.config.op_timeout_s

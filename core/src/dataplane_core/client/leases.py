@@ -54,7 +54,7 @@ class HeldMetas:
 
     def renew(self) -> bool:
         """Renews the leases, and lets go of those that have ended. Returns whether any are left. Blocks."""
-        for key, (claimed, meta, _) in list(self._held.items()):
+        for key, (claimed, meta, _) in self._held.copy().items():
             asked_at = time.monotonic()
             try:
                 left = _of_held(lambda part: self._client.renew(part, self._lease_s), meta)

@@ -65,6 +65,10 @@ def not_run(reason: str) -> NoReturn:
 _STORES = pytest.StashKey[dict[str, "Store | Exception"]]()
 
 
+class OwnerChangedError(Exception):
+    """Nobody can say how many rows were put, since another owner numbers them now."""
+
+
 class Store:
     """The store under test, with all clients and processes that use it, as the tests of a class use it.
 
@@ -325,25 +329,34 @@ class Store:
         return msgspec.msgpack.decode(data) if rank is None else data
 
     @property
+    def _held_bytes(self) -> Callable[[], int] | None:
+        """What says how many bytes the engine holds: the author's class, else the backend."""
+        if self.case.supplies("held_bytes"):
+            return partial(self.case.held_bytes, self.backend)
+        return getattr(self.backend, "held_bytes", None)
+
+    @property
     def can_say_held(self) -> bool:
-        return stores_rows(self.backend) or self.can_ask("held_bytes")
+        return self._held_bytes is not None or stores_rows(self.backend)
 
     def held(self) -> Callable[[], int]:
         """Returns a function that returns by how many payload bytes the engine has grown since.
 
         It does not use the ledger's counts. For a `RowStoreBackend` without ``held_bytes``, it counts the bytes of all
-        rows that were put since and still exist. It raises NotImplementedError if there is another owner.
+        rows that were put since and still exist. It raises `OwnerChangedError` if there is another owner.
         """
-        backend = self.backend
-        if self.can_ask("held_bytes") or not stores_rows(backend):
-            before = self.ask_author("held_bytes")
-            return lambda: self.ask_author("held_bytes") - before
+        backend, held_bytes = self.backend, self._held_bytes
+        if held_bytes is not None:
+            before = held_bytes()
+            return lambda: held_bytes() - before
+        if not stores_rows(backend):
+            not_run("the author's class supplies no held_bytes")
         first = self._new_handle(backend)
 
         def of_rows() -> int:
             handles = range(first, self._new_handle(backend))
             if len(handles) > _MOST_HANDLES:
-                raise NotImplementedError("another owner gives out handles that are far greater")
+                raise OwnerChangedError("another owner gives out handles that are far greater")
             return sum(len(row or b"") for row in rows_at(backend, handles).values())
 
         return of_rows
@@ -354,10 +367,6 @@ class Store:
         (ref,) = backend.call_ledger(soon(), commands.Locate(partition, ["s0"], ["x"])).refs
         self.client.clear_samples(None, partition)
         return sum(ref)
-
-    def can_ask(self, name: str) -> bool:
-        """Whether the author's class, or the backend, has an optional method."""
-        return self.case.supplies(name) or hasattr(self.backend, name)
 
     def lose(self, partition_id: str, sample_id: str, field: str) -> None:
         """Deletes the payload of a cell in the engine. The ledger does not notice it."""
@@ -371,7 +380,7 @@ class Store:
 
     def ask_author(self, name: str, *args: Any) -> Any:
         """Calls an optional method of the author's class. If it is missing, skips the test as not run."""
-        if not self.can_ask(name):
+        if not self.case.supplies(name):
             not_run(f"the author's class supplies no {name}")
         return getattr(self.case, name)(self.backend, *args)
 

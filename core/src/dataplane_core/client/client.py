@@ -347,7 +347,7 @@ class DataPlaneClient(ClientFacts):
         with self._connection.operation("seal", partition_id):
             counts = checked_as("seal: rollouts", dict[Name, Count], rollouts)
             checked_as("seal: ends_groups", bool, ends_groups)
-            for row in (name for name in counts if rollout_of(name) != name):
+            if row := next((name for name in counts if rollout_of(name) != name), None):
                 raise InvalidRequestError(f"seal: '{row:.90}' is a row. Expected its rollout, '{rollout_of(row):.90}'.")
             if not self._connection.describe(partition_id).rollouts:
                 raise InvalidRequestError(

@@ -22,7 +22,7 @@ from dataplane_core.errors import ConfigError, DataPlaneError, MissingDataError,
 from dataplane_core.spec import Capability, Scope
 from dataplane_testkit._author import AuthorsClass, Disturbance
 from dataplane_testkit._hooks import backend_of
-from dataplane_testkit._store import Store
+from dataplane_testkit._store import OwnerChangedError, Store
 from dataplane_testkit._timing import STARTS_S, Background, eventually
 from dataplane_testkit._workers import Worker
 from dataplane_testkit.chaos.checker import GRANTED, RULES, Finding, Judged, judged, shrunk
@@ -46,9 +46,6 @@ from dataplane_testkit.chaos.worker import (
 
 #: The process that puts again what killed ones were putting.
 HEIR: Final = "heir"
-#: Of all clients of a run: pictures are large. And of the one that audits: it keeps no cells, but reads each time.
-_LARGE: Final[Mapping[str, Any]] = {"share_above": SHARE_ABOVE}
-_AUDITS: Final[Mapping[str, Any]] = {**_LARGE, "read_cache_bytes": 0}
 #: Seconds beyond its deadline for which a put of a killed process may hold bytes, and between two looks at these.
 _ABANDONED_S: Final = 40.0
 _HELD_LOOK_S: Final = 2.0
@@ -179,8 +176,9 @@ def run_chaos(
     progress("starting the store")
     # of scope process, the workers share this client; elsewhere it has the time to start the store
     starts_s = 0.0 if backend_class.scope is Scope.PROCESS else case.op_timeout_s
+    how: dict[str, Any] = {"op_timeout_s": max(starts_s, settings.op_timeout_s), "share_above": SHARE_ABOVE}
     with (
-        closing(Store(case, isolated, op_timeout_s=max(starts_s, settings.op_timeout_s), **_AUDITS)) as store,
+        closing(Store(case, isolated, **how, read_cache_bytes=0)) as store,  # the audit fetches each cell
         _run_on(store, settings, capacity_bytes, progress, store.held() if store.can_say_held else None) as run,
     ):
         return run.verdict(store.name, folder, command)
@@ -201,12 +199,13 @@ def _run_on(
 ) -> Run:
     cls = store.backend_class
     able, threaded = cls.capabilities, cls.scope is Scope.PROCESS or settings.num_steps is not None
+    how: dict[str, Any] = {"op_timeout_s": settings.op_timeout_s, "share_above": SHARE_ABOVE}
     return Run(
         settings,
         progress,
         client=store.client,
         op_timeout_s=store.client.config.op_timeout_s,
-        new_worker=None if threaded else partial(store.new_worker, op_timeout_s=settings.op_timeout_s, **_LARGE),
+        new_worker=None if threaded else partial(store.new_worker, **how),
         steps=frozenset(step for step, (needed, _) in STEPS.items() if needed is None or needed in able),
         disturbances={} if threaded else store.case.disturbances(backend_of(store.client)),
         base=(*BASE, MEDIA) if cls.wire.by_content else BASE,
@@ -334,7 +333,7 @@ class Run(ExitStack):
     def _left_bytes(self) -> int | None:
         """By how many bytes the engine has grown, once no dead process can hold any. None: nobody can say."""
         give_up = time.monotonic() + self._settings.op_timeout_s + _ABANDONED_S
-        with suppress(NotImplementedError):
+        with suppress(OwnerChangedError):
             while self._grown is not None:
                 left_bytes = max(0, self._grown())
                 if not left_bytes or time.monotonic() > give_up:

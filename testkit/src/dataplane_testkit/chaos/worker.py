@@ -207,7 +207,7 @@ def version_of(field: str, sample: str, value: Any, put: int | str = 0) -> int |
 
 
 def seen_of(rows: Any, partition: str, names: Sequence[str], fields: Sequence[str]) -> Seen:
-    seen: Seen = {name: {} for name in named(partition, names)}
+    seen: Seen = {name: {} for name in samples_of(partition, names)}
     for field in sorted(fields, key=MEDIA.__eq__):  # pictures follow ``x``
         column = rows[field]
         if not isinstance(column, list):
@@ -219,29 +219,29 @@ def seen_of(rows: Any, partition: str, names: Sequence[str], fields: Sequence[st
     return seen
 
 
-def named(partition: str, names: Sequence[str]) -> list[str]:
+def samples_of(partition: str, names: Sequence[str]) -> list[str]:
     """Samples as the history has them: rows of rollouts as their groups."""
     return list(dict.fromkeys(map(group_of, names))) if partition == ROLLOUTS else list(names)
 
 
-def told(meta: KVBatchMeta) -> dict[str, list[str]]:
+def samples_and_tokens(meta: KVBatchMeta) -> dict[str, list[str]]:
     """The samples of a claim or a list and their lease tokens, as the history has them."""
     tokens = meta.lease_tokens or []
     if meta.partition_id == ROLLOUTS and tokens:
         tokens = list(dict(zip(map(group_of, meta.sample_ids), tokens, strict=True)).values())
-    return {"samples": named(meta.partition_id, meta.sample_ids), "tokens": tokens}
+    return {"samples": samples_of(meta.partition_id, meta.sample_ids), "tokens": tokens}
 
 
 def shown_by(meta: KVBatchMeta) -> dict[str, Any]:
     """What the meta of a claim or a list shows: the samples, their tokens, and the versions in their tags."""
     tags = dict(zip(meta.sample_ids, meta.tags or [{} for _ in meta.sample_ids], strict=True))
     if meta.partition_id == ROLLOUTS:
-        seen: Seen = {group: {"#v": _version_of_group(group, tags)} for group in named(ROLLOUTS, meta.sample_ids)}
+        seen: Seen = {group: {"#v": _version_of_group(group, tags)} for group in samples_of(ROLLOUTS, meta.sample_ids)}
     else:
         seen = {
             name: {f"#{t}": value for t, value in row.items() if isinstance(value, int)} for name, row in tags.items()
         }
-    return {**told(meta), "seen": seen}
+    return {**samples_and_tokens(meta), "seen": seen}
 
 
 def _version_of_group(group: str, tags: Mapping[str, Mapping[str, Any]]) -> int | str:
@@ -408,8 +408,10 @@ class Hands:
             return False
         fields = (MEDIA, "x") if tuple(fields) == (MEDIA,) else fields
         get = partial(self._client.get_samples, names, partition, list(fields))
-        shows = lambda rows: {"seen": seen_of(rows, partition, names, fields)}  # noqa: E731
-        rows = self._call("get", partition, get, shows, samples=named(partition, names), fields=list(fields))
+        about = {"samples": samples_of(partition, names), "fields": list(fields)}
+        rows = self._call(
+            "get", partition, get, lambda rows: {"seen": seen_of(rows, partition, names, fields)}, **about
+        )
         if rows is None and fields == self._plan.base:  # some are gone
             self._known[partition] = deque((name for name in self._known[partition] if name not in names), _KNOWN)
         return rows is not None
@@ -441,13 +443,13 @@ class Hands:
         return meta
 
     def settle(self, operation: str, meta: KVBatchMeta, **more: Any) -> bool:
-        about = {**told(meta), "task": meta.task_name, **more}
+        about = {**samples_and_tokens(meta), "task": meta.task_name, **more}
         act = partial(getattr(self._client, operation), meta, **more)
         return self._call(operation, meta.partition_id, act, **about) is not None
 
     def clear(self, partition: str, names: Sequence[str]) -> bool:
         clear = partial(self._client.clear_samples, list(names), partition)
-        return bool(names) and self._call("clear", partition, clear, samples=named(partition, names)) is not None
+        return bool(names) and self._call("clear", partition, clear, samples=samples_of(partition, names)) is not None
 
     def clear_all(self, partition: str) -> None:
         self._call("clear", partition, partial(self._client.clear_samples, None, partition), whole=True)

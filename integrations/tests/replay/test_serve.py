@@ -137,7 +137,7 @@ def test_a_prompt_is_put_once_even_if_the_answer_is_lost(make_buffer, client, co
 
 
 def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, monkeypatch):
-    monkeypatch.setattr("dataplane_integrations.replay._prompts.RENEWED_AFTER", 0.001)
+    monkeypatch.setattr("dataplane_core.client.leases.RENEWED_AFTER", 0.001)
     buffer = make_buffer()
     source = PromptSource(client, "replay", lease_s=WAIT_S)
     renewed, renew = threading.Semaphore(0), client.renew

@@ -1,15 +1,20 @@
-"""`HeldMetas`: the leases of what a stream has claimed and not acked: renews them, and gives back what is left."""
+"""`HeldMetas`: the leases of what was claimed and is not acked: renews them, and gives back what is left."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, DataPlaneError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
+
+#: A lease is renewed after this share of it.
+RENEWED_AFTER: Final = 1 / 3
 
 
 class HeldMetas:
@@ -29,6 +34,11 @@ class HeldMetas:
         self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
 
     @property
+    def pause_s(self) -> float:
+        """How long whoever renews the leases pauses in between, in seconds."""
+        return min(self._lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
+
+    @property
     def num_samples(self) -> int:
         """How many samples are held."""
         return sum(left.size for _, left, _ in list(self._held.values()))
@@ -37,6 +47,10 @@ class HeldMetas:
         """Holds what was claimed. An empty batch has no leases."""
         if meta.sample_ids:
             self._held[id(meta)] = meta, meta, time.monotonic()
+
+    def holds(self, meta: KVBatchMeta) -> bool:
+        """Whether the lease of an added meta was held at the newest renewal."""
+        return id(meta) in self._held
 
     def discard(self, meta: KVBatchMeta) -> None:
         """Lets go of a meta that was acked."""

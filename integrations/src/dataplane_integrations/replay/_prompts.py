@@ -6,18 +6,17 @@ import re
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
-from dataplane_core.client import RENEWED_AFTER
+from dataplane_core.client import HeldMetas
 from dataplane_core.codec import encode_item, plain
 from dataplane_core.errors import (
     ClaimTimeoutError,
-    ClientClosedError,
     DataPlaneError,
     InvalidRequestError,
     LeaseExpiredError,
@@ -111,16 +110,6 @@ def parse_sample_id(sample_id: str) -> dict[str, Any]:
     return {name: part if name == "group" else int(part) for name, part in match.groupdict(default="0").items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """A prompt on lease: its meta, how often its rollout had failed, and how often it may (0: there is no limit)."""
-
-    reservation: Reservation
-    meta: KVBatchMeta
-    failures: int
-    max_attempts: int
-
-
 class PromptSource(DataPlaneClientMixin):
     """The prompts of a run, for the process that generates their answers. Thread-safe.
 
@@ -143,6 +132,7 @@ class PromptSource(DataPlaneClientMixin):
                 f"{type(self).__name__}('{partition_id}') refused: lease_s is {lease_s}. Expected more than 0."
             )
         self.setup_data_plane(source)
+        self._held = HeldMetas(self._require_dp_client(), lease_s)
         self.partition_id: Final = partition_id
         self.prompts_id: Final = prompts_of(partition_id)
         self._lease_s = lease_s
@@ -151,7 +141,7 @@ class PromptSource(DataPlaneClientMixin):
         self._closing = threading.Event()
         self._ending = threading.Lock()  # taken before _lock: reservations end one call after the other
         # guarded by _lock
-        self._claims: dict[str, _Claim] = {}  # group -> its claim
+        self._claims: dict[str, KVBatchMeta] = {}  # group -> the claim of its prompt, as long as it is held
         self._renewer: threading.Thread | None = None
         self._causes: dict[str, BaseException] = {}  # of failures of collectors of this process, by their messages
 
@@ -286,7 +276,7 @@ class PromptSource(DataPlaneClientMixin):
                 end = {END_WEIGHT_VERSION_TAG: _end_version(own, sample_id, reservation, version), COMMITTED_TAG: True}
                 tags.append({**own, **reservation.tags, **end, **({} if index else extra)})
         with self._ending:
-            claimed = self._held(reservations)
+            claimed = self._claims_of(reservations)
             try:
                 client.renew(claimed, self._lease_s)  # from here on no other process claims these prompts for a while
             except LeaseExpiredError as error:
@@ -295,7 +285,7 @@ class PromptSource(DataPlaneClientMixin):
             client.put_samples(written, self.partition_id, tags=tags)
             with suppress(LeaseExpiredError):  # the trainer has taken them already
                 client.ack(claimed)
-            self._forget(reservations)
+            self._forget([reservation.group for reservation in reservations])
         self._settled()
 
     def abandon(self, reservations: Sequence[Reservation], *, requeue: bool = True, failed: bool = False) -> None:
@@ -308,11 +298,11 @@ class PromptSource(DataPlaneClientMixin):
             requeue: Generate their prompts again. Otherwise they are given up.
             failed: The rollout of all of them, one call, failed: counts for ``max_attempts`` of the buffer.
         """
+        most = self._run()["max_attempts"] if failed else 0  # 0: no prompt is given up
         endings: list[dict[str, TagValue]] = []
         for reservation in reservations:
             claim = self._claims.get(reservation.group)
-            most = claim.max_attempts if claim is not None and failed else 0
-            failures = (0 if claim is None else claim.failures) + (most > 0)
+            failures = (claim.tags[0]["failures"] if claim is not None and claim.tags else 0) + (most > 0)
             # one that failed together with others may be innocent: it is generated again, alone
             again = requeue and not (most and len(reservations) == 1 and failures >= most)
             tags: dict[str, TagValue] = {WEIGHT_VERSION_TAG: None} if again else {"ended": "given up"}
@@ -378,10 +368,8 @@ class PromptSource(DataPlaneClientMixin):
         self._closing.set()
         with self._lock:
             self._changed.notify_all()
-            claims, self._claims = list(self._claims.values()), {}
-        for claim in claims:
-            with suppress(DataPlaneError):  # then the lease ends
-                self._require_dp_client().nack(claim.meta)
+            self._claims = {}
+        self._held.give_back()
         self.close_data_plane()
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -444,8 +432,8 @@ class PromptSource(DataPlaneClientMixin):
         client = self._require_dp_client()
         try:
             version = self.weight_version  # not from before the claim, which may have waited
-            claims = []
-            for row, (row_id, tags) in enumerate(zip(meta.sample_ids, meta.tags or (), strict=True)):
+            reservations = []
+            for row_id, tags in zip(meta.sample_ids, meta.tags or (), strict=True):
                 group = group_name(version, tags["prompt"], tags["attempt"])
                 reservation = Reservation(
                     group=group,
@@ -458,13 +446,13 @@ class PromptSource(DataPlaneClientMixin):
                     target_step=tags["target_step"],
                     row=row_id,
                 )
-                claims.append(_Claim(reservation, meta.subset([row]), tags["failures"], run["max_attempts"]))
+                reservations.append(reservation)
             client.put_samples(
                 meta.sample_ids,
                 self.prompts_id,
                 tags=[
-                    {"attempt": claim.reservation.attempt + 1, WEIGHT_VERSION_TAG: version, "in_vain": False}
-                    for claim in claims
+                    {"attempt": reservation.attempt + 1, WEIGHT_VERSION_TAG: version, "in_vain": False}
+                    for reservation in reservations
                 ],
             )
             client.renew(meta, self._lease_s)  # so nobody else had claimed them before they got these numbers
@@ -475,53 +463,47 @@ class PromptSource(DataPlaneClientMixin):
                 client.nack(meta)
             raise
         with self._lock:
-            self._claims.update((claim.reservation.group, claim) for claim in claims)
+            for row, reservation in enumerate(reservations):
+                claim = meta.subset([row])
+                self._held.add(claim)
+                self._claims[reservation.group] = claim
             if self._renewer is None:
                 self._renewer = threading.Thread(target=self._renew, name="prompt-leases", daemon=True)
                 self._renewer.start()
-        return [claim.reservation for claim in claims]
+        return reservations
 
     def _renew(self) -> None:
         """Renews the leases as long as there are any. Those that have ended are forgotten."""
-        while not self._closing.wait(self._lease_s * RENEWED_AFTER):
+        while not self._closing.wait(self._held.pause_s):
+            self._held.renew()
             with self._lock:
-                claims = list(self._claims.values())
-                if not claims:
+                self._claims = {group: claim for group, claim in self._claims.items() if self._held.holds(claim)}
+                if not self._claims:
                     self._renewer = None
                     return
-            for claim in claims:
-                try:
-                    self._require_dp_client().renew(claim.meta, self._lease_s)
-                except (LeaseExpiredError, UnknownPartitionError):
-                    self._forget([claim.reservation])
-                except ClientClosedError:
-                    return
-                except DataPlaneError:
-                    continue  # the store may answer the next time
 
-    def _held(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
+    def _claims_of(self, reservations: Sequence[Reservation]) -> KVBatchMeta:
         """The claims of reservations."""
         with self._lock:
             lost = [reservation.group for reservation in reservations if reservation.group not in self._claims]
             if lost:
                 raise self._lost(lost)
-            metas = [self._claims[reservation.group].meta for reservation in reservations]
-        return metas[0].concat(*metas[1:])
+            claims = [self._claims[reservation.group] for reservation in reservations]
+        return claims[0].concat(*claims[1:])
 
     def _lost(self, groups: Sequence[str]) -> ReservationLostError:
-        with self._lock:
-            for group in groups:
-                self._claims.pop(group, None)
+        self._forget(groups)
         return ReservationLostError(
             f"commit refused: no longer reserved: {preview(groups)}. Their prompts were given up, or the lease ended.",
             groups=groups,
             hint="Clear the rows: abandon(reservations) does.",
         )
 
-    def _forget(self, reservations: Sequence[Reservation]) -> None:
+    def _forget(self, groups: Iterable[str]) -> None:
         with self._lock:
-            for reservation in reservations:
-                self._claims.pop(reservation.group, None)
+            for group in groups:
+                if (claim := self._claims.pop(group, None)) is not None:
+                    self._held.discard(claim)
 
     def _end(self, reservations: Sequence[Reservation], endings: Sequence[Mapping[str, TagValue]]) -> None:
         """Clears their rows, then gives their prompts back with these tags, or leaves them to the trainer."""
@@ -540,13 +522,13 @@ class PromptSource(DataPlaneClientMixin):
                     continue
                 with suppress(LeaseExpiredError):  # others have it already, or the trainer removed it
                     if reservation.group in committed:
-                        client.ack(claim.meta)
+                        client.ack(claim)
                     else:
-                        client.renew(claim.meta, self._lease_s)
-                        client.put_samples(claim.meta.sample_ids, self.prompts_id, tags=[tags])
+                        client.renew(claim, self._lease_s)
+                        client.put_samples(claim.sample_ids, self.prompts_id, tags=[tags])
                         settle = client.ack if tags.get("ended") else client.nack
-                        settle(claim.meta)
-                self._forget([reservation])
+                        settle(claim)
+                self._forget([reservation.group])
         self._settled()
 
     def _tell(self, collector: str, **tags: TagValue) -> None:

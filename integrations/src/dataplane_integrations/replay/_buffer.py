@@ -496,8 +496,9 @@ class ReplayBuffer(PromptSource):
         notes = rows.keys() - prompts.keys() - {RUN_ROW}  # of collectors, on prompts that were gone
         orphans = self._sort(prompts, answers)
         evicted = self._evict(prompts)
+        removed = orphans | self._gone.keys()
         try:
-            self._clear(prompts, notes, orphans)
+            self._clear(prompts, notes, [answer for answer in answers.sample_ids if group_of(answer) in removed])
         except DataPlaneError:
             if must_clear:
                 raise  # else the next look tries again
@@ -512,10 +513,10 @@ class ReplayBuffer(PromptSource):
             finally:
                 self._changed.notify_all()
 
-    def _sort(self, prompts: Mapping[str, dict[str, Any]], answers: KVBatchMeta) -> list[str]:
+    def _sort(self, prompts: Mapping[str, dict[str, Any]], answers: KVBatchMeta) -> set[str]:
         """Sorts prompts into those that wait, those that are started, and those that ended.
 
-        Returns the answers of no prompt, which killed or late collectors leave.
+        Returns the groups of no prompt, whose answers killed or late collectors have left.
         """
         members: dict[str, list[dict[str, Any]]] = {}  # group -> the tags of its answers
         for sample_id, tags in zip(answers.sample_ids, answers.tags or (), strict=True):
@@ -569,14 +570,13 @@ class ReplayBuffer(PromptSource):
             else:
                 groups[name] = group
         self._groups = dict(sorted(groups.items(), key=lambda named: named[1].order))
-        left = {
+        return {
             name
             for name, part in parts.items()
             if name not in self._groups
             and name not in self._gone
             and not starts.get(part["prompt"], part["attempt"] + 1) <= part["attempt"]
         }
-        return [sample_id for sample_id in answers.sample_ids if group_of(sample_id) in left]
 
     def _give_up(self, group: _Group) -> None:
         self._gone[group.group] = group, False
@@ -603,8 +603,8 @@ class ReplayBuffer(PromptSource):
         self._drop(names, requeue=self._requeue_evicted)
         return names
 
-    def _clear(self, prompts: Container[str], notes: Iterable[str], orphans: Sequence[str]) -> None:
-        """Clears the rows of removed groups, and these of prompts and answers. Has prompts generated again."""
+    def _clear(self, prompts: Container[str], notes: Iterable[str], answers: Sequence[str]) -> None:
+        """Clears the prompts of removed groups, and these notes and answers. Has prompts generated again."""
         client = self._require_dp_client()
         again = [(group.prompt, group.attempt, group.failures) for group, requeue in self._gone.values() if requeue]
         # a put whose answer was lost is not made again: somebody may have started the prompt
@@ -613,8 +613,8 @@ class ReplayBuffer(PromptSource):
         # first the prompts: without its prompt an answer counts no more
         if rows := [*notes, *(group.row for group, _ in self._gone.values())]:
             client.clear_samples(rows, self.prompts_id)
-        if ids := [*orphans, *self._rows_of(mint_sample_ids(list(self._gone), self.group_size))]:
-            client.clear_samples(ids, self.partition_id)
+        if answers:
+            client.clear_samples(answers, self.partition_id)
         self._gone = {}
 
     def _admit(self) -> None:

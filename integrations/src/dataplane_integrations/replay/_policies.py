@@ -152,13 +152,11 @@ class StalenessPolicy(ABC):
 
     def evict(self, view: BufferView) -> Sequence[str]:
         """The names of ready groups to drop; their rows are cleared. Default: those that are too stale."""
-        oldest = self.oldest_version(view)
-        return [group.group for group in view.groups if group.ready and group.weight_version < oldest]
+        return [group.group for group in view.groups if group.ready and self.is_too_stale(view, group)]
 
     def abort(self, view: BufferView) -> Sequence[str]:
         """The names of groups whose rollouts are in vain. Default: those being generated that are too stale."""
-        oldest = self.oldest_version(view)
-        return [group.group for group in view.groups if group.committed is None and group.weight_version < oldest]
+        return [group.group for group in view.groups if group.committed is None and self.is_too_stale(view, group)]
 
     def target_step(self, view: BufferView) -> int | None:
         """The weight version that the next group is started for. Default: None, for any."""
@@ -175,10 +173,13 @@ class StalenessPolicy(ABC):
         """The oldest weight version that may be trained on now."""
         return view.weight_version - self.max_staleness
 
+    def is_too_stale(self, view: BufferView, group: GroupView) -> bool:
+        """Whether a group may not be trained on any more. Default: it is of older weights than `oldest_version`."""
+        return group.weight_version < self.oldest_version(view)
+
     def trainable(self, view: BufferView) -> list[GroupView]:
         """The ready groups that are not too stale, in the order of their reservations."""
-        oldest = self.oldest_version(view)
-        return [group for group in view.groups if group.ready and group.weight_version >= oldest]
+        return [group for group in view.groups if group.ready and not self.is_too_stale(view, group)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,10 +268,8 @@ class InOrderPolicy(StalenessPolicy):
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
         """The groups that were reserved first, once all of them are committed."""
-        oldest = self.oldest_version(view)
-        first = [
-            group for group in view.groups if not group.selected and (not group.ready or group.weight_version >= oldest)
-        ][:num_groups]
+        stale = set(self.evict(view))
+        first = [group for group in view.groups if not group.selected and group.group not in stale][:num_groups]
         if len(first) < num_groups or not all(group.ready for group in first):
             return None
         return [group.group for group in first]
@@ -353,13 +352,9 @@ class TargetStepPolicy(StalenessPolicy):
         in_training = sum(group.selected and steps[group.group] == step for group in view.groups)
         return size - view.trained_since - in_training
 
-    def evict(self, view: BufferView) -> Sequence[str]:
-        """The ready groups of steps that are over."""
-        return [group.group for group in view.groups if group.ready and _step(group) < view.weight_version]
-
-    def abort(self, view: BufferView) -> Sequence[str]:
-        """The groups being generated for steps that are over."""
-        return [group.group for group in view.groups if group.committed is None and _step(group) < view.weight_version]
+    def is_too_stale(self, view: BufferView, group: GroupView) -> bool:
+        """Whether its step is over."""
+        return _step(group) < view.weight_version
 
     @property
     def _fewest(self) -> int:

@@ -1,8 +1,9 @@
-"""The adapter: NeMo RL's `DataPlaneClient` over the client of dataplane, and how NeMo RL's factory comes to build it.
+"""NeMo RL on dataplane: where its config says ``impl: dataplane``, its factory builds the adapter of this module.
 
-`activate` replaces NeMo RL's factory in this process. Processes that build a client are given the ``data_plane``
-section, or a client, by the driver; both activate where they are unpickled. So no process is reached that needs no
-client, and Ray needs no hook.
+The driver calls `activate`, which replaces the factory in its process, or is started by ``python -m
+dataplane_compat.nemo_rl SCRIPT``. Processes that build a client are given the ``data_plane`` section, or a client, by
+the driver; both activate where they are unpickled. So no process is reached that needs no client, and Ray needs no
+hook. Importing this module does not import NeMo RL.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,8 @@ from tensordict import TensorDict
 from dataplane_core import DataPlaneClient, KVBatchMeta, connect
 from dataplane_core.config import DataPlaneConfig, load_config
 from dataplane_core.errors import ConfigError, UnknownPartitionError, UnknownTaskError
+
+__all__ = ["NemoRLAdapter", "Section", "activate", "client_class"]
 
 _INTERFACES: Final = "nemo_rl.data_plane.interfaces"
 _IMPL: Final = "dataplane"
@@ -303,3 +307,17 @@ def _accept_section(config_type: Any) -> None:
         return theirs(value)
 
     setattr(config_type, _SCHEMA, WrapValidator(validate).__get_pydantic_core_schema__)
+
+
+def main() -> None:
+    """``python -m dataplane_compat.nemo_rl SCRIPT [ARGUMENTS]``: activates, then runs the script as Python would."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m dataplane_compat.nemo_rl SCRIPT [ARGUMENTS]")
+    activate()
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    importlib.import_module("dataplane_compat.nemo_rl").main()  # not the copy of this module that is __main__

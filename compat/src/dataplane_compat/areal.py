@@ -10,7 +10,6 @@ Tried with AReaL 1.0.4. Importing this module does not import AReaL.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import os
 import runpy
@@ -131,11 +130,7 @@ class RTensorStore:
             node_addr: Not used: the store knows where it keeps them.
             shard_ids: The shards, perhaps repeated.
         """
-        await asyncio.to_thread(self._clear, list(dict.fromkeys(shard_ids)))
-
-    def _clear(self, shard_ids: list[str]) -> None:
-        with contextlib.suppress(UnknownPartitionError):  # nothing was stored yet
-            self.client.clear_samples(shard_ids, _PARTITION)
+        await asyncio.to_thread(self.client.clear_samples, list(dict.fromkeys(shard_ids)), _PARTITION)
 
     def close(self) -> None:
         """Ends the connection, and the store if this process started it. Idempotent."""

@@ -7,6 +7,7 @@ Shape legend: ``N`` rows (prompts x group size), ``S`` padded sequence length.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,8 +49,7 @@ def mint_sample_ids(uids: Sequence[str], group_size: int) -> list[str]:
     if not all(isinstance(uid, str) and uid for uid in uids):
         raise InvalidRequestError("mint_sample_ids refused: a uid is empty. Expected a non-empty string per prompt.")
     if len(set(uids)) != len(uids):
-        seen: set[str] = set()
-        repeated = [uid for uid in uids if uid in seen or seen.add(uid)]  # type: ignore[func-returns-value]
+        repeated = [uid for uid, count in Counter(uids).items() if count > 1]
         raise InvalidRequestError(
             f"mint_sample_ids refused: uids repeat: {preview(repeated)}. Expected one uid per prompt; where a prompt "
             "is drawn twice, number the draws."

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -64,8 +65,6 @@ _LOOK_S: Final = 0.02
 _AIM_LOOK_S: Final = 0.0002
 #: Seconds for which it waits for a call of the worker that it is about to kill or stop.
 _AIM_S: Final = 1.0
-#: The most seconds from the start of that call to the kill or stop. Most are shorter: calls are, on a quiet machine.
-_LATEST_S: Final = 0.006
 #: How many calls a worker has made when `Run._kill_all` kills it.
 _CALLS: Final = 15
 #: The most calls that are listed per finding, the most samples per call, and the most characters of a call.
@@ -455,7 +454,7 @@ class Run(ExitStack):
             worker = self._workers[turn % size]
             eventually(partial(has_called, worker), STARTS_S, f"the first calls of {worker.name}")
             self._look()
-            self._stop(worker, rng.random())
+            self._stop(worker, rng.random(), operation="put")
             goes_on = turn < count - size and time.monotonic() < self._until_s
             self._kill(worker, new_worker if goes_on else None)
             turn += 1
@@ -501,21 +500,32 @@ class Run(ExitStack):
         self._events.append(Event(kind=kind, process=worker.name, begin_s=worker.stopped_s, end_s=self._now()))
         worker.stopped_s = None
 
-    def _stop(self, worker: _Life, choice: float, for_s: float = 0.0) -> None:
-        """Stops a worker in the middle of a call, if one begins soon: most of the time it pauses."""
+    def _stop(self, worker: _Life, choice: float, for_s: float = 0.0, operation: str = "") -> None:
+        """Stops a worker in the middle of a call, if one begins soon: most of the time it pauses.
+
+        ``choice``: at which part of the time that its calls took so far. ``operation``: which call it must be.
+        """
         if worker.stopped_s is not None:
             return
-        worker.stopped_s = self._now()
-        give_up, lines = time.monotonic() + _AIM_S, 0
-        with self._plan.file_of(worker.name).open("rb") as file:
+        path, text = self._plan.file_of(worker.name), b""
+        calls = [call for call in read_calls(path, worker.name) if operation in ("", call.operation)]
+        after_s = choice * statistics.median([call.end_s - call.begin_s for call in calls if call.outcome == OK] or [0])
+        with path.open("rb") as file:
+
+            def in_call() -> bool:
+                """Each call is a line at its start and one at its end."""
+                nonlocal text
+                text += file.read()
+                *lines, _ = text.split(b"\n")
+                return len(lines) % 2 == 1 and operation in ("", json.loads(lines[-1])["operation"])
+
+            worker.stopped_s, give_up = self._now(), time.monotonic() + _AIM_S
             while True:
-                lines += file.read().count(b"\n")
                 over = time.monotonic() > give_up
-                if lines % 2 or over:  # each call is a line at its start and one at its end
-                    time.sleep(choice**2 * _LATEST_S)
+                if in_call() or over:
+                    time.sleep(after_s)
                     os.kill(worker.process.pid, signal.SIGSTOP)
-                    lines += file.read().count(b"\n")
-                    if lines % 2 or over:
+                    if in_call() or over:
                         break
                     os.kill(worker.process.pid, signal.SIGCONT)
                 time.sleep(_AIM_LOOK_S)

@@ -110,7 +110,7 @@ class Settings:
     lease_s: float = 1.0
     op_timeout_s: float = 30.0
     allowance_s: float = 15.0
-    capacity_bytes: int = 640 * 1024
+    capacity_bytes: int = 1536 * 1024
     kills: int | None = None
     num_steps: int | None = None
     faults: frozenset[str] | None = None
@@ -288,7 +288,8 @@ class Hands:
     def take(self, kind: str, rng: random.Random) -> None:
         base = self._plan.base
         partition, task = rng.choices(PARTITIONS, (3, 1))[0], rng.choice(("train", *TASKS))
-        lengths = rng.choices((1, 3, 200, 1000), k=rng.choice((1, 1, 2, 3, 4, 6)))
+        # a put of large cells begins and commits in two messages, and a kill can fall between them
+        lengths = rng.choices((1, 3, 200, 3000), k=rng.choice((1, 1, 2, 3, 4, 6)))
         count, chance, samples = len(lengths), rng.random(), list(dict.fromkeys(self._known[partition]))
         if rng.random() < _HOT_SHARE:
             samples = list(_HOT)

@@ -34,16 +34,15 @@ def actor(cls: type, *arguments: Any) -> Any:
     return ray.remote(cls).options(num_cpus=0.5, runtime_env={"env_vars": variables}).remote(*arguments)
 
 
-def policy_workers(folder: Path, cls: type = grpo.PolicyWorker, *arguments: Any) -> list[Any]:
+def policy_workers(folder: Path, cls: type = grpo.PolicyWorker) -> list[Any]:
     """Starts the ranks, which meet in a folder that has seen no others."""
-    ranks = range(grpo.NUM_WORKERS)
-    return [actor(cls, rank, SEED, str(folder / "rendezvous"), *arguments) for rank in ranks]
+    return [actor(cls, rank, SEED, str(folder / "rendezvous")) for rank in range(grpo.NUM_WORKERS)]
 
 
 @contextmanager
-def run_actors(folder: Path, rollout: type, worker: type = grpo.PolicyWorker, *arguments: Any) -> Iterator[Any]:
+def run_actors(folder: Path, rollout: type) -> Iterator[Any]:
     """The ranks and the rollout worker of a run. When the block ends, so do their processes."""
-    workers, generator = policy_workers(folder, worker, *arguments), actor(rollout, SEED)
+    workers, generator = policy_workers(folder), actor(rollout, SEED)
     actors = [generator, *workers]
     try:
         yield workers, generator
@@ -70,17 +69,13 @@ def run_over(
     folder: Path,
     *,
     rollout: type = grpo.RolloutWorker,
-    worker: type = grpo.PolicyWorker,
-    arguments: Sequence[Any] = (),
-    dp_ranks: Sequence[int] | None = None,
-    batching: Any = grpo.BATCHING,
     on_step: Callable[[DataPlanePolicy, dict[str, Any]], None] = lambda policy, record: None,
 ) -> Results:
     """A run over a data plane."""
     records = []
     with (
-        run_actors(folder, rollout, worker, *arguments) as (workers, generator),
-        DataPlanePolicy(RayWorkerGroup(workers, dp_ranks), plane, batching=batching) as policy,
+        run_actors(folder, rollout) as (workers, generator),
+        DataPlanePolicy(RayWorkerGroup(workers), plane, batching=grpo.BATCHING) as policy,
     ):
         ray.get(generator.setup_data_plane.remote(policy.client.config))
         for record in grpo.train(policy, generator, workers, SEED, STEPS):

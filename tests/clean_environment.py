@@ -97,4 +97,4 @@ def forked(clean, warm_python):
     """Runs Python programs of the clean environment, outside the checkout, as `python` does those of this one."""
     with warm_python("clean-python", str(clean.python), clean.env) as python:
         where = {"cwd": clean.folder, "env": clean.env, "stdin": subprocess.DEVNULL}
-        yield SimpleNamespace(run=partial(python.run, **where), start=partial(python.start, **where))
+        yield SimpleNamespace(run=partial(python.run, **where))

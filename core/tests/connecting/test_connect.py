@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import ClassVar
@@ -9,7 +10,9 @@ from typing import ClassVar
 import pytest
 
 from dataplane_core import DataPlaneConfig, RowStoreBackend, connect
+from dataplane_core.cli import _examination, main
 from dataplane_core.connecting import connect_backend
+from dataplane_core.entry_points import find_plugins
 from dataplane_core.errors import (
     AlreadyRunningError,
     BackendUnavailableError,
@@ -175,40 +178,131 @@ def test_the_hint_of_a_fork_is_true_for_the_backend(cls, hint, monkeypatch):
 
 # --- plugins ----------------------------------------------------------------------------------------------------------
 
+GOOD = """
+from dataplane_core import Backend
 
-def install(folder, point, group="backends"):
-    """Makes a distribution of one entry point, in a folder of ``sys.path``."""
-    info = folder / "acme-1.0.dist-info"
+class Mine(Backend):
+    def register_partition(self, request): ...
+    def describe_partition(self, request): ...
+    def put_samples(self, request): ...
+    def get_samples(self, request): ...
+    def clear_samples(self, request): ...
+"""
+NO_LIBRARY = 'import ctypes\nctypes.CDLL("libacme_fabric.so.7")\n'
+
+
+def taking(hook):
+    return GOOD.replace("def get_samples(self, request): ...", hook)
+
+
+#: Distribution -> the name of its backend, and its module.
+DISTRIBUTIONS = {
+    "acme-store": ("mine", GOOD),
+    "acme-other": ("other", GOOD),
+    "acme-twice": ("twice", GOOD),
+    "rival-twice": ("twice", GOOD),
+    "acme-library": ("no_library", NO_LIBRARY),
+    "acme-misspelt": ("misspelt", GOOD.replace("def put_samples", "def put_sample")),
+    "acme-extra": ("misspelt_extra", GOOD + "    def list_sample(self, request): ...\n"),
+    "acme-newer": ("newer", GOOD + "    contract_version = 99\n"),
+    "acme-none": ("no_backend", "Mine = dict\n"),
+    "acme-default": ("default", taking("def get_samples(self, request, verbose=False): ...")),
+    "acme-request-default": ("request_default", taking("def get_samples(self, request=None): ...")),
+    "acme-star": ("star", taking("def get_samples(self, *args): ...")),
+    "acme-keyword": ("keyword", taking("def get_samples(self, *, request): ...")),
+    "acme-other-name": ("other_name", taking("def get_samples(self, req): ...")),
+    "acme-coroutine": ("coroutine", taking("async def get_samples(self, request): ...")),
+}
+#: The name that is asked for -> the error, and what its text names.
+REFUSED = {
+    "twice": ("DuplicatePluginError", ["acme-twice", "rival-twice"]),
+    "no_library": ("PluginImportError", ["libacme_fabric.so.7: cannot open shared object file", "acme-library 1.0"]),
+    "misspelt": ("PluginSignatureError", ["does not implement 'put_samples'", "'put_sample'"]),
+    "misspelt_extra": ("PluginSignatureError", ["'list_sample'", "'list_samples'"]),
+    "newer": ("PluginSignatureError", ["contract version 99", "pip install --upgrade dataplane-core"]),
+    "no_backend": ("PluginSignatureError", ["Expected a subclass of dataplane_core.Backend"]),
+    "default": ("PluginSignatureError", ["hook 'get_samples'", "verbose="]),
+    "request_default": ("PluginSignatureError", ["hook 'get_samples'", "request="]),
+    "star": ("PluginSignatureError", ["hook 'get_samples'", "*args"]),
+    "keyword": ("PluginSignatureError", ["hook 'get_samples'", "*, request"]),
+    "other_name": ("PluginSignatureError", ["hook 'get_samples'", "takes (self, req)"]),
+    "coroutine": ("PluginSignatureError", ["hook 'get_samples'", "is async"]),
+    "mime": ("UnknownBackendError", ["Did you mean 'mine'?", "noop"]),
+    "redis_stor": ("UnknownBackendError", ["Did you mean 'redis_store'?"]),
+}
+
+
+def install(folder, name, point, source, group="backends"):
+    """Makes a distribution of one entry point and its module, in a folder of ``sys.path``."""
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[dataplane.{group}]\n{point}\n")
-    return info
+    (folder / f"{module_of(name)}.py").write_text(source)
+
+
+def module_of(distribution):
+    return f"plug_{distribution.replace('-', '_')}"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder in which plugins are found, of which none has been imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in [name for name in sys.modules if name.startswith("plug_")]:
+        monkeypatch.delitem(sys.modules, module)
+    return tmp_path
+
+
+@pytest.fixture
+def distributions(site):
+    for name, (backend, source) in DISTRIBUTIONS.items():
+        install(site, name, f"{backend} = {module_of(name)}:Mine", source)
+
+
+def test_an_installed_backend_connects_by_name_and_one_that_is_none_is_refused_by_what_it_lacks(distributions):
+    for number, (name, (error, words)) in enumerate(REFUSED.items()):
+        with pytest.raises(PluginError) as refused:
+            connect({"backend": name})
+        assert type(refused.value).__name__ == error, name
+        assert [word for word in words if word not in str(refused.value)] == [], refused.value
+        if not number:
+            connect({"backend": "mine"}).close()
+            assert [module for module in sys.modules if module.startswith("plug_")] == ["plug_acme_store"]
+    assert {("mine", "acme-store"), ("other", "acme-other")} <= {(p.name, p.distribution) for p in find_plugins()}
+
+
+def test_the_doctor_names_the_library_that_a_backend_lacks_and_what_brings_it(distributions, monkeypatch, capsys):
+    monkeypatch.setattr(_examination, "ask", lambda function, **asked: getattr(_examination, function)(**asked))
+    assert main(["doctor", "no_library", "--json"]) == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["distributions"] == ["acme-library 1.0"]
+    (finding,) = report["findings"]
+    assert "libacme_fabric.so.7: cannot open shared object file" in finding["what"]
+    assert "apt-file search libacme_fabric.so.7" in finding["hint"]
 
 
 #: What the module of a middleware has, its entry point, and what the error must say besides plugin and distribution.
 BROKEN = {
-    "ends the program": ("import sys; sys.exit()", "bad = bad_plugin:Mine", "cannot be imported: SystemExit"),
+    "ends the program": ("import sys; sys.exit()", "bad = plug_acme:Mine", "cannot be imported: SystemExit"),
     "no value": ("", "bad =", "its entry point is ''"),
     "needs arguments": (
         "class Mine(Middleware):\n    def __init__(self, path): pass",
-        "bad = bad_plugin:Mine",
+        "bad = plug_acme:Mine",
         "cannot be made: TypeError",
     ),
     "ends the program later": (
         "class Mine(Middleware):\n    def __init__(self): raise SystemExit(0)",
-        "bad = bad_plugin:Mine",
+        "bad = plug_acme:Mine",
         "cannot be made: SystemExit",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_plugin_that_misbehaves_is_named(tmp_path, monkeypatch, kind):
+def test_a_plugin_that_misbehaves_is_named(site, kind):
     code, point, says = BROKEN[kind]
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "bad_plugin", raising=False)
-    (tmp_path / "bad_plugin.py").write_text(f"from dataplane_core.middleware import Middleware\n{code}\n")
-    install(tmp_path, point, "middleware")
+    install(site, "acme", point, f"from dataplane_core.middleware import Middleware\n{code}\n", "middleware")
     with pytest.raises(PluginError, match=r"middleware 'bad' \(acme 1\.0\)") as caught:
         connect({"backend": "noop", "middleware": ["bad"]})
     assert says in str(caught.value)

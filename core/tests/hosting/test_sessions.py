@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -80,8 +81,8 @@ class TestHost(LedgerHost):
 def running(address_of):
     """A host that runs: the host, its server, and its address."""
     host = TestHost()
-    listener, token, address = address_of()
-    server_ = Server(host, listener, token=token)
+    listener, token, tls, address = address_of()
+    server_ = Server(host, listener, token=token, tls=tls)
     thread = threading.Thread(target=server_.run)
     thread.start()
     try:
@@ -94,13 +95,20 @@ def running(address_of):
 
 def over_tcp(ip="127.0.0.1"):
     listener, token = listen_on(ip), new_token()
-    return listener, token, TcpAddress(ip, listener.getsockname()[1], token)
+    return listener, token, None, TcpAddress(ip, listener.getsockname()[1], token)
 
 
-@pytest.fixture(params=["unix", "tcp"])
+def over_tls(ip="127.0.0.1"):
+    pytest.importorskip("cryptography", reason="not run: cryptography is optional; only a host behind TLS needs it")
+    listener, token, (tls, certificate) = listen_on(ip), new_token(), server.new_tls(ip)
+    return listener, token, tls, TcpAddress(ip, listener.getsockname()[1], token, certificate)
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
 def hosted(request, tmp_path):
     path = tmp_path / "s"
-    with running(over_tcp if request.param == "tcp" else lambda: (listen_at(path), b"", UnixAddress(path))) as found:
+    ways = {"unix": lambda: (listen_at(path), b"", None, UnixAddress(path)), "tcp": over_tcp, "tls": over_tls}
+    with running(ways[request.param]) as found:
         yield found
 
 
@@ -350,9 +358,18 @@ def test_a_host_that_does_not_know_the_token_is_not_believed():
             session_with(address)
 
 
-def test_who_says_nothing_is_dropped_in_time(monkeypatch):
+@pytest.mark.parametrize("certificate", ["", "another"])
+def test_who_does_not_know_the_certificate_gets_no_answer(certificate):
+    with running(over_tls) as (_, _, address):
+        _, other = server.new_tls(address.ip)
+        with pytest.raises(BackendUnavailableError):
+            session_with(replace(address, certificate=certificate and other))
+
+
+@pytest.mark.parametrize("place", [over_tcp, over_tls])
+def test_who_says_nothing_is_dropped_in_time(monkeypatch, place):
     monkeypatch.setattr(server, "_GREETING_S", 0.0)
-    with running(over_tcp) as (_, _, address), socket.create_connection((address.ip, address.port)) as channel:
+    with running(place) as (_, _, address), socket.create_connection((address.ip, address.port)) as channel:
         assert ended(channel)
 
 
@@ -383,15 +400,16 @@ def test_a_session_with_a_key_of_another_host_is_refused(hosted):
     session.close()
 
 
-def test_a_client_that_takes_no_replies_does_not_keep_others_waiting(hosted):
+def test_a_client_that_reads_slowly_and_sends_by_halves_gets_all_and_keeps_nobody_waiting(hosted):
     slow, other = session_with(hosted[2]), session_with(hosted[2])
     channel = slow._take("the test's", soon())
-    channel.setblocking(False)
-    message = TestHost.messages.encode_request(Echo(bytes(4_000_000)))
-    for _ in range(3):
-        with contextlib.suppress(BlockingIOError):
-            channel.send(message)
+    message = TestHost.messages.encode_request(Echo(bytes(16_000_000)))  # more than the sockets hold
+    channel.sendall(message + message[:1000])
     assert other.call("echo", soon(), Echo(b"quick")) == b"quick"
+    left = int.from_bytes(channel.recv(4), "little")
+    assert left > 16_000_000
+    while left:
+        left -= len(channel.recv(left))
     channel.close()
     for each in (slow, other):
         each.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from tensordict import NonTensorStack
 
 from dataplane_core import connect
 from dataplane_core.client import saving
@@ -96,9 +97,46 @@ def test_a_row_that_is_written_during_a_save_is_saved_as_it_was_at_one_moment(
         assert "b" in client.list_consumed("p", "t"), "it was claimed before it was written"
 
 
+def in_shared_memory():
+    return connect({"backend": "shm_store", "options": {"capacity_bytes": "1 MiB", "namespace": f"test-{new_id()}"}})
+
+
+def content(client):
+    """What a save keeps of the partition ``p``, as values that can be compared."""
+    listed, told = client.list_samples("p"), client.describe("p")
+    columns = client.get_samples(listed.sample_ids, "p", ["loss", "tokens", "info"])
+    rows = columns["loss"].view(torch.int16).tolist(), [row.tolist() for row in columns["tokens"].unbind()]
+    fields = client.list_fields(listed.sample_ids, "p"), {name: spec.to_text() for name, spec in told.specs.items()}
+    task = client.list_consumed("p", "t"), client.check_consumption_status("p", ["t"])
+    return listed.sample_ids, listed.tags, rows, columns["info"].tolist(), fields, task, told.info.registration()
+
+
+def test_a_save_is_loaded_into_another_backend_and_back(client, tmp_path):
+    ids = [f"p{number // 2}_g{number % 2}" for number in range(8)]
+    columns = {
+        "loss": torch.randn(8, dtype=torch.bfloat16),
+        "tokens": torch.nested.as_nested_tensor([torch.arange(1 + row) for row in range(8)], layout=torch.jagged),
+        "info": NonTensorStack(*[{"row": row, "of": [None, b"x", "ü"]} for row in range(8)]),
+    }
+    with in_shared_memory() as first, in_shared_memory() as last:
+        first.register_partition("p", list(columns), 10, ["t"], 2, {"source": ["a", "b"]})
+        first.put_samples(ids, "p", columns, [{"input_lengths": 1 + row, "source": "b"} for row in range(8)])
+        first.put_samples(ids[:1], "p", {"late": [1]})  # a field that few rows have, and that is still open
+        first.claim_meta("p", "t", ["loss"], 4)
+        first.claim_meta("p", "t", ["loss"], 2, lease_s=600.0)
+        first.clear_samples(ids[2:4], "p")
+        first.save(tmp_path, {"step": 7})
+        before = content(first)
+        assert client.load(tmp_path) == {"step": 7}
+        client.save(tmp_path)
+        for other in (client, last):
+            other.load(tmp_path)
+            assert content(other) == before
+        assert last.claim_meta("p", "t", ["loss"], 2).sample_ids == ids[4:6], "a lease is not saved"
+
+
 def test_a_tag_that_is_nan_has_not_changed(tmp_path):
-    options = {"capacity_bytes": "1 MiB", "namespace": f"test-{new_id()}"}
-    with connect({"backend": "shm_store", "options": options}) as client:  # each listing makes a NaN of its own
+    with in_shared_memory() as client:  # each listing makes a NaN of its own
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(["a"], "p", {"x": torch.zeros(1)}, tags=[{"n": float("nan")}])
         client.save(tmp_path)

@@ -193,6 +193,16 @@ OUTSIDE = [
 ]
 NO_TAGS = [{"a": [1]}, {"a": torch.tensor(1)}, {"a": np.float32(1)}, {1: 1}, {"a": 2**63}, "a"]
 NO_FILTERS = [["v"], *({"v": each} for each in (("~", 1), (">",), ("in", 3), (">", [1])))]
+LONE = "\udc80"
+NO_LISTS_OF_TAGS = [{"word": 1}, {"a": {"word": 1}}, "a", 5, iter([{}])]
+#: What the message about a filter says -> the conditions of such filters.
+NO_CONDITIONS = {
+    "must be a value or": [([1], 2)],
+    "must be a value or .* in, or 'any ' before one of them": [("any", 2)],
+    "a list of primitives": [("any in", 2)],
+    "does not fit in 64 bits": [("<", 2**70), ("in", [1, -(2**70)])],
+    "is not valid Unicode": [LONE, ("in", ["ü", LONE])],
+}
 NO_NAMES = ("", "\ud800")
 LEASED = KVBatchMeta("p", "train", ["a"], lease_tokens=["token"])
 #: Operation -> its arguments, but for the partition.
@@ -232,6 +242,17 @@ WRONG = [
     ("put_samples", TypeError, "meta", [{"fields": {"x": torch.zeros(2, device="meta")}}]),
     ("put_samples", TypeError, "'o'", [{"fields": {"o": np.fromiter((1, item), dtype=object)}} for item in OUTSIDE]),
     ("put_samples", TypeError, "", [{"tags": [row, row]} for row in NO_TAGS]),
+    ("put_samples", TypeError, r"one dict per sample, got .* write tags=\[\{", [{"tags": t} for t in NO_LISTS_OF_TAGS]),
+    (
+        "put_samples",
+        TypeError,
+        r"weight_version'\] must be a number, got the str '10'",
+        [{"tags": [{}, {"weight_version": "10"}]}],
+    ),
+    *(
+        ("put_samples", ValueError, r"tags\[1\].*is not valid Unicode", [{"tags": [{"wörd": "ü"}, row]}])
+        for row in ({"word": LONE}, {LONE: 1})
+    ),
     ("get_samples", ValueError, "", [{"sample_ids": [name]} for name in NO_NAMES]),
     ("get_samples", ValueError, "select_fields", [{"select_fields": []}]),
     ("claim_meta", ValueError, "task_name", [{"task_name": name} for name in NO_NAMES]),
@@ -239,6 +260,10 @@ WRONG = [
     ("claim_meta", ValueError, "lease_s", [{"lease_s": 0}, {"lease_s": -1.0}]),
     ("claim_meta", ValueError, "tag_filter", [{"tag_filter": each} for each in NO_FILTERS]),
     ("list_samples", ValueError, "tag_filter", [{"tag_filter": each} for each in NO_FILTERS]),
+    *(
+        ("list_samples", ValueError, message, [{"tag_filter": {"x": condition}} for condition in conditions])
+        for message, conditions in NO_CONDITIONS.items()
+    ),
     ("claim_meta", ValueError, "sampler", [{"sampler": "random"}]),
     ("claim_meta", ValueError, "", [{"sampler": "balanced"}, {"sampler": "balanced", "dp_rank": 0}]),
     ("claim_meta", ValueError, "balance", [{"balance": cost} for cost in ({}, {"cost": "flops", "hidden_size": 8})]),

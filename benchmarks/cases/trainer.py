@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from benchmarks import bench
 from benchmarks.bench import Table, case
@@ -223,68 +222,6 @@ def balance(rounds: int = 11, hidden_size: int = 4096) -> Iterator[Table]:
             rows.append([name, limit, *map(" / ".join, cells), middle[2], middle[5]])
     heads = [f"{what}: {way}" for what in ("in lockstep", "whole step") for way in ("as it is", "balanced")]
     yield Table("balance", ["lengths", "limit", *heads, "ms: as it is", "balanced"], rows)
-
-
-def training(number: int, place: str, width: int) -> Generator[Any, Any, None]:
-    """One of 4 ranks, which trains a layer on a plan. Answers with its seconds of CPU for each microbatch."""
-    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=number, world_size=4)
-    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-    plans = yield None
-    while True:
-        times = []
-        for lengths in plans[number]:
-            start = time.thread_time()
-            for length in lengths:
-                layer(torch.randn(1, length, width)).square().mean().backward()
-            times.append(time.thread_time() - start)
-            distributed.barrier()
-        for parameter in layer.parameters():
-            distributed.all_reduce(parameter.grad)
-        plans = yield times
-
-
-@case
-def balanced_step(rounds: int = 5, width: int = 128, picture: str = "") -> Iterator[Table]:
-    """Seconds per rank of a training step: a transformer's layer on 4 ranks with gloo, on packed plans.
-
-    Lengths are the last ones of ``balance`` and their limit, both over 32, as is the width: 128 rows up to 2,048
-    tokens. The seconds are of CPU, in the thread that computes, since there may be fewer cores than ranks; medians over
-    the rounds, in which the plans take turns. ``--picture`` draws them into that file.
-    """
-    _, median, sigma, longest = LENGTHS[-1]
-    ways = {"as it is": None, "balanced": {"cost": "flops", "hidden_size": width}}
-    spread = (median / 32, sigma, longest // 32)
-    plans = {way: packed(0, 128, spread, 4, 2, by)[0] for way, by in ways.items()}
-    times: dict[str, list[Any]] = {way: [] for way in ways}
-    with TemporaryDirectory() as folder, bench.Processes(training, 4, f"{folder}/ranks", width) as members:
-        for number in range(rounds + 1):
-            for way, kept in times.items():
-                answer = members.ask(plans[way])
-                if number:  # the first warms up
-                    kept.append(answer)
-    middle = {way: np.median(kept, 0) for way, kept in times.items()}  # (rank, microbatch)
-    heads = [*(f"rank {rank}" for rank in range(4)), "slowest over the mean", "in lockstep"]
-    rows = [[way, *costs.sum(1).tolist(), *over_the_mean(costs)[::-1]] for way, costs in middle.items()]
-    if picture:
-        draw({way: costs.sum(1) for way, costs in middle.items()}, picture)
-    yield Table("balanced-step", ["seconds of CPU per step", *heads], rows)
-
-
-def draw(seconds: Mapping[str, Any], picture: str) -> None:
-    """Draws the seconds of each rank, one bar per plan, and their mean."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.subplots()
-    for number, (way, values) in enumerate(seconds.items()):
-        label = f"{way}: the slowest {max(values):.2f} s"
-        bars = axes.bar(np.arange(4) + 0.38 * (number - 0.5), values, 0.34, label=label, color=("silver", "C0")[number])
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.axhline(np.mean(list(seconds.values())), color="black", linewidth=0.8, linestyle="--")
-    axes.set(xticks=range(4), xticklabels=[f"rank {rank}" for rank in range(4)], ylabel="seconds of CPU")
-    axes.margins(y=0.3)
-    axes.legend(frameon=False, ncols=2, loc="upper center")
-    figure.savefig(picture, dpi=110)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import argparse
 
 import pytest
 import torch
-from msgspec import structs
 
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
@@ -42,7 +41,7 @@ def test_top(client, config, capsys):
 
 
 def test_storage_units():
-    unit = structs.asdict(UnitInfo(name=EVIL, state=EVIL, node=EVIL, address=EVIL, num_lost=1))
+    unit = UnitInfo(name=EVIL, state=EVIL, node=EVIL, address=EVIL, num_lost=1)
     empty = {"backend": "b", "held_bytes": 0, "capacity_bytes": None, "partitions": [], "clients": None}
     check(drawn(Screen({**empty, "units": [unit]})))
 

@@ -1,4 +1,4 @@
-"""What `dataplane top` asks of a store, its answers as JSON values, and how they are drawn. It changes nothing."""
+"""What `dataplane top` asks of a store, its answers as JSON has them, and how they are drawn. It changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import asdict
 from io import StringIO
 from typing import Any, Final, Literal
 
-from msgspec import structs
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +26,7 @@ from dataplane_core.errors import (
     UnsupportedOperationError,
     printable,
 )
-from dataplane_core.spec import Capability, ClientInfo, PartitionDescription, PartitionInfo
+from dataplane_core.spec import Capability, ClientInfo, PartitionDescription, PartitionInfo, UnitInfo
 from dataplane_tools._store import capacity_of, size_text
 
 _STACKS_TIMEOUT_S: Final = 20.0
@@ -68,7 +67,7 @@ class Looks:
         self._before: dict[str, tuple[float, PartitionDescription]] = {}
 
     def look(self) -> dict[str, Any]:
-        """Asks. Returns the answers as JSON values.
+        """Asks. Returns the answers as JSON values; clients, units and leases as the store gives them.
 
         Raises:
             DataPlaneError: The store does not answer, or it has not the partition that is named.
@@ -92,8 +91,8 @@ class Looks:
             "held_bytes": sum(partition["held_bytes"] for partition in partitions),
             "capacity_bytes": capacity_of(client),
             "partitions": partitions,
-            "clients": clients and [_client(one) for one in clients if one.state != "closed"],
-            "units": units and [structs.asdict(unit) for unit in units],
+            "clients": clients and [client for client in clients if client.state != "closed"],
+            "units": units,
         }
 
     def _report(self, name: str, description: PartitionDescription, now: float) -> dict[str, Any]:
@@ -113,7 +112,7 @@ class Looks:
                 "ready": counts.num_ready,
                 "leased": counts.num_leased,
                 "consumed": counts.num_consumed,
-                "oldest_lease": None if counts.oldest_lease is None else _lease(counts.oldest_lease),
+                "oldest_lease": counts.oldest_lease,
                 "oldest_not_consumed": waiting.get(task),
                 "why": None,
             }
@@ -201,37 +200,6 @@ def _stacks_of(pid: int) -> str:
     return (found.stdout if found.returncode == 0 else found.stderr).strip()
 
 
-def _client(client: ClientInfo) -> dict[str, Any]:
-    """What a client announced. Its times are as of then: it may be stopped or dead since."""
-    return {
-        "host": client.host,
-        "pid": client.pid,
-        "role": client.role,
-        "open_s": round(client.open_s, 1),
-        "heard_s": round(client.heard_s, 1),
-        "state": client.state,
-        "num_calls": client.num_calls,
-        "calls": [
-            {
-                "operation": call.operation,
-                "partition_id": call.partition_id,
-                "running_s": round(call.running_s, 1),
-            }
-            for call in client.calls
-        ],
-        "phases": [{"name": phase.name, "running_s": round(phase.running_s, 1)} for phase in client.phases],
-    }
-
-
-def _lease(lease: LeaseHolder) -> dict[str, Any]:
-    return {
-        "sample_id": lease.sample_id,
-        "holder": lease.holder,
-        "held_s": None if lease.held_s is None else round(lease.held_s, 1),
-        "left_s": round(lease.left_s, 1),
-    }
-
-
 def _shape(description: PartitionDescription, field: str) -> dict[str, Any] | None:
     spec = description.specs.get(field)
     if spec is None:
@@ -275,8 +243,8 @@ class Screen:
         if report["units"]:
             yield Group("", _units(report["units"]))
             for unit in report["units"]:
-                if lost := unit["num_lost"]:
-                    text = f"{lost} rows were lost with {unit['name']}: clear and produce these samples again."
+                if unit.num_lost:
+                    text = f"{unit.num_lost} rows were lost with {unit.name}: clear and produce these samples again."
                     yield Text(printable(text), "red")
         for pid, stacks in report.get("stacks", {}).items():
             yield Group("", f"stacks of process {pid}:")
@@ -360,11 +328,11 @@ def _starved_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _lease_text(lease: Mapping[str, Any] | None) -> str:
+def _lease_text(lease: LeaseHolder | None) -> str:
     if lease is None:
         return ""
-    held = "" if lease["held_s"] is None else f" for {lease['held_s']:.0f} s"
-    return f"{lease['sample_id']}{held}, {lease['left_s']:.0f} s left: {lease['holder']}"
+    held = "" if lease.held_s is None else f" for {lease.held_s:.0f} s"
+    return f"{lease.sample_id}{held}, {lease.left_s:.0f} s left: {lease.holder}"
 
 
 def _fields(report: Mapping[str, Any]) -> Table:
@@ -375,18 +343,17 @@ def _fields(report: Mapping[str, Any]) -> Table:
     return table(["field", "samples", "cells"], rows, right=(1,))
 
 
-def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | None) -> RenderableType:
+def _clients(clients: Sequence[ClientInfo], narrow: bool, most: int | None) -> RenderableType:
     """Those first whose phase or operation has been under way longest."""
 
-    def waits_s(client: Mapping[str, Any]) -> float:
-        first = (*client["phases"][:1], *client["calls"][:1])
-        running_s = max((float(work["running_s"]) for work in first), default=0.0)
-        return float("inf") if client["state"] != "open" else running_s  # those that ended come first
+    def waits_s(client: ClientInfo) -> float:
+        running_s = max((work.running_s for work in (*client.phases[:1], *client.calls[:1])), default=0.0)
+        return float("inf") if client.state != "open" else running_s  # those that ended come first
 
     rows = [
         [
-            *(client["host"], str(client["pid"]), client["role"]),
-            *(f"{client['open_s']:.0f}", f"{client['heard_s']:.0f}", _call_text(client)),
+            *(client.host, str(client.pid), client.role),
+            *(f"{client.open_s:.0f}", f"{client.heard_s:.0f}", _call_text(client)),
         ]
         for client in sorted(clients, key=waits_s, reverse=True)
     ]
@@ -396,27 +363,27 @@ def _clients(clients: Sequence[Mapping[str, Any]], narrow: bool, most: int | Non
     return Group(shown, Text(f"and {rest} clients", "dim")) if rest else shown
 
 
-def _call_text(client: Mapping[str, Any]) -> str:
+def _call_text(client: ClientInfo) -> str:
     """The phase that a client has been in longest, the operation that it has had under way longest, and how many
     others. Of one that ended, how.
     """
-    parts = [f"{phase['name']} for {phase['running_s']:.0f} s" for phase in client["phases"][:1]]
-    if client["state"] != "open":
-        parts = [f"{client['state']}, heard of {client['heard_s']:.0f} s ago", *(f"in {phase}" for phase in parts)]
-    elif client["calls"]:
-        first = client["calls"][0]
-        where = f" {first['partition_id']}" if first["partition_id"] else ""
-        others = f", and {client['num_calls'] - 1} more" if client["num_calls"] > 1 else ""
-        parts.append(f"{first['operation']}{where} for {first['running_s']:.0f} s{others}")
+    parts = [f"{phase.name} for {phase.running_s:.0f} s" for phase in client.phases[:1]]
+    if client.state != "open":
+        parts = [f"{client.state}, heard of {client.heard_s:.0f} s ago", *(f"in {phase}" for phase in parts)]
+    elif client.calls:
+        first = client.calls[0]
+        where = f" {first.partition_id}" if first.partition_id else ""
+        others = f", and {client.num_calls - 1} more" if client.num_calls > 1 else ""
+        parts.append(f"{first.operation}{where} for {first.running_s:.0f} s{others}")
     return ", ".join(parts) or "-"
 
 
-def _units(units: Sequence[Mapping[str, Any]]) -> Table:
+def _units(units: Sequence[UnitInfo]) -> Table:
     head = ["unit", "state", "address", "node", "path", "rows", "held", "rows lost", "starts"]
     rows = [
         [
-            *(unit["name"], str(unit["state"]), unit["address"], unit["node"][:8], unit["path"], str(unit["num_rows"])),
-            *(size_text(unit["size_bytes"]), str(unit["num_lost"]), str(unit["num_starts"])),
+            *(unit.name, str(unit.state), unit.address, unit.node[:8], unit.path, str(unit.num_rows)),
+            *(size_text(unit.size_bytes), str(unit.num_lost), str(unit.num_starts)),
         ]
         for unit in units
     ]

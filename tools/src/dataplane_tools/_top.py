@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Final
 
+from msgspec import structs
+
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
     DataPlaneError,
@@ -70,7 +72,7 @@ def _text_of(client: DataPlaneClient, chosen: argparse.Namespace) -> str:
     if chosen.stacks:
         report["stacks"] = stacks_of(client.list_clients())
     if chosen.json:
-        return json.dumps(report, indent=None if chosen.watch else 2)
+        return json.dumps(report, indent=None if chosen.watch else 2, default=structs.asdict)
     return drawn(Screen(report, fields=chosen.partition is not None))
 
 

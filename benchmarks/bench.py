@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import psutil
@@ -257,8 +256,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def private_bytes() -> int:
     """Memory of this process that it shares with no other."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_", "Swap:")))
+    size_bytes: int = psutil.Process().memory_full_info().uss
+    return size_bytes
 
 
 def watched(step: Step) -> tuple[Any, float, int]:

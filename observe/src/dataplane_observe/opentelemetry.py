@@ -18,7 +18,8 @@ from dataplane_core.spec import Claim, SampleList, TagValue, hookimpl
 
 try:
     from opentelemetry import trace
-    from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
+    from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, Tracer
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise ImportError(
         "the middleware 'opentelemetry' needs opentelemetry-api: pip install 'dataplane-observe[opentelemetry]'"
@@ -27,6 +28,8 @@ except ImportError as error:
 #: Begins the names of the tags that carry the context of a put. The rest is the first of its fields, so that puts of
 #: several stages to a sample each keep theirs.
 _TAG: Final = "~trace."
+#: Writes and reads ``traceparent``, as W3C has it.
+_CONTEXTS: Final = TraceContextTextMapPropagator()
 
 
 class OpenTelemetryConfig(BaseModel):
@@ -78,7 +81,9 @@ class OpenTelemetry(EventMiddleware):
         with self._tracer.start_as_current_span(f"dataplane.{operation}", kind=kind, attributes=attributes) as span:
             context = span.get_span_context()
             if operation == "put_samples" and context.is_valid and context.trace_flags.sampled:
-                mark = {_TAG + min(request.columns, default=""): _traceparent(context)}
+                headers: dict[str, str] = {}
+                _CONTEXTS.inject(headers)
+                mark = {_TAG + min(request.columns, default=""): headers["traceparent"]}
                 rows: Iterable[Mapping[str, TagValue]] = request.tags or [{}] * len(request.sample_ids)
                 request.tags = [{**row, **mark} for row in rows]
             if not span.is_recording():
@@ -134,10 +139,6 @@ class OpenTelemetry(EventMiddleware):
         return attributes
 
 
-def _traceparent(context: SpanContext) -> str:
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
-
-
 def _links(tags: Sequence[Mapping[str, TagValue]], most: int) -> list[Link]:
     """A link to each put that wrote the samples, in the order of the samples."""
     found: dict[TagValue, SpanContext] = {}
@@ -152,11 +153,8 @@ def _links(tags: Sequence[Mapping[str, TagValue]], most: int) -> list[Link]:
 
 def _context_of(value: TagValue) -> SpanContext | None:
     """What a ``traceparent`` says. None if it is none, since anybody may write a tag of this name."""
-    try:
-        _, trace_id, span_id, flags = str(value).split("-")
-        return SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16)))
-    except ValueError:
-        return None
+    context = trace.get_current_span(_CONTEXTS.extract({"traceparent": str(value)})).get_span_context()
+    return context if context.is_valid else None
 
 
 def _without_marks(tags: Sequence[Mapping[str, TagValue]]) -> Sequence[Mapping[str, TagValue]]:

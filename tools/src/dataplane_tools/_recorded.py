@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -61,7 +61,7 @@ def opened_recording(folder: str, partition_id: str | None) -> Iterator[DataPlan
         for name, registered in partitions.items():
             client.register_partition(name, list(registered.fields), None, [], if_exists="keep")
         if recording.dropped:
-            until = datetime.fromtimestamp(max(segment.until for segment in recording.dropped))
+            until = datetime.fromtimestamp(max(segment.until for segment in recording.dropped), UTC)
             remarks.append(f"Segments were deleted to keep max_bytes: rows put before {until:%F %T} may be missing.")
         for remark in dict.fromkeys((*recording.remarks, *remarks)):
             print(printable(f"dataplane: {remark}"), file=sys.stderr)

@@ -15,14 +15,8 @@ import numpy as np
 
 from dataplane_core.codec import cell_digests, encode_columns
 from dataplane_core.digests import fast_digest, fast_hash
-from dataplane_core.errors import (
-    CorruptDataError,
-    DataPlaneError,
-    MissingDataError,
-    SaveError,
-    UnsupportedOperationError,
-)
-from dataplane_core.saves import tensor_rows, unpack_rows
+from dataplane_core.errors import CorruptDataError, DataPlaneError, MissingDataError, SaveError
+from dataplane_core.saves import read_head, tensor_rows, unpack_rows
 from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_observe._lines import is_held, unsealed
 
@@ -325,17 +319,13 @@ class Recording:
             if text is None and not rest and name == names[-1]:
                 self.remarks.append(f"Segment {name} has no whole line: its client was killed when it began it.")
                 return None
+            head = read_head(self.folder / (name + LINES_SUFFIX), text or b"", FORMAT, VERSION)
             try:
-                held = json.loads(text or b"")
-                if held["format"] != FORMAT:
-                    raise ValueError("of another format")
-                version = held["version"]
-                writer = msgspec.convert(held, Writer)
-            except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+                writer = msgspec.convert(head, Writer)
+            except (ValueError, OverflowError) as error:
                 raise CorruptDataError(
                     f"the first line of segment {name} in '{self.folder}' is damaged: {error}."
                 ) from error
-            _check_version(self.folder, version)
             if writer.run != self.run or writer.client != name.rpartition("-")[0]:
                 raise CorruptDataError(
                     f"segment {name} in '{self.folder}' is of run {writer.run}. Expected run {self.run}: it was put "
@@ -444,27 +434,13 @@ def read_mark(folder: Path) -> str:
         OSError: It cannot be read.
     """
     try:
-        held = json.loads((folder / MARK).read_bytes())
-        if held["format"] != FORMAT:
-            raise ValueError(f"format {held['format']!r}")
-        version, run = held["version"], str(held["run"])
+        mark = read_head(folder / MARK, (folder / MARK).read_bytes(), FORMAT, VERSION)
     except FileNotFoundError as error:
         raise MissingDataError(
             f"no recording in '{folder}': there is no {MARK}.",
             hint="Name the folder of the middleware recorder.",
         ) from error
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise CorruptDataError(f"'{folder / MARK}' is not the mark of a recording: {error}.") from error
-    _check_version(folder, version)
-    return run
-
-
-def _check_version(folder: Path, version: Any) -> None:
-    if version != VERSION:
-        raise UnsupportedOperationError(
-            f"the recording in '{folder}' is of format version {version}. Expected {VERSION}.",
-            hint="Install the version that wrote it.",
-        )
+    return str(mark.get("run"))
 
 
 def is_followed(sample_id: str, share: float = 1 / 16) -> bool:

@@ -70,10 +70,10 @@ def test_the_page_has_every_stage_with_its_rows_and_bytes(events, capsys):
     assert {stage: [*row[:3], row[-1]] for stage, row in table.items()} == {
         "put tokens": ["8", "512", "41.0 kB", "0"],
         "put reward": ["8", "512", "2.0 kB", "0"],
-        "claim policy": ["8", "512", "0 B", "0"],
+        "claim policy": ["8", "512", "0 bytes", "0"],
         "get reward": ["9", "512", "2.0 kB", "1 MissingDataError"],
-        "ack policy": ["8", "512", "0 B", "0"],
-        "clear": ["8", "512", "0 B", "0"],
+        "ack policy": ["8", "512", "0 bytes", "0"],
+        "clear": ["8", "512", "0 bytes", "0"],
     }
     titles = ["Rows through", "The end of", "Where the samples", "Where they waited", "Staleness", "Bytes per second"]
     assert [title for title in titles if any(text.startswith(title) for text in texts)] == titles
@@ -114,7 +114,7 @@ def test_samples_are_held_until_they_are_dropped(tmp_path, monkeypatch, drop, go
 def test_operations_that_took_no_time_are_drawn_and_their_times_are_told(tmp_path):
     texts, table, _ = drawn(recorded(tmp_path / "events", *({**PUT, "seconds": seconds} for seconds in (0.5, 0.0))))
     assert "16 put x" in texts
-    assert table["put x"] == ["2", "16", "128 B", "0.5", "0.25", "0.5", "0"]
+    assert table["put x"] == ["2", "16", "128 bytes", "0.5", "0.25", "0.5", "0"]
 
 
 def test_names_are_text_of_the_page_and_no_mathematics(tmp_path):

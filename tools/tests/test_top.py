@@ -49,10 +49,10 @@ def test_the_flow_and_the_stage_that_lags(client):
     found = shown(Looks(client).look()).replace("━", "").replace("─", "")
     lines = [" ".join(line.split()) for line in found.splitlines()]
     holder = f"process {os.getpid()} on "
-    assert lines[0].startswith("noop 1 partition 32 B of 10.0 kB")
+    assert lines[0].startswith("noop 1 partition 32 bytes of 10.0 kB")
     assert lines[3:5] == ["written 8/16", "→ score 6/16 2 2 0"]
     assert re.match(rf"→ train 0/16 8 6 2 lags s0 for \d+ s, \d+ s left: {holder}", lines[5])
-    assert re.fullmatch(r"8 held \(32 B, the oldest \d+ s old\), 0 cleared", lines[6])
+    assert re.fullmatch(r"8 held \(32 bytes, the oldest \d+ s old\), 0 cleared", lines[6])
 
 
 @pytest.mark.parametrize("width", [50, 61, 80])
@@ -98,7 +98,7 @@ def test_storage_units_and_the_rows_that_were_lost_with_them(client, monkeypatch
     monkeypatch.setattr(client, "list_units", lambda: [unit])
     monkeypatch.setattr(type(client), "capabilities", {Capability.UNITS})
     lines = [" ".join(line.split()) for line in shown(looks.look()).splitlines()]
-    assert "unit-1 serving 10.1.0.8:1 77a10c3e 7 0 B 5 1" in lines
+    assert "unit-1 serving 10.1.0.8:1 77a10c3e 7 0 bytes 5 1" in lines
     assert lines[-1] == "5 rows were lost with unit-1: clear and produce these samples again."
 
 

@@ -33,7 +33,7 @@ from dataplane_core.digests import fast_hash
 from dataplane_core.errors import BackendUnavailableError, DataPlaneError, InvalidTypeError, MissingDataError
 from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
 from dataplane_core.saves import pack_rows, tensor_rows
-from dataplane_core.spec import Claim, ClaimRequest, DescribeRequest, PartitionInfo, PutRequest, hookimpl, new_id
+from dataplane_core.spec import Claim, ClaimRequest, DescribeRequest, PartitionInfo, PutRequest, new_id
 from dataplane_observe._lines import LineFile, is_held
 from dataplane_observe.recording import (
     DROPPED_SUFFIX,
@@ -192,13 +192,9 @@ class Recorder(EventMiddleware):
         """Records an operation."""
         if operation not in _RECORDED:
             return (yield)
+        if isinstance(request, PutRequest):
+            self._contents[id(request)] = self._content(request)  # before inner middleware may change it
         return (yield from super().around(operation, request))
-
-    @hookimpl(wrapper=True)
-    def put_samples(self, request: PutRequest) -> Generator[None, Any, Any]:
-        """Records a put, with digests and rows of its cells."""
-        self._contents[id(request)] = self._content(request)  # before inner middleware may change it
-        return (yield from self.around("put_samples", request))
 
     # --- what a line says ---------------------------------------------------------------------------------------------
 

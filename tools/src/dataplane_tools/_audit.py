@@ -14,6 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
+from rich import filesize
+
 from dataplane_core.codec import scalar_of_digest
 from dataplane_core.errors import DataPlaneError, InvalidRequestError, printable
 from dataplane_core.spec import FieldSpec
@@ -211,10 +213,10 @@ def _lacks(recording: Recording, found: Survey, num_misplaced: int = 0) -> list[
     if found.others:
         lacks.append(f"{found.others} marks were left out: another client marked steps at the same time.")
     if recording.dropped:
-        size = sum(segment.size_bytes for segment in recording.dropped)
+        size = filesize.decimal(sum(segment.size_bytes for segment in recording.dropped))
         until = _time(max(segment.until for segment in recording.dropped))
         lacks.append(
-            f"{len(recording.dropped)} segments ({size / 1e6:.1f} MB) were deleted to keep max_bytes, written until "
+            f"{len(recording.dropped)} segments ({size}) were deleted to keep max_bytes, written until "
             f"{until}: what they held is not judged."
         )
     without = [str(client.writer) for client in found.clients.values() if client.writer.payload == "none"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
+from rich import filesize
 
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.config import size_bytes
@@ -40,7 +41,7 @@ from dataplane_tools import _shards as arrow
 from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
 from dataplane_tools._rows import Portion, Rows, opened, read_portion
 from dataplane_tools._shards import MANIFEST, OWN_TASK, Manifest, Shards, What, pa
-from dataplane_tools._store import attach, size_text
+from dataplane_tools._store import attach
 from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._where import parse_where
 
@@ -618,7 +619,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _told(chosen: argparse.Namespace, done: Exported) -> int:
     shards = "1 shard" if done.num_shards == 1 else f"{done.num_shards} shards"
-    size = size_text(done.size_bytes)
+    size = filesize.decimal(done.size_bytes)
     print(printable(f"{chosen.folder}: {done.num_rows} rows of {chosen.partition} in {shards}, {size}"))
     for name, count in done.lacking.items():
         print(printable(f"{count} were left out, which lack '{name}' (--partial takes them)"))

@@ -15,10 +15,10 @@ from io import StringIO
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from rich import filesize
 
 from dataplane_core.errors import DataPlaneError, UnsupportedOperationError, printable
 from dataplane_observe import Recording, is_followed
-from dataplane_tools._store import size_text
 
 try:
     from matplotlib import rc_context
@@ -259,8 +259,8 @@ class _Picture:
             sizes = [move.size_bytes for move in moves]
             if any(sizes):
                 in_parts, _ = np.histogram([move.end for move in moves], edges, weights=sizes)
-                axes.stairs(in_parts / edges[1], edges, label=f"{kind}: {size_text(sum(sizes))} in all")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{size_text(value)}/s"))
+                axes.stairs(in_parts / edges[1], edges, label=f"{kind}: {filesize.decimal(sum(sizes))} in all")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{filesize.decimal(int(value))}/s"))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def _totals(shown: Sequence[_Move]) -> str:
                 stage,
                 f"{len(moves):,}",
                 f"{sum(move.rows for move in done):,}",
-                size_text(sum(move.size_bytes for move in done)),
+                filesize.decimal(sum(move.size_bytes for move in done)),
                 *(f"{value:.3g}" for value in (sum(times), statistics.median(times), _p90(times))),
                 ", ".join(f"{count} {error}" for error, count in failed.items()) or "0",
             ]

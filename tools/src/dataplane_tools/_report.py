@@ -14,6 +14,7 @@ from dataclasses import asdict
 from io import StringIO
 from typing import Any, Final, Literal
 
+from rich import filesize
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +28,7 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_core.spec import Capability, ClientInfo, PartitionDescription, PartitionInfo, UnitInfo
-from dataplane_tools._store import capacity_of, size_text
+from dataplane_tools._store import capacity_of
 
 _STACKS_TIMEOUT_S: Final = 20.0
 #: Partitions that are shown live.
@@ -254,9 +255,9 @@ class Screen:
 def _head(report: Mapping[str, Any], narrow: bool) -> Text:
     held, capacity, count = report["held_bytes"], report["capacity_bytes"], len(report["partitions"])
     plural = "partition" if count == 1 else "partitions"
-    head = Text.assemble((printable(report["backend"]), "bold"), f"  {count} {plural}  {size_text(held)}")
+    head = Text.assemble((printable(report["backend"]), "bold"), f"  {count} {plural}  {filesize.decimal(held)}")
     if capacity:
-        head.append(f" of {size_text(capacity)}")
+        head.append(f" of {filesize.decimal(capacity)}")
         if not narrow:
             head.append_text(Text.assemble("  ", _bar(held / capacity)))
     return head
@@ -305,7 +306,7 @@ def _lag_of(report: Mapping[str, Any]) -> str | None:
 def _lines_of(report: Mapping[str, Any]) -> list[str]:
     """What is said of a partition below its stages."""
     age = "" if report["oldest_s"] is None else f", the oldest {report['oldest_s']:.0f} s old"
-    lines = [f"{report['held']} held ({size_text(report['held_bytes'])}{age}), {report['cleared']} cleared"]
+    lines = [f"{report['held']} held ({filesize.decimal(report['held_bytes'])}{age}), {report['cleared']} cleared"]
     for task, counts in report["tasks"].items():
         if oldest := counts["oldest_not_consumed"]:
             but = f" but {', '.join(oldest['lacks'])}" if oldest["lacks"] else ""
@@ -383,7 +384,7 @@ def _units(units: Sequence[UnitInfo]) -> Table:
     rows = [
         [
             *(unit.name, str(unit.state), unit.address, unit.node[:8], unit.path, str(unit.num_rows)),
-            *(size_text(unit.size_bytes), str(unit.num_lost), str(unit.num_starts)),
+            *(filesize.decimal(unit.size_bytes), str(unit.num_lost), str(unit.num_starts)),
         ]
         for unit in units
     ]

@@ -11,7 +11,6 @@ from dataplane_core.config import load_config, size_bytes
 from dataplane_core.connecting import connect_backend, load_backend
 from dataplane_core.errors import BackendUnavailableError
 
-_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 #: Of what asks again and again: seconds between two looks, and the most of the time that the store spends on them.
 PAUSE_S: Final = 1.0
 SHARE: Final = 0.02
@@ -70,11 +69,3 @@ def capacity_of(client: DataPlaneClient) -> int | None:
     """How many bytes of payload the store may hold, by the config. None: it sets no limit."""
     capacity_bytes = client.config.options.get("capacity_bytes")
     return None if capacity_bytes is None else int(size_bytes(capacity_bytes)) * client.config.num_ledgers
-
-
-def size_text(num_bytes: float) -> str:
-    """A number of bytes with its unit, such as ``6.5 MB``."""
-    unit = 0
-    while num_bytes >= 999.95 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1000, unit + 1
-    return f"{num_bytes:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} B"

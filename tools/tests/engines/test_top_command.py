@@ -107,12 +107,12 @@ def test_json_has_the_same_with_rates_and_looking_changes_nothing(client, config
 
 def test_an_empty_store_and_the_capacity_of_several_ledgers(store, config, tmp_path, capsys):
     assert main(["top", config]) == 0
-    assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 B of 50.0 MB  ─")
+    assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 bytes of 50.0 MB  ─")
     path = tmp_path / "config.yaml"
     path.write_text("{backend: shm_store, num_ledgers: 2, announce_s: null, options: {capacity_bytes: '50000000'}}")
     with connect(str(path)):
         assert main(["top", str(path)]) == 0
-    assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 B of 100.0 MB  ─")
+    assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 bytes of 100.0 MB  ─")
 
 
 def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted(

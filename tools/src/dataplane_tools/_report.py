@@ -348,8 +348,8 @@ def _clients(clients: Sequence[ClientInfo], narrow: bool, most: int | None) -> R
     """Those first whose phase or operation has been under way longest."""
 
     def waits_s(client: ClientInfo) -> float:
-        running_s = max((work.running_s for work in (*client.phases[:1], *client.calls[:1])), default=0.0)
-        return float("inf") if client.state != "open" else running_s  # those that ended come first
+        running_s = [phase.running_s for phase in client.phases[:1]] + [call.running_s for call in client.calls[:1]]
+        return max(running_s, default=0.0) if client.state == "open" else float("inf")  # those that ended come first
 
     rows = [
         [

@@ -162,8 +162,9 @@ def test_the_hint_of_a_fork_is_true_for_the_backend(cls, hint, monkeypatch):
     config = DataPlaneConfig(backend="door")
     with connect_backend(cls, config) as client, monkeypatch.context() as fork:
         fork.setattr(os, "getpid", lambda: client._connection.pid + 1)
-        with pytest.raises(ClientClosedError, match=hint):
-            client.clear_samples(None, "p")
+        for call in (lambda: client.clear_samples(None, "p"), lambda: client.mark_step(1)):
+            with pytest.raises(ClientClosedError, match=hint):
+                call()
         if cls.opens_in_forks:
             assert not connect_backend(cls, config, bootstrap=False)._connection.closed
         else:

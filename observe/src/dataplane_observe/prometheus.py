@@ -154,7 +154,7 @@ class _Endpoint:
         """A client closes."""
         with self._sharing:
             self.clients.remove(client)
-            if self.clients or self._pid != os.getpid():
+            if self.clients:
                 return
             type(self)._shared = None
         if self._file is not None:

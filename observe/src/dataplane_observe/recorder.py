@@ -137,7 +137,6 @@ class Recorder(EventMiddleware):
         self._contents: dict[int, tuple[dict[str, Any], bytes]] = {}  # of puts under way
         self._num_lost = 0
         self._failed = False
-        self._pid = os.getpid()
         # partition and task -> what the last claim asked for, if it got nothing
         self._empty: dict[tuple[str, str], tuple[list[str], Any]] = {}
         self._opened: dict[str, PartitionInfo] = {}  # partition -> the registration that was recorded last
@@ -150,7 +149,6 @@ class Recorder(EventMiddleware):
             BackendUnavailableError: It cannot be written.
         """
         super().start(context)
-        self._pid = os.getpid()
         folder = self.config.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -179,8 +177,7 @@ class Recorder(EventMiddleware):
                 with suppress(OSError):  # the disk is still full
                     if self._num_lost:
                         segment.append({"op": "lost", "lines": self._num_lost}, b"")
-                    if self._pid == os.getpid():
-                        segment.append({"op": "end"}, b"")
+                    segment.append({"op": "end"}, b"")
                 segment.close()
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:
@@ -304,7 +301,7 @@ class Recorder(EventMiddleware):
     def _append(self, line: Mapping[str, Any], block: bytes) -> None:
         with self._lock:
             segment = self._segment
-            if segment is None or self._pid != os.getpid():  # a fork must not write into its parent's file
+            if segment is None:
                 return
             try:
                 if segment.size_bytes >= _segment_bytes(self.config.max_bytes):

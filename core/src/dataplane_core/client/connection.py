@@ -504,6 +504,7 @@ def check_counts(where: str, num_samples: int, **counts: int) -> None:
 
 def note_step(connection: Connection, step: int, values: Mapping[str, float]) -> None:
     """Says that a training step has ended, to the middleware that keeps a record of the run."""
+    connection.check_process()
     for plugin in connection.middleware:
         if hasattr(plugin, "note_step"):
             plugin.note_step(step, values)

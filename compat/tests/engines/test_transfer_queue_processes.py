@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dataplane_compat.transfer_queue as tq
-from dataplane_compat.transfer_queue import _directory
+from dataplane_compat.transfer_queue import _session
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 
 ATTACH = """
@@ -24,10 +24,10 @@ tq.close()
 
 def test_an_actor_of_ray_that_is_not_there_in_time_is_an_error_of_ours(ray_address):
     with pytest.raises(OperationTimeoutError, match=r"'TransferQueueController'.* within 0 s"):
-        _directory.publish({}, 0.0)
-    actor = _directory.publish({"polling_mode": True}, 120.0)
-    assert _directory.look_up() is None, "TransferQueue's own controller has another config"
-    _directory.withdraw(actor)
+        _session.publish({}, 0.0)
+    actor = _session.publish({"polling_mode": True}, 120.0)
+    assert _session.look_up() is None, "TransferQueue's own controller has another config"
+    _session.withdraw(actor)
 
 
 @pytest.fixture

@@ -37,8 +37,7 @@ from dataplane_compat.transfer_queue._indexes import (
     number_of,
 )
 from dataplane_compat.transfer_queue._pool import in_threads, submit
-from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, meta_of, put_rows
-from dataplane_compat.transfer_queue._shapes import forget_shapes
+from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, forget_shapes, meta_of, put_rows
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview

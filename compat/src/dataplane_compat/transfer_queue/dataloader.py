@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset
 
-from dataplane_compat.transfer_queue import _directory, _session
+from dataplane_compat.transfer_queue import _session
 from dataplane_compat.transfer_queue._columns import column_of_rows
 from dataplane_compat.transfer_queue.client import TransferQueueClient
 from dataplane_compat.transfer_queue.metadata import BatchMeta
@@ -160,7 +160,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
 def _for_workers(config: DataPlaneConfig) -> DataPlaneConfig:
     """The config with the address of the Ray cluster, if the backend uses one: a spawned worker does not know it."""
-    address = _directory.cluster_address()
+    address = _session.cluster_address()
     if address is None or "ray_address" not in load_backend(config.backend).Config.model_fields:
         return config
     return config.model_copy(update={"options": {"ray_address": address, **config.options}})

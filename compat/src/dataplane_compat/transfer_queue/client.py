@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -18,15 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_compat.transfer_queue._claims import Asked, Claims
-from dataplane_compat.transfer_queue._columns import (
-    column_of_rows,
-    columns_to_put,
-    parsed,
-    rows_of,
-    tags_to_put,
-    tags_to_show,
-    to_batch,
-)
+from dataplane_compat.transfer_queue._columns import columns_to_put, parsed, tags_to_put, tags_to_show, to_batch
 from dataplane_compat.transfer_queue._indexes import (
     HIDDEN_PARTITION,
     Numbers,
@@ -40,6 +33,7 @@ from dataplane_compat.transfer_queue._pool import in_threads, submit
 from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, forget_shapes, meta_of, put_rows
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
+from dataplane_core.codec import join_parts, take_rows
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 
 #: What a read of rows or cells that are not there raises. It is a `KeyError`.
@@ -213,7 +207,7 @@ class TransferQueueClient:
                 self.store,
                 part_id,
                 ids if whole else [ids[place] for place in places],
-                columns if whole else {name: _select(column, places) for name, column in columns.items()},
+                columns if whole else {name: take_rows(column, places) for name, column in columns.items()},
                 None if tags is None else [tags[place] for place in places],
             )
         return metadata.add_fields(data)
@@ -226,16 +220,10 @@ class TransferQueueClient:
         ids, parts = self._ids(metadata), metadata._places()
         if len(parts) == 1:
             return to_batch(self.store.get_samples(ids, metadata.partition_ids[0], fields))
-        rows: dict[str, list[Any]] = {name: [None] * metadata.size for name in fields}
-        objects: set[str] = set()
-        for part_id, places in parts.items():
-            found = self.store.get_samples([ids[place] for place in places], part_id, fields)
-            for name in fields:
-                column = found.get(name)
-                objects.update([] if isinstance(column, torch.Tensor) else [name])
-                for place, row in zip(places, rows_of(column), strict=True):
-                    rows[name][place] = row
-        columns = {name: column_of_rows(each, objects=name in objects) for name, each in rows.items()}
+        reads = [self.store.get_samples([ids[at] for at in places], name, fields) for name, places in parts.items()]
+        place_of_row = list(chain.from_iterable(parts.values()))
+        order = sorted(range(metadata.size), key=place_of_row.__getitem__)
+        columns = {name: join_parts([read.get(name) for read in reads], order) for name in fields}
         return to_batch(TensorDict(columns, batch_size=[metadata.size]))
 
     def clear_partition(self, partition_id: str) -> None:
@@ -451,13 +439,6 @@ def _check_wait(deadline: float, asked: Asked) -> None:
             f"get_meta('{asked.partition_id}', task '{asked.task_name}') timed out: {asked.batch_size} rows were not "
             f"ready within {_WAIT_S:.0f} s."
         )
-
-
-def _select(column: Any, places: Sequence[int]) -> Any:
-    if isinstance(column, torch.Tensor) and not column.is_nested:
-        return column[list(places)]
-    rows = rows_of(column)
-    return column_of_rows([rows[place] for place in places], objects=not isinstance(column, torch.Tensor))
 
 
 def _by_index(partition_id: str, ids: Sequence[str], status: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:

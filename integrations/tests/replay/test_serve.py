@@ -47,6 +47,18 @@ def test_a_process_ends_when_the_trainer_drops_the_prompts(make_buffer, client):
     process.result(WAIT_S)
 
 
+def test_a_process_waits_for_a_trainer_that_has_registered_the_prompts_and_said_nothing_yet(make_buffer, client):
+    buffer = make_buffer()
+    source = PromptSource(client, "replay")
+    client.clear_samples(["run"], buffer.prompts_id)
+    with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay' yet"):
+        source.reserve(1, timeout_s=0)
+    anew = make_buffer(num_prompts=1)
+    assert [reservation.prompt for reservation in source.reserve(1)] == [0]
+    source.close()
+    anew.close()
+
+
 def test_a_trainer_learns_why_a_process_gave_up(make_buffer, client):
     buffer: ReplayBuffer = make_buffer()
 

@@ -23,7 +23,6 @@ from dataplane_core.errors import (
     DataPlaneError,
     InvalidRequestError,
     LostSamplesError,
-    UnknownPartitionError,
     preview,
     printable,
 )
@@ -699,7 +698,7 @@ class ReplayBuffer(PromptSource):
         client = self._require_dp_client()
         try:
             run = self._run()
-        except UnknownPartitionError:
+        except ReplayTimeoutError:
             return  # it was never begun
         if run["group_size"] != self.group_size:
             raise InvalidRequestError(

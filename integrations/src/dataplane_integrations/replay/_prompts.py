@@ -160,7 +160,7 @@ class PromptSource(DataPlaneClientMixin):
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
-            with suppress(UnknownPartitionError):
+            with suppress(UnknownPartitionError, ReplayTimeoutError):
                 self._run()
                 return
             if time.monotonic() >= give_up:
@@ -188,7 +188,7 @@ class PromptSource(DataPlaneClientMixin):
             The reservations, each for another prompt. An empty list if no prompt is left, and none can be given back.
 
         Raises:
-            ReplayTimeoutError: The rule admitted fewer groups. Nothing was claimed.
+            ReplayTimeoutError: The rule admitted fewer groups, or the trainer begins just now. Nothing was claimed.
             ReplayClosedError: This source was closed.
             InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
             UnknownPartitionError: The partition of the prompts was dropped.
@@ -377,8 +377,8 @@ class PromptSource(DataPlaneClientMixin):
     def _run(self) -> dict[str, Any]:
         """What the trainer tells the collectors."""
         tags = self._require_dp_client().list_samples(self.prompts_id, sample_ids=[RUN_ROW]).tags
-        if not tags:
-            raise UnknownPartitionError(f"no trainer has begun a run on '{self.partition_id}'.")
+        if not tags:  # it has registered the partition, and says more in a moment
+            raise ReplayTimeoutError(f"no trainer has begun a run on '{self.partition_id}' yet.")
         return dict(tags[0])
 
     @cached_property

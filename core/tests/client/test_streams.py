@@ -173,7 +173,7 @@ def test_errors_reach_the_loop_and_end_the_stream(client, faults, prefetch):
 @ONLY_SYNC
 @PREFETCH
 def test_a_batch_is_renewed_until_it_is_acked_by_hand_also_after_a_failure(client, faults, monkeypatch, prefetch):
-    monkeypatch.setattr("dataplane_core.client.leases.RENEWED_AFTER", 1 / 6000)
+    monkeypatch.setattr(streams, "RENEWED_AFTER", 1 / 6000)
 
     def fail_the_second(meta, columns):
         return meta if meta.sample_ids == IDS[:4] else columns["absent"]
@@ -332,7 +332,7 @@ async def test_an_async_loop_that_stops_waiting_gets_the_batch_when_it_asks_agai
 
 
 async def test_leases_are_renewed_while_calls_that_do_not_stop_the_event_loop_take_all_threads(faults, monkeypatch):
-    monkeypatch.setattr("dataplane_core.client.leases.RENEWED_AFTER", 1 / 60)
+    monkeypatch.setattr(streams, "RENEWED_AFTER", 1 / 60)
     opened, names = threading.Event(), []
 
     def collate(meta, columns):

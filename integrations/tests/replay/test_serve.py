@@ -47,18 +47,6 @@ def test_a_process_ends_when_the_trainer_drops_the_prompts(make_buffer, client):
     process.result(WAIT_S)
 
 
-def test_a_process_waits_for_a_trainer_that_has_registered_the_prompts_and_said_nothing_yet(make_buffer, client):
-    buffer = make_buffer()
-    source = PromptSource(client, "replay")
-    client.clear_samples(["run"], buffer.prompts_id)
-    with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay' yet"):
-        source.reserve(1, timeout_s=0)
-    anew = make_buffer(num_prompts=1)
-    assert [reservation.prompt for reservation in source.reserve(1)] == [0]
-    source.close()
-    anew.close()
-
-
 def test_a_trainer_learns_why_a_process_gave_up(make_buffer, client):
     buffer: ReplayBuffer = make_buffer()
 
@@ -149,7 +137,7 @@ def test_a_prompt_is_put_once_even_if_the_answer_is_lost(make_buffer, client, co
 
 
 def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, monkeypatch):
-    monkeypatch.setattr("dataplane_core.client.leases.RENEWED_AFTER", 0.001)
+    monkeypatch.setattr("dataplane_integrations.replay._prompts.RENEWED_AFTER", 0.001)
     buffer = make_buffer()
     source = PromptSource(client, "replay", lease_s=WAIT_S)
     renewed, renew = threading.Semaphore(0), client.renew
@@ -168,5 +156,9 @@ def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, mo
 
 
 def test_without_a_trainer_one_waits_as_long_as_one_says(client):
+    source = PromptSource(client, "replay")
     with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay'"):
-        PromptSource(client, "replay").wait_for_trainer(0)
+        source.wait_for_trainer(0)
+    client.register_partition(source.prompts_id, [], None, ["rollout"])  # one begins just now
+    with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay' yet"):
+        source.reserve(timeout_s=0)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from itertools import pairwise
 from typing import Any
 
-from dataplane_core.sharding import divide_evenly
+from dataplane_core import KVBatchMeta, shard_meta_for_dp
 
 __all__ = ["BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler"]
 
@@ -223,12 +223,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         tags = partition.get_custom_meta(rows)
         lengths = [tags.get(row, {}).get("total_lengths", 1) for row in rows]
         groups = [rows[place : place + size] for place in range(0, len(rows), size)]
-        weights = [sum(lengths[place : place + size]) for place in range(0, len(rows), size)]
-        share, left = divmod(len(groups), self.dp_size)
-        if left:
-            raise ValueError(f"{len(groups)} groups cannot be dealt to {self.dp_size} ranks equally.")
-        parts = divide_evenly(weights, [share] * self.dp_size)
-        return [[row for group in part for row in groups[group]] for part in parts]
+        weights = [int(sum(lengths[place : place + size])) for place in range(0, len(rows), size)]
+        items = KVBatchMeta("groups", None, [str(number) for number in range(len(groups))], sequence_lengths=weights)
+        ranks, _ = shard_meta_for_dp(items, dp_world=self.dp_size, balance=float)
+        return [[row for number in rank.sample_ids for row in groups[int(number)]] for rank in ranks]
 
     def clear_cache(self, partition_id: str) -> None:
         """Forgets what was chosen in a partition."""

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable
-from typing import Final
 
 from dataplane_core.client.client import DataPlaneClient
 from dataplane_core.errors import ClientClosedError, DataPlaneError, LeaseExpiredError
 from dataplane_core.meta import KVBatchMeta
-
-#: A lease is renewed after this share of it.
-RENEWED_AFTER: Final = 1 / 3
 
 
 class HeldMetas:
@@ -32,11 +27,6 @@ class HeldMetas:
         # By the `id` of the claim's meta: that meta, so that no other one gets its id; its samples whose leases are
         # held; and when the newest renewal that succeeded began
         self._held: dict[int, tuple[KVBatchMeta, KVBatchMeta, float]] = {}
-
-    @property
-    def pause_s(self) -> float:
-        """How long whoever renews the leases pauses in between, in seconds."""
-        return min(self._lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
 
     @property
     def num_samples(self) -> int:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Which arguments of `DataPlaneClient.claim_meta` a stream passes on.
 _CLAIM_ARGUMENTS: Final = {"dp_rank", "tag_filter", "sampler", "dp_size", "balance", "max_rows", "max_tokens"}
+#: A lease is renewed after this share of it.
+RENEWED_AFTER: Final = 1 / 3
 #: How long a loop waits for a batch if the store cannot say who lives, in seconds.
 _UNKNOWN_S: Final = 60.0
 #: How long a stream waits before it drops what came meanwhile and is too old, and before it looks again whether others
@@ -460,13 +462,7 @@ class Feed:
         num_stale: Samples that were dropped since they were too old.
     """
 
-    def __init__(
-        self,
-        client: DataPlaneClient,
-        terms: Terms,
-        *,
-        on_loop: _OnLoop | None = None,
-    ) -> None:
+    def __init__(self, client: DataPlaneClient, terms: Terms, *, on_loop: _OnLoop | None = None) -> None:
         terms.request(client)  # to refuse it now
         self._client = client
         self._connection = client._connection
@@ -733,10 +729,11 @@ class Feed:
                 return
 
     def _renew(self) -> None:
+        pause_s = min(self.terms.lease_s * RENEWED_AFTER, threading.TIMEOUT_MAX)
         try:
             while self.held.renew() or not self._ended:
                 with contextlib.suppress(queue.Empty):
-                    if self._told.get(timeout=self.held.pause_s):
+                    if self._told.get(timeout=pause_s):
                         return
         finally:
             self._give_back()

@@ -14,7 +14,6 @@ from dataplane_core.sharding.packing import (
     packing_metrics,
 )
 from dataplane_core.sharding.plan import DynamicBatchingArgs, SequencePackingArgs
-from dataplane_core.spec.costs import divide_evenly
 
 __all__ = [
     "PACKERS",
@@ -22,7 +21,6 @@ __all__ = [
     "DynamicBatchingArgs",
     "SequencePackingArgs",
     "concatenative",
-    "divide_evenly",
     "first_fit_decreasing",
     "first_fit_shuffle",
     "get_packer",

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
-from dataplane_core.client import HeldMetas
+from dataplane_core.client import RENEWED_AFTER, HeldMetas
 from dataplane_core.codec import encode_item, plain
 from dataplane_core.errors import (
     ClaimTimeoutError,
@@ -474,7 +474,7 @@ class PromptSource(DataPlaneClientMixin):
 
     def _renew(self) -> None:
         """Renews the leases as long as there are any. Those that have ended are forgotten."""
-        while not self._closing.wait(self._held.pause_s):
+        while not self._closing.wait(self._lease_s * RENEWED_AFTER):
             self._held.renew()
             with self._lock:
                 self._claims = {group: claim for group, claim in self._claims.items() if self._held.holds(claim)}

@@ -35,13 +35,7 @@ from dataplane_core.spec import (
     this_process,
 )
 from dataplane_core.spec.replies import PartitionState, Replaced
-from dataplane_core.spec.requests import (
-    MOST_LETTERS,
-    MOST_WORDS,
-    ExportRequest,
-    InspectRequest,
-    SetCursorRequest,
-)
+from dataplane_core.spec.requests import MOST_LETTERS, MOST_WORDS, ExportRequest, InspectRequest, SetCursorRequest
 
 _log = logging.getLogger(__name__)
 

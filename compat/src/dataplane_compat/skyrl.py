@@ -170,13 +170,16 @@ def _hold(chunks: list[Any], results: list[Any]) -> None:
 def _clear(client: DataPlaneClient, unused: queue.SimpleQueue[str]) -> None:
     """Clears partitions until the client is closed. One whose clear failed is tried again at the next."""
     left: list[str] = []
-    with contextlib.suppress(errors.ClientClosedError):
-        while True:
-            left.append(unused.get())
-            with contextlib.suppress(errors.OperationTimeoutError, errors.BackendUnavailableError):
-                while left:
-                    client.clear_samples(None, left[-1])
-                    left.pop()
+    while True:
+        left.append(unused.get())
+        try:
+            while left:
+                client.clear_samples(None, left[-1])
+                left.pop()
+        except errors.ClientClosedError:
+            return
+        except errors.DataPlaneError:
+            continue
 
 
 def _kind(value: Any) -> str:

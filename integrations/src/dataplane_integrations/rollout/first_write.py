@@ -8,7 +8,7 @@ Shape legend: ``N`` rows (prompts x group size), ``S`` padded sequence length.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,52 +61,22 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
     """For a rollout actor, which `setup_data_plane` attaches to the data plane."""
 
     def _first_write(
-        self,
-        batch: BatchedDataDict,
-        *,
-        sample_ids: Sequence[str],
-        partition_id: str,
-        carry_fields: Sequence[str] = ("input_lengths",),
-        tags: Sequence[Mapping[str, Any]] | None = None,
-        extra_info: Mapping[str, Any] | None = None,
-        task_name: str = "train",
-        pad_to_multiple: int = 1,
-        token_aligned_fields: Collection[str] | None = None,
-        required_fields: Collection[str] = (),
+        self, batch: BatchedDataDict, *, carry_fields: Sequence[str] = ("input_lengths",), **options: Any
     ) -> RolloutReceipt:
-        """Writes every column of the batch in one put.
+        """Writes every column of the batch in one put, as `dataplane_core.kv_first_write` does.
 
         Args:
             batch: N rows, with ``input_lengths`` (N,).
-            sample_ids: N ids from `mint_sample_ids`.
-            partition_id: The step's partition.
             carry_fields: Columns of one small value per row, which are also returned to the driver.
-            tags: N dicts of simple values, which can be read without the tensors.
-            extra_info: Values of the whole batch for the readers.
-            task_name: The task that will train on the rows.
-            pad_to_multiple: Readers round their padded length up to a multiple of this many tokens.
-            token_aligned_fields: Columns to cut to the rows' lengths; None: `kv_first_write` finds them.
-            required_fields: If one of these columns is missing, nothing is written. Router replay needs
-                ``routed_experts``.
+            options: As for `kv_first_write`, without ``dp_client``: ``sample_ids``, N ids from `mint_sample_ids`;
+                ``partition_id``, that of the step; and others, such as ``tags`` or ``required_fields``.
 
         Raises:
-            InvalidRequestError: There are not N ids, or the batch lacks a carry field or a required column.
-            InvalidTypeError: A carry field has more than one value per row.
+            InvalidRequestError: The batch lacks a carry field; or as `kv_first_write`.
+            InvalidTypeError: A carry field has more than one value per row; or as `kv_first_write`.
         """
         carry = {name: _small_column(batch, name) for name in carry_fields}
-        meta = kv_first_write(
-            batch,
-            sample_ids=sample_ids,
-            dp_client=self._require_dp_client(),
-            partition_id=partition_id,
-            extra_info=extra_info,
-            task_name=task_name,
-            pad_to_multiple=pad_to_multiple,
-            tags=tags,
-            token_aligned_fields=token_aligned_fields,
-            required_fields=required_fields,
-        )
-        return RolloutReceipt(meta=meta, carry=carry)
+        return RolloutReceipt(meta=kv_first_write(batch, dp_client=self._require_dp_client(), **options), carry=carry)
 
 
 def _small_column(batch: BatchedDataDict, name: str) -> list[Any]:

@@ -140,7 +140,7 @@ format: setup  ## Bring the sources into form
 # Inputs of `make fuzz` for each decoder.
 INPUTS ?= 100000
 
-fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each; coverage-guided if atheris is installed)
+fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each)
 	$(BIN)/python tests/fuzz/run.py --inputs $(INPUTS)
 
 # The tier of tests that `make mutants` runs: quick, or engines for all. Any other option of the program by MUTANTS=.

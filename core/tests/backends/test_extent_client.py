@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -185,23 +184,6 @@ def test_a_full_host_says_so_and_leaves_nothing(unit, path):
     assert not error.value.retryable
     client.drop([(1, 0)], soon())
     client.put({4: half}, soon())
-
-
-def test_a_view_keeps_its_bytes_after_a_drop_and_after_the_client_is_closed(unit):
-    client, columns = unit.client("memory", views=True), columns_of([40_000] * 3)
-    client.put({1: plan(columns)}, soon())
-    found = get(client, [part(1, SLOTS, [0, 1, 2], [0, 1, 2])], 3)
-    client.drop([(1, row) for row in range(3)], soon())
-    pinned = unit.memory().pinned_bytes
-    assert pinned > 240_000
-    client.session.close()
-    with contextlib.suppress(CapacityExceededError):
-        unit.client("wire").put({2: block(ARENA_BYTES - (1 << 20))}, soon())
-    assert_rows(found, columns, range(3))
-    assert unit.memory().pinned_bytes >= pinned
-    del found
-    gc.collect()
-    eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
 
 
 def begun(unit, path, write_id=1, size=1 << 20):

@@ -41,6 +41,7 @@ from dataplane_core.hosting import (
 from dataplane_core.hosting.messages import VERSION, Hello, Together, encode
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
+from dataplane_testkit._timing import eventually
 
 LONG_S = 60.0
 failure = failure_of("the host")
@@ -118,13 +119,6 @@ def soon():
 
 def session_with(address, **options):
     return Session(address, TestHost.messages, soon(), failure, **options)
-
-
-def eventually(condition):
-    give_up = soon()
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true"
-        time.sleep(0.005)
 
 
 def ended(channel):
@@ -210,7 +204,7 @@ def test_what_waits_is_woken_and_what_ended_keeps_nobody_waiting(hosted):
     assert not dead.call("claim", soon(), claim("dead"), lambda: None).answered
     assert not alive.call("claim", soon(), claim("alive"), woken.set).answered
     dead.close()
-    eventually(lambda: len(hosted[0]._clients) == 1)
+    eventually(lambda: len(hosted[0]._clients) == 1, LONG_S)
     put(alive, "a")
     assert woken.wait(LONG_S)
     assert alive.call("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
@@ -321,7 +315,7 @@ def test_a_session_ends_with_its_process_although_a_fork_lives_on(hosted):
         os._exit(0)
     os.read(forked, 1)
     session._first.close()  # as the kernel does it for a process that is killed
-    eventually(lambda: not host._clients)
+    eventually(lambda: not host._clients, LONG_S)
     for descriptor in (end, forked, tell, wait):
         os.close(descriptor)
     os.waitpid(child, 0)

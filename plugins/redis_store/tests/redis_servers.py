@@ -1,6 +1,7 @@
 """Servers and connections of the tests, and what several test files fill stores with."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import random
@@ -17,6 +18,7 @@ import redis
 import torch
 
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
 
 def _find_valkey():
@@ -39,12 +41,7 @@ def columns(count, size=1, value=0):
     return {"x": torch.full((count, size), float(value), dtype=torch.float64)}
 
 
-def wait_until(condition, timeout_s=60.0):
-    """Waits for a condition."""
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up, "waited too long"
-        time.sleep(0.02)
+wait_until = functools.partial(eventually, within_s=60.0)
 
 
 def owner_pid(client):

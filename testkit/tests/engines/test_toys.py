@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiers import in_long
 
 _RUN = Path(__file__).parents[1] / "toys" / "run.py"
 _TIMEOUT_S = 1800
 
 
 @pytest.mark.timeout(_TIMEOUT_S)
-@pytest.mark.parametrize("words", [[], ["--right"]], ids=["broken ones", "right ones"])
+@pytest.mark.parametrize("words", [[], ["--right"], *in_long(["--all-but-one"])], ids=str)
 def test_every_broken_backend_fails_by_its_rule_and_right_ones_pass_whatever_they_declare(python, words):
     done = python.run(_RUN, *words, check=False, timeout=_TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr

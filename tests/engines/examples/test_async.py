@@ -1,4 +1,4 @@
-"""`examples/async.py`: one of its rollout processes is killed, and the run goes on to its end."""
+"""`examples/async.py` and `examples/compaction.py`: a process is killed, and the run goes on to its end."""
 
 import re
 import subprocess
@@ -28,3 +28,14 @@ def test_a_killed_rollout_process_costs_no_prompt(python):
     assert ("rollout-0" in lines[-2], "rollout-1" in lines[-2]) == (False, True)
     psutil.wait_procs(family, timeout=60)  # some end when they notice that the program has ended
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+
+
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize("backend", ["shm_store", "redis_store"])
+def test_dead_rollouts_of_several_rows_and_a_killed_process_cost_no_task(python, backend):
+    printed = python.run(EXAMPLES / "compaction.py", "--steps", "6", "--backend", backend).stdout
+    steps = re.findall(r"^step +\d/6  reward [\d.]+  16 tasks, (\d+) rollouts, (\d+) rows$", printed, re.MULTILINE)
+    assert len(steps) == 6, printed
+    assert sum(int(rollouts) for rollouts, _ in steps) < 6 * 16 * 8, "none died"
+    assert all(int(rows) > int(rollouts) for rollouts, rows in steps)
+    assert printed.endswith("trained on 96 of 96 tasks, 96 groups\n")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +13,6 @@ from redis_servers import wait_until
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
-
-_OWNER = """
-import sys, time
-from dataplane_core.config import DataPlaneConfig
-from dataplane_core.connecting import connect_backend
-from dataplane_redis import RedisBackend
-config = DataPlaneConfig(backend="redis_store", options={"server": "private", "namespace": sys.argv[1]})
-client = connect_backend(RedisBackend, config)
-print(client._connection.backend._server.pid, flush=True)
-time.sleep(100)
-"""
 
 
 def test_close_ends_the_server_and_leaves_no_folder(connect, runs):
@@ -72,18 +60,13 @@ def test_a_server_with_too_many_connections_says_how_to_have_more(connect):
 
 
 @pytest.fixture
-def killed_owner(python, runs):
+def killed_owner(owning, runs):
     """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
-    owner = python.start("-c", _OWNER, namespace, stdout=subprocess.PIPE)
-    try:
-        pid = int(owner.stdout.readline())
-        assert runs(pid)
-    finally:
-        owner.kill()
-        owner.wait()
-        owner.stdout.close()
-    return namespace, pid
+    options = {"server": "private", "namespace": namespace}
+    with owning({"backend": "redis_store", "options": options}, "backend._server.pid") as (_, pid):
+        assert runs(int(pid))
+    return namespace, int(pid)
 
 
 def test_the_server_ends_with_an_owner_that_is_killed(killed_owner, runs):

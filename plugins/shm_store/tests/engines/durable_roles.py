@@ -1,8 +1,7 @@
-"""The processes of a run on a durable store: ``durable_roles.py ROLE CONFIG NOTES``.
+"""The processes of a run on a durable store: ``durable_roles.py CONFIG``.
 
-Each writes into the file NOTES what it was promised, and goes on until it is killed. The role ``check`` looks whether a
-new owner has what all of them were promised, in the folder NOTES. The role ``fork`` forks a process for each line of
-its standard input, a role and the path of a file, and prints its process id.
+It forks a process for each line of its standard input, a role and the path of a file, and prints its process id. Such a
+process writes into that file what it was promised, and goes on until it is killed.
 """
 
 import json
@@ -13,7 +12,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from itertools import count
-from pathlib import Path
 
 import torch
 
@@ -66,13 +64,6 @@ def consume(client, note):
             client.clear_samples(meta.sample_ids, PARTITION)
 
     return take
-
-
-def wait_for(condition, what):
-    give_up = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < give_up, f"waited for {what}"
-        time.sleep(0.01)
 
 
 def notes_in(folder):
@@ -140,18 +131,5 @@ def fork(config):
         print(pid, flush=True)
 
 
-def main(role, config, path):
-    if role == "check":
-        notes = notes_in(Path(path))
-        before = set(notes["clearing"])
-        check(config, notes)
-        with Path(path, "check.notes").open("a") as file:  # for the next one, which is another process
-            file.write(" ".join(["clearing", *(notes["clearing"].keys() - before)]) + "\n")
-    elif role == "fork":
-        fork(config)
-    else:
-        act(role, config, path)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
+    fork(json.loads(sys.argv[1]))

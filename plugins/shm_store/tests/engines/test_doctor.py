@@ -23,6 +23,7 @@ from dataplane_shm import ShmBackend
 from dataplane_shm._diagnosis import huge_pages
 from dataplane_shm.config import ShmConfig
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import eventually
 
 CAPACITY = 64 << 20
 
@@ -248,10 +249,7 @@ def test_a_store_whose_ledger_is_dead_is_an_error_that_says_what_to_do(options):
     store.start(bootstrap=True, deadline=time.monotonic() + 30)
     try:
         os.kill(store._process.pid, signal.SIGKILL)
-        give_up = time.monotonic() + 20
-        while not store._process.ended:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        eventually(lambda: store._process.ended, 20.0)
         assert re.search(r"does not answer: .*Close the owner's client and bootstrap anew", error(**options))
     finally:
         store.stop()

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from durable_roles import check, notes_in, wait_for
+from durable_roles import check, notes_in
 from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.errors import AlreadyRunningError, ConfigError
 from dataplane_core.host_memory import Arena
 from dataplane_core.hosting import Session
+from dataplane_testkit._timing import STARTS_S, eventually
 
 ROLES = Path(__file__).with_name("durable_roles.py")
 
@@ -40,7 +41,7 @@ def rounds(python, runs, config, tmp_path, how_many):
     """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
     noted = defaultdict(Counter)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with python.start(ROLES, "fork", json.dumps(config), tmp_path, text=True, **pipes) as forks:
+    with python.start(ROLES, json.dumps(config), text=True, **pipes) as forks:
         for number in range(how_many):
             folder = tmp_path / str(number)
             folder.mkdir()
@@ -51,16 +52,15 @@ def rounds(python, runs, config, tmp_path, how_many):
                     print(role, notes, file=forks.stdin, flush=True)
                     victims.append(int(forks.stdout.readline()))
                     if role == "own":
-                        wait_for(notes.exists, "the owner")
-                        wait_for(lambda notes=notes: notes.read_text() == "ready\n", "the owner to be ready")
+                        eventually(lambda f=folder: "ready" in notes_in(f), STARTS_S, "the owner is ready")
             least = random.randint(0, 60)
-            wait_for(lambda f=folder, n=least: notes_in(f)["acked"].total() >= n, "some acks")
+            eventually(lambda f=folder, n=least: notes_in(f)["acked"].total() >= n, STARTS_S, "some acks")
             victims.append(ledger_of(config))
             random.shuffle(victims)
             for pid in victims:
                 with suppress(ProcessLookupError):  # the ledger's process ends with its owner
                     os.kill(pid, signal.SIGKILL)
-            wait_for(lambda pids=victims: not any(map(runs, pids)), "their end")
+            eventually(lambda pids=victims: not any(map(runs, pids)), STARTS_S, "their end")
             for word, ids in notes_in(folder).items():
                 noted[word].update(ids)
             check(config, noted)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -28,21 +27,12 @@ def fresh():
 
 
 @pytest.mark.parametrize("victim", ["owner", "ledger"])
-def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, python):
-    code = f"""
-import subprocess
-config = {fresh!r}
-client = connect(config)
-client.register_partition("p", ["x"], None, ["train"])
-print(client._connection.backend._process.pid, flush=True)
-time.sleep(1000)
-"""
-    words = "import time; from dataplane_core import connect" + code
-    owner = python.start("-c", words, stdout=subprocess.PIPE, text=True)
+def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, owning):
     with contextlib.ExitStack() as clients:
-        try:
-            ledger = int(owner.stdout.readline())
+        with owning(fresh, "backend._process.pid") as (owner, said):
+            ledger = int(said)
             client = clients.enter_context(connect(fresh, bootstrap=False))
+            client.register_partition("p", ["x"], None, ["train"])
             assert client.list_samples("p").sample_ids == []
             os.kill(owner.pid if victim == "owner" else ledger, signal.SIGKILL)
             eventually(lambda: not Path(f"/proc/{ledger}").exists() or victim == "ledger", WAIT_S)
@@ -50,10 +40,6 @@ time.sleep(1000)
                 with pytest.raises(BackendUnavailableError, match="has ended, and its data with it") as info:
                     client.list_samples("p")
                 assert not info.value.retryable
-        finally:
-            owner.kill()
-            owner.wait()
-            owner.stdout.close()
         # nothing is in the way of the next store of this name, and clients of the old one are none of it
         later = clients.enter_context(connect(fresh))
         clients.enter_context(connect(fresh, bootstrap=False))
@@ -69,28 +55,17 @@ time.sleep(1000)
         assert later.list_samples("p").sample_ids == []
 
 
-def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, python):
-    code = f"""
-import os, time
-from dataplane_core import connect
-client = connect({fresh!r})
-child = os.fork()
-if child == 0:
-    time.sleep(1000)
-print(client._connection.backend._process.pid, child, flush=True)
-time.sleep(1000)
-"""
-    owner = python.start("-c", code, stdout=subprocess.PIPE, text=True)
-    ledger, child = map(int, owner.stdout.readline().split())
-    try:
-        owner.kill()
-        owner.wait()
-        eventually(lambda: not Path(f"/proc/{ledger}").exists(), WAIT_S)
-        with connect(fresh) as client:
-            client.register_partition("p", ["x"], None, [])
-    finally:
-        os.kill(child, signal.SIGKILL)
-        owner.stdout.close()
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, owning):
+    with owning(fresh, "backend._process.pid, os.fork() or time.sleep(1000)") as (owner, said):  # the fork sleeps
+        ledger, child = map(int, said.split())
+        try:
+            owner.kill()
+            owner.wait()
+            eventually(lambda: not Path(f"/proc/{ledger}").exists(), WAIT_S)
+            with connect(fresh) as client:
+                client.register_partition("p", ["x"], None, [])
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_the_ledgers_process_may_open_as_many_files_as_the_system_allows(fresh):

@@ -423,29 +423,12 @@ def test_a_storage_unit_that_stands_still(client, connect, ray_address, stopped,
     eventually(fits, 60.0)
 
 
-_OWNER = """
-import sys, time
-from dataplane_core.config import DataPlaneConfig
-from dataplane_core.connecting import connect_backend
-from dataplane_mooncake import TQMooncakeBackend
-
-options = {"instance": "orphan", "ray_address": sys.argv[1], "segment_size_bytes": 16 << 20,
-           "master_start_s": 85}
-client = connect_backend(TQMooncakeBackend, DataPlaneConfig(backend="tq_mooncake", options=options, op_timeout_s=90))
-print(client._connection.backend._instance._master.pid, flush=True)
-time.sleep(300)
-"""
-
-
-def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, actors, python):
-    owner = python.start("-c", _OWNER, ray_address, stdout=subprocess.PIPE, text=True)
-    try:
-        pid = int(owner.stdout.readline())
+def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, actors, owning):
+    options = {"instance": "orphan", "ray_address": ray_address, "segment_size_bytes": 16 * MIB, "master_start_s": 85}
+    config = {"backend": "tq_mooncake", "options": options, "op_timeout_s": 90}
+    with owning(config, "backend._instance._master.pid") as (_, said):
+        pid = int(said)
         assert runs(pid)
         assert actors("tqm-orphan")
-    finally:
-        owner.kill()
-        owner.wait()
-        owner.stdout.close()
     eventually(lambda: not runs(pid), 60.0)
     eventually(lambda: not actors("tqm-orphan"), 60.0)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import shutil
 import signal
 import time
-import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from durable_roles import notes_in, wait_for
 from known_rows import STARTS_S, eventually, put, right
-from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
@@ -29,7 +23,6 @@ from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 from dataplane_tq_simple._messages import UnitsGoneError
 
 NAME = "kept"
-ROLES = Path(__file__).parents[3] / "shm_store" / "tests" / "engines" / "durable_roles.py"
 
 
 def config_of(address: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -198,55 +191,3 @@ def test_a_second_owner_is_refused_while_one_lives(config: dict[str, Any], tmp_p
         for folder, holds in [(tmp_path / NAME, "journal"), (unit_in(tmp_path), "notes")]:
             with pytest.raises(AlreadyRunningError, match="in use by process"):
                 lock_folder(folder, holds, 0.0)
-
-
-MARK = "DATAPLANE_TEST_KILLED"
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that have a mark in their environment, and so all that they started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
-def kill_all(mark: str, programs: list[Any]) -> None:
-    """Kills the processes with a mark, in any order, and waits for those of this process."""
-    while victims := marked(mark):
-        random.shuffle(victims)
-        for pid in victims:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    for program in programs:
-        program.wait()
-
-
-@pytest.mark.parametrize("num_rounds", in_long(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "2"))))
-@pytest.mark.timeout(7200)
-def test_all_processes_and_those_of_ray_may_be_killed_at_any_moment(
-    python: Any, tmp_path: Path, num_rounds: int
-) -> None:
-    """Each round has a Ray of its own. All that runs on it is killed, and the next one goes on with the folder."""
-    options = {"instance": f"all-{uuid.uuid4().hex[:8]}", "durable": str(tmp_path / "folder")}
-    config = {"backend": "tq_simple", "op_timeout_s": 300.0, "options": {**options, "unit_bytes": 64 << 20}}
-
-    def acked() -> int:
-        return sum(notes_in(tmp_path).get("acked", Counter()).values())
-
-    for number in range(num_rounds):
-        mark, least = uuid.uuid4().hex, acked() + random.randint(1, 60)
-        programs: list[Any] = []
-        try:
-            for role in ("own", "write", "write", "consume", "consume"):
-                notes = tmp_path / f"{number}-{len(programs)}.notes"
-                env = {**os.environ, MARK: mark}
-                programs.append(python.start(ROLES, role, json.dumps(config), notes, env=env))
-                if role == "own":
-                    wait_for(lambda notes=notes: notes.exists() and notes.read_text() == "ready\n", "the owner")
-            wait_for(lambda least=least: acked() >= least, "some acks")
-        finally:
-            kill_all(mark, programs)
-        python.run(ROLES, "check", json.dumps(config), tmp_path, timeout=600)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,17 +52,6 @@ second.stop()
 second.stop()
 assert not ray.is_initialized()
 print(json.dumps(started))
-"""
-
-_CRASHING_OWNER = """
-import sys, time
-from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
-
-config = TQSimpleConfig(instance="crash", ray_address=sys.argv[1])
-backend = TQSimpleBackend(config)
-backend.start(bootstrap=True, deadline=time.monotonic() + 240)
-print("runs", flush=True)
-time.sleep(300)
 """
 
 
@@ -190,9 +178,10 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     assert ended
 
 
-def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors, opened):
-    with python.start("-c", _CRASHING_OWNER, ray_cluster, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout.readline()
+def test_a_crashed_owner_takes_its_instance_along(ray_cluster, owning, pid_of, runs, actors, opened):
+    options = {"instance": "crash", "ray_address": ray_cluster}
+    with owning({"backend": "tq_simple", "options": options, "op_timeout_s": 240}, "'runs'") as (owner, said):
+        assert said == "runs\n"
         with opened(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
             assert len(attached.call(UnitRecords(), soon())) == 1
             pids = [pid_of(f"tq-crash{name}") for name in ("", "/")]

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from dataplane_core.errors import (
     UnknownPartitionError,
 )
 from dataplane_core.middleware import Metrics
-from dataplane_testkit._timing import STARTS_S, Background, eventually
+from dataplane_testkit._timing import STARTS_S, Background, eventually, in_threads
 
 pytestmark = pytest.mark.anyio
 
@@ -393,6 +394,48 @@ def _is_refused(batch):
     except LeaseExpiredError:
         return True
     return False
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _of_ranks(client, size, num_rows, **terms):
+    """What the batches of each rank hold. Ranks meet at each step, as in a collective."""
+    client.register_partition("ranks", ["x", "text"], num_rows, ["t"])
+    x = torch.arange(num_rows, dtype=torch.float64)[:, None].expand(-1, 3)
+    client.put_samples([f"s{row}" for row in range(num_rows)], "ranks", {"x": x, "text": ["a"] * num_rows})
+    step = threading.Barrier(size)
+
+    def run(rank):
+        trained = []
+        terms.update(timeout_s=STARTS_S, dp_size=size)
+        for batch in client.stream("ranks", "t", ["x", "text"], 2, dp_rank=rank, **terms):
+            step.wait(STARTS_S)
+            x, text = batch.columns["x"], batch.columns["text"]
+            assert (x.dtype, len(x), len(text)) == (torch.float64, batch.meta.size, batch.meta.size)
+            trained.append([int(row[0]) for row in x])
+        return trained
+
+    return in_threads(*(partial(run, rank) for rank in range(size)))
+
+
+@pytest.mark.parametrize(
+    ("size", "num_rows", "sampler"), [(2, 5, "balanced"), (3, 7, "first_write"), (2, 13, "freshest")]
+)
+def test_all_ranks_get_as_many_batches_the_last_of_which_may_be_empty(client, size, num_rows, sampler):
+    trained = _of_ranks(client, size, num_rows, sampler=sampler)
+    assert len(set(map(len, trained))) == 1, "a rank that has ended leaves the others waiting"
+    assert [] in [batch for batches in trained for batch in batches]
+    assert sorted(row for batches in trained for batch in batches for row in batch) == list(range(num_rows))
+    assert client.check_consumption_status("ranks", ["t"])
+
+
+def test_samples_that_are_fewer_than_the_ranks_are_dropped_or_refused_by_all(client):
+    assert _of_ranks(client, 2, 5, uneven="drop") == [[[0, 1]], [[2, 3]]]
+    assert client.check_consumption_status("ranks", ["t"])
+    with pytest.raises(InvalidRequestError, match="give a batch to 1 of 2 ranks"):
+        _of_ranks(client, 2, 5, uneven="error")
+    assert not client.check_consumption_status("ranks", ["t"])
 
 
 # --- asyncio ----------------------------------------------------------------------------------------------------------

@@ -181,27 +181,6 @@ def python() -> Iterator[Python]:
         yield python
 
 
-@pytest.fixture
-def owning(python: Python) -> Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]:
-    """``with owning(config, expression) as (owner, said)``: a process that bootstraps a store, and a value there.
-
-    It is killed at the end of the block.
-    """
-
-    @contextmanager
-    def start(config: Mapping[str, Any], expression: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-        code = f"import os, time; from dataplane_core import connect; client = connect({config!r}, bootstrap=True)\n"
-        code += f"backend = client._connection.backend\nprint({expression}, flush=True)\ntime.sleep(1000)"
-        with python.start("-c", code, stdout=subprocess.PIPE, text=True) as owner:
-            try:
-                assert owner.stdout is not None
-                yield owner, owner.stdout.readline()
-            finally:
-                owner.kill()
-
-    return start
-
-
 @contextmanager
 def _warm(name: str, executable: str, env: Mapping[str, str]) -> Iterator[Python]:
     place = os.path.join(tempfile.gettempdir(), name)

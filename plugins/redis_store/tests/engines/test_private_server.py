@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from owners import owning
 from redis_servers import wait_until
 
 from dataplane_core.errors import BackendUnavailableError
@@ -60,11 +61,11 @@ def test_a_server_with_too_many_connections_says_how_to_have_more(connect):
 
 
 @pytest.fixture
-def killed_owner(owning, runs):
+def killed_owner(python, runs):
     """Namespace and server of an owner that was just killed."""
     namespace = f"orphan-{uuid.uuid4().hex[:8]}"
     options = {"server": "private", "namespace": namespace}
-    with owning({"backend": "redis_store", "options": options}, "backend._server.pid") as (_, pid):
+    with owning(python, {"backend": "redis_store", "options": options}, "backend._server.pid") as (_, pid):
         assert runs(int(pid))
     return namespace, int(pid)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from owners import owning
 
 from dataplane_core import connect
 from dataplane_core.errors import BackendUnavailableError
@@ -27,9 +28,9 @@ def fresh():
 
 
 @pytest.mark.parametrize("victim", ["owner", "ledger"])
-def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, owning):
+def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, python):
     with contextlib.ExitStack() as clients:
-        with owning(fresh, "backend._process.pid") as (owner, said):
+        with owning(python, fresh, "backend._process.pid") as (owner, said):
             ledger = int(said)
             client = clients.enter_context(connect(fresh, bootstrap=False))
             client.register_partition("p", ["x"], None, ["train"])
@@ -55,8 +56,9 @@ def test_all_clients_learn_at_once_that_the_store_has_ended(fresh, victim, ownin
         assert later.list_samples("p").sample_ids == []
 
 
-def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, owning):
-    with owning(fresh, "backend._process.pid, os.fork() or time.sleep(1000)") as (owner, said):  # the fork sleeps
+def test_a_killed_owners_forks_hold_neither_its_folder_nor_its_process(fresh, python):
+    fork = "os.fork() or time.sleep(1000)"  # which sleeps itself
+    with owning(python, fresh, f"backend._process.pid, {fork}") as (owner, said):
         ledger, child = map(int, said.split())
         try:
             owner.kill()

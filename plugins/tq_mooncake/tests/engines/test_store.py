@@ -16,6 +16,7 @@ import psutil
 import pytest
 import ray
 import torch
+from owners import owning
 
 from dataplane_core.errors import (
     BackendError,
@@ -423,10 +424,10 @@ def test_a_storage_unit_that_stands_still(client, connect, ray_address, stopped,
     eventually(fits, 60.0)
 
 
-def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, actors, owning):
+def test_a_killed_owner_leaves_neither_master_nor_units(ray_address, runs, actors, python):
     options = {"instance": "orphan", "ray_address": ray_address, "segment_size_bytes": 16 * MIB, "master_start_s": 85}
     config = {"backend": "tq_mooncake", "options": options, "op_timeout_s": 90}
-    with owning(config, "backend._instance._master.pid") as (_, said):
+    with owning(python, config, "backend._instance._master.pid") as (_, said):
         pid = int(said)
         assert runs(pid)
         assert actors("tqm-orphan")

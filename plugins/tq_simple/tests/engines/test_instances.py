@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from owners import owning
 from pydantic import ValidationError
 
 from dataplane_core import connect
@@ -178,9 +179,9 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     assert ended
 
 
-def test_a_crashed_owner_takes_its_instance_along(ray_cluster, owning, pid_of, runs, actors, opened):
+def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors, opened):
     options = {"instance": "crash", "ray_address": ray_cluster}
-    with owning({"backend": "tq_simple", "options": options, "op_timeout_s": 240}, "'runs'") as (owner, said):
+    with owning(python, {"backend": "tq_simple", "options": options, "op_timeout_s": 240}, "'runs'") as (owner, said):
         assert said == "runs\n"
         with opened(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
             assert len(attached.call(UnitRecords(), soon())) == 1

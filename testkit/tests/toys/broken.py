@@ -302,9 +302,9 @@ test_claims_end_at_their_limits
 IgnoresLimits.claim: request.max_rows = request.max_tokens = None
 test_groups_of_rollouts_are_given_whole
 GivesWhatIsThere.claim: if partition and partition.info.rollouts:
-        for group in partition.groups.values(): group.most = group.num_rollouts = 1
+        for group in partition.groups.values(): group.size = group.num_rollouts = 1
 WaitsForCells.put_samples: if request.columns: return right(request)
-    with mock.patch.object(Partition, "_offer_again", lambda *about: None): return right(request)
+    with mock.patch.object(Partition, "_offer", lambda *about: None): return right(request)
 test_a_dead_rollout_costs_no_sibling
 ForgetsSealsOfGroups.put_samples: for tags in request.tags or (): tags.pop("group_rollouts", None)
 test_what_is_sealed_stays_as_it_is

@@ -71,8 +71,8 @@ class _Change:
     cells: Cells  # after it
     joint: Join | None  # how these follow from those before. None: the put has no writes
     gained: list[str]  # the fields that they did not have before
-    ready: list[tuple[str, ReadyView]] = field(default_factory=list)  # tasks, views whose fields they have since this
-    satisfied: list[ReadyView] = field(default_factory=list)  # all views whose fields the rows have
+    satisfied: list[tuple[str, ReadyView]] = field(default_factory=list)  # tasks, views whose fields the rows have
+    ready: list[tuple[str, ReadyView]] = field(default_factory=list)  # those of them that they have since this put
     num_rows: int = 0
 
 
@@ -306,7 +306,7 @@ class Partition:
             for write_id, write in writes.items()
         ]
         has_own_rows = columns.count(None) == len(columns)
-        has_rollouts = self.info.rollouts
+        is_grouped = self.info.is_grouped
         ids = tuple(writes)
         for index, sample_id in enumerate(put.sample_ids):
             row = self.rows.get(sample_id)
@@ -335,40 +335,31 @@ class Partition:
             tags = None if put.tags is None else put.tags[index]
             if tags:
                 row.tags = {**row.tags, **tags} if row.tags else tags
-            if (change.ready or (change.satisfied and tags is not None)) and not has_rollouts:
-                self._offer(row, change, retagged=tags is not None)
+            if not is_grouped:
+                for task_name, view in change.ready if tags is None else change.satisfied:
+                    if row.is_ready(view.required, task_name):
+                        view.add(row)
         for change in changes.values():
             self.num_rows.update(dict.fromkeys(change.gained, change.num_rows))
-        if has_rollouts:
+        if is_grouped:
             self._offer_groups([self.rows[sample_id] for sample_id in put.sample_ids])
         return freed
 
-    def _offer(self, row: Row, change: _Change, *, retagged: bool) -> None:
-        """Adds a row that a put has changed to the views for which it is ready now."""
-        claimable = self._claimable_of(row)
-        for task_name, view in change.ready:
-            self._count_member(view, row)
-            if self._is_ready(view, claimable, task_name):
-                view.add(claimable)
-        if retagged:
-            for view in change.satisfied:
-                view.touch(claimable.seq)
-
     def _offer_groups(self, rows: Sequence[Row]) -> None:
-        """Adds groups of rollouts that are ready, now that these rows have changed."""
+        """Adds groups that are ready, now that these rows have changed."""
         groups: dict[str, Group] = {}
         for row in rows:
             assert row.group is not None
             groups[row.group] = self.groups[row.group]
             groups[row.group].add(row)  # its tags may seal
         for group in groups.values():
-            self._offer_again(group)
+            self._offer(group)
 
-    def _offer_again(self, claimable: Claimable, task_names: Iterable[str] = ()) -> None:
+    def _offer(self, claimable: Claimable, task_names: Iterable[str] = ()) -> None:
         """Adds a claimable to the views of these tasks, or of all, for which it is ready."""
         for task_name in task_names or self.tasks:
             for view in self.tasks[task_name].views.values():
-                if self._is_ready(view, claimable, task_name):
+                if claimable.is_ready(view.required, task_name):
                     view.add(claimable)
 
     def _change(self, ids: Sequence[int], writes: Iterable[commands.Write], before: Cells | None) -> _Change:
@@ -381,7 +372,7 @@ class Partition:
         for task_name, task in self.tasks.items():
             for view in task.views.values():
                 if view.required <= cells.fields.keys():
-                    change.satisfied.append(view)
+                    change.satisfied.append((task_name, view))
                     if before is None or not view.required <= had.fields.keys():
                         change.ready.append((task_name, view))
         return change
@@ -402,9 +393,8 @@ class Partition:
         group.add(row)
 
     def _new_group(self, name: str, seq: int) -> Group:
-        if self.info.rollouts:
-            return RolloutGroup(seq, most=self.info.grpo_group_size, is_broken=name in self.broken_groups)
-        return Group(seq)
+        kind = RolloutGroup if self.info.rollouts else Group
+        return kind(seq, self.info.grpo_group_size, name in self.broken_groups)
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
         """Drops a row with its tags and cursors. Returns its refs, or None if it does not exist."""
@@ -418,7 +408,6 @@ class Partition:
         for task in self.tasks.values():
             for view in task.views.values():
                 view.discard(claimable.seq)
-                view.ready_members.pop(claimable.seq, None)
         for task_name, hold in row.holds.items():
             self._forget_hold(row, task_name, hold)
         row.holds = NO_HOLDS  # as `leases` see it
@@ -427,11 +416,11 @@ class Partition:
             group.remove(row)
             if not group.members:
                 del self.groups[row.group]
-            if not isinstance(group, RolloutGroup) or group.is_broken:
+            if group.is_broken:
                 # a member that is written again does not make it whole: the others may have been trained on already
                 self.broken_groups.add(row.group)
             elif group.members:
-                self._offer_again(group)
+                self._offer(group)
         return row.refs
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -446,7 +435,7 @@ class Partition:
             self.expire(now)
         if command.dp_rank is not None and (batch := self._batch(command)) is not None:
             return batch
-        outcome = self._outcome(command, now)
+        outcome = self._outcome(command)
         advice = ""
         if not outcome.hands_out and not self.specs.keys() >= set(command.required_fields):
             good = dict.fromkeys((*self.info.fields, *self.specs))
@@ -493,7 +482,7 @@ class Partition:
         """Whether `claim` would change anything, that is, hand out samples or end leases. Raises as `claim`."""
         if self._batch(command) is not None:
             return False
-        outcome = self._outcome(command, now)
+        outcome = self._outcome(command)
         return outcome.hands_out or outcome.ends_ranks or self.leases.next_due(now) is not None
 
     def num_ready(self, command: commands.ClaimRequest, now: float) -> float:
@@ -501,10 +490,10 @@ class Partition:
         self.expire(now)
         if self._batch(command) is not None:
             return math.inf
-        outcome = self._outcome(command, now)
+        outcome = self._outcome(command)
         return math.inf if outcome.exhausted or outcome.is_full else len(outcome.ready.claimables) * self.group_size
 
-    def _outcome(self, command: commands.ClaimRequest, now: float) -> _Outcome:
+    def _outcome(self, command: commands.ClaimRequest) -> _Outcome:
         task = self._task(command.task_name)
         wanted, rest = divmod(command.batch_size, self.group_size)
         least = ranks_of(command)
@@ -516,23 +505,23 @@ class Partition:
                 f"is not a multiple of the group size {self.group_size}."
             )
         view = self._view(command.task_name, task, command.required_fields)
-        ready = view.of(command.tag_filter, now) if command.tag_filter else view.ready
+        ready = view.of(command.tag_filter) if command.tag_filter else view.ready
         num_claimables, is_full = min(len(ready.claimables), wanted), False
         if command.max_rows is not None or command.max_tokens is not None:
             num_claimables, is_full = fitting(command, ready.first(command.sampler, num_claimables))
-        exhausted = num_claimables < wanted and self._num_left(command, task, now) == num_claimables
+        exhausted = num_claimables < wanted and self._num_left(command, task) == num_claimables
         enough = wanted if command.all_or_nothing else least
         hands_out = num_claimables > 0 and (num_claimables >= enough or exhausted or is_full)
         ends_ranks = exhausted and not num_claimables and command.dp_rank is not None and command.dp_size is not None
         return _Outcome(ready, num_claimables, hands_out, exhausted, ends_ranks, is_full)
 
-    def _num_left(self, command: commands.ClaimRequest, task: Task, now: float) -> int | None:
+    def _num_left(self, command: commands.ClaimRequest, task: Task) -> int | None:
         """How many claimables the task can still be given, now or later. None if more samples may be written."""
         if self.info.num_samples is None or len(self.seen) < self.info.num_samples:
             return None
         if not command.tag_filter:
             return self._num_free(command.task_name, task)
-        return len(self._view(command.task_name, task, ()).of(command.tag_filter, now).claimables)
+        return len(self._view(command.task_name, task, ()).of(command.tag_filter).claimables)
 
     def _num_free(self, task_name: str, task: Task) -> int:
         """How many claimables are whole, and not held by the task."""
@@ -543,9 +532,7 @@ class Partition:
     def shortfall(self, question: commands.ClaimRequest | Question, now: float) -> Shortfall:
         """Why a claim gets no more samples. Looks at every row."""
         required = frozenset(question.required_fields)
-        return find_shortfall(
-            self._claimables(), question.task_name, required, question.tag_filter, self._is_whole, now
-        )
+        return find_shortfall(self._claimables(), question.task_name, required, question.tag_filter, now)
 
     def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> list[Row]:
         """Gives claimables to a task. Returns their rows."""
@@ -708,7 +695,7 @@ class Partition:
         if task is None:
             return None
         view = self._view(question.task_name, task, question.required_fields)
-        ready = view.of(question.tag_filter, now) if question.tag_filter else view.ready
+        ready = view.of(question.tag_filter) if question.tag_filter else view.ready
         shortfall = self.shortfall(question, now) if question.explain else None
         return Answer(num_ready=len(ready.claimables) * self.group_size, shortfall=shortfall)
 
@@ -789,7 +776,7 @@ class Partition:
 
     def _give_back(self, row: Row, task_name: str) -> None:
         self._forget_hold(row, task_name, row.drop_hold(task_name))
-        self._offer_again(self._claimable_of(row), (task_name,))
+        self._offer(self._claimable_of(row), (task_name,))
 
     def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
@@ -815,48 +802,16 @@ class Partition:
         view = task.views.get(required)
         if view is None:
             view = task.views[required] = ReadyView(required)
-            claimables: Iterable[Claimable] = self.rows.values()
-            if self.info.is_grouped:
-                claimables = self.groups.values()
-                for row in () if self.info.rollouts else self.rows.values():
-                    if required <= row.cells.fields.keys():
-                        self._count_member(view, row)
-            for claimable in claimables:
-                if self._is_ready(view, claimable, task_name):
+            for claimable in self._claimables():
+                if claimable.is_ready(required, task_name):
                     view.ready.add(claimable)
         return view
-
-    def _count_member(self, view: ReadyView, row: Row) -> None:
-        """Counts a row of a group that has the fields of a view."""
-        if row.group is not None and row.group not in self.broken_groups:
-            seq = self.groups[row.group].seq
-            view.ready_members[seq] = view.ready_members.get(seq, 0) + 1
-
-    def _is_ready(self, view: ReadyView, claimable: Claimable, task_name: str) -> bool:
-        if isinstance(claimable, Row):
-            return view.required <= claimable.cells.fields.keys() and task_name not in claimable.holds
-        if isinstance(claimable, RolloutGroup):
-            return (
-                not claimable.num_held.get(task_name)
-                and claimable.is_whole
-                and all(view.required <= row.cells.fields.keys() for row in claimable.rows)
-            )
-        # members of a group that lost one are not counted, so that group is never ready
-        return view.ready_members.get(claimable.seq, 0) == self.group_size and not claimable.num_held.get(task_name)
 
     def _claimables(self) -> Iterable[Claimable]:
         return self.groups.values() if self.info.is_grouped else self.rows.values()
 
     def _claimable_of(self, row: Row) -> Claimable:
         return row if row.group is None else self.groups[row.group]
-
-    def _is_whole(self, claimable: Claimable) -> bool:
-        if isinstance(claimable, Row):
-            return True
-        if isinstance(claimable, RolloutGroup):
-            return claimable.is_whole
-        name = next(iter(claimable.members.values())).group
-        return name not in self.broken_groups and len(claimable.members) == self.group_size
 
     def _task(self, task_name: str) -> Task:
         task = self.tasks.get(task_name)

@@ -56,10 +56,11 @@ class _Rollout:
 
 @dataclass(slots=True, eq=False)
 class RolloutGroup(Group):
-    """The present rows of a group of rollouts: its members are all of them, its rows those of whole rollouts."""
+    """The present rows of a group of rollouts: its members are all of them, its rows those of whole rollouts.
 
-    most: int | None = None  # how many rollouts a group has, as registered
-    is_broken: bool = False  # whether it lost a row of a whole rollout, for good
+    Its size is a number of rollouts. None was registered: seals say it. It is broken once a whole rollout lost a row.
+    """
+
     rollouts: dict[str, _Rollout] = field(default_factory=dict)  # by name
     num_rollouts: int | None = None  # that it is sealed with
 
@@ -73,7 +74,7 @@ class RolloutGroup(Group):
     def is_whole(self) -> bool:
         """Whether it has all its rollouts, and lost none."""
         num_whole = sum([rollout.is_whole for rollout in self.rollouts.values()])
-        return not self.is_broken and num_whole == (self.num_rollouts or self.most)
+        return not self.is_broken and num_whole == (self.num_rollouts or self.size)
 
     def add(self, row: Row) -> None:
         """Adds a row, or notes that its tags changed."""
@@ -133,7 +134,7 @@ class RolloutGroup(Group):
                 said = f"'{of}/{max(there)}' is no row of '{of}', which is sealed with {min(sizes[of])} rows"
                 raise _refused(where, said, f"'{of}/{min(sizes[of]) - 1}' as the last")
             num_whole += {len(there)} == sizes[of]
-        most = min([*sizes[name], *([] if self.most is None else [self.most])], default=num_whole)
+        most = min([*sizes[name], *([] if self.size is None else [self.size])], default=num_whole)
         if max([num_whole, *sizes[name]]) > most:
             said = f"group '{name}' would have {max([num_whole, *sizes[name]])} sealed rollouts"
             raise _refused(where, said, f"at most {most}")

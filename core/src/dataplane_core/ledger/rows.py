@@ -4,10 +4,9 @@ What rows refer to is shared: the rows of a put have their cells in common, thos
 replaced, and never changed in place.
 
 A claimable is what a claim hands out as a whole: a row or a group. For each task and each set of required fields there
-is a view of those that are ready. It is always exact, so their number is known without looking at them. A view with a
-tag filter is updated from a log of changes of the view without one: it looks only at the claimables that changed since
-the last claim with this filter. Views are derived from the rows, so a ledger can build them again. Pure, like the
-ledger.
+is a view of those that are ready. It is always exact, so their number is known without looking at them. With a tag
+filter, a view looks only at the claimables that changed since the last claim with this filter. Views are derived from
+the rows, so a ledger can build them again. Pure, like the ledger.
 """
 
 from __future__ import annotations
@@ -153,6 +152,10 @@ class Row:
         """The row alone, as `Group.rows`."""
         return (self,)
 
+    def is_ready(self, required: frozenset[str], task_name: str) -> bool:
+        """Whether it can be given to a task that requires these fields."""
+        return required <= self.cells.fields.keys() and task_name not in self.holds
+
     def lease(self, task_name: str) -> Hold | None:
         """The lease that a task has on it. None: it was settled, or the row was cleared."""
         hold = self.holds.get(task_name)
@@ -170,6 +173,8 @@ class Group:
     """The present rows of a group."""
 
     seq: int  # that of its first row
+    size: int | None  # how many members it has, as registered
+    is_broken: bool  # whether it lost a member, for good
     members: dict[str, Row] = field(default_factory=dict)  # by id
     num_held: dict[str, int] = field(default_factory=dict)  # task -> how many members it holds
 
@@ -178,6 +183,16 @@ class Group:
         """All members, which are handed out together."""
         return self.members.values()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its members, and lost none."""
+        return not self.is_broken and len(self.members) == self.size
+
+    def is_ready(self, required: frozenset[str], task_name: str) -> bool:
+        """As `Row.is_ready`."""
+        is_free = not self.num_held.get(task_name) and self.is_whole
+        return is_free and all(required <= row.cells.fields.keys() for row in self.rows)
+
     def add(self, row: Row) -> None:
         """Adds a row."""
         self.members[row.sample_id] = row
@@ -185,6 +200,7 @@ class Group:
     def remove(self, row: Row) -> None:
         """Drops a row."""
         del self.members[row.sample_id]
+        self.is_broken = True
 
     def parts(self) -> tuple[tuple[str, ...], Mapping[str, int]]:
         """The members that are there; of rollouts, those that are whole, and the others, as `Shortfall.unsealed`."""
@@ -326,10 +342,9 @@ class RankBatches:
 
 # --- what is ready for a task -----------------------------------------------------------------------------------------
 
-#: A filter is dropped if no claim used it for this many seconds; if there are too many, the least recently used go.
-_FILTER_IDLE_S: Final = 60.0
-_MOST_FILTERS: Final = 1024
-#: How many entries a heap or a log may have beyond a multiple of its claimables.
+#: If a view has so many filters, the least recently used one is dropped.
+_MOST_FILTERS: Final = 128
+#: How many entries a heap may have beyond a multiple of its claimables.
 _VIEW_SLACK: Final = 1024
 #: How many samples of each kind a shortfall names.
 _NUM_NAMED: Final = 3
@@ -376,15 +391,11 @@ class ReadySet:
 
 @dataclass(slots=True)
 class _Matching:
-    """The claimables of a view that match a filter, up to the change number ``next_change`` of the view."""
+    """The claimables of a view that match a filter, but for those that changed since a claim used it."""
 
     tag_filter: Mapping[str, tuple[str, Any]]
+    changed: dict[int, None]  # seq of each that was added, dropped or tagged since then
     ready: ReadySet = field(default_factory=ReadySet)
-    next_change: int = -1
-    asked_at: float = 0.0
-
-    def accepts(self, claimable: Claimable) -> bool:
-        return group_matches([row.tags for row in claimable.rows], self.tag_filter)
 
 
 @dataclass(slots=True)
@@ -393,15 +404,10 @@ class ReadyView:
 
     required: frozenset[str]
     ready: ReadySet = field(default_factory=ReadySet)
-    # seq of a group -> how many of its members have the fields. Groups that lost a member have no entry
-    ready_members: dict[int, int] = field(default_factory=dict)
-    # seq of the claimables that were last added, dropped or tagged, if there are filters; the number of changes before
-    changes: list[int] = field(default_factory=list)
-    first_change: int = 0
     filters: dict[str, _Matching] = field(default_factory=dict)  # the least recently used first
 
     def add(self, claimable: Claimable) -> None:
-        """Adds a claimable that became ready."""
+        """Adds a claimable that became ready, or notes that its tags changed."""
         self.ready.add(claimable)
         if self.filters:
             self._note(claimable.seq)
@@ -411,56 +417,30 @@ class ReadyView:
         if self.ready.discard(seq) and self.filters:
             self._note(seq)
 
-    def touch(self, seq: int) -> None:
-        """Notes that a claimable's tags changed."""
-        if seq in self.ready.claimables and self.filters:
-            self._note(seq)
-
-    def of(self, tag_filter: Mapping[str, tuple[str, Any]], now: float) -> ReadySet:
+    def of(self, tag_filter: Mapping[str, tuple[str, Any]]) -> ReadySet:
         """The ready claimables that match a filter. Looks only at those that changed since the filter was last used."""
         key = repr([(name, symbol, operand) for name, (symbol, operand) in sorted(tag_filter.items())])
         matching = self.filters.pop(key, None)
         if matching is None:
-            self._forget(now)
-            matching = _Matching(dict(tag_filter))
+            if len(self.filters) >= _MOST_FILTERS:
+                del self.filters[next(iter(self.filters))]
+            matching = _Matching(dict(tag_filter), dict.fromkeys(self.ready.claimables))
         self.filters[key] = matching
-        matching.asked_at = now
-        self._catch_up(matching)
+        for seq in matching.changed:
+            claimable = self.ready.claimables.get(seq)
+            if claimable is not None and group_matches([row.tags for row in claimable.rows], matching.tag_filter):
+                matching.ready.add(claimable)
+            else:
+                matching.ready.discard(seq)
+        matching.changed = {}
         return matching.ready
 
-    def _catch_up(self, matching: _Matching) -> None:
-        if matching.next_change < self.first_change:
-            matching.ready = ReadySet()
-            for claimable in filter(matching.accepts, self.ready.claimables.values()):
-                matching.ready.add(claimable)
-        else:
-            for seq in dict.fromkeys(self.changes[matching.next_change - self.first_change :]):
-                changed = self.ready.claimables.get(seq)
-                if changed is not None and matching.accepts(changed):
-                    matching.ready.add(changed)
-                else:
-                    matching.ready.discard(seq)
-        matching.next_change = self.first_change + len(self.changes)
-
     def _note(self, seq: int) -> None:
-        self.changes.append(seq)
-        if len(self.changes) > 2 * len(self.ready.claimables) + _VIEW_SLACK:
-            dropped = len(self.changes) // 2  # a filter that has not seen them yet is built again
-            del self.changes[:dropped]
-            self.first_change += dropped
-
-    def _forget(self, now: float) -> None:
-        """Before a filter is added: drops idle filters, and the least recently used if there are too many."""
-        num_kept = sum(len(matching.ready.claimables) for matching in self.filters.values())
-        most = 4 * len(self.ready.claimables) + _VIEW_SLACK
-        for key, matching in list(self.filters.items()):
-            if matching.asked_at + _FILTER_IDLE_S > now and len(self.filters) < _MOST_FILTERS and num_kept <= most:
-                break
-            num_kept -= len(matching.ready.claimables)
-            del self.filters[key]
-        if not self.filters:
-            self.first_change += len(self.changes)
-            self.changes.clear()
+        for matching in self.filters.values():
+            matching.changed[seq] = None
+        idle, matching = next(iter(self.filters.items()))
+        if len(matching.changed) > len(self.ready.claimables):
+            del self.filters[idle]  # it takes less to make it again when a claim uses it
 
 
 # --- data-parallel ranks ----------------------------------------------------------------------------------------------
@@ -518,13 +498,9 @@ def find_shortfall(
     task_name: str,
     required: frozenset[str],
     tag_filter: Mapping[str, tuple[str, Any]] | None,
-    is_whole: Callable[[Claimable], bool],
     now: float,
 ) -> Shortfall:
-    """Counts and names the samples that the task cannot be given now. Looks at every row, in order of first write.
-
-    ``is_whole`` tells whether a claimable has all its members and never lost one.
-    """
+    """Counts and names the samples that the task cannot be given now. Looks at every row, in order of first write."""
     leased: list[tuple[float, int, Row]] = []
     passed: list[tuple[int, Collection[Row]]] = []
     num_not_matching = num_incomplete = num_lacking = 0
@@ -534,7 +510,7 @@ def find_shortfall(
     unsealed: Mapping[str, int] = {}
     for claimable in claimables:
         free: list[Row] = []
-        whole = isinstance(claimable, Row) or is_whole(claimable)
+        whole = isinstance(claimable, Row) or claimable.is_whole
         rows = claimable.rows if isinstance(claimable, Row) or whole else claimable.members.values()
         for row in rows:
             hold = row.holds.get(task_name)

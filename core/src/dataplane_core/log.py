@@ -38,7 +38,7 @@ TAIL_BYTES: Final = 1 << 20
 TAIL_SHARE: Final = 0.25
 _MESSAGES: Final = Messages()
 #: Which version the state is of, and which the records.
-_VERSIONS: Final = (4, COMMANDS_FORM)
+_VERSIONS: Final = (5, COMMANDS_FORM)
 _decode_state: Final = msgspec.msgpack.Decoder(tuple[tuple[int, int], msgspec.Raw]).decode
 #: Commands that make room, which a full disk must not keep from it.
 _FREES: Final = (commands.AbortPut, commands.ClearRequest, commands.Collected)

@@ -198,7 +198,7 @@ def test_a_ledger_of_another_version_is_refused(made, monkeypatch):
     made.put("a")
     with monkeypatch.context() as patch:
         patch.setattr(room, "_VERSIONS", (0, 12))
-        with pytest.raises(CorruptDataError, match=r"is of versions \(4, \d+\). Expected \(0, 12\)"):
+        with pytest.raises(CorruptDataError, match=r"is of versions \(5, \d+\). Expected \(0, 12\)"):
             made.again()
     made.again()
     assert made.ids() == ["a"]

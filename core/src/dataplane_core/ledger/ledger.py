@@ -80,7 +80,6 @@ class Pending:
 
     put: commands.BeginPut
     epoch: str  # that of the registration when it began
-    version: int  # and of the partition
     seqs: dict[str, int]  # of its rows that were there then: id -> `Row.seq`
     expires_at: float  # when it counts as abandoned
     held: list[Ref]  # rows of other puts with the content that it does not bring: they stay until it ends
@@ -315,7 +314,7 @@ class Ledger:
         held = self._rows_of(put)
         for ref in held:
             self._writes[ref[0]].num_holders[ref[1]] += 1
-        self._pending[write_id] = Pending(put, partition.info.epoch, partition.version, seqs, now + command.ttl_s, held)
+        self._pending[write_id] = Pending(put, partition.info.epoch, seqs, now + command.ttl_s, held)
         return write_id
 
     def _rows_of(self, put: commands.BeginPut) -> list[Ref]:
@@ -378,17 +377,15 @@ class Ledger:
             self._refuse_done(put)
             if partition is None or partition.info.epoch != pending.epoch:
                 self._refuse_stale(put, "the partition was cleared or registered again")
-            if partition.version != pending.version:
-                for sample_id, seq in pending.seqs.items():
-                    if sample_id not in partition.rows or partition.rows[sample_id].seq != seq:
-                        self._refuse_stale(put, f"sample '{sample_id}' was cleared")
-                partition.check_put(put, self._overwrite)
+            for sample_id, seq in pending.seqs.items():
+                if sample_id not in partition.rows or partition.rows[sample_id].seq != seq:
+                    self._refuse_stale(put, f"sample '{sample_id}' was cleared")
+            partition.check_put(put, self._overwrite)
             if self._rows_of(put) != pending.held:  # they were lost, and put again
                 raise ContentGoneError(f"put_samples('{put.partition_id}') is to bring all of its cells.")
         except Exception:
             self._abandon(write_id, pending, now)
             raise
-        partition.version += 1
         self._done.add(put.request_id, put.ttl_s, now)
         if put.writes:  # else it is one command, which has the id of the request
             self._done.add(f"put {write_id}", put.ttl_s, now)
@@ -632,7 +629,6 @@ class Ledger:
             return len(partition.rows), self._free(partition, refs, now)
         cleared = [freed for name in sample_ids if (freed := partition.remove_row(name)) is not None]
         if cleared:
-            partition.version += 1
             partition.tidy()
         return len(cleared), self._free(partition, chain.from_iterable(cleared), now)
 

@@ -97,7 +97,6 @@ class Partition:
     specs: dict[str, FieldSpec] = field(default_factory=dict)  # what each field keeps, fixed by its first write
     seen: set[str] = field(default_factory=set)  # ids ever written, cleared ones too; none while num_samples is None
     broken_groups: set[str] = field(default_factory=set)  # those that lost a member, for good
-    version: int = 0  # grows with every change of rows and of what was registered
     num_cleared: int = 0
     batches: dict[tuple[str, int], RankBatches] = field(default_factory=dict)  # by task and rank
     group_size: int = field(init=False)  # what a claimable counts in a claim's size: its rows; a group of rollouts, 1
@@ -160,8 +159,6 @@ class Partition:
         if info.num_samples is None and command.num_samples is not None:
             self.seen.update(self.rows)
             self.info = structs.replace(extended, num_samples=max(command.num_samples, len(self.rows)))
-        if self.info != info:
-            self.version += 1  # so that the commit of a put under way is checked again
 
     def add_task(self, task_name: str) -> None:
         """Adds a task, unless it is there."""

@@ -31,7 +31,6 @@ class _Partition(msgspec.Struct, array_like=True):
     partition_id: str
     info: PartitionInfo
     specs: dict[str, FieldSpec]
-    version: int
     num_cleared: int
     seen: list[str]
     broken_groups: list[str]
@@ -108,7 +107,6 @@ def _pack_partition(partition: Partition, places: Mapping[int, int]) -> _Partiti
         partition.partition_id,
         partition.info,
         partition.specs,
-        partition.version,
         partition.num_cleared,
         sorted(partition.seen),
         sorted(partition.broken_groups),
@@ -139,7 +137,7 @@ def _unpack_partition(packed: _Partition, fields: Sequence[_Fields]) -> Partitio
         raise ValueError("its rows are not in order, or one is there twice")
     return Partition(
         *(packed.partition_id, packed.info, rows, packed.specs, set(packed.seen), set(packed.broken_groups)),
-        *(packed.version, packed.num_cleared),
+        packed.num_cleared,
         {(task_name, dp_rank): batches for task_name, dp_rank, batches in packed.batches},
     )
 

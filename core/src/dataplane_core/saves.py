@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, cast
@@ -249,11 +249,8 @@ def pack_rows(
     return msgspec.msgpack.encode(_Block(num_rows, packed, dict(head)))
 
 
-def unpack_rows(
-    block: bytes, *, allow_pickle: bool = False, rows: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head. ``rows`` tells,
-    from the head, which rows to read.
+def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head.
 
     Raises:
         CorruptDataError: The block is not of that form.
@@ -261,22 +258,19 @@ def unpack_rows(
     """
     try:
         held = _decode(block)
-        picks = range(held.num_rows) if rows is None else rows(held.head)
         columns: dict[str, WireColumn | SharedRows] = {}
         specs: dict[str, FieldSpec] = {}
         for column in held.columns:
             index, cells = column.index, cast("list[Any]", column.cells)
             if not cells or held.num_rows != len(cells if index is None else index):
                 raise ValueError("a column has another number of rows")
-            columns[column.name] = (
-                [cells[row] for row in picks] if index is None else SharedRows(cells, [index[row] for row in picks])
-            )
+            columns[column.name] = cells if index is None else SharedRows(cells, index)
             specs[column.name] = FieldSpec.from_text(column.spec)
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptDataError(f"a block of a save cannot be read: {type(error).__name__}: {error}.") from error
-    if not columns or (rows is not None and not picks):
+    if not columns:
         return {}, held.head
-    decoded = decode_columns(columns, specs, len(picks), _FRAMES, allow_pickle=allow_pickle, share_rows=True)
+    decoded = decode_columns(columns, specs, held.num_rows, _FRAMES, allow_pickle=allow_pickle, share_rows=True)
     return tensor_rows(decoded, specs), held.head
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import heapq
 import math
 import os
@@ -215,7 +214,6 @@ class Announcer:
         self._thread = threading.Thread(target=self._run, name="dataplane-announce", daemon=True)
         with suppress(RuntimeError):  # no more threads are allowed
             self._thread.start()
-        _announcers.add(self)
 
     def stop(self) -> None:
         """The client closes. Blocks at most until its backend has to be stopped."""
@@ -276,16 +274,6 @@ def describe_client(connection: Any, announcer: Announcer | None, period_s: floa
         work=connection.work.announced(now),
         phases=connection.phases.announced(now),
     )
-
-
-_announcers: weakref.WeakSet[Announcer] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """No thread may be in the code of an engine while the interpreter ends."""
-    for announcer in list(_announcers):
-        announcer.end()
 
 
 def program_name() -> str:

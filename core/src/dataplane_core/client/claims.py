@@ -189,7 +189,6 @@ def _waiting(
                 error = _timed_out(request, timeout_s, claim)
                 yield partial(explain, connection, error, request, time.monotonic() - start, over)
                 raise error
-            request.since = claim.version
             now, gives_up = time.monotonic(), since() + timeout_s
             pause_s = claim.ask_again_s  # if it is woken
             if request.wake is None or not pause_s:

@@ -515,7 +515,7 @@ _exits = False
 
 @atexit.register
 def _end_calls() -> None:
-    """Has the calls of daemon threads end before the interpreter does.
+    """Has the calls of daemon threads end before the interpreter does, and announcements with them.
 
     Python ends each thread that comes back to it after that. Where it comes from C++, such as a copy of torch's, that
     aborts the process, and its status is lost.
@@ -527,6 +527,8 @@ def _end_calls() -> None:
         connection.waiters.close()
         while connection.others_run() and time.monotonic() < until:
             time.sleep(_LOOK_S)
+        if connection.announcer is not None:
+            connection.announcer.end()
 
 
 def _copy_of(request: _Q) -> _Q:

@@ -123,7 +123,6 @@ class Claim(Frozen, frozen=True):
         epoch: The registration, if the claim has a ``dp_rank``.
         num_ranks: If the claim has a ``dp_size`` and its batch is decided: how many ranks have samples in it. 0: there
             is no such batch, for any rank.
-        version: A claim that waits sends it back as `ClaimRequest.since`. Opaque to the client.
         ask_again_s: The least number of seconds until a waiting client asks again.
         advice: What its user should know of its fields, if this claim hands out none. Empty: nothing.
         counts_groups: Whether ``batch_size`` and ``num_ready`` count groups: the partition is one of rollouts.
@@ -137,7 +136,6 @@ class Claim(Frozen, frozen=True):
     shortfall: Shortfall | None = None
     epoch: str | None = None
     num_ranks: int | None = None
-    version: str | None = None
     ask_again_s: float = 0.0
     advice: str = ""
     counts_groups: bool = False

@@ -283,8 +283,6 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         holder: Who claims, for the error messages of other clients (`this_process`).
         batch_index: Which batch of this rank it asks for. 0 if ``batch_epoch`` is not the current registration.
         batch_epoch: The registration that ``batch_index`` counts in, or None for the current one.
-        since: `Claim.version` of the last answer to the same waiting claim, or None. If nothing changed since then, a
-            backend may give the same answer without looking again.
         wake: Given by a claim that waits, for a backend that declares ``wakes``. If this call hands out nothing, the
             backend calls it when the claim can be answered. `Claim.ask_again_s` then says when the claim asks again
             without being called.
@@ -315,7 +313,6 @@ class ClaimRequest(OnceRequest, Command[Claim]):
     dp_size: Annotated[int, Meta(ge=1, le=_MOST_RANKS)] | None = None
     batch_index: Index = 0
     batch_epoch: str | None = None
-    since: str | None = None
     wake: Wake | None = None
     strict: bool = False
     opens: RegisterRequest | None = None

@@ -517,7 +517,7 @@ def _store_requests() -> list[bytes]:
         hosting.Drop([(1000, 0), (9, 5)]),
         hosting.Memory(),
         hosting.messages.Release([7]),
-        hosting.messages.ClaimOrWait(_claim("u", "m")),
+        _claim("u", "m"),
         hosting.messages.StopWaiting("m"),
         commands.CommitPut(1000),
         hosting.messages.Together(
@@ -587,7 +587,6 @@ def _read_store_reply(data: bytes) -> object:
 _ASKED: Final = (
     *(hosting.Allocate([]), hosting.extent_host.Written(1), hosting.extent_host.Find([], 1)),
     *(hosting.extent_host.Fetch([]), hosting.Memory()),
-    hosting.messages.ClaimOrWait(_claim("t", "k")),
     *{type(command): command for command in (*_BEFORE, *_THEN)}.values(),
 )
 _KINDS: Final = tuple(map(type, _ASKED))
@@ -658,7 +657,7 @@ def _tq_requests() -> list[bytes]:
         tq.BeginNear(commands.BeginPut("p", ["a"], {"x": _X}, [commands.Write(["x"], [8])], ttl_s=9.0), "n0", [1]),
         tq.ViewUnits(-1),
         tq.UnitRecords(),
-        hosting.messages.ClaimOrWait(_claim("u", "m")),
+        _claim("u", "m"),
     ]
     return [tq.MESSAGES.encode_request(each)[4:] for each in made]
 

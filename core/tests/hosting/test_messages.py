@@ -12,7 +12,6 @@ from dataplane_core.hosting.extents import Layout, offsets_at, squeeze
 from dataplane_core.hosting.messages import (
     HELLO,
     VERSION,
-    ClaimOrWait,
     Hello,
     Messages,
     Release,
@@ -30,10 +29,8 @@ X = {"x": FieldSpec("tensor", "int64", 1)}
 LOCATED = Located([commands.Part(7, ("x",), (0,), [0], [1])], X)
 FULL = CapacityExceededError("full", hint="clear", ask_again_s=0.5)
 REQUESTS = {
-    "claim": ClaimOrWait(
-        commands.ClaimRequest(
-            "p", "t", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None, token="k", holder="h"
-        )
+    "claim": commands.ClaimRequest(
+        "p", "t", ["x"], 2, all_or_nothing=True, lease_s=None, tag_filter=None, token="k", holder="h"
     ),
     "stop": StopWaiting("m"),
     "release": Release([7]),
@@ -84,7 +81,7 @@ def test_what_is_no_request_is_refused(message):
     "request_",
     [
         commands.AckRequest("p", "t", ["a"], []),
-        ClaimOrWait(commands.ClaimRequest("p", "t", ["x"], 0, all_or_nothing=True, lease_s=None, token="k")),
+        commands.ClaimRequest("p", "t", ["x"], 0, all_or_nothing=True, lease_s=None, token="k"),
     ],
 )
 def test_a_request_whose_parts_do_not_fit_is_refused(request_):

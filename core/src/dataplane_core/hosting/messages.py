@@ -24,11 +24,10 @@ from dataplane_core import errors
 from dataplane_core.arguments import as_plain
 from dataplane_core.errors import BackendError, DataPlaneError
 from dataplane_core.ledger import commands
-from dataplane_core.spec.replies import Claim
 from dataplane_core.spec.requests import Command
 
 #: Clients and hosts speak the same version. It changes with the form of any message.
-VERSION: Final = 20
+VERSION: Final = 21
 #: The version of the ledger's commands as messages, which logs keep.
 COMMANDS_FORM: Final = 18
 
@@ -89,15 +88,6 @@ class Request(msgspec.Struct, Generic[Reply], frozen=True, omit_defaults=True):
 
     def check(self) -> None:
         """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket."""
-
-
-class ClaimOrWait(Request[Claim], frozen=True):
-    """A claim whose client waits to be woken if it is handed nothing. Raises as `commands.ClaimRequest`."""
-
-    claim: commands.ClaimRequest
-
-    def check(self) -> None:
-        self.claim.check()
 
 
 class StopWaiting(Request[None], frozen=True):
@@ -253,7 +243,7 @@ class Messages:
         return error
 
 
-_OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (ClaimOrWait, StopWaiting, Release, Together)
+_OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (StopWaiting, Release, Together)
 
 
 def decode_welcome(message: bytes) -> Welcome:

@@ -35,7 +35,6 @@ from dataplane_core.hosting.messages import (
     RECEIVE_BYTES,
     VERSION,
     Bytes,
-    ClaimOrWait,
     Hello,
     Messages,
     StopWaiting,
@@ -197,12 +196,11 @@ class LedgerHost(Host):
         for ticket in client.tickets:
             self._service.call(commands.WaitForRoom(ticket, 0, wait_s=0.0))
 
-    def _claim_or_wait(self, request: ClaimOrWait, client: Client) -> Claim:
-        token = request.claim.token
-        client.waits.discard(token)
-        claim = self._service.call(request.claim, partial(client.wake, token))
-        if not (claim.answered or request.claim.explain):
-            client.waits.add(token)
+    def _claim(self, request: commands.ClaimRequest, client: Client) -> Claim:
+        client.waits.discard(request.token)
+        claim = self._service.call(request, partial(client.wake, request.token))
+        if request.all_or_nothing and not (claim.answered or request.explain):
+            client.waits.add(request.token)
         return claim
 
     def _stop_waiting(self, request: StopWaiting, client: Client) -> None:
@@ -215,7 +213,7 @@ class LedgerHost(Host):
 
 
 LedgerHost.handlers = {
-    ClaimOrWait: LedgerHost._claim_or_wait,
+    commands.ClaimRequest: LedgerHost._claim,
     StopWaiting: LedgerHost._stop_waiting,
     commands.WaitForRoom: LedgerHost._wait_for_room,
 }

@@ -39,7 +39,6 @@ from dataplane_core.hosting.messages import (
     VERSION,
     WAKE,
     Bytes,
-    ClaimOrWait,
     Hello,
     Messages,
     Release,
@@ -298,12 +297,7 @@ class Session:
         return [self._messages.decode_reply(request, reply) for request, reply in zip(requests, replies, strict=True)]
 
     def _call_waiting(self, what: str, deadline: float, command: Any, wake: Callable[[], object]) -> Any:
-        request: Any = command
-        if isinstance(command, commands.ClaimRequest):
-            token, request = command.token, ClaimOrWait(command)
-        else:
-            assert isinstance(command, commands.WaitForRoom)
-            token = command.ticket
+        token: str = command.token if isinstance(command, commands.ClaimRequest) else command.ticket
         with self._listener_lock:
             if self._listener is None:
                 listener = threading.Thread(
@@ -315,7 +309,7 @@ class Session:
         self._waiting[token] = wake
         waits = False
         try:
-            reply = self.call(what, deadline, request)
+            reply = self.call(what, deadline, command)
             waits = not (isinstance(command, commands.ClaimRequest) and (reply.answered or command.explain))
             return reply
         finally:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from dataplane_core.client.async_client import AsyncDataPlaneClient, OperationCancelledError
     from dataplane_core.client.streams import stream
     from dataplane_core.config import DataPlaneConfig
-    from dataplane_core.connecting import connect
-    from dataplane_core.connecting.registry import connect_async
+    from dataplane_core.connecting import connect, connect_async
     from dataplane_core.errors import DataPlaneError
     from dataplane_core.meta import KVBatchMeta
     from dataplane_core.sharding.axes import NamedSharding
@@ -66,7 +65,7 @@ _FROM: Final = {
     "DataPlaneConfig": "config",
     "DataPlaneError": "errors",
     "KVBatchMeta": "meta",
-    **dict.fromkeys(("connect", "connect_async"), "connecting.registry"),
+    **dict.fromkeys(("connect", "connect_async"), "connecting"),
 }
 
 

@@ -163,6 +163,10 @@ class Backend:
     def stop(self) -> None:
         """Disconnects, and ends what this client started. Called once, also after a failed start."""
 
+    def stop_waiting(self, token: str) -> None:
+        """The claim with this token, which gave a ``wake``, waits no longer; or a put, see `LedgerBackend`. Called in
+        any thread. It must not block."""
+
     @classmethod
     def class_for(cls, config: Any) -> type[Backend]:
         """The class of the stores with these options. Default: this one.

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import numpy as np
@@ -147,7 +146,8 @@ class LedgerBackend(Backend, ABC):
         """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock).
 
         Only a backend that declares ``wakes`` is given ``wake``, for a claim or a put that waits: it gives one to
-        `LedgerService.call` on the host, and when that is called, calls this one in the client's process.
+        `LedgerService.call` on the host, and when that is called, calls this one in the client's process. Its
+        `stop_waiting` calls that of the `LedgerService`.
         """
 
     def store_write(self, write_id: int, columns: Mapping[str, WireColumn], num_samples: int, deadline: float) -> None:
@@ -260,15 +260,10 @@ class LedgerBackend(Backend, ABC):
 
     def claim(self, request: ClaimRequest) -> Claim:
         """Hands out ready samples."""
-        wake = request.wake  # which stays in this process
         claim = replace(request, left_s=_left_s(request.deadline), wake=None)
-        if wake is None:
+        if request.wake is None:
             return self.call_ledger(request.deadline, claim)
-        wake.at_end = partial(self.stop_waiting, claim.token)  # also if the reply is lost: the claim may wait then
-        reply = self.call_ledger(request.deadline, claim, wake)
-        if reply.answered or request.explain:
-            wake.at_end = None
-        return reply
+        return self.call_ledger(request.deadline, claim, request.wake)
 
     def clear_samples(self, request: ClearRequest) -> int:
         """Drops rows, then deletes their payload and what crashed writers left."""
@@ -278,9 +273,6 @@ class LedgerBackend(Backend, ABC):
         return count
 
     # --- what a storage author may override ---------------------------------------------------------------------------
-
-    def stop_waiting(self, token: str) -> None:
-        """What `call_ledger` was given a ``wake`` for waits no longer: `LedgerService.stop_waiting`. Must not block."""
 
     def begin_put(
         self, begin: commands.BeginPut, columns: Mapping[str, WireColumn | SharedRows], deadline: float
@@ -367,12 +359,7 @@ class LedgerBackend(Backend, ABC):
         ticket, bell, start = _Ticket(refusal), Bell(), time.monotonic()
         cancellation = CANCELLATION.get() or Cancellation()
         cancellation.listen(bell.ring)
-
-        def wake() -> bool:
-            bell.ring()
-            return True
-
-        wakes = (wake,) if Capability.WAKES in self.capabilities else ()
+        wakes = (bell.ring,) if Capability.WAKES in self.capabilities else ()
         try:
             while True:
                 now = time.monotonic()

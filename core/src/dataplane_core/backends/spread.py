@@ -130,6 +130,11 @@ class SpreadBackend(Backend):
         if errors:
             raise errors[0]
 
+    def stop_waiting(self, token: str) -> None:
+        """Tells all stores: any of them may be that of the claim."""
+        for store in self._stores:
+            store.stop_waiting(token)
+
     def list_partitions(self, request: ListPartitionsRequest) -> list[str]:
         """The partitions of all stores."""
         return [name for store in self._stores for name in store.list_partitions(copy(request))]

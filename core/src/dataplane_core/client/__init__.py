@@ -1,6 +1,6 @@
 """`DataPlaneClient`: checks arguments, encodes, calls the hooks, decodes.
 
-Trainers use it through `dataplane_core.connect`; the registry makes it.
+Trainers use it through `dataplane_core.connect`, which makes it.
 """
 
 from dataplane_core.client.async_client import AsyncDataPlaneClient

@@ -254,10 +254,13 @@ class _LoopBell:
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
 
-    def ring(self) -> None:
-        """Ends the wait. Any thread may call it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+    def ring(self) -> bool:
+        """Ends the wait. Any thread may call it. False: the loop is closed."""
+        try:
             self._loop.call_soon_threadsafe(self._woken.set)
+        except RuntimeError:
+            return False
+        return True
 
     async def wait(self, pause_s: float) -> None:
         """Waits until it is woken, or the pause is over."""

@@ -28,7 +28,6 @@ from dataplane_core.ledger import backoff_s
 from dataplane_core.meta import KVBatchMeta, lengths_of
 from dataplane_core.spec import Capability, Claim, ClaimRequest, TagFilter, check_tag_filter
 from dataplane_core.spec.costs import Balance
-from dataplane_core.spec.requests import Wake
 from dataplane_core.spec.waking import Bell
 
 #: Of how many ranks of tasks a client counts the batches. Beyond, it forgets those that it was given longest ago.
@@ -153,8 +152,8 @@ def claiming(
             request.deadline = max(gives_up, start + _LAST_ASK_S)
             request.explain = start >= gives_up  # it is the last question
             bell = new_bell()
-            if Capability.WAKES in connection.capabilities:
-                request.wake = Wake(bell.ring)
+            if Capability.WAKES in connection.capabilities and not request.explain:
+                request.wake = bell.ring
             claim = yield request
             if not claim.answered:
                 since = since or (lambda: start)
@@ -164,7 +163,7 @@ def claiming(
     finally:
         connection.work.end_claim(work, request)
         if request.wake is not None and not claim.answered:  # else nobody keeps it
-            connection.enter("claim_meta", request.wake.end)
+            connection.enter("claim_meta", connection.backend.stop_waiting, request.token)
     return claimed(connection, request, claim), claim
 
 

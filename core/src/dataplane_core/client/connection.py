@@ -122,11 +122,11 @@ class Waiters:
 
     def __init__(self, message: str = "the client was closed while a claim waited.") -> None:
         self._message = message
-        self._wakes: set[Callable[[], None]] = set()
+        self._wakes: set[Callable[[], object]] = set()
         self.closed = False
 
     @contextmanager
-    def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
+    def waiting(self, wake: Callable[[], object]) -> Iterator[None]:
         """While the ``with`` lasts, ``wake`` is called when this closes, or at once if it is closed."""
         try:
             self._wakes.add(wake)

@@ -342,8 +342,11 @@ class RankBatches:
 
 # --- what is ready for a task -----------------------------------------------------------------------------------------
 
-#: If a view has so many filters, the least recently used one is dropped.
+#: So many filters a view has at most; and claimables that match them, all together, for each that is ready. The least
+#: recently used filter is dropped, also if it has not seen changes of more than a share of them.
 _MOST_FILTERS: Final = 128
+_MOST_KEPT: Final = 4
+_MOST_CHANGED: Final = 0.125
 #: How many entries a heap may have beyond a multiple of its claimables.
 _VIEW_SLACK: Final = 1024
 #: How many samples of each kind a shortfall names.
@@ -422,8 +425,9 @@ class ReadyView:
         key = repr([(name, symbol, operand) for name, (symbol, operand) in sorted(tag_filter.items())])
         matching = self.filters.pop(key, None)
         if matching is None:
-            if len(self.filters) >= _MOST_FILTERS:
-                del self.filters[next(iter(self.filters))]
+            num_kept = sum(len(other.ready.claimables) for other in self.filters.values())
+            while len(self.filters) >= _MOST_FILTERS or num_kept > _MOST_KEPT * len(self.ready.claimables):
+                num_kept -= len(self.filters.pop(next(iter(self.filters))).ready.claimables)
             matching = _Matching(dict(tag_filter), dict.fromkeys(self.ready.claimables))
         self.filters[key] = matching
         for seq in matching.changed:
@@ -439,8 +443,8 @@ class ReadyView:
         for matching in self.filters.values():
             matching.changed[seq] = None
         idle, matching = next(iter(self.filters.items()))
-        if len(matching.changed) > len(self.ready.claimables):
-            del self.filters[idle]  # it takes less to make it again when a claim uses it
+        if len(matching.changed) > _MOST_CHANGED * len(self.ready.claimables):
+            del self.filters[idle]  # it is made again when a claim uses it
 
 
 # --- data-parallel ranks ----------------------------------------------------------------------------------------------

@@ -236,38 +236,6 @@ class GetRequest(PartitionRequest, kw_only=True):
     fields: list[Name]
 
 
-class Wake:
-    """Wakes a claim that waits. The client makes it; a backend that declares ``wakes`` keeps it and calls it.
-
-    Args:
-        notify: Tells the client to ask again. Does not block.
-
-    Attributes:
-        at_end: Called once when the claim no longer waits, unless it is None. The backend sets it; it must not block.
-    """
-
-    __slots__ = ("_ended", "_notify", "at_end")
-
-    def __init__(self, notify: Callable[[], None]) -> None:
-        self._notify = notify
-        self._ended = False
-        self.at_end: Callable[[], None] | None = None
-
-    def __call__(self) -> bool:
-        """Tells the client to ask again. Any thread may call it. False: the claim no longer waits."""
-        if self._ended:
-            return False
-        self._notify()
-        return True
-
-    def end(self) -> None:
-        """The claim no longer waits."""
-        self._ended = True
-        at_end, self.at_end = self.at_end, None
-        if at_end is not None:
-            at_end()
-
-
 class ClaimRequest(OnceRequest, Command[Claim]):
     """Hand out ready samples, each at most once per task; with leases, to one holder at a time.
 
@@ -284,8 +252,9 @@ class ClaimRequest(OnceRequest, Command[Claim]):
         batch_index: Which batch of this rank it asks for. 0 if ``batch_epoch`` is not the current registration.
         batch_epoch: The registration that ``batch_index`` counts in, or None for the current one.
         wake: Given by a claim that waits, for a backend that declares ``wakes``. If this call hands out nothing, the
-            backend calls it when the claim can be answered. `Claim.ask_again_s` then says when the claim asks again
-            without being called.
+            backend calls it, in any thread, when the claim can be answered, until `Backend.stop_waiting`. It does not
+            block. False: the claim no longer waits. `Claim.ask_again_s` then says when the claim asks again without
+            being called.
         strict: Whether fields are refused that are neither registered nor written.
         opens: What registers the partition if it is unknown, or adds the task if it lacks it. None: nothing.
         balance: By what cost the sampler ``balanced`` divides. None: by tokens.
@@ -313,7 +282,7 @@ class ClaimRequest(OnceRequest, Command[Claim]):
     dp_size: Annotated[int, Meta(ge=1, le=_MOST_RANKS)] | None = None
     batch_index: Index = 0
     batch_epoch: str | None = None
-    wake: Wake | None = None
+    wake: Callable[[], bool] | None = None
     strict: bool = False
     opens: RegisterRequest | None = None
     balance: Balance | None = None

@@ -18,9 +18,10 @@ class Bell(SimpleQueue[None]):
 
     __slots__ = ()
 
-    def ring(self) -> None:
-        """Ends the wait, or the next one."""
+    def ring(self) -> bool:
+        """Ends the wait, or the next one. True, as what wakes a waiter says if that is there."""
         self.put(None)
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         """Waits at most ``timeout_s``. Returns whether it was rung. What rang so far does not end a further wait."""

@@ -1,4 +1,7 @@
-"""Connects clients: loads and checks the backend and middleware that the config names, then bootstraps or attaches."""
+"""Connects clients: loads and checks the backend and middleware that the config names, then bootstraps or attaches.
+
+Trainers call `connect`; the command line lists what is installed.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ from dataplane_core.errors import (
 from dataplane_core.middleware import Middleware
 from dataplane_core.spec import Scope
 from dataplane_core.spec.operations import CONTRACT_VERSION, OPERATIONS, required_operations
+
+__all__ = ["Bootstrap", "connect", "connect_async", "connect_backend", "load_backend"]
 
 _M = TypeVar("_M", bound=BaseModel)
 

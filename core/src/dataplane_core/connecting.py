@@ -265,10 +265,6 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
     """Checks a backend, and registers the middleware around it (outermost first).
 
     The client registers the backend itself: see `Connection.enter`.
-
-    Raises:
-        PluginSignatureError: A hook's name or signature is wrong. The message names plugin, hook and argument.
-        ConfigError: A middleware object is listed twice.
     """
     check_backend_class(type(backend), backend.name)
     manager = pluggy.PluginManager("dataplane")
@@ -285,16 +281,8 @@ def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginM
 
 
 def check_backend_class(cls: type[Backend], name: str = "") -> None:
-    """Checks a backend class against the table of operations.
-
-    Args:
-        cls: The class.
-        name: Its entry-point name, for messages.
-
-    Raises:
-        PluginSignatureError: The class is not a `Backend`, is written for a newer contract, lacks an operation, has an
-            operation whose signature is not ``(self, request)``, or a public method with almost an operation's name.
-    """
+    """Checks a backend class against the table of operations. Also refuses a public method with almost the name of
+    one."""
     label = f"backend '{name or getattr(cls, '__name__', cls)}'"
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise PluginSignatureError(

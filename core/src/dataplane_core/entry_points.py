@@ -114,12 +114,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def load_plugin(group: str, name: str, kind: str) -> Any:
-    """Imports the object that the entry point of that name refers to.
-
-    Args:
-        group: `BACKEND_GROUP`, `MIDDLEWARE_GROUP` or `COMMAND_GROUP`.
-        name: Its name.
-        kind: ``backend``, ``middleware`` or ``command``, for messages.
+    """Imports the object that the entry point of that name refers to. ``kind`` is the word for it in messages.
 
     Raises:
         UnknownBackendError: Not installed. The message lists the names found, and says how to install a known one.
@@ -153,15 +148,9 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
 
 @contextmanager
 def plugin_code(kind: str, record: PluginRecord, what: str) -> Iterator[None]:
-    """Runs code of a plugin: what goes wrong in it names the plugin.
+    """Runs code of a plugin: what goes wrong in it, or ends the program, becomes an error that names the plugin.
 
-    Args:
-        kind: As for `load_plugin`.
-        record: The plugin.
-        what: What is done with it, such as "imported".
-
-    Raises:
-        PluginImportError: The code raised something that is no `DataPlaneError`, or tried to end the program.
+    ``what`` is what is done with it, such as "imported".
     """
     try:
         yield

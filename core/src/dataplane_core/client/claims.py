@@ -124,22 +124,16 @@ def claiming(
     new_bell: Callable[[], Any],
     since: Callable[[], float] | None = None,
 ) -> Generator[Step, Any, tuple[KVBatchMeta, Claim]]:
-    """The steps of a claim, which neither asks nor sleeps itself: each client takes them in its own way.
+    """The steps of a claim, which neither asks nor sleeps itself: each client takes them in its own way. They return
+    its meta, and the reply.
 
     Args:
         connection: The client's.
-        request: The request. It is changed before each question, except for its token.
-        timeout_s: How long to wait, in seconds. None: not at all. Infinity: until those that it waits for have ended.
+        request: It is changed before each question, except for its token.
+        timeout_s: None: it does not wait. Infinity: until those that it waits for have ended.
         waiters: They end the wait when they are closed.
         new_bell: Makes what ends a pause: a `Bell`, or what rings and waits as one does.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
-
-    Returns:
-        Its meta, and the reply.
-
-    Raises:
-        ClaimTimeoutError: The timeout passed. The message says why the samples were not ready.
-        ClientClosedError: The client or the stream was closed.
     """
     start = time.monotonic()
     work = connection.work.begin_claim(request)

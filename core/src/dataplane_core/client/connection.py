@@ -605,15 +605,7 @@ def _all_open() -> list[Connection]:
 
 
 def refuse_in_fork(backend_class: type[Backend], name: str) -> None:
-    """Refuses to open a backend in a fork of a process that has it open, if its engine does not survive a fork.
-
-    Args:
-        backend_class: The backend's class.
-        name: Its name in errors.
-
-    Raises:
-        BackendUnavailableError: Not retryable. The message says what to do.
-    """
+    """Refuses to open a backend in a fork of a process that has it open, if its engine does not survive a fork."""
     if backend_class.opens_in_forks:
         return
     for connection in _all_open():

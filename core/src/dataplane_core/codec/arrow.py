@@ -18,24 +18,14 @@ _LISTS: Final = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListVie
 
 
 def arrays_of(what: str, column: Any, metadata: Any = None) -> Any:
-    """What an Arrow array (or chunked array) of N rows stands for.
+    """What an Arrow array (or chunked array) of N rows stands for, as the contract says.
 
-    - Numbers: an array (N,) of their dtype. Lists of numbers: the numbers of all rows (T,) and the lengths of the rows.
-      Lists may hold lists of a fixed size, which are trailing dims. Values of one chunk are not copied; chunks are
-      joined first. Bools have one bit in Arrow, so they are copied.
-    - Lists of a fixed size: an array (N, L, ...).
-    - Dictionaries and run-end encoded arrays: what their values are.
-    - Extension types, such as the tensors of Arrow, Ray and ``datasets``: the array that they make of themselves.
+    - Numbers: an array (N,). Lists of numbers: the numbers of all rows (T,) and the lengths of the rows. Values of one
+      chunk are not copied, but for bools, which have one bit in Arrow; chunks are joined first.
+    - Lists of a fixed size: an array (N, L, ...). In lists, they are trailing dims.
     - Anything else (strings, binary, structs, lists of them): a list of an object per row.
 
-    Args:
-        what: The call and the field. Messages begin with it.
-        column: The array.
-        metadata: That of the field in its table's schema.
-
-    Raises:
-        InvalidTypeError: A column of numbers or tensors has nulls, or holds times or decimals, or a column has an
-            extension type that this process does not know.
+    ``metadata`` is that of the field in its table's schema.
     """
     if metadata and _NAME in metadata:
         raise InvalidTypeError(

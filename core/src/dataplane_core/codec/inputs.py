@@ -238,24 +238,10 @@ def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
 
 
 def column_of_list(what: str, items: Sequence[Any]) -> Any:
-    """The column that a list (or tuple) of N items stands for.
+    """The column that a list (or tuple) of N items stands for, as the contract says.
 
-    - Numbers: a tensor (N,). Lists of numbers: a tensor (N, L) if all rows are equally long, else `Ragged` of rows
-      (L,). An empty list is a row of length 0; only empty lists are `EmptyLists`.
-    - All int: int64. Float, or int and float: float32, as in torch. All bool: bool. numpy's numbers are as Python's.
-    - Tensors or arrays of one dtype and rank, which may differ in their first dim: a tensor (N, ...), or `Ragged`, in
-      new memory. They keep their dtype. If they are large, `TensorRows`, in their own memory, to find equal ones.
-    - Anything else (strings, dicts, bytes, None, lists of tensors): an object per row.
-
-    Args:
-        what: The call and the field. Messages begin with it.
-        items: One per row.
-
-    Raises:
-        InvalidTypeError: None, bools or lists are mixed with numbers, or tensors with anything of these, or lists of
-            numbers are nested deeper.
-        InvalidRequestError: The dtype cannot hold a number.
-        SchemaMismatchError: Tensors differ in dtype, rank, or a dim other than their first.
+    Only empty lists are `EmptyLists`. Tensors or arrays are joined in new memory; large ones are `TensorRows`, in their
+    own memory, to find equal ones.
     """
     kinds = set(map(type, items))
     if not kinds <= _NUMBERS | _LISTS and _any_of_numpy(kinds):
@@ -280,18 +266,7 @@ def column_of_list(what: str, items: Sequence[Any]) -> Any:
 
 
 def list_as(items: Sequence[Any], spec: FieldSpec) -> Any:
-    """A list as the column of a field of which more is known than the list itself says.
-
-    Ints are written to a field of floats, or of smaller ints, if it holds them exactly; floats to one of other floats;
-    any list but one of tensors to a field of objects.
-
-    Args:
-        items: One per row.
-        spec: What the field holds.
-
-    Returns:
-        The column, or None if the list does not fit.
-    """
+    """A list as the column of a field of which more is known than the list itself says. None: it does not fit."""
     items = _plain(items)
     kinds = set(map(type, items))
     if spec.kind == "object":
@@ -332,17 +307,8 @@ def _offsets(lists: Sequence[Any]) -> torch.Tensor:
 
 
 def column_of_array(what: str, array: np.ndarray[Any, Any]) -> Any:
-    """The column that an array of N rows stands for.
-
-    - Numbers and bools: a tensor of the same shape and dtype. It aliases the array, where that is contiguous and of the
-      machine's byte order, also if it is read-only.
-    - Strings and bytes: as a list of them.
-    - Objects: the array as it is, one object per row. But where every item is an array of numbers, they are rows, as in
-      a list.
-
-    Raises:
-        InvalidTypeError: torch has no such dtype, or values are masked.
-    """
+    """The column that an array of N rows stands for, as the contract says. A tensor aliases the array, where that is
+    contiguous and of the machine's byte order, also if it is read-only."""
     if np.ma.is_masked(array):
         masked = int(np.ma.getmaskarray(array).sum())
         raise InvalidTypeError(

@@ -229,17 +229,7 @@ class Partition:
 
     def check_put(self, put: commands.BeginPut, overwrite: bool) -> None:
         """Refuses a put whose cells do not fit, with more samples than were registered, or with more members of a group
-        than it has.
-
-        Args:
-            put: The put.
-            overwrite: Whether it may replace cells.
-
-        Raises:
-            SchemaMismatchError: A field keeps something else.
-            InvalidRequestError: One of the others.
-            UnsupportedOperationError: It replaces cells.
-        """
+        than it has; and one that replaces cells, unless ``overwrite``."""
         self._check_fields(put)
         sample_ids, num_samples = put.sample_ids, self.info.num_samples
         if num_samples is not None and len(self.seen) + len(sample_ids) > num_samples:

@@ -33,11 +33,7 @@ FILTER_OPERATORS: Final[tuple[str, ...]] = tuple(_COMPARE)
 
 
 def check_text(what: str, text: str) -> None:
-    """Accepts valid Unicode.
-
-    Raises:
-        InvalidRequestError: It has a lone surrogate.
-    """
+    """Accepts valid Unicode, which has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -217,7 +217,7 @@ class Recorder(EventMiddleware):
             digests, specs = row_digests(decoded, specs, count, allow_pickle=True)
         else:
             digests = {name: cell_digests(columns[name], specs[name], wire) for name in names}
-        more["digests"] = {name: pack_digests(each) for name, each in digests.items()}
+        more["digests"] = {name: pack_digests(column) for name, column in digests.items()}
         if payload == "digests":
             return more, b""
         assert decoded is not None

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
@@ -197,19 +198,19 @@ class Recording:
             self._segments: dict[str, list[str]] = {}
             for name in names:
                 self._segments.setdefault(name.rpartition("-")[0], []).append(name)
-            gone = {each.name for each in self.dropped}
-            for client, found in self._segments.items():
-                last = int(found[-1].rpartition("-")[2])
+            dropped = {segment.name for segment in self.dropped}
+            for client, segments in self._segments.items():
+                last = int(segments[-1].rpartition("-")[2])
                 expected = {f"{client}-{number:06}" for number in range(last + 1)}
-                missing = sorted(expected - set(found) - gone)
+                missing = sorted(expected - set(segments) - dropped)
                 if missing:
                     raise CorruptDataError(
                         f"the recording in '{self.folder}' lacks its segment {missing[0]}, which was not deleted for "
                         "max_bytes."
                     )
-            begun = {client: self._begun(found) for client, found in self._segments.items()}
-            self._writers = {client: found for client, found in begun.items() if found is not None}
-            self.writers = sorted(self._writers.values(), key=lambda each: each.at)
+            writers = {client: self._begun(segments) for client, segments in self._segments.items()}
+            self._writers = {client: writer for client, writer in writers.items() if writer is not None}
+            self.writers = sorted(self._writers.values(), key=lambda writer: writer.at)
         except OSError as error:
             raise SaveError(f"the recording in '{self.folder}' cannot be read: {error.strerror or error}.") from error
 
@@ -224,7 +225,7 @@ class Recording:
         """
         step: int | None = None
         try:
-            for _, record in heapq.merge(*map(self._records_of, self._writers), key=lambda each: each[0]):
+            for _, record in heapq.merge(*map(self._records_of, self._writers), key=itemgetter(0)):
                 step = step if record.step is None else record.step
                 yield record
         except OSError as error:
@@ -235,8 +236,8 @@ class Recording:
 
     def is_open(self, client: str) -> bool:
         """Whether a client writes now, as far as its host tells this one. True if that cannot be known."""
-        found = sorted(each for each in self.folder.glob("*" + LINES_SUFFIX) if each.stem.rpartition("-")[0] == client)
-        return any(map(is_held, found[-2:]))  # a new segment is held before the one before it is closed
+        segments = sorted(self.folder.glob(f"{client}-*{LINES_SUFFIX}"))
+        return any(map(is_held, segments[-2:]))  # a new segment is held before the one before it is closed
 
     def rows(self, record: Record) -> tuple[list[str], dict[str, Any]]:
         """The rows that the recording has of a put: their ids, and their columns, in new memory.
@@ -384,7 +385,7 @@ class Recording:
             return (self.folder / (name + LINES_SUFFIX)).read_bytes()
         except FileNotFoundError:
             self.dropped = self._read_dropped()
-            if name not in (each.name for each in self.dropped):
+            if name not in (segment.name for segment in self.dropped):
                 raise
             return None
 

@@ -6,17 +6,21 @@ They take the tracker's object from the trainer, so neither package is needed he
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from dataplane_core.middleware import OperationEvent
 
 
-class _StepListener(ABC):
-    """Adds up events until the trainer says that a step has ended. Several clients may share it."""
+class _StepListener:
+    """Adds up events until the trainer says that a step has ended. Several clients may share it.
 
-    def __init__(self) -> None:
+    Args:
+        log: Gives scalars and the number of the step to the tracker.
+    """
+
+    def __init__(self, log: Callable[[dict[str, float], int], object]) -> None:
+        self._log = log
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of `step`
         self._sums: dict[str, float] = {}
 
@@ -46,10 +50,6 @@ class _StepListener(ABC):
             self._sums = dict.fromkeys(sums, 0)
         self._log({**sums, **{f"dataplane/{name}": value for name, value in values.items()}}, step)
 
-    @abstractmethod
-    def _log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Gives the scalars to the tracker."""
-
 
 class TensorBoardListener(_StepListener):
     """Logs to TensorBoard.
@@ -59,12 +59,11 @@ class TensorBoardListener(_StepListener):
     """
 
     def __init__(self, writer: Any) -> None:
-        super().__init__()
-        self._writer = writer
+        def log(scalars: dict[str, float], step: int) -> None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
 
-    def _log(self, scalars: Mapping[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        super().__init__(log)
 
 
 class WandbListener(_StepListener):
@@ -76,8 +75,4 @@ class WandbListener(_StepListener):
     """
 
     def __init__(self, run: Any) -> None:
-        super().__init__()
-        self._run = run
-
-    def _log(self, scalars: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(scalars), step=step)
+        super().__init__(lambda scalars, step: run.log(scalars, step=step))

@@ -18,6 +18,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
+#: The packages that are no backends, and the backends.
+PACKAGES = ("core", "observe", "testkit", "tools", "integrations", "compat")
+BACKENDS = ("noop", "recording", "shm_store", "redis_store", "tq_simple", "tq_mooncake")
 #: Pages that lie outside of docs/: where each stands in the site.
 OUTSIDE = {
     "index.md": "README.md",
@@ -25,18 +28,8 @@ OUTSIDE = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
     "rules.md": "testkit/src/dataplane_testkit/rules.md",
-    "packages/core.md": "core/README.md",
-    "packages/observe.md": "observe/README.md",
-    "packages/testkit.md": "testkit/README.md",
-    "packages/tools.md": "tools/README.md",
-    "packages/compat.md": "compat/README.md",
-    "packages/noop.md": "plugins/noop/README.md",
-    "packages/recording.md": "plugins/recording/README.md",
-    "packages/shm_store.md": "plugins/shm_store/README.md",
-    "packages/redis_store.md": "plugins/redis_store/README.md",
-    "packages/tq_simple.md": "plugins/tq_simple/README.md",
-    "packages/tq_mooncake.md": "plugins/tq_mooncake/README.md",
-    "packages/integrations.md": "integrations/README.md",
+    **{f"packages/{name}.md": f"{name}/README.md" for name in PACKAGES},
+    **{f"packages/{name}.md": f"plugins/{name}/README.md" for name in BACKENDS},
     "examples/programs.md": "examples/README.md",
     "examples/grafana.md": "examples/grafana/README.md",
     "examples/trl.md": "examples/trl/README.md",
@@ -51,8 +44,7 @@ def public_modules() -> list[str]:
     """The modules that users import from: those of the packages that are no backends, their sub-packages, each
     middleware, and the ledger's commands."""
     names = []
-    folders = ("core", "observe", "testkit", "tools", "integrations", "compat")
-    for source in (ROOT / folder / "src" for folder in folders):
+    for source in (ROOT / name / "src" for name in PACKAGES):
         for pattern in ("*.py", "*/__init__.py", "middleware/*.py", "ledger/commands.py"):
             for path in source.glob(f"dataplane_*/{pattern}"):
                 names.append(".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"))

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import contextlib
 import random
 import signal
-import statistics
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -39,7 +37,6 @@ from rollout_server.settings import partition_of, read_config
 
 #: Requests that are generated together.
 _MOST_AT_ONCE = 64
-_BEAT_S = 0.005
 
 
 class Generator:
@@ -116,7 +113,6 @@ class Server:
         self._name = name
         self._generator = generator
         self._num_requests = 0
-        self._late_s = collections.deque([0.0, 0.0], maxlen=10_000)
 
     async def generate(self, request: web.Request) -> web.Response:
         """``POST /generate``: a group of answers, once it is in the data plane."""
@@ -135,21 +131,8 @@ class Server:
     async def health(self, request: web.Request) -> web.Response:
         """``GET /health``."""
         return web.json_response(
-            {
-                "name": self._name,
-                "weight_version": self._generator.version,
-                "requests": self._num_requests,
-                "late_ms_p99": round(1e3 * statistics.quantiles(self._late_s, n=100)[98], 1),
-            }
+            {"name": self._name, "weight_version": self._generator.version, "requests": self._num_requests}
         )
-
-    async def beat(self) -> None:
-        """Measures how late the event loop is with what is due."""
-        loop = asyncio.get_running_loop()
-        while True:
-            start = loop.time()
-            await asyncio.sleep(_BEAT_S)
-            self._late_s.append(loop.time() - start - _BEAT_S)
 
 
 def follow_weights(config: Any, name: str, generator: Generator, ended: threading.Event) -> None:
@@ -176,11 +159,10 @@ def application(config: dict[str, Any], name: str) -> web.Application:
         ended = threading.Event()
         threading.Thread(target=follow_weights, args=(plane_config, name, generator, ended), daemon=True).start()
         async with await connect_async(plane_config, bootstrap=False) as server.plane:
-            tasks = [asyncio.create_task(generator.run()), asyncio.create_task(server.beat())]
+            task = asyncio.create_task(generator.run())
             yield
             ended.set()
-            for task in tasks:
-                task.cancel()
+            task.cancel()
 
     app.cleanup_ctx.append(life)
     return app

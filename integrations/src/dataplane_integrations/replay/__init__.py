@@ -14,22 +14,6 @@ A *group* is the answers to one prompt, generated with one *weight version*. Its
   are cleared, and its prompt is generated again.
 - `Collector`: the same in threads, also in the trainer's process; `AsyncCollector`: for a rollout that is a coroutine,
   in your event loop. Outside the trainer's process they take a `PromptSource`.
-
-A trainer::
-
-    client.register_partition("replay", DP_TRAIN_FIELDS, None, ["train"], grpo_group_size=8)
-    rule = InOrderPolicy(max_staleness=1, groups_per_version=32)
-    buffer = ReplayBuffer(client, "replay", rule, group_size=8, num_prompts=3200)
-    for step, meta in enumerate(buffer.batches(32)):  # waits; a KVBatchMeta of 32 whole groups
-        train(meta)  # its rows are cleared when the next is asked for
-        buffer.set_weight_version(step + 1)  # after the rollout side has got the weights of this version
-
-A rollout process::
-
-    def rollout(reservations):  # returns columns, or the meta of written rows
-        return generate([dataset[reservation.prompt] for reservation in reservations])
-
-    serve(client, "replay", rollout, groups_per_call=32)
 """
 
 from dataplane_core.ledger import group_of

@@ -97,6 +97,15 @@ class ReplayBuffer(PromptSource):
     ``resume``, after ``client.load(folder)`` of a `save`, or if the trainer alone has died. There is one buffer per
     run. It is also the source of collectors in its own process. Thread-safe.
 
+    Example:
+        A trainer; in each rollout process, `serve` runs::
+
+            rule = InOrderPolicy(max_staleness=1, groups_per_version=32)
+            buffer = ReplayBuffer(client, "replay", rule, group_size=8, num_prompts=3200)
+            for step, meta in enumerate(buffer.batches(32)):  # waits; a KVBatchMeta of 32 whole groups
+                train(meta)  # its rows are cleared when the next is asked for
+                buffer.set_weight_version(step + 1)  # after the rollout side has got the weights of this version
+
     A call that removes groups has taken effect also where it raises because the store cannot be reached: do not call it
     again. The next call clears the rows.
 

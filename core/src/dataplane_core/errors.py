@@ -296,9 +296,9 @@ class StalePartitionError(DataPlaneError, RuntimeError):
     default_retryable = True
 
 
-class ContentGoneError(StalePartitionError):
-    """A cell that a put did not bring, since the store had it, was cleared meanwhile or is lost. The client tries again
-    with all cells. So callers never get it."""
+class ContentChangedError(StalePartitionError):
+    """A cell that a put did not bring, since the store had it, is gone; or another put brought one that it also brings.
+    The client asks again what the store has. So callers never get it."""
 
     default_retryable = False
 

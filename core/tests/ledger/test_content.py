@@ -4,7 +4,7 @@ import pytest
 from ledgers import register, saved_and_loaded
 from msgspec.structs import replace
 
-from dataplane_core.errors import ContentGoneError
+from dataplane_core.errors import ContentChangedError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec
 
@@ -13,10 +13,9 @@ SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
 
 
 def begin(ledger, name, write_id, brought=(), known=(), partition_id="p"):
-    """Begins a put of one sample for each digest."""
-    digests = [*brought, *known]
-    ids = [f"{name}{number}" for number in range(len(digests))]
-    write = commands.Write(["x"], [100] * len(brought), list(range(len(digests))), digests)
+    """Begins a put of one sample for each row."""
+    ids = [f"{name}{number}" for number in range(len(brought) + len(known))]
+    write = commands.Write(["x"], [100] * len(brought), list(range(len(ids))), brought, known)
     put = commands.BeginPut(partition_id, ids, SPECS, [write], None, write_id=write_id, ttl_s=9.0)
     put.check()
     return ledger.apply(put, 0.0)
@@ -38,7 +37,7 @@ def put(ledger, *args, **kwargs):
 @pytest.mark.parametrize("ending", ["commit", "abort", "expiry"])
 def test_a_row_stays_while_a_put_relies_on_it(ledger, ending, loaded):
     put(ledger, "a", 10, [IMAGE])
-    begin(ledger, "b", 20, known=[IMAGE], partition_id="q")
+    begin(ledger, "b", 20, known=[(10, 0)], partition_id="q")
     assert ledger.apply(commands.ClearRequest("p", None), 0.0)[1] == []
     assert ledger.payload()[10] == ([100], [0])
     ledger = saved_and_loaded(ledger) if loaded else ledger
@@ -54,25 +53,40 @@ def test_a_row_stays_while_a_put_relies_on_it(ledger, ending, loaded):
     assert (ledger.held_bytes, ledger.content_refs()) == (0, [])
 
 
-def test_of_two_puts_that_bring_a_cell_the_first_that_is_committed_keeps_its_row(ledger):
+def test_of_two_puts_that_bring_a_cell_one_must_ask_again(ledger):
     begin(ledger, "a", 10, [IMAGE])
     begin(ledger, "b", 20, [OTHER, IMAGE])
     assert ledger.held_bytes == 300
     assert ledger.apply(commands.CommitPut(20), 0.0) == []
-    assert ledger.apply(commands.CommitPut(10), 0.0) == [(10, 0)]
+    for step in (lambda: ledger.apply(commands.CommitPut(10), 0.0), lambda: begin(ledger, "a", 30, [IMAGE])):
+        with pytest.raises(ContentChangedError):
+            step()
+    assert ledger.garbage(0.0) == [(10, 0)]
+    assert ledger.apply(commands.FindContent([IMAGE]), 0.0) == {IMAGE: (20, 1)}
+    put(ledger, "a", 30, known=[(20, 1)])
     assert ledger.held_bytes == 200
     (part,) = ledger.apply(commands.Locate("p", ["a0"], ["x"]), 0.0).parts
     assert (part.write_id, part.positions, part.by_content) == (20, [1], True)
 
 
+def test_equal_cells_of_two_columns_of_a_put_are_kept_once(ledger):
+    writes = [commands.Write([name], [100], [0], [IMAGE]) for name in ("x", "y")]
+    begun = commands.BeginPut("p", ["a"], dict.fromkeys("xy", SPECS["x"]), writes, write_id=10, ttl_s=9.0)
+    ledger.apply(begun, 0.0)
+    assert ledger.apply(commands.CommitPut(10), 0.0) == [(11, 0)]
+    assert ledger.held_bytes == 100
+
+
 def test_what_is_gone_or_lost_must_be_brought(ledger):
     put(ledger, "a", 10, [IMAGE])
-    begin(ledger, "b", 20, known=[IMAGE])
+    begin(ledger, "b", 20, known=[(10, 0)])
     ledger.apply(commands.ForgetContent([(10, 0), (99, 0)]), 0.0)
-    assert ledger.apply(commands.FindContent([IMAGE, OTHER]), 0.0) == []
-    for step in (lambda: ledger.apply(commands.CommitPut(20), 0.0), lambda: begin(ledger, "c", 30, known=[IMAGE])):
-        with pytest.raises(ContentGoneError):
-            step()
+    assert ledger.apply(commands.FindContent([IMAGE, OTHER]), 0.0) == {}
+    with pytest.raises(ContentChangedError):
+        ledger.apply(commands.CommitPut(20), 0.0)
+    for ref in ((10, 0), (10, 1), (10, -1), (99, 0)):
+        with pytest.raises(ContentChangedError):
+            begin(ledger, "c", 30, known=[ref])
     put(ledger, "b", 40, [IMAGE])
     ledger = saved_and_loaded(ledger)
     assert ledger.content_refs() == [(40, 0)]

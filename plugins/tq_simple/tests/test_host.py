@@ -9,7 +9,7 @@ import pytest
 
 from dataplane_core.errors import (
     BackendUnavailableError,
-    ContentGoneError,
+    ContentChangedError,
     CorruptDataError,
     DataPlaneError,
     InvalidRequestError,
@@ -241,20 +241,22 @@ def durable(either):
 
 def test_no_put_relies_on_content_of_a_unit_that_has_ended(either):
     def begin(name, *brought):
-        writes = [commands.Write(["x"], list(brought), [0], [bytes(16)])]
+        known = [] if brought else [ref]
+        writes = [commands.Write(["x"], list(brought), [0], [bytes(16)] * len(brought), known)]
         put = commands.BeginPut("p", [name], X, writes, ttl_s=60.0)
         return either.call(BeginNear(put, "n0" if brought else "n1", []))
 
     either.call(commands.CommitPut(begin("a", 10)))
+    (ref,) = either.call(commands.FindContent([bytes(16)])).values()
     relying = begin("b")
-    assert either.call(commands.FindContent([bytes(16)])) == [bytes(16)]
     either.host.book.ended("n0")
     for step in (lambda: either.call(commands.CommitPut(relying)), lambda: begin("c")):
-        with pytest.raises(ContentGoneError):
+        with pytest.raises(ContentChangedError):
             step()
-    assert either.call(commands.FindContent([bytes(16)])) == []
+    assert either.call(commands.FindContent([bytes(16)])) == {}
     either.host.book.started(started(0, "b"))
     either.call(commands.CommitPut(begin("d", 10)))
+    (ref,) = either.call(commands.FindContent([bytes(16)])).values()
     either.call(commands.CommitPut(begin("e")))
 
 

@@ -149,8 +149,8 @@ class Put:
         digests = [f"{kind.spec.to_text()[:13]} {number % NUM_LARGE:2}".encode() for number in self._numbers(name)]
         known = ledger.apply(commands.FindContent(list(dict.fromkeys(digests))), now)
         brought = [digest for digest in dict.fromkeys(digests) if digest not in known]
-        order = brought + known
-        return commands.Write([name], [kind.size_bytes] * len(brought), [order.index(one) for one in digests], order)
+        order, sizes = [*brought, *known], [kind.size_bytes] * len(brought)
+        return commands.Write([name], sizes, list(map(order.index, digests)), brought, list(known.values()))
 
     def take(self, ledger: Ledger, now: float) -> bool:
         """Puts whole. Returns whether it was carried out, not done already. Raises as the ledger does."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
 from dataplane_core.errors import FrameError
 from dataplane_core.ledger import Located, Ref, commands
-from dataplane_core.spec import PutRequest, SharedRows, WireColumn
+from dataplane_core.spec import FieldSpec, PutRequest, SharedRows, WireColumn
+
+#: Of how many rows of the store a client keeps the digests.
+_MOST_DIGESTS: Final = 10_000
 
 
 def without_known(
-    request: PutRequest, writes: Sequence[commands.Write], known: Collection[bytes]
+    request: PutRequest, writes: Sequence[commands.Write], known: Mapping[bytes, Ref]
 ) -> tuple[PutRequest, list[commands.Write]]:
-    """A put without the rows whose content the store has, by their digests. Writes that then bring no row come last,
-    so that the rows of the others follow one another."""
+    """A put without the rows that the store has, by their digests. Writes that then bring no row come last, so that the
+    rows of the others follow one another."""
     from dataplane_core.codec.rows import take_plain  # it imports torch
 
     columns, rest = dict(request.columns), []
@@ -35,10 +39,75 @@ def without_known(
                 write.fields,
                 [write.row_bytes[row] for row in brought],
                 [places[row] for row in positions],
-                [digests[row] for row in order],
+                [digests[row] for row in brought],
+                [known[digests[row]] for row in order[len(brought) :]],
             )
         rest.append(write)
     return replace(request, columns=columns), sorted(rest, key=lambda write: not write.row_bytes)
+
+
+class Samples:
+    """Tells cells with the same sample apart (`WireFormat.by_sample`), by digests of whole cells. Thread-safe.
+
+    Args:
+        kept_digests: `LedgerBackend.kept_digests`.
+    """
+
+    def __init__(self, kept_digests: Callable[[Sequence[commands.Part], FieldSpec, float], list[bytes]]) -> None:
+        self._kept_digests = kept_digests
+        self._digests: dict[Ref, bytes] = {}  # of rows of the store; refs are never used again
+
+    def told_apart(
+        self, request: PutRequest, writes: Sequence[commands.Write], kept: Mapping[bytes, Ref]
+    ) -> list[commands.Write]:
+        """The writes of a put, of which no row has the digest of a different one, of the put or the store.
+
+        Args:
+            request: The put.
+            writes: Its writes.
+            kept: The rows of the store with digests of the put.
+
+        Raises:
+            RefsGoneError: One of these rows is gone.
+        """
+        from dataplane_core.codec import column_digests  # it imports torch
+
+        counts = Counter(digest for write in writes for digest in write.digests)
+        names: dict[bytes, bytes] = {}  # digest of a whole cell -> the one that names it
+        taken: set[bytes] = set()
+        told = list(writes)
+        for place, write in enumerate(writes):
+            if any(digest in kept or counts[digest] > 1 for digest in write.digests):
+                name = write.fields[0]
+                column, spec = request.columns[name], request.specs[name]
+                assert isinstance(column, SharedRows)
+                here = {digest: kept[digest] for digest in write.digests if digest in kept}
+                names |= zip(self._of_store(list(here.values()), name, spec, request.deadline), here, strict=True)
+                taken |= here.keys()
+                digests = list(write.digests)
+                for row, whole in enumerate(column_digests(column.rows, spec)):
+                    if whole not in names:
+                        names[whole] = whole if digests[row] in taken else digests[row]
+                    digests[row] = names[whole]
+                taken.update(digests)
+                told[place] = replace(write, digests=digests)
+        return told
+
+    def _of_store(self, refs: Sequence[Ref], field: str, spec: FieldSpec, deadline: float) -> list[bytes]:
+        """The digests of whole cells of the store."""
+        digests, by_write = self._digests, dict[int, list[int]]()
+        for write_id, pos in refs:
+            if (write_id, pos) not in digests:
+                by_write.setdefault(write_id, []).append(pos)
+        if by_write:
+            parts = [
+                commands.Part(write_id, (field,), (0,), places, places, True) for write_id, places in by_write.items()
+            ]
+            lacking = [(part.write_id, pos) for part in parts for pos in part.positions]
+            digests |= zip(lacking, self._kept_digests(parts, spec, deadline), strict=True)
+        if len(digests) > _MOST_DIGESTS:
+            self._digests = {}
+        return [digests[ref] for ref in refs]
 
 
 class ReadCells:

@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
-from dataplane_core.backends.content import ReadCells, without_known
+from dataplane_core.backends.content import ReadCells, Samples, without_known
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
     BackendError,
     CapacityExceededError,
-    ContentGoneError,
+    ContentChangedError,
     FrameError,
     InvalidRequestError,
     LostSamplesError,
@@ -46,6 +46,7 @@ from dataplane_core.spec import (
     Claim,
     ClaimRequest,
     ClearRequest,
+    FieldSpec,
     GetRequest,
     PartitionInfo,
     PutRequest,
@@ -138,6 +139,7 @@ class LedgerBackend(Backend, ABC):
         super().__init__(config)
         self._not_undone: deque[int] = deque()  # write ids of failed puts
         self._cells_read = ReadCells()
+        self._samples = Samples(self.kept_digests)
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class LedgerBackend(Backend, ABC):
                 try:
                     freed = self._put_new_content(request, writes)
                     break
-                except ContentGoneError:
+                except ContentChangedError:
                     if time.monotonic() >= request.deadline:
                         raise
             if freed:
@@ -296,6 +298,20 @@ class LedgerBackend(Backend, ABC):
         for write_id, write in writes.items():
             self.store_write(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
+    def kept_digests(self, parts: Sequence[commands.Part], spec: FieldSpec, deadline: float) -> list[bytes]:
+        """The digests (`column_digests`) of rows of the store, part by part. Only of an engine with
+        `WireFormat.by_sample`, which makes them where the rows lie.
+
+        Args:
+            parts: The rows. Each part is of one field, always the same.
+            spec: The spec of that.
+            deadline: As of `store_writes`.
+
+        Raises:
+            RefsGoneError: Some are gone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares by_sample, and does not override kept_digests")
+
     def find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
         return refs
@@ -343,14 +359,26 @@ class LedgerBackend(Backend, ABC):
     def _put_new_content(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
         """Puts what the store lacks. Returns the refs that it freed."""
         digests = [digest for write in writes for digest in write.digests]
-        if digests and (known := self.call_ledger(request.deadline, commands.FindContent(digests))):
-            request, writes = without_known(request, writes, set(known))
+        kept = self._find_content(digests, request.deadline)
+        if self.wire.by_sample and (kept or len(set(digests)) < len(digests)):
+            try:
+                writes = self._samples.told_apart(request, writes, kept)
+            except RefsGoneError as error:
+                self.call_ledger(request.deadline, commands.ForgetContent(error.refs or list(kept.values())))
+                raise ContentChangedError("a cell that the store had is gone") from error
+            whole = {digest for write in writes for digest in write.digests} - set(digests)
+            kept |= self._find_content(list(whole), request.deadline)
+        if kept:
+            request, writes = without_known(request, writes, kept)
         try:
             return self.put_once(request, writes, None)
         except CapacityExceededError as error:
             if self.config.on_full != "block" or not error.retryable:
                 raise
             return self._put_when_there_is_room(request, writes, error)
+
+    def _find_content(self, digests: Sequence[bytes], deadline: float) -> dict[bytes, Ref]:
+        return self.call_ledger(deadline, commands.FindContent(digests)) if digests else {}
 
     def _put_when_there_is_room(
         self, request: PutRequest, writes: Sequence[commands.Write], refusal: CapacityExceededError

@@ -19,7 +19,7 @@ from dataplane_core.codec.tensors import (
     jagged_parts,
     ragged_of_nested,
 )
-from dataplane_core.codec.wire import cell_digests, decode_columns, encode_columns, scalar_of_digest
+from dataplane_core.codec.wire import cell_digests, column_digests, decode_columns, encode_columns, scalar_of_digest
 
 __all__ = [
     "ALL_DTYPES",
@@ -31,6 +31,7 @@ __all__ = [
     "as_columns",
     "byte_array",
     "cell_digests",
+    "column_digests",
     "copy_column",
     "decode_columns",
     "decode_item",

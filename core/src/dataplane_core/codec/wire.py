@@ -33,10 +33,10 @@ from dataplane_core.codec.cells import (
 from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
     Repeats,
-    all_differ,
     is_narrow,
     narrowed,
     row_digests,
+    row_samples,
     same_memory,
     widened,
 )
@@ -167,24 +167,41 @@ def _sent(
     ``same``: which rows these already are. ``least``: how many bytes make a row large, on average.
     """
     digests = None
-    is_large = least is not None and len(rows) > 0 and _values(rows).nbytes >= least * len(rows)
-    # numbers of tokens: hardly any are put again, and to digest them takes as long as to copy them
-    is_per_token = spec.rank == 1 and spec.dtype != "uint8"
-    by_content = wire.by_content and not is_per_token
-    if is_large and (by_content or (len(rows) > 1 and not (is_per_token and all_differ(rows)))):
-        digests = row_digests(rows, spec.to_text())
-        rows, same, digests = _differing(rows, same, digests)
+    is_large = least is not None and _values(rows).nbytes >= max(1, least * len(rows))
+    # not numbers of tokens: hardly any are put again
+    by_content = wire.by_content and (spec.rank != 1 or spec.dtype == "uint8")
+    if is_large and (by_content or len(rows) > 1):
+        rows, same, digests = _differing(rows, same, rows, spec, by_sample=wire.by_sample or not by_content)
     encoded = _on_wire(rows, wire, KIND_OBJECT if spec.kind == "object" else KIND_TENSOR)
     # cells that leave their field open are read as what it became, so those of another put are not the same
     return _with_index(encoded, same, digests if by_content and not spec.lists else None)
 
 
-def _differing(rows: Any, same: Repeats | None, digests: list[bytes]) -> tuple[Any, Repeats | None, list[bytes]]:
-    """Of rows with equal digests the first; which rows these are then, and their digests."""
+def _differing(
+    rows: Any, same: Repeats | None, encoded: _Rows, spec: FieldSpec, *, by_sample: bool
+) -> tuple[Any, Repeats | None, list[bytes]]:
+    """Of equal rows the first; which rows these are then, and their digests. ``encoded``: the bytes of the rows.
+
+    ``by_sample``: of rows whose samples differ, they are digests of these; of others, the first has that of its sample.
+    """
+    samples = row_samples(encoded, spec.to_text()) if by_sample else []
+    if samples and len(set(samples)) == len(samples):
+        return rows, same, samples
+    digests = row_digests(encoded, spec.to_text())
     equal = Repeats.by_key(digests)
-    if equal is None:
-        return rows, same, digests
-    return take_plain(rows, equal.firsts), equal.after(same), [digests[row] for row in equal.firsts]
+    firsts = range(len(digests)) if equal is None else equal.firsts
+    if samples:
+        first_of = {samples[row]: row for row in reversed(firsts)}
+        digests = [samples[row] if first_of.get(samples[row]) == row else digest for row, digest in enumerate(digests)]
+    digests = [digests[row] for row in firsts]
+    return (rows, same, digests) if equal is None else (take_plain(rows, equal.firsts), equal.after(same), digests)
+
+
+def column_digests(column: WireColumn, spec: FieldSpec, numbers: Sequence[int] | None = None) -> list[bytes]:
+    """Digests of cells of a column on a wire of tensors (`row_digests`), however narrow it is."""
+    rows = _encoded_items(column, "", allow_pickle=False) if isinstance(column, list) else column
+    dtype = torch.uint8 if spec.kind == "object" else spec.torch_dtype
+    return row_digests(_mapped(rows, partial(widened, dtype=dtype)), spec.to_text(), numbers)
 
 
 def _with_index(rows: WireColumn, same: Repeats | None, digests: list[bytes] | None) -> WireColumn | SharedRows:
@@ -272,8 +289,8 @@ def _encode_objects(
             return items
         digests = None
         if is_bulky:
-            digests = row_digests(_encoded_items(firsts, name, allow_pickle), _OBJECTS.to_text())
-            firsts, same, digests = _differing(firsts, same, digests)
+            encoded = _encoded_items(firsts, name, allow_pickle)
+            firsts, same, digests = _differing(firsts, same, encoded, _OBJECTS, by_sample=wire.by_sample)
         return _with_index(firsts, same, digests)
     try:
         rows = _encoded_items(firsts, name, allow_pickle)

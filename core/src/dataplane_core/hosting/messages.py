@@ -29,7 +29,7 @@ from dataplane_core.spec.requests import Command
 #: Clients and hosts speak the same version. It changes with the form of any message.
 VERSION: Final = 21
 #: The version of the ledger's commands as messages, which logs keep.
-COMMANDS_FORM: Final = 18
+COMMANDS_FORM: Final = 19
 
 Reply = TypeVar("Reply", covariant=True)
 _T = TypeVar("_T")

@@ -57,19 +57,20 @@ class Write(Frozen, frozen=True):
         fields: In the order of their slots.
         row_bytes: Of each row that is stored.
         positions: The row that each sample has; each is that of some sample. None: row i.
-        digests: Of one field that is kept by content: those of the rows that are stored, and then those of cells that
-            the store has. These are numbered as rows too.
+        digests: Of one field that is kept by content: of each row that is stored.
+        known: Of such a field: rows of other puts with equal cells, which are numbered after these.
     """
 
     fields: Annotated[Sequence[str], Meta(min_length=1)]
     row_bytes: Sequence[_Bytes]
     positions: Sequence[Index] | None = None
     digests: Sequence[Digest] = ()
+    known: Sequence[Ref] = ()
 
     @property
-    def known(self) -> Sequence[bytes]:
-        """The digests of the cells that the store has."""
-        return self.digests[len(self.row_bytes) :]
+    def by_content(self) -> bool:
+        """Whether samples of other puts may have its rows, or it those of others."""
+        return bool(self.digests or self.known)
 
     @property
     def num_ids(self) -> int:
@@ -80,9 +81,9 @@ class Write(Frozen, frozen=True):
 class BeginPut(Frozen, Command[int], frozen=True):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
-    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed; `ContentGoneError`: the store lacks a
-    cell that the put does not bring. The cells that it has stay until the put ends. Other attributes are as in
-    `PutRequest`.
+    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed; `ContentChangedError`: a row that the
+    put names is gone, or there is one with a digest of the put. The rows that it names stay until it ends. Other
+    attributes are as in `PutRequest`.
 
     Attributes:
         writes: Its writes: each field is in one of them.
@@ -130,16 +131,16 @@ class BeginPut(Frozen, Command[int], frozen=True):
         self.expect(len(names) == len(self.specs) and self.specs.keys() == set(names), "writes")
         for write in self.writes:
             of = range(len(rows)) if write.positions is None else write.positions
-            num_rows = len(write.digests) or len(write.row_bytes)
-            self.expect(len(of) == len(rows) and set(of) == set(range(num_rows)), "writes")
-            self.expect(num_rows >= len(write.row_bytes), "writes")
-            self.expect(not write.digests or len(write.fields) == 1, "writes")
+            num_rows = len(write.row_bytes)
+            self.expect(len(of) == len(rows) and set(of) == set(range(num_rows + len(write.known))), "writes")
+            if write.by_content:
+                self.expect(len(write.fields) == 1 and len(write.digests) == num_rows, "writes")
         self.expect(self.size_bytes <= 1 << 50, "writes")
         check_opens(self)
 
 
-class FindContent(Frozen, Command[list[Digest]], frozen=True):
-    """Asks which cells the store has, by their digests. Reply: the digests of those."""
+class FindContent(Frozen, Command[dict[Digest, Ref]], frozen=True):
+    """Asks which cells the store has, by their digests. Reply: those that it has, and their rows."""
 
     op = "find_content"
     reads = True
@@ -171,7 +172,7 @@ class WaitForRoom(Frozen, Command[None], frozen=True):
 
 class CommitPut(Frozen, Command[list[Ref]], frozen=True):
     """Makes a begun put visible: its cells and tags at once. Reply: the refs that are now free: those that it replaced,
-    and its own rows with content that another put committed since `BeginPut`.
+    and of its own rows with equal digests all but one.
 
     Raises:
         StalePartitionError: The partition or one of the samples was cleared since `BeginPut`, or the put was abandoned.
@@ -179,6 +180,7 @@ class CommitPut(Frozen, Command[list[Ref]], frozen=True):
         SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed since `BeginPut` fixed
             another schema, filled the group, or wrote the cells. Nothing is visible, and the put's refs are free.
         AlreadyDoneError: A put with the same request id committed since `BeginPut`. The put's refs are free.
+        ContentChangedError: As of `BeginPut`, or another put has committed a row with one of its digests.
     """
 
     op = "commit_put"

@@ -7,11 +7,13 @@ same order give the same state in every process.
 The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
 pos)`` names the payload of row ``pos`` of a write. Samples with equal cells may share a row of a write; its payload is
 then freed with the last of them. A write that is kept **by content** has a digest of each row: samples of later puts,
-in any partition, share these rows, and a put that names a digest of the ledger need not bring the row. Write ids are
-integers that are never used again, spaced so that ``write_id + pos`` is unique too.
-Callers draw the epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would
-start again if the ledger's state were lost. The ledger may number the writes itself only if its state and the payload
-are always lost together.
+in any partition, may name such a row, and need not bring it. No two rows have the same digest: a put that brings one
+which the ledger has is refused, and is to ask first.
+
+Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too. Callers draw the
+epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would start again if the
+ledger's state were lost. The ledger may number the writes itself only if its state and the payload are always lost
+together.
 
 A put has two steps. `BeginPut` validates the put and reserves its bytes. The host then stores the payload. `CommitPut`
 validates again what may have changed since, and makes the rows visible. A ref that no row uses any longer is returned
@@ -35,7 +37,7 @@ from msgspec.structs import asdict, replace
 from dataplane_core.errors import (
     AlreadyDoneError,
     CapacityExceededError,
-    ContentGoneError,
+    ContentChangedError,
     InvalidRequestError,
     MissingDataError,
     OpenCellsError,
@@ -318,14 +320,21 @@ class Ledger:
         return write_id
 
     def _rows_of(self, put: commands.BeginPut) -> list[Ref]:
-        """The rows with the content that a put does not bring. Raises `ContentGoneError` if one is not there."""
-        known = [digest for write in put.writes for digest in write.known]
-        if any(digest not in self._content for digest in known):
-            raise ContentGoneError(f"put_samples('{put.partition_id}') is to bring all of its cells.")
-        return [self._content[digest] for digest in known]
+        """The rows of other puts that a put names. Raises `ContentChangedError` if one is gone, or if there is one with
+        a digest of the put."""
+        refs = [ref for write in put.writes for ref in write.known]
+        brought = [digest for write in put.writes for digest in write.digests]
+        if not all(map(self._is_kept, refs)) or any(digest in self._content for digest in brought):
+            raise ContentChangedError(f"put_samples('{put.partition_id}') is to ask what the store has.")
+        return refs
 
-    def _find_content(self, command: commands.FindContent, now: float) -> list[bytes]:
-        return [digest for digest in command.digests if digest in self._content]
+    def _is_kept(self, ref: Ref) -> bool:
+        """Whether puts may rely on a row."""
+        write = self._writes.get(ref[0])
+        return write is not None and ref in map(self._content.get, write.digests[ref[1] : ref[1] + 1])
+
+    def _find_content(self, command: commands.FindContent, now: float) -> dict[bytes, Ref]:
+        return {digest: self._content[digest] for digest in command.digests if digest in self._content}
 
     def _forget_content(self, command: commands.ForgetContent, now: float) -> None:
         for write_id, pos in command.refs:
@@ -381,8 +390,7 @@ class Ledger:
                 if sample_id not in partition.rows or partition.rows[sample_id].seq != seq:
                     self._refuse_stale(put, f"sample '{sample_id}' was cleared")
             partition.check_put(put, self._overwrite)
-            if self._rows_of(put) != pending.held:  # they were lost, and put again
-                raise ContentGoneError(f"put_samples('{put.partition_id}') is to bring all of its cells.")
+            self._rows_of(put)
         except Exception:
             self._abandon(write_id, pending, now)
             raise
@@ -404,12 +412,12 @@ class Ledger:
         for id_of_write, write in writes.items():
             num_rows = len(write.row_bytes)
             num_holders = [1] * num_rows
-            if write.digests:
+            if write.by_content:
                 by_content[id_of_write] = []
             elif write.positions is not None:
                 counts = Counter(write.positions)
                 num_holders = [counts[pos] for pos in range(num_rows)]
-            if not write.digests:
+            if not write.by_content:
                 partition.held_bytes += sum(write.row_bytes)
             if num_rows:
                 self._writes[id_of_write] = LiveWrite(
@@ -418,7 +426,7 @@ class Ledger:
                     {} if write.digests else lists,
                     num_holders,
                     num_rows,
-                    list(write.digests[:num_rows]),
+                    list(write.digests),
                 )
         brought = self._keep_content(partition, writes, by_content) if by_content else []
         freed = partition.write_rows(writes, put, self._next_seq, now, by_content)
@@ -429,7 +437,7 @@ class Ledger:
     def _keep_content(
         self, partition: Partition, writes: Mapping[int, commands.Write], by_content: dict[int, list[Ref]]
     ) -> list[Ref]:
-        """Finds the rows of the samples in writes that are kept by content: of equal rows that which was committed
+        """Finds the rows of the samples in writes that are kept by content: of rows of the put with equal digests the
         first. Returns the rows that the put brought, which the caller gives up for the put."""
         brought: list[Ref] = []
         for write_id, refs in by_content.items():
@@ -437,7 +445,7 @@ class Ledger:
             own = [(write_id, pos) for pos in range(len(write.row_bytes))]
             for digest, ref in zip(write.digests, own, strict=False):
                 self._content.setdefault(digest, ref)
-            rows = [self._content[digest] for digest in write.digests]
+            rows = [*(self._content[digest] for digest in write.digests), *write.known]
             refs += rows if write.positions is None else [rows[pos] for pos in write.positions]
             for row_write, pos in refs:
                 self._writes[row_write].num_holders[pos] += 1

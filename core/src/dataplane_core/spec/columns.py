@@ -67,8 +67,8 @@ class SharedRows:
     Attributes:
         rows: The column without the repeats.
         index: For each row of the column, its row in ``rows``.
-        digests: Of a put to a backend with `WireFormat.by_content`: a digest of each of ``rows``. Middleware that
-            changes the rows leaves them out.
+        digests: Of a put to a backend with `WireFormat.by_content`: a digest of each of ``rows``, all different.
+            Middleware that changes the rows leaves them out.
     """
 
     rows: WireColumn

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from dataplane_core.backends import LEDGER_CAPABILITIES, CapacityOptions, LedgerBackend, RefsGoneError
-from dataplane_core.codec import Piece, copy_column, merge_pieces
+from dataplane_core.codec import Piece, column_digests, copy_column, merge_pieces
 from dataplane_core.host_memory import check_capacity
-from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply
-from dataplane_core.spec import Capability, Scope, WireColumn, WireFormat
+from dataplane_core.ledger import Command, LedgerThread, Located, Ref, Reply, commands
+from dataplane_core.spec import Capability, FieldSpec, Scope, WireColumn, WireFormat
 
 
 class Segment:
@@ -59,7 +59,7 @@ class Segment:
 class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but its ledger."""
 
-    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, by_content=True, narrow=True)
+    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, by_content=True, by_sample=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -99,16 +99,24 @@ class NoopBackend(LedgerBackend):
     def fetch_fields(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn]:
         pieces: dict[str, list[Piece]] = {name: [] for name in located.specs}
         for part in located.parts:
-            segment = self._segments.get(part.write_id)
-            gone = part.positions if segment is None else segment.gone(part.positions)
-            if segment is None or gone:
-                refs = [(part.write_id, position) for position in gone]
-                raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
-            for name, slot in zip(part.fields, part.slots, strict=True):
-                pieces[name].append(segment.piece(slot, part.positions, part.rows))
+            for name, piece in zip(part.fields, self._pieces_of(part), strict=True):
+                pieces[name].append(piece)
         tensors = [name for name, spec in located.specs.items() if spec.kind == "tensor" and self.wire.narrow]
         dtypes = {name: located.specs[name].stored.torch_dtype for name in tensors}
         return {name: merge_pieces(parts, dtypes.get(name)) for name, parts in pieces.items()}
+
+    def kept_digests(self, parts: Sequence[commands.Part], spec: FieldSpec, deadline: float) -> list[bytes]:
+        pieces = [piece for part in parts for piece in self._pieces_of(part)]
+        return [digest for piece in pieces for digest in column_digests(piece.column, spec, piece.rows)]
+
+    def _pieces_of(self, part: commands.Part) -> list[Piece]:
+        """Where the rows of each field of a part lie."""
+        segment = self._segments.get(part.write_id)
+        gone = part.positions if segment is None else segment.gone(part.positions)
+        if segment is None or gone:
+            refs = [(part.write_id, position) for position in gone]
+            raise RefsGoneError(f"{len(gone)} rows of write {part.write_id} are gone", refs=refs)
+        return [segment.piece(slot, part.positions, part.rows) for slot in part.slots]
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         by_write: dict[int, list[int]] = {}

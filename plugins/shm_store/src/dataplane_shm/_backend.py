@@ -26,7 +26,7 @@ from dataplane_core.host_memory import check_capacity, memory_limit
 from dataplane_core.hosting import ExtentStatistics, Memory
 from dataplane_core.ledger import Command, Located, Ref, Reply, commands
 from dataplane_core.ownership import OwnedProcess, last_words
-from dataplane_core.spec import Capability, PutRequest, Scope, WireColumn, WireFormat
+from dataplane_core.spec import Capability, FieldSpec, PutRequest, Scope, WireColumn, WireFormat
 from dataplane_shm._diagnosis import diagnose
 from dataplane_shm._messages import FAILURE, Options, raise_failure
 from dataplane_shm._opening import open_store
@@ -42,7 +42,9 @@ class ShmBackend(LedgerBackend):
     bootstrapping client starts and ends. Linux only.
     """
 
-    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, by_content=True, narrow=True)
+    wire = WireFormat(
+        ragged="jagged", objects="encoded", shared_rows=True, by_content=True, by_sample=True, narrow=True
+    )
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {
@@ -211,6 +213,17 @@ class ShmBackend(LedgerBackend):
             return read_stored(located.specs, parts, num_samples, self.config.copy_threads)
         finally:
             extents.check("get_samples")
+
+    def kept_digests(self, parts: Sequence[commands.Part], spec: FieldSpec, deadline: float) -> list[bytes]:
+        from dataplane_core.codec import column_digests  # it imports torch
+
+        extents = self._connected()
+        digests: list[bytes] = []
+        for stored in extents.get(parts, dict.fromkeys(parts[0].fields, spec), deadline):
+            (column,) = stored.columns.values()
+            digests += column_digests(column, spec, stored.rows)
+        extents.check("put_samples")
+        return digests
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         # the store frees payload by itself; only the conformance kit, which loses payload on purpose, comes here

@@ -449,14 +449,19 @@ class ColumnSuite(Suite, chapter="columns"):
     def test_content_is_kept_once_for_all_puts(self, store: Store) -> None:
         _require_content(store)
         one, other = store.register("image"), store.register("picture")
-        images = [random_cells(torch.uint8, (100_000 + number,), number) for number in range(3)]
+        images = [random_cells(torch.uint8, (100_000 + number // 2,), 1) for number in range(3)]
+        images[1][-99] ^= 1  # the only difference to the first
         items = [row.numpy().tobytes() for row in images]
         writer, reader = store.client, store.same_store_client()
         puts = [(one if number < 6 else other, f"n{number}-") for number in range(10)]
         held = store.held()
         for number, (partition, prefix) in enumerate(puts):
             rows, field = images[number % 3 :] + images[: number % 3], "image" if number < 8 else "picture"
-            columns = {field: jagged([row.clone() for row in rows]), "o": as_objects(*items)}
+            columns = {
+                field: jagged([row.clone() for row in rows]),
+                "turn": jagged(rows[::-1]),
+                "o": as_objects(*items),
+            }
             writer.put_samples(ids(3, prefix), partition, batch(3, **columns))
             writer, reader = reader, writer
         once = sum(map(len, items))
@@ -467,10 +472,10 @@ class ColumnSuite(Suite, chapter="columns"):
         def check(number: int, *places: int) -> None:
             (partition, prefix), field = puts[number], "image" if number < 8 else "picture"
             names = [ids(3, prefix)[place] for place in places]
-            columns = writer.get_samples(names, partition, [field, "o"])
-            rows = list(columns[field].unbind())
-            expected = [images[(place + number) % 3] for place in places]
-            assert [*map(bits, rows)] == [*map(bits, expected)], "cells were mixed up"
+            columns = writer.get_samples(names, partition, [field, "turn", "o"])
+            turns, rows = columns["turn"].unbind(), list(columns[field].unbind())
+            assert [*map(bits, turns)] == [bits(images[(2 - place + number) % 3]) for place in places], "mixed up"
+            assert [*map(bits, rows)] == [bits(images[(place + number) % 3]) for place in places], "mixed up"
             rows[0].zero_()
             assert items_of(columns["o"]) == [items[place] for place in places], "items were mixed up"
 

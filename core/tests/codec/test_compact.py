@@ -188,6 +188,20 @@ def test_rows_that_differ_in_one_byte_are_not_equal():
     assert torch.equal(sent.rows, rows[1:3])
 
 
+def test_a_sample_names_the_first_of_the_rows_that_have_it():
+    wire = WireFormat(shared_rows=True, by_content=True, by_sample=True)
+    rows = torch.zeros(4, 200_000, dtype=torch.uint8)
+    rows[2, 77_777] = 1
+    (alone,), (other,) = (encode_columns({"x": rows[row, None]}, 1, wire)[0]["x"].digests for row in (0, 2))
+    first, second = encode_columns({"x": rows}, 4, wire)[0]["x"].digests
+    assert first == alone == other != second
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 0), torch.zeros(2, 3, 0, dtype=torch.uint8)], ids=str)
+def test_rows_without_a_byte_are_never_large(rows):
+    assert not isinstance(encode_columns({"x": rows}, 2, SHARED, share_above=0)[0]["x"], SharedRows)
+
+
 def test_nans_and_zeros_are_told_apart_by_their_bits(bits):
     rows = torch.zeros(3, 100_000)
     rows[1] = -0.0

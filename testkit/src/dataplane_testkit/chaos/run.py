@@ -450,9 +450,10 @@ class Run(ExitStack):
             return is_over or self._plan.file_of(worker.name).read_bytes().count(b"\n") >= 2 * _CALLS
 
         rng, size, turn = random.Random(self._settings.seed), len(self._workers), 0
+        within_s = STARTS_S + _CALLS * self._settings.op_timeout_s  # each may be a put that waits for room
         while self._workers:
             worker = self._workers[turn % size]
-            eventually(partial(has_called, worker), STARTS_S, f"the first calls of {worker.name}")
+            eventually(partial(has_called, worker), within_s, f"the first calls of {worker.name}")
             self._look()
             self._stop(worker, rng.random(), operation="put")
             goes_on = turn < count - size and time.monotonic() < self._until_s

@@ -80,6 +80,15 @@ def test_the_span_of_a_claim_links_to_those_of_its_puts(client):
     assert client.list_samples("p").tags == [{"n": 1}, {"n": 2}, {}, {}]
 
 
+def test_the_number_of_links_is_bounded():
+    with connect({"backend": "noop", "middleware": [{"opentelemetry": {"max_links": 2}}]}) as client:
+        client.register_partition("p", ["x"], None, ["t"])
+        for name in "abc":
+            client.put_samples([name], "p", {"x": torch.zeros(1)})
+        client.claim_meta("p", "t", ["x"], 3)
+    assert linked(spans("claim")[0]) == [span.context.span_id for span in spans("put_samples")[:2]]
+
+
 def test_a_claim_that_waits_has_one_span_from_its_first_question(client):
     claimed = []
     waiting = threading.Thread(target=lambda: claimed.append(client.claim_meta("p", "t", ["x"], 2, timeout_s=60.0)))

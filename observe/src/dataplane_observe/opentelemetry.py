@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from msgspec.structs import replace
+from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
 from dataplane_core.spec import Claim, SampleList, TagValue, hookimpl
@@ -31,6 +32,15 @@ _TAG: Final = "~trace."
 _CONTEXTS: Final = TraceContextTextMapPropagator()
 
 
+class OpenTelemetryConfig(BaseModel):
+    """The options of `OpenTelemetry`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_links: int = Field(default=128, ge=0)
+    """The most puts that the span of a claim links to: those of the first samples."""
+
+
 class OpenTelemetry(EventMiddleware):
     """Records a span for each operation of a client.
 
@@ -39,16 +49,23 @@ class OpenTelemetry(EventMiddleware):
     and, for puts and gets, ``dataplane.bytes``. An operation that raises has the error as an event, and its status.
 
     A put of a sampled trace writes its context, as W3C ``traceparent``, into a tag of each of its samples. A claim has
-    one span, from its first question to its answer, which links to the spans of the puts that wrote its samples, up to
-    the SDK's limit (``OTEL_SPAN_LINK_COUNT_LIMIT``, 128). This middleware hides these tags again; clients without it
-    see tags whose names begin with ``~trace.``.
+    one span, from its first question to its answer, which links to the spans of the puts that wrote its samples. This
+    middleware hides these tags again; clients without it see tags whose names begin with ``~trace.``.
+
+    Args:
+        options: As `OpenTelemetryConfig`.
 
     Examples:
         >>> from dataplane_core import connect
         >>> client = connect({"backend": "noop", "middleware": ["opentelemetry"]})
     """
 
-    _tracer: Tracer = trace.NoOpTracer()
+    Config: ClassVar[type[BaseModel]] = OpenTelemetryConfig
+    config: Any  # an OpenTelemetryConfig
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._tracer: Tracer = trace.NoOpTracer()
 
     def start(self, context: MiddlewareContext) -> None:
         """Takes the program's tracer."""
@@ -99,7 +116,7 @@ class OpenTelemetry(EventMiddleware):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _end_claim(self, event: OperationEvent, request: Any, outcome: Any) -> None:
-        links = _links(outcome.tags) if isinstance(outcome, Claim) else []
+        links = _links(outcome.tags, self.config.max_links) if isinstance(outcome, Claim) else []
         start = time.time_ns() - int(event.wall_ms * 1e6)
         attributes = {**self._attributes(request), "dataplane.samples": event.n_keys}
         span: Span = self._tracer.start_span(
@@ -122,14 +139,16 @@ class OpenTelemetry(EventMiddleware):
         return attributes
 
 
-def _links(tags: Sequence[Mapping[str, TagValue]]) -> list[Link]:
+def _links(tags: Sequence[Mapping[str, TagValue]], most: int) -> list[Link]:
     """A link to each put that wrote the samples, in the order of the samples."""
     found: dict[TagValue, SpanContext] = {}
     for row in tags:
         for name, value in row.items():
             if name.startswith(_TAG) and value not in found and (context := _context_of(value)) is not None:
                 found[value] = context
-    return [Link(context) for context in found.values()]
+        if len(found) >= most:
+            break
+    return [Link(context) for context in list(found.values())[:most]]
 
 
 def _context_of(value: TagValue) -> SpanContext | None:

@@ -272,6 +272,14 @@ def test_closing_ends_the_calls_of_other_threads(hosted):
         partitions(session)
 
 
+def test_a_call_that_ends_after_its_session_leaves_no_connection(hosted):
+    session = session_with(hosted[2])
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(session.call, "echo", soon(), Echo(b"a"), receive=lambda reply, fill: session.finish())
+        asking.result()
+    assert not session._idle
+
+
 def test_a_call_that_waits_long_watches_the_host(hosted, monkeypatch):
     monkeypatch.setattr("dataplane_core.hosting.session._PATIENCE_S", 0.01)
     host, _, address = hosted

@@ -335,7 +335,7 @@ class Session:
             if not isinstance(error, OSError):
                 raise
             return False
-        self._idle.append(channel)
+        self._keep(channel)
         return True
 
     # --- pins and the end ---------------------------------------------------------------------------------------------
@@ -413,7 +413,13 @@ class Session:
             raise
         finally:
             self._used.discard(channel)
+        self._keep(channel)
+
+    def _keep(self, channel: socket.socket) -> None:
+        """Keeps a socket for further calls, unless the session has ended meanwhile."""
         self._idle.append(channel)
+        if not self._end.alive:
+            _close_all(self._first, self._idle)
 
     def _take(self, what: str, deadline: float) -> socket.socket:
         if os.getpid() != self._pid:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
-
-from dataplane_core import KVBatchMeta, shard_meta_for_dp
 
 __all__ = ["BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler"]
 
@@ -223,10 +223,9 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         tags = partition.get_custom_meta(rows)
         lengths = [tags.get(row, {}).get("total_lengths", 1) for row in rows]
         groups = [rows[place : place + size] for place in range(0, len(rows), size)]
-        weights = [int(sum(lengths[place : place + size])) for place in range(0, len(rows), size)]
-        items = KVBatchMeta("groups", None, [str(number) for number in range(len(groups))], sequence_lengths=weights)
-        ranks, _ = shard_meta_for_dp(items, dp_world=self.dp_size, balance=float)
-        return [[row for number in rank.sample_ids for row in groups[int(number)]] for rank in ranks]
+        weights = [sum(lengths[place : place + size]) for place in range(0, len(rows), size)]
+        parts = balanced_parts(weights, self.dp_size)
+        return [[row for group in part for row in groups[group]] for part in parts]
 
     def clear_cache(self, partition_id: str) -> None:
         """Forgets what was chosen in a partition."""
@@ -241,3 +240,35 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         """Restores what `save_checkpoint` returned."""
         super().load_checkpoint(state)
         self._balanced_cache = state["_balanced_cache"]
+
+
+def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Deals items to parts of equal size whose sums are about equal.
+
+    It does so by Karmarkar and Karp's largest differencing method.
+
+    Args:
+        weights: One per item.
+        num_parts: How many parts.
+
+    Returns:
+        The places of the items of each part, ascending.
+
+    Raises:
+        ValueError: The number of items does not divide.
+    """
+    if not weights or len(weights) % num_parts:
+        raise ValueError(f"{len(weights)} items cannot be dealt to {num_parts} parts equally.")
+    ordered = sorted((weight, place) for place, weight in enumerate(weights))
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for start in range(0, len(ordered), num_parts):
+        sets = [(weight, [place]) for weight, place in reversed(ordered[start : start + num_parts])]
+        heap.append((sets[-1][0] - sets[0][0], start, sets))
+    heapq.heapify(heap)
+    while len(heap) > 1:  # combines the two solutions with the largest differences, large parts with small ones
+        _, _, left = heapq.heappop(heap)
+        _, order, right = heapq.heappop(heap)
+        pairs = zip(left, reversed(right), strict=True)
+        sets = sorted(((a + b, one + other) for (a, one), (b, other) in pairs), key=lambda part: part[0], reverse=True)
+        heapq.heappush(heap, (sets[-1][0] - sets[0][0], order, sets))
+    return [sorted(places) for _, places in heap[0][2]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
+import torch
 from replaying import WAIT_S, answers, away_once, prompts_of, write
 
 from dataplane_core.errors import BackendUnavailableError
@@ -162,3 +164,13 @@ def test_without_a_trainer_one_waits_as_long_as_one_says(client):
     client.register_partition(source.prompts_id, [], None, ["rollout"])  # one begins just now
     with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay' yet"):
         source.reserve(timeout_s=0)
+
+
+def test_rows_of_a_failed_call_are_cleared_while_a_trainer_begins_anew(make_buffer, client):
+    buffer = make_buffer()
+    with contextlib.closing(PromptSource(client, "replay")) as source:
+        (reservation,) = source.reserve(1)
+        client.put_samples(reservation.sample_ids[:1], "replay", {"x": torch.zeros(1)})
+        client.clear_samples(["run"], buffer.prompts_id)
+        source.abandon([reservation], failed=True)
+    assert client.list_samples("replay").size == 0

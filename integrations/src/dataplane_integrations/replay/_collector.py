@@ -270,9 +270,8 @@ class Collector:
             reservations = self._buffer.reserve(
                 self._groups_per_call, collector=self._name, at_least=1, timeout_s=_RESERVE_S
             )
-        except ReplayTimeoutError:  # no room yet; or no trainer, and then it did not wait
-            self._stop.wait(_FIRST_PAUSE_S)
-            return True
+        except ReplayTimeoutError:
+            return True  # no room yet, or no trainer
         except (ReplayClosedError, UnknownPartitionError, InvalidRequestError):
             raise
         except DataPlaneError as error:  # the store does not answer

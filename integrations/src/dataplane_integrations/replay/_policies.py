@@ -152,11 +152,11 @@ class StalenessPolicy(ABC):
 
     def evict(self, view: BufferView) -> Sequence[str]:
         """The names of ready groups to drop; their rows are cleared. Default: those that are too stale."""
-        return [group.group for group in view.groups if group.ready and self.is_too_stale(view, group)]
+        return [group.group for group in view.groups if group.ready and self._is_too_stale(view, group)]
 
     def abort(self, view: BufferView) -> Sequence[str]:
         """The names of groups whose rollouts are in vain. Default: those being generated that are too stale."""
-        return [group.group for group in view.groups if group.committed is None and self.is_too_stale(view, group)]
+        return [group.group for group in view.groups if group.committed is None and self._is_too_stale(view, group)]
 
     def target_step(self, view: BufferView) -> int | None:
         """The weight version that the next group is started for. Default: None, for any."""
@@ -173,13 +173,13 @@ class StalenessPolicy(ABC):
         """The oldest weight version that may be trained on now."""
         return view.weight_version - self.max_staleness
 
-    def is_too_stale(self, view: BufferView, group: GroupView) -> bool:
+    def _is_too_stale(self, view: BufferView, group: GroupView) -> bool:
         """Whether a group may not be trained on any more. Default: it is of older weights than `oldest_version`."""
         return group.weight_version < self.oldest_version(view)
 
     def trainable(self, view: BufferView) -> list[GroupView]:
         """The ready groups that are not too stale, in the order of their reservations."""
-        return [group for group in view.groups if group.ready and not self.is_too_stale(view, group)]
+        return [group for group in view.groups if group.ready and not self._is_too_stale(view, group)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +352,7 @@ class TargetStepPolicy(StalenessPolicy):
         in_training = sum(group.selected and steps[group.group] == step for group in view.groups)
         return size - view.trained_since - in_training
 
-    def is_too_stale(self, view: BufferView, group: GroupView) -> bool:
+    def _is_too_stale(self, view: BufferView, group: GroupView) -> bool:
         """Whether its step is over."""
         return _step(group) < view.weight_version
 

@@ -188,7 +188,7 @@ class PromptSource(DataPlaneClientMixin):
             The reservations, each for another prompt. An empty list if no prompt is left, and none can be given back.
 
         Raises:
-            ReplayTimeoutError: The rule admitted fewer groups, or the trainer begins just now. Nothing was claimed.
+            ReplayTimeoutError: The rule admitted fewer groups, or the trainer has not begun. Nothing was claimed.
             ReplayClosedError: This source was closed.
             InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
             UnknownPartitionError: The partition of the prompts was dropped.
@@ -200,7 +200,13 @@ class PromptSource(DataPlaneClientMixin):
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
-            run = self._run()
+            try:
+                run = self._run()
+            except ReplayTimeoutError:  # it begins just now
+                if time.monotonic() >= give_up:
+                    raise
+                self._closing.wait(_LOOK_S)
+                continue
             if num_groups > run["capacity"]:
                 raise InvalidRequestError(
                     f"reserve('{self.partition_id}', {num_groups} groups) refused: the staleness rule admits "
@@ -298,7 +304,9 @@ class PromptSource(DataPlaneClientMixin):
             requeue: Generate their prompts again. Otherwise they are given up.
             failed: The rollout of all of them, one call, failed: counts for ``max_attempts`` of the buffer.
         """
-        most = self._run()["max_attempts"] if failed else 0  # 0: no prompt is given up
+        most = 0  # no prompt is given up: none is of a run that is gone
+        with suppress(UnknownPartitionError, ReplayTimeoutError):
+            most = self._run()["max_attempts"] if failed else 0
         endings: list[dict[str, TagValue]] = []
         for reservation in reservations:
             claim = self._claims.get(reservation.group)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,43 +27,70 @@ _LOCK_PAUSE_S: Final = 0.002
 
 class LineFile:
     """Appends JSON lines to a file by one write each. A line begins with its time ``at``, in seconds since 1970, and
-    ends with ``sum``, the XXH3-64 of what is before it. One thread at a time writes.
+    ends with ``sum``, the XXH3-64 of what is before it.
 
     Args:
-        path: The file, which no other process writes. Its folder is there.
+        path: The file. Its folder is there.
+        shared: Whether other processes append to it too.
 
     Attributes:
         size_bytes: Of what was written here.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, path: Path, *, shared: bool) -> None:
+        self._file = path.open("a+b", buffering=0)
+        self._shared = shared
+        self._lock = threading.RLock()  # a signal handler may write in the middle of a line
         self.size_bytes = 0
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line.
 
         Raises:
-            OSError: It is not written.
+            OSError: It is not written. A part of it may be, in a file that is shared.
             ValueError: The file is closed.
         """
         data = sealed(_json({"at": round(time.time(), 6), **line})) + b"\n"
-        end = os.fstat(self._file.fileno()).st_size
-        if self._file.write(data) != len(data):
-            os.ftruncate(self._file.fileno(), end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        descriptor = self._file.fileno()
+        with self._alone():
+            end = os.fstat(descriptor).st_size
+            if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line
+                data = b"\n" + data
+            if self._file.write(data) != len(data):
+                if not self._shared:
+                    os.ftruncate(descriptor, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.size_bytes += len(data)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While the ``with`` lasts, no other process and no other thread writes a line of a shared file."""
+        if not self._shared:
+            yield
+            return
+        with self._lock:
+            is_locked = self._try_to_lock()  # not for ever: a process may be stopped while it has the lock
+            try:
+                yield
+            finally:
+                if is_locked:
+                    fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
 
     def hold(self) -> None:
         """From now on `is_held` tells every process of the host that this one writes the file, until its end."""
-        for _ in range(_LOCK_TRIES):  # a process in `is_held` has the lock for a moment
+        self._try_to_lock()  # a process in `is_held` has the lock for a moment
+
+    def _try_to_lock(self) -> bool:
+        for _ in range(_LOCK_TRIES):
             try:
                 fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
             except BlockingIOError:
                 time.sleep(_LOCK_PAUSE_S)
             except (OSError, NameError):  # a file system without locks, or Windows
-                return
+                return False
+            else:
+                return True
+        return False
 
     def close(self) -> None:
         """Closes the file."""

@@ -5,7 +5,7 @@ All processes of a run may use one folder. Each client writes segments of its ow
     recording.json                  the version of this format, and an id of the run that began the folder
     <client>-000000.jsonl           a line per operation, each sealed by a digest; the first one says who the client is
     <client>-000000.rows            the rows that its lines refer to: blocks of `dataplane_core.saves`
-    <client>-000000.dropped         in place of both: that they were deleted to keep ``max_bytes``
+    dropped.jsonl                   which segments were deleted to keep ``max_bytes``
 
 A line has what its operation needs to be understood, or done again: see `Record`. A killed process leaves at most its
 last line cut off.
@@ -24,7 +24,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from dataplane_core.codec import cell_digests, decode_columns, take_rows
@@ -36,14 +35,13 @@ from dataplane_core.saves import pack_rows, tensor_rows
 from dataplane_core.spec import Claim, ClaimRequest, DescribeRequest, PartitionInfo, PutRequest, new_id
 from dataplane_observe._lines import LineFile, is_held
 from dataplane_observe.recording import (
-    DROPPED_SUFFIX,
+    DROPPED,
     FORMAT,
     LINES_SUFFIX,
     MARK,
     ROWS_SUFFIX,
     SEGMENT_NAME,
     VERSION,
-    DroppedSegment,
     is_followed,
     pack_digests,
     read_mark,
@@ -327,7 +325,7 @@ class _Segment:
         self._rows_path = folder / (name + ROWS_SUFFIX)
         self._rows: int | None = None
         self._rows_end = 0
-        self._lines = LineFile(folder / (name + LINES_SUFFIX))
+        self._lines = LineFile(folder / (name + LINES_SUFFIX), shared=False)
         self._lines.hold()
         self._lines.write({"op": "begin", "format": FORMAT, "version": VERSION, **about, "segment": number})
 
@@ -402,7 +400,7 @@ def _drop_oldest(folder: Path, max_bytes: int) -> None:
     """Deletes the segments that were written first, until the folder holds ``max_bytes``. Notes which."""
     files: dict[str, os.stat_result] = {}
     for path in folder.iterdir():
-        if SEGMENT_NAME.fullmatch(path.stem) and path.suffix in (LINES_SUFFIX, ROWS_SUFFIX):
+        if SEGMENT_NAME.fullmatch(path.stem):
             with suppress(FileNotFoundError):  # another process has deleted it
                 files[path.name] = path.stat()
     total = sum(found.st_size for found in files.values())
@@ -413,10 +411,12 @@ def _drop_oldest(folder: Path, max_bytes: int) -> None:
         if is_held(folder / (name + LINES_SUFFIX)):
             continue
         size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
-        dropped = DroppedSegment(name, until=round(files[name + LINES_SUFFIX].st_mtime, 6), size_bytes=size)
-        note = folder / f"{name}.{new_id()}"
-        note.write_bytes(msgspec.json.encode(dropped))
-        note.replace(folder / (name + DROPPED_SUFFIX))  # a reader finds it whole, though several processes may write it
+        until = round(files[name + LINES_SUFFIX].st_mtime, 6)
+        note = LineFile(folder / DROPPED, shared=True)
+        try:
+            note.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
+        finally:
+            note.close()
         for suffix in (LINES_SUFFIX, ROWS_SUFFIX):
             (folder / (name + suffix)).unlink(missing_ok=True)
         total -= size

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
@@ -22,11 +23,11 @@ from dataplane_core.spec import FieldSpec, WireFormat
 from dataplane_observe._lines import is_held, unsealed
 
 FORMAT: Final = "dataplane-recording"
-VERSION: Final = 4
+VERSION: Final = 3
 MARK: Final = "recording.json"
+DROPPED: Final = "dropped.jsonl"
 LINES_SUFFIX: Final = ".jsonl"
 ROWS_SUFFIX: Final = ".rows"
-DROPPED_SUFFIX: Final = ".dropped"
 #: The name of a segment: its client, and its number.
 SEGMENT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9]{6,9}", re.ASCII)
 #: The form of the columns whose cells' digests are recorded, on a backend whose own form is bytes.
@@ -148,7 +149,8 @@ class _Head(TypedDict):
     ids: Sequence[str]
 
 
-class DroppedSegment(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class DroppedSegment:
     """A segment that was deleted to keep ``max_bytes``.
 
     Attributes:
@@ -390,13 +392,25 @@ class Recording:
             return None
 
     def _read_dropped(self) -> list[DroppedSegment]:
-        dropped = []
-        for path in sorted(self.folder.glob("*" + DROPPED_SUFFIX)):
+        path = self.folder / DROPPED
+        found: dict[str, DroppedSegment] = {}
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        for number, line in enumerate(lines, 1):
+            text = unsealed(line) if line else None
+            if text is None:
+                if line and number < len(lines):
+                    raise CorruptDataError(f"line {number} of '{path}' is damaged.")
+                continue
             try:
-                dropped.append(msgspec.json.decode(path.read_bytes(), type=DroppedSegment))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise CorruptDataError(f"'{path}' is no note of a deleted segment: {error}.") from error
-        return dropped
+                held: Mapping[str, Any] = json.loads(text)
+                each = DroppedSegment(str(held["segment"]), float(held["until"]), int(held["bytes"]))
+            except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+                raise CorruptDataError(f"line {number} of '{path}' is no note of a segment: {error}.") from error
+            found[each.name] = each
+        return list(found.values())
 
 
 def pack_digests(digests: np.ndarray[Any, np.dtype[np.uint64]]) -> str:
@@ -435,13 +449,14 @@ def read_mark(folder: Path) -> str:
         OSError: It cannot be read.
     """
     try:
-        mark = read_head(folder / MARK, (folder / MARK).read_bytes(), FORMAT, VERSION)
+        return str(read_head(folder / MARK, (folder / MARK).read_bytes(), FORMAT, VERSION)["run"])
+    except KeyError as error:
+        raise CorruptDataError(f"'{folder / MARK}' names no run.") from error
     except FileNotFoundError as error:
         raise MissingDataError(
             f"no recording in '{folder}': there is no {MARK}.",
             hint="Name the folder of the middleware recorder.",
         ) from error
-    return str(mark.get("run"))
 
 
 def is_followed(sample_id: str, share: float = 1 / 16) -> bool:

@@ -13,6 +13,7 @@ import psutil
 import ray
 import torch
 
+from dataplane_core import KVBatchMeta
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS, padded_length
 from dataplane_integrations import DataPlanePolicy
@@ -26,19 +27,23 @@ STEPS = 3
 Results = list[dict[str, Any]]
 
 
-def _actor(cls: type, *arguments: Any) -> Any:
+def actor(cls: type, *arguments: Any) -> Any:
     """Starts an actor that finds the examples, and the modules beside the tests."""
     python_path = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     return ray.remote(cls).options(num_cpus=0.5, runtime_env={"env_vars": variables}).remote(*arguments)
 
 
-@contextmanager
-def _run_actors(folder: Path, rollout: type) -> Iterator[Any]:
-    """The ranks and the rollout worker of a run. When the block ends, so do their processes."""
+def policy_workers(folder: Path, cls: type = grpo.PolicyWorker, *arguments: Any) -> list[Any]:
+    """Starts the ranks, which meet in a folder that has seen no others."""
     ranks = range(grpo.NUM_WORKERS)
-    workers = [_actor(grpo.PolicyWorker, rank, SEED, str(folder / "rendezvous")) for rank in ranks]
-    generator = _actor(rollout, SEED)
+    return [actor(cls, rank, SEED, str(folder / "rendezvous"), *arguments) for rank in ranks]
+
+
+@contextmanager
+def run_actors(folder: Path, rollout: type, worker: type = grpo.PolicyWorker, *arguments: Any) -> Iterator[Any]:
+    """The ranks and the rollout worker of a run. When the block ends, so do their processes."""
+    workers, generator = policy_workers(folder, worker, *arguments), actor(rollout, SEED)
     actors = [generator, *workers]
     try:
         yield workers, generator
@@ -55,7 +60,7 @@ def plane_of(backend: str, folder: Path) -> dict[str, Any]:
     return {"backend": backend, "options": {"namespace": folder.name} if backend == "shm_store" else {}}
 
 
-def _results_of(records: Any) -> Results:
+def results_of(records: Any) -> Results:
     """The steps' results."""
     return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
 
@@ -65,25 +70,46 @@ def run_over(
     folder: Path,
     *,
     rollout: type = grpo.RolloutWorker,
+    worker: type = grpo.PolicyWorker,
+    arguments: Sequence[Any] = (),
+    dp_ranks: Sequence[int] | None = None,
+    batching: Any = grpo.BATCHING,
     on_step: Callable[[DataPlanePolicy, dict[str, Any]], None] = lambda policy, record: None,
 ) -> Results:
     """A run over a data plane."""
     records = []
     with (
-        _run_actors(folder, rollout) as (workers, generator),
-        DataPlanePolicy(RayWorkerGroup(workers), plane, batching=grpo.BATCHING) as policy,
+        run_actors(folder, rollout, worker, *arguments) as (workers, generator),
+        DataPlanePolicy(RayWorkerGroup(workers, dp_ranks), plane, batching=batching) as policy,
     ):
         ray.get(generator.setup_data_plane.remote(policy.client.config))
         for record in grpo.train(policy, generator, workers, SEED, STEPS):
             records.append(record)
             on_step(policy, record)
-    return _results_of(records)
+    return results_of(records)
 
 
 def run_in_memory(folder: Path) -> Results:
     """The same without a data plane: whole batches go through the driver."""
-    with _run_actors(folder, InMemoryRollout) as (workers, generator):
-        return _results_of(grpo.train(InMemoryPolicy(workers), generator, workers, SEED, STEPS))
+    with run_actors(folder, InMemoryRollout) as (workers, generator):
+        return results_of(grpo.train(InMemoryPolicy(workers), generator, workers, SEED, STEPS))
+
+
+def answered(worker: grpo.RolloutWorker, prompts: Sequence[str], seed: int) -> BatchedDataDict:
+    """The rows of each prompt's answers, with their rewards."""
+    repeated = [prompt for prompt in prompts for _ in range(grpo.ANSWERS_PER_PROMPT)]
+    rows, answers = worker.model.answer(repeated, seed)
+    rows["reward"] = torch.tensor(list(map(grpo.reward, repeated, answers)))
+    return rows
+
+
+def train_on(policy: DataPlanePolicy, meta: KVBatchMeta) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Trains on answers that are in the store. Returns their rewards, and what the workers say."""
+    rewards_n = policy.client.get_data(meta, ["reward"])["reward"]
+    advantages_ns = grpo.group_advantages(rewards_n).unsqueeze(1).repeat(1, max(meta.sequence_lengths or []))
+    meta = policy.write_to_dataplane(meta, {"advantages": advantages_ns})
+    meta = policy.get_reference_policy_logprobs_from_meta(policy.get_logprobs_from_meta(meta))
+    return rewards_n, policy.train_from_meta(meta, grpo.policy_loss)
 
 
 class InMemoryRollout(grpo.RolloutWorker):

@@ -9,7 +9,7 @@ import pytest
 
 from dataplane_core.errors import (
     BackendUnavailableError,
-    ContentChangedError,
+    ContentGoneError,
     CorruptDataError,
     DataPlaneError,
     InvalidRequestError,
@@ -251,7 +251,7 @@ def test_no_put_relies_on_content_of_a_unit_that_has_ended(either):
     relying = begin("b")
     either.host.book.ended("n0")
     for step in (lambda: either.call(commands.CommitPut(relying)), lambda: begin("c")):
-        with pytest.raises(ContentChangedError):
+        with pytest.raises(ContentGoneError):
             step()
     assert either.call(commands.FindContent([bytes(16)])) == {}
     either.host.book.started(started(0, "b"))

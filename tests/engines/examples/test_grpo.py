@@ -8,13 +8,17 @@ import sys
 import grpo
 import pytest
 from grpo_runs import EXAMPLES, STEPS, plane_of, run_in_memory, run_over
+from megatron_grpo import MegatronWorker
 from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_integrations.rollout import RolloutReceipt, mint_sample_ids
+from dataplane_integrations.trainer import Batching, SequencePacking
 from dataplane_observe import Recording
 
 pytestmark = pytest.mark.timeout(540)
+
+PACKING = SequencePacking(train_mb_tokens=1024, sequence_length_pad_multiple=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,22 @@ def test_a_recorded_run_over_shm_store_equals_the_run_in_memory_bit_for_bit(in_m
 @pytest.mark.parametrize("backend", in_long("tq_simple", "redis_store", "tq_mooncake"))
 def test_a_run_over_a_backend_equals_the_run_in_memory_bit_for_bit(in_memory, tmp_path, backend):
     assert run_over(plane_of(backend, tmp_path), tmp_path) == in_memory
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "packed", "backend"),
+    [(2, True, "shm_store"), *in_long((1, False, "redis_store"), (2, False, "tq_mooncake"), (1, True, "tq_simple"))],
+)
+def test_megatron_workers_train_as_fsdp2_does_but_for_rounding(in_memory, tmp_path, tensor_parallel, packed, backend):
+    batching = Batching(packing=PACKING) if packed else grpo.BATCHING
+    options = {"arguments": (tensor_parallel, packed), "dp_ranks": [0, 0] if tensor_parallel == 2 else [0, 1]}
+    results = run_over(plane_of(backend, tmp_path), tmp_path, worker=MegatronWorker, batching=batching, **options)
+    assert len(results) == STEPS
+    for expected, record in zip(in_memory, results, strict=True):
+        assert (record["reward"], record["tokens"]) == (expected["reward"], expected["tokens"])
+        for name in ("loss", "grad_norm", "kl"):
+            assert record[name] == pytest.approx(expected[name], abs=1e-5), name
+        assert record["generation_logprob_error"] < 1e-5
 
 
 class RecordedRollout(grpo.RolloutWorker):

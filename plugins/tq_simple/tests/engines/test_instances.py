@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from owners import owning
 from pydantic import ValidationError
 
 from dataplane_core import connect
@@ -181,6 +180,8 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
 
 def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors, opened):
     options = {"instance": "crash", "ray_address": ray_cluster}
+    from owners import owning  # not above: Ray's workers import this file, and do not find that one
+
     with owning(python, {"backend": "tq_simple", "options": options, "op_timeout_s": 240}, "'runs'") as (owner, said):
         assert said == "runs\n"
         with opened(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:

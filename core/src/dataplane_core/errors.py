@@ -296,7 +296,7 @@ class StalePartitionError(DataPlaneError, RuntimeError):
     default_retryable = True
 
 
-class ContentChangedError(StalePartitionError):
+class ContentGoneError(StalePartitionError):
     """A cell that a put did not bring, since the store had it, is gone; or another put brought one that it also brings.
     The client asks again what the store has. So callers never get it."""
 

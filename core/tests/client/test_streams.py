@@ -341,6 +341,7 @@ def test_a_group_is_as_old_as_its_oldest_row(client, versions, trained):
     client.put_samples(["p0_g0", "p0_g1", "p1_g0", "p1_g1"], "replay", {"x": torch.arange(4)}, tags=tags)
     steps = _clearing(client, fresh=lambda: {"weight_version": (">=", 1)})
     assert [batch.columns["x"].tolist() for batch in steps] == trained
+    assert steps.num_stale == 4 - 2 * len(trained)
     assert client.list_samples("replay").size == 0
 
 

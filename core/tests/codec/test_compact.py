@@ -189,7 +189,7 @@ def test_rows_that_differ_in_one_byte_are_not_equal():
 
 
 def test_a_sample_names_the_first_of_the_rows_that_have_it():
-    wire = WireFormat(shared_rows=True, by_content=True, by_sample=True)
+    wire = WireFormat(shared_rows=True, by_content=True, by_probe=True)
     rows = torch.zeros(4, 200_000, dtype=torch.uint8)
     rows[2, 77_777] = 1
     (alone,), (other,) = (encode_columns({"x": rows[row, None]}, 1, wire)[0]["x"].digests for row in (0, 2))

@@ -4,11 +4,11 @@ import pytest
 from ledgers import register, saved_and_loaded
 from msgspec.structs import replace
 
-from dataplane_core.errors import ContentChangedError
+from dataplane_core.errors import ContentGoneError
 from dataplane_core.ledger import Ledger, commands
 from dataplane_core.spec import FieldSpec
 
-IMAGE, OTHER = b"i" * 16, b"o" * 16
+IMAGE, OTHER, PROBE = b"i" * 16, b"o" * 16, b"p" * 8
 SPECS = {"x": FieldSpec("tensor", "uint8", 1)}
 
 
@@ -53,20 +53,38 @@ def test_a_row_stays_while_a_put_relies_on_it(ledger, ending, loaded):
     assert (ledger.held_bytes, ledger.content_refs()) == (0, [])
 
 
-def test_of_two_puts_that_bring_a_cell_one_must_ask_again(ledger):
+def test_of_two_puts_that_bring_a_cell_the_first_that_is_committed_keeps_its_row(ledger):
     begin(ledger, "a", 10, [IMAGE])
     begin(ledger, "b", 20, [OTHER, IMAGE])
     assert ledger.held_bytes == 300
     assert ledger.apply(commands.CommitPut(20), 0.0) == []
-    for step in (lambda: ledger.apply(commands.CommitPut(10), 0.0), lambda: begin(ledger, "a", 30, [IMAGE])):
-        with pytest.raises(ContentChangedError):
-            step()
-    assert ledger.garbage(0.0) == [(10, 0)]
-    assert ledger.apply(commands.FindContent([IMAGE]), 0.0) == {IMAGE: (20, 1)}
-    put(ledger, "a", 30, known=[(20, 1)])
+    assert ledger.apply(commands.CommitPut(10), 0.0) == [(10, 0)]
     assert ledger.held_bytes == 200
     (part,) = ledger.apply(commands.Locate("p", ["a0"], ["x"]), 0.0).parts
     assert (part.write_id, part.positions, part.by_content) == (20, [1], True)
+
+
+def test_of_two_puts_that_bring_a_probe_one_must_ask_again(ledger):
+    begin(ledger, "a", 10, [PROBE])
+    put(ledger, "b", 20, [OTHER, PROBE])
+    for step in (lambda: ledger.apply(commands.CommitPut(10), 0.0), lambda: begin(ledger, "a", 30, [PROBE])):
+        with pytest.raises(ContentGoneError, match="Ask again"):
+            step()
+    assert ledger.garbage(0.0) == [(10, 0)]
+    assert ledger.apply(commands.FindContent([PROBE]), 0.0) == {PROBE: (20, 1)}
+    put(ledger, "a", 30, known=[(20, 1)])
+    assert ledger.held_bytes == 200
+
+
+def test_a_begin_that_is_repeated_with_other_rows_is_another_one(ledger):
+    def begin_again(*brought):
+        write = commands.Write(["x"], [100] * len(brought), list(range(len(brought))), brought)
+        ids = [f"a{number}" for number in range(len(brought))]
+        return ledger.apply(commands.BeginPut("p", ids, SPECS, [write], None, ttl_s=9.0, request_id="r"), 0.0)
+
+    first = begin_again(IMAGE, OTHER)
+    assert begin_again(IMAGE, OTHER) == first
+    assert begin_again(OTHER) != first
 
 
 def test_equal_cells_of_two_columns_of_a_put_are_kept_once(ledger):
@@ -82,10 +100,10 @@ def test_what_is_gone_or_lost_must_be_brought(ledger):
     begin(ledger, "b", 20, known=[(10, 0)])
     ledger.apply(commands.ForgetContent([(10, 0), (99, 0)]), 0.0)
     assert ledger.apply(commands.FindContent([IMAGE, OTHER]), 0.0) == {}
-    with pytest.raises(ContentChangedError):
+    with pytest.raises(ContentGoneError):
         ledger.apply(commands.CommitPut(20), 0.0)
     for ref in ((10, 0), (10, 1), (10, -1), (99, 0)):
-        with pytest.raises(ContentChangedError):
+        with pytest.raises(ContentGoneError):
             begin(ledger, "c", 30, known=[ref])
     put(ledger, "b", 40, [IMAGE])
     ledger = saved_and_loaded(ledger)

@@ -352,7 +352,7 @@ CountsContentForEachPut.call_ledger: -> if isinstance(command, commands.CommitPu
 MistakesContent.call_ledger: -> if isinstance(command, commands.CommitPut):
         content = self._service.ledger._content
         content.update(dict.fromkeys(content, next(iter(content.values()), None)))
-TrustsSamples.put_samples: self._samples.told_apart = lambda request, writes, kept: list(writes)
+TrustsProbes.put_samples: self._probes.told_apart = lambda request, writes, kept: list(writes)
 test_puts_that_bring_the_same_cell_at_once_leave_it_once
 KeepsBothOfTwo.call_ledger: if isinstance(command, commands.CommitPut): self._service.ledger.forget_all_content()
 test_lost_content_is_brought_again

@@ -1,4 +1,4 @@
-"""What `dataplane top` asks of a store, its answers as JSON has them, and how they are drawn. It changes nothing."""
+"""What `dataplane top` asks of a store, and how the answers are drawn. It changes nothing."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def without_known(
     return replace(request, columns=columns), sorted(rest, key=lambda write: not write.row_bytes)
 
 
-class Samples:
-    """Tells cells with the same sample apart (`WireFormat.by_sample`), by digests of whole cells. Thread-safe.
+class Probes:
+    """Tells cells with the same probe apart (`WireFormat.by_probe`), by digests of whole cells. Thread-safe.
 
     Args:
         kept_digests: `LedgerBackend.kept_digests`.
@@ -58,14 +58,14 @@ class Samples:
         self._digests: dict[Ref, bytes] = {}  # of rows of the store; refs are never used again
 
     def told_apart(
-        self, request: PutRequest, writes: Sequence[commands.Write], kept: Mapping[bytes, Ref]
+        self, request: PutRequest, writes: Sequence[commands.Write], known: Mapping[bytes, Ref]
     ) -> list[commands.Write]:
         """The writes of a put, of which no row has the digest of a different one, of the put or the store.
 
         Args:
             request: The put.
             writes: Its writes.
-            kept: The rows of the store with digests of the put.
+            known: The rows of the store with digests of the put.
 
         Raises:
             RefsGoneError: One of these rows is gone.
@@ -74,23 +74,31 @@ class Samples:
 
         counts = Counter(digest for write in writes for digest in write.digests)
         names: dict[bytes, bytes] = {}  # digest of a whole cell -> the one that names it
-        taken: set[bytes] = set()
-        told = list(writes)
-        for place, write in enumerate(writes):
-            if any(digest in kept or counts[digest] > 1 for digest in write.digests):
-                name = write.fields[0]
+        cells: list[list[bytes]] = []  # of each write: the digests of whole cells, or those that it has
+        for write in writes:
+            whole = list(write.digests)
+            alike = [
+                row
+                for row, digest in enumerate(whole)
+                if len(digest) == commands.PROBE_BYTES and (digest in known or counts[digest] > 1)
+            ]
+            if alike:
+                (name,) = write.fields
                 column, spec = request.columns[name], request.specs[name]
                 assert isinstance(column, SharedRows)
-                here = {digest: kept[digest] for digest in write.digests if digest in kept}
+                here = {whole[row]: known[whole[row]] for row in alike if whole[row] in known}
                 names |= zip(self._of_store(list(here.values()), name, spec, request.deadline), here, strict=True)
-                taken |= here.keys()
-                digests = list(write.digests)
-                for row, whole in enumerate(column_digests(column.rows, spec)):
-                    if whole not in names:
-                        names[whole] = whole if digests[row] in taken else digests[row]
-                    digests[row] = names[whole]
-                taken.update(digests)
-                told[place] = replace(write, digests=digests)
+                for row, digest in zip(alike, column_digests(column.rows, spec, alike), strict=True):
+                    whole[row] = digest
+            cells.append(whole)
+        taken = set(names.values())
+        told = []
+        for write, whole in zip(writes, cells, strict=True):
+            for digest, cell in zip(write.digests, whole, strict=True):
+                if cell not in names:
+                    names[cell] = cell if digest in taken else digest
+                    taken.add(names[cell])
+            told.append(replace(write, digests=[names[cell] for cell in whole]))
         return told
 
     def _of_store(self, refs: Sequence[Ref], field: str, spec: FieldSpec, deadline: float) -> list[bytes]:

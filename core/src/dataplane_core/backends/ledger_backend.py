@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.backends.base import Backend
-from dataplane_core.backends.content import ReadCells, Samples, without_known
+from dataplane_core.backends.content import Probes, ReadCells, without_known
 from dataplane_core.config import SizeBytes
 from dataplane_core.errors import (
     AlreadyDoneError,
     BackendError,
     CapacityExceededError,
-    ContentChangedError,
+    ContentGoneError,
     FrameError,
     InvalidRequestError,
     LostSamplesError,
@@ -91,6 +91,9 @@ NOT_BEGUN: Final = (
 #: Errors of `BeginPut` after which nothing is reserved. After any other error, bytes may be.
 _REFUSALS: Final = (*NOT_BEGUN, StalePartitionError)
 
+#: So often a put asks which of its cells the store has, if what it was told does not hold any more.
+_MOST_QUESTIONS: Final = 3
+
 #: How much the rows of columns that are apart may cost, as a share of the put.
 _APART_SHARE: Final = 0.04
 #: Columns whose cells have fewer bytes on average are never apart.
@@ -139,7 +142,7 @@ class LedgerBackend(Backend, ABC):
         super().__init__(config)
         self._not_undone: deque[int] = deque()  # write ids of failed puts
         self._cells_read = ReadCells()
-        self._samples = Samples(self.kept_digests)
+        self._probes = Probes(self.kept_digests)
 
     # --- what a storage author supplies -------------------------------------------------------------------------------
 
@@ -221,13 +224,12 @@ class LedgerBackend(Backend, ABC):
             if self._not_undone:
                 self._finish_undoing(request.deadline)
             writes = writes_of(request.columns, num_samples, self.row_cost_bytes)
-            while True:
-                try:
-                    freed = self._put_new_content(request, writes)
-                    break
-                except ContentChangedError:
-                    if time.monotonic() >= request.deadline:
-                        raise
+            try:
+                freed = self._put_lacking(request, writes, None)
+            except CapacityExceededError as error:
+                if self.config.on_full != "block" or not error.retryable:
+                    raise
+                freed = self._put_when_there_is_room(request, writes, error)
             if freed:
                 self._collect_if_possible(freed, request.deadline)
         return num_samples
@@ -299,8 +301,8 @@ class LedgerBackend(Backend, ABC):
             self.store_write(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
     def kept_digests(self, parts: Sequence[commands.Part], spec: FieldSpec, deadline: float) -> list[bytes]:
-        """The digests (`column_digests`) of rows of the store, part by part. Only of an engine with
-        `WireFormat.by_sample`, which makes them where the rows lie.
+        """The digests (`column_digests`) of rows of the store, part by part. Only of a backend with
+        `WireFormat.by_probe`: it makes them of the rows in place.
 
         Args:
             parts: The rows. Each part is of one field, always the same.
@@ -310,7 +312,7 @@ class LedgerBackend(Backend, ABC):
         Raises:
             RefsGoneError: Some are gone.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares by_sample, and does not override kept_digests")
+        raise NotImplementedError(f"{type(self).__name__} declares by_probe, and does not override kept_digests")
 
     def find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
         """Which refs of a failed read are gone, if the engine did not say. Default: all."""
@@ -356,29 +358,35 @@ class LedgerBackend(Backend, ABC):
             return self._cells_read.fetch(located, self.cache_bytes, fetch)
         return fetch(located, num_rows)
 
-    def _put_new_content(self, request: PutRequest, writes: Sequence[commands.Write]) -> Sequence[Ref]:
-        """Puts what the store lacks. Returns the refs that it freed."""
-        digests = [digest for write in writes for digest in write.digests]
-        kept = self._find_content(digests, request.deadline)
-        if self.wire.by_sample and (kept or len(set(digests)) < len(digests)):
-            try:
-                writes = self._samples.told_apart(request, writes, kept)
-            except RefsGoneError as error:
-                self.call_ledger(request.deadline, commands.ForgetContent(error.refs or list(kept.values())))
-                raise ContentChangedError("a cell that the store had is gone") from error
-            whole = {digest for write in writes for digest in write.digests} - set(digests)
-            kept |= self._find_content(list(whole), request.deadline)
-        if kept:
-            request, writes = without_known(request, writes, kept)
-        try:
-            return self.put_once(request, writes, None)
-        except CapacityExceededError as error:
-            if self.config.on_full != "block" or not error.retryable:
-                raise
-            return self._put_when_there_is_room(request, writes, error)
+    def _put_lacking(
+        self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
+    ) -> Sequence[Ref]:
+        """Tries a put, without the cells that the store has. Returns the refs that it freed."""
+        for _ in range(_MOST_QUESTIONS):
+            with suppress(ContentGoneError):
+                return self.put_once(*self._without_known(request, writes), ticket)
+        # others bring and clear its cells all the time
+        return self.put_once(request, [replace(write, digests=()) for write in writes], ticket)
 
-    def _find_content(self, digests: Sequence[bytes], deadline: float) -> dict[bytes, Ref]:
-        return self.call_ledger(deadline, commands.FindContent(digests)) if digests else {}
+    def _without_known(
+        self, request: PutRequest, writes: Sequence[commands.Write]
+    ) -> tuple[PutRequest, Sequence[commands.Write]]:
+        """A put without the cells that the store has."""
+        digests = [digest for write in writes for digest in write.digests]
+        if not digests:
+            return request, writes
+        known = self.call_ledger(request.deadline, commands.FindContent(digests))
+        if self.wire.by_probe and (known or len(set(digests)) < len(digests)):
+            try:
+                writes = self._probes.told_apart(request, writes, known)
+            except RefsGoneError as error:
+                lost = error.refs or list(known.values())
+                self.call_ledger(request.deadline, commands.ForgetContent(lost))
+                return self._without_known(request, writes)
+            whole = {digest for write in writes for digest in write.digests}.difference(digests)
+            if whole:
+                known |= self.call_ledger(request.deadline, commands.FindContent(list(whole)))
+        return without_known(request, writes, known) if known else (request, writes)
 
     def _put_when_there_is_room(
         self, request: PutRequest, writes: Sequence[commands.Write], refusal: CapacityExceededError
@@ -398,13 +406,14 @@ class LedgerBackend(Backend, ABC):
                 ticket.refusal = refusal
                 if ticket.queued_at is None or now - ticket.queued_at >= _STILL_WAITS_S:
                     ticket.queued_at = now
-                    wait = commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=left_s)
+                    size_bytes = _size_bytes(self._without_known(request, writes)[1])
+                    wait = commands.WaitForRoom(ticket.id, size_bytes, wait_s=left_s)
                     self.call_ledger(request.deadline, wait, *wakes)
                 # 0 if the engine itself is full: it does not say when to ask again
                 pause_s = refusal.ask_again_s or max(backoff_s(now - start), LEAST_ROOM_PAUSE_S)
                 bell.wait(min(pause_s, left_s - LEAST_ROOM_PAUSE_S / 2))
                 try:
-                    return self.put_once(request, writes, ticket)
+                    return self._put_lacking(request, writes, ticket)
                 except CapacityExceededError as error:
                     if not error.retryable:
                         raise
@@ -418,7 +427,7 @@ class LedgerBackend(Backend, ABC):
             if ticket.queued_at is not None:  # the put ends while it is still in the queue
                 until = min(request.deadline, time.monotonic() + _LATE_UNDO_S)
                 with suppress(Exception):  # the ledger drops it later anyway
-                    self.call_ledger(until, commands.WaitForRoom(ticket.id, _size_bytes(writes), wait_s=0.0))
+                    self.call_ledger(until, commands.WaitForRoom(ticket.id, 0, wait_s=0.0))
 
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None) -> Sequence[Ref]:
         """Tries a put once. Returns the refs that it freed. An engine whose parts come and go may override it."""

@@ -216,6 +216,7 @@ def pack_jagged_fields(
     *,
     lengths: torch.Tensor | Sequence[int] | None,
     token_aligned_fields: Collection[str] = (),
+    starts: torch.Tensor | None = None,
 ) -> TensorDict:
     """Makes the token-aligned columns of a batch jagged. The others stay as they are.
 
@@ -227,6 +228,7 @@ def pack_jagged_fields(
         lengths: N token counts; None: no column is made jagged.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
+        starts: (N,) int64, the place of each row's first token in dense columns. None: 0, as in right-padded ones.
 
     Returns:
         A TensorDict of batch size [N]. The jagged columns share their offsets, so that torch can combine them.
@@ -246,7 +248,7 @@ def pack_jagged_fields(
     counts = None if lengths is None else as_lengths("pack_jagged_fields", lengths)
     if counts is not None:
         offsets = offsets_of(counts)
-        for name, cut in cut_columns(columns, token_aligned_fields, counts).items():
+        for name, cut in cut_columns(columns, token_aligned_fields, counts, starts).items():
             columns[name] = to_nested(Ragged(cut.values, offsets))
     size = None if counts is None else len(counts)
     for name, column in columns.items():

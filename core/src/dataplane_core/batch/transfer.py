@@ -184,6 +184,8 @@ def materialize(
     layout: Literal["padded", "jagged"] = "padded",
     pad_value_dict: Mapping[str, float] | None = None,
     pad_to_seqlen: int = 0,
+    *,
+    token_aligned_fields: Collection[str] | None = None,
 ) -> BatchedDataDict:
     """Converts what `get_samples` returned to the batch that trainers compute on.
 
@@ -193,6 +195,8 @@ def materialize(
             to ``pad_to_seqlen`` if that is larger. ``jagged``: tensors stay as they are.
         pad_value_dict: Field -> pad value. Default: 0.
         pad_to_seqlen: The padded length in elements of dim 1; 0: as long as the longest row.
+        token_aligned_fields: Pad only these to ``pad_to_seqlen``. Default: every column of two dims or more, since a
+            dense column does not tell a sequence from a feature dim.
 
     Returns:
         A BatchedDataDict: padded columns in new memory, others as they are in ``td``; object columns as
@@ -205,6 +209,8 @@ def materialize(
     checked_as("materialize: layout", Literal["padded", "jagged"], layout)
     check_dict("materialize: pad_value_dict", pad_value_dict or {})
     pad_to_seqlen = checked_as("materialize: pad_to_seqlen", Index, pad_to_seqlen)
+    if token_aligned_fields is not None:
+        token_aligned_fields = check_list("materialize: token_aligned_fields", token_aligned_fields)
     columns: dict[str, Any] = {}
     for name in td.keys():
         column = td.get(name)
@@ -212,7 +218,8 @@ def materialize(
         if not isinstance(column, torch.Tensor):
             columns[name] = objects_of(column, f"field '{name}'")
         elif layout == "padded" and column.dim() >= 2:
-            columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), pad_to_seqlen)
+            width = pad_to_seqlen if token_aligned_fields is None or name in token_aligned_fields else 0
+            columns[name] = _pad(name, column, (pad_value_dict or {}).get(name, 0), width)
     return BatchedDataDict(columns)
 
 

@@ -278,6 +278,11 @@ class AsyncStream:
         client._connection.streams.add(self)
         weakref.finalize(self, self._feed.collected, within_s=0.0).atexit = False  # the loop must not wait
 
+    @property
+    def num_stale(self) -> int:
+        """As of `Stream`."""
+        return self._feed.num_stale
+
     def __aiter__(self) -> Self:
         return self
 

@@ -7,7 +7,7 @@ dtype is stored beside it: in the header of its frame, or by a backend whose wir
 
 **Shared rows.** The samples of a group often have the very same image or long prompt, and an agent's next turn has it
 again. Rows that are the same memory are found by their address, others by a digest of their bytes. That takes half as
-long as to copy them, and most rows are new. So a few bytes of each are looked at first: only rows that agree there are
+long as to copy them, and most rows are new. So each is probed first, at a few bytes: only rows that agree there are
 digested. Small cells are not looked at: to store them apart costs more than it saves.
 
 Shape legend: ``N`` rows, ``U`` rows that differ.
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dataplane_core.codec.tensors import byte_array, empty_tensor
-from dataplane_core.digests import lasting_hash
+from dataplane_core.digests import fast_hash, lasting_hash
 from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
 from dataplane_core.spec import Ragged
 
@@ -47,9 +47,10 @@ _PART_BYTES: Final = 1 << 20
 _FIRST: Final = 4096
 #: Only columns whose cells have at least so many bytes on average are looked at, unless the config says otherwise.
 LARGE_CELL_BYTES: Final = 64 << 10
-#: At so many places, so many bytes of a cell are looked at first.
-_SAMPLES: Final = 32
-_SAMPLE_BYTES: Final = 16
+#: At so many places, so many bytes of a cell are looked at first, if cells have many more bytes on average.
+_PROBES: Final = 32
+_PROBE_BYTES: Final = 16
+LEAST_PROBED_BYTES: Final = 16 << 10
 
 
 # --- narrow integers --------------------------------------------------------------------------------------------------
@@ -156,17 +157,16 @@ def _memory_of(row: Any) -> Hashable:
     return row.data_ptr(), row.shape, row.stride(), row.dtype, row.device, row.is_conj(), row.is_neg()
 
 
-def row_samples(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
-    """As `row_digests`, of a few bytes of each row and its size: rows for which they differ are different."""
+def row_probes(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
+    """A short digest of a few bytes of each row, its size and its kind: rows whose probes differ are different."""
     data, cuts = _bytes_of(rows)
     sizes, first = np.diff(cuts), _kind_of(rows, kind)
-    places = cuts[:-1, None] + np.maximum(sizes - _SAMPLE_BYTES, 0)[:, None] * np.arange(_SAMPLES) // (_SAMPLES - 1)
-    at = (places[:, :, None] + np.arange(_SAMPLE_BYTES)).reshape(len(sizes), -1)
-    samples = data[np.minimum(at, len(data) - 1)]
-    samples[sizes < _SAMPLE_BYTES] = 0
+    places = cuts[:-1, None] + np.maximum(sizes - _PROBE_BYTES, 0)[:, None] * np.arange(_PROBES) // (_PROBES - 1)
+    at = (places[:, :, None] + np.arange(_PROBE_BYTES)).reshape(len(sizes), -1)
+    taken = data[np.minimum(at, len(data) - 1)]
     return [
-        lasting_hash(b"%b %d %b" % (first, size, sample.tobytes())).digest()
-        for size, sample in zip(sizes.tolist(), samples, strict=True)
+        fast_hash(b"%b %d %b" % (first, size, some.tobytes())).digest()
+        for size, some in zip(sizes.tolist(), taken, strict=True)
     ]
 
 
@@ -182,20 +182,16 @@ def _kind_of(rows: Ragged | torch.Tensor, kind: str) -> bytes:
     return f"{kind} {rows.values.dtype if isinstance(rows, Ragged) else rows.dtype}".encode()
 
 
-def row_digests(rows: Ragged | torch.Tensor, kind: str, numbers: Sequence[int] | None = None) -> list[bytes]:
-    """A digest of each row of a column (`lasting_hash`): of its bytes, their dtype, and what kind of cells they are.
-
-    ``numbers``: of which rows. None: of all.
-    """
+def row_digests(rows: Ragged | torch.Tensor, kind: str, numbers: Sequence[int]) -> list[bytes]:
+    """A digest of some rows of a column (`lasting_hash`): of their bytes, dtype, and what kind of cells they are."""
     data, cuts = _bytes_of(rows)
-    first, wanted = _kind_of(rows, kind), range(len(rows)) if numbers is None else numbers
-    digests = [b""] * len(wanted)
+    first, digests = _kind_of(rows, kind), [b""] * len(numbers)
 
     def digest(place: int) -> None:
         hashed = lasting_hash(first)
-        hashed.update(data.data[cuts[wanted[place]] : cuts[wanted[place] + 1]])
+        hashed.update(data.data[cuts[numbers[place]] : cuts[numbers[place] + 1]])
         digests[place] = hashed.digest()
 
     threads = min(max(1, len(data) // _PART_BYTES), default_copy_threads())
-    in_threads([partial(digest, place) for place in range(len(wanted))], threads)
+    in_threads([partial(digest, place) for place in range(len(numbers))], threads)
     return digests

@@ -11,6 +11,7 @@ Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -32,11 +33,12 @@ from dataplane_core.codec.cells import (
 )
 from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
+    LEAST_PROBED_BYTES,
     Repeats,
     is_narrow,
     narrowed,
     row_digests,
-    row_samples,
+    row_probes,
     same_memory,
     widened,
 )
@@ -171,37 +173,36 @@ def _sent(
     # not numbers of tokens: hardly any are put again
     by_content = wire.by_content and (spec.rank != 1 or spec.dtype == "uint8")
     if is_large and (by_content or len(rows) > 1):
-        rows, same, digests = _differing(rows, same, rows, spec, by_sample=wire.by_sample or not by_content)
+        rows, same, digests = _differing(rows, same, rows, spec, by_probe=wire.by_probe or not by_content)
     encoded = _on_wire(rows, wire, KIND_OBJECT if spec.kind == "object" else KIND_TENSOR)
     # cells that leave their field open are read as what it became, so those of another put are not the same
     return _with_index(encoded, same, digests if by_content and not spec.lists else None)
 
 
 def _differing(
-    rows: Any, same: Repeats | None, encoded: _Rows, spec: FieldSpec, *, by_sample: bool
+    rows: Any, same: Repeats | None, encoded: _Rows, spec: FieldSpec, *, by_probe: bool
 ) -> tuple[Any, Repeats | None, list[bytes]]:
     """Of equal rows the first; which rows these are then, and their digests. ``encoded``: the bytes of the rows.
 
-    ``by_sample``: of rows whose samples differ, they are digests of these; of others, the first has that of its sample.
+    ``by_probe``: large rows have their probes in place of digests; of different ones with the same probe, the first.
     """
-    samples = row_samples(encoded, spec.to_text()) if by_sample else []
-    if samples and len(set(samples)) == len(samples):
-        return rows, same, samples
-    digests = row_digests(encoded, spec.to_text())
-    equal = Repeats.by_key(digests)
-    firsts = range(len(digests)) if equal is None else equal.firsts
-    if samples:
-        first_of = {samples[row]: row for row in reversed(firsts)}
-        digests = [samples[row] if first_of.get(samples[row]) == row else digest for row, digest in enumerate(digests)]
-    digests = [digests[row] for row in firsts]
+    is_probed = by_probe and _values(encoded).nbytes >= LEAST_PROBED_BYTES * len(encoded)
+    probes = row_probes(encoded, spec.to_text()) if is_probed else [b""] * len(encoded)
+    counts = Counter(probes)
+    alike = [row for row, probe in enumerate(probes) if not probe or counts[probe] > 1]
+    whole = dict(zip(alike, row_digests(encoded, spec.to_text(), alike), strict=True))
+    equal = Repeats.by_key([whole.get(row, probe) for row, probe in enumerate(probes)])
+    firsts = range(len(probes)) if equal is None else equal.firsts
+    first_of = {probes[row]: row for row in reversed(firsts)}
+    digests = [probes[row] if is_probed and first_of[probes[row]] == row else whole[row] for row in firsts]
     return (rows, same, digests) if equal is None else (take_plain(rows, equal.firsts), equal.after(same), digests)
 
 
-def column_digests(column: WireColumn, spec: FieldSpec, numbers: Sequence[int] | None = None) -> list[bytes]:
-    """Digests of cells of a column on a wire of tensors (`row_digests`), however narrow it is."""
-    rows = _encoded_items(column, "", allow_pickle=False) if isinstance(column, list) else column
-    dtype = torch.uint8 if spec.kind == "object" else spec.torch_dtype
-    return row_digests(_mapped(rows, partial(widened, dtype=dtype)), spec.to_text(), numbers)
+def column_digests(column: WireColumn, spec: FieldSpec, numbers: Sequence[int]) -> list[bytes]:
+    """Digests of some cells of a column on a wire of tensors: `row_digests`."""
+    if isinstance(column, list):
+        column, numbers = _encoded_items([column[row] for row in numbers], "", allow_pickle=False), range(len(numbers))
+    return row_digests(column, spec.to_text(), numbers)
 
 
 def _with_index(rows: WireColumn, same: Repeats | None, digests: list[bytes] | None) -> WireColumn | SharedRows:
@@ -290,7 +291,7 @@ def _encode_objects(
         digests = None
         if is_bulky:
             encoded = _encoded_items(firsts, name, allow_pickle)
-            firsts, same, digests = _differing(firsts, same, encoded, _OBJECTS, by_sample=wire.by_sample)
+            firsts, same, digests = _differing(firsts, same, encoded, _OBJECTS, by_probe=wire.by_probe)
         return _with_index(firsts, same, digests)
     try:
         rows = _encoded_items(firsts, name, allow_pickle)

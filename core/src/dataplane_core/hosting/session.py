@@ -307,18 +307,15 @@ class Session:
                 self._listener = listener
         # before it is sent: the wake may arrive before the reply does
         self._waiting[token] = wake
-        waits = False
-        try:
-            reply = self.call(what, deadline, command)
-            waits = not (isinstance(command, commands.ClaimRequest) and (reply.answered or command.explain))
-            return reply
-        finally:
-            if not waits:
-                self._waiting.pop(token, None)
+        reply = self.call(what, deadline, command)  # if its reply is lost, it may wait
+        if isinstance(command, commands.ClaimRequest) and reply.answered:
+            self._waiting.pop(token, None)
+        return reply
 
     def stop_waiting(self, token: str) -> None:
-        """As `LedgerBackend.stop_waiting`."""
-        self._waiting.pop(token, None)
+        """As `Backend.stop_waiting`."""
+        if self._waiting.pop(token, None) is None:
+            return  # nothing of it waits at this host
         try:
             channel = self._take("tell", time.monotonic() + _RELEASE_S)
         except (BackendUnavailableError, OperationTimeoutError, ClientClosedError):
@@ -647,7 +644,7 @@ class LedgerLink(ABC):
                 pass
 
     def stop_waiting(self, token: str) -> None:
-        """As `LedgerBackend.stop_waiting`."""
+        """As `Backend.stop_waiting`."""
         if (session := self._session) is not None:
             session.stop_waiting(token)
 

@@ -46,8 +46,10 @@ from dataplane_core.spec.tags import TagValue
 Reply = TypeVar("Reply", covariant=True)
 #: Payload bytes of a row, or of a put: at most 2**50, so that their sums stay small.
 _Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
-#: Stands for the content of a cell, and for what kind of cell it is.
-Digest: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+#: Stands for the content of a cell, and for what kind of cell it is: 16 bytes for all of its bytes, 8 for a few of them
+#: (a probe).
+Digest: TypeAlias = Annotated[bytes, Meta(min_length=8, max_length=16)]
+PROBE_BYTES: Final = 8
 
 
 class Write(Frozen, frozen=True):
@@ -57,7 +59,8 @@ class Write(Frozen, frozen=True):
         fields: In the order of their slots.
         row_bytes: Of each row that is stored.
         positions: The row that each sample has; each is that of some sample. None: row i.
-        digests: Of one field that is kept by content: of each row that is stored.
+        digests: Of one field that is kept by content: of each row that is stored. Rows of a put with the same probe are
+            equal.
         known: Of such a field: rows of other puts with equal cells, which are numbered after these.
     """
 
@@ -81,8 +84,8 @@ class Write(Frozen, frozen=True):
 class BeginPut(Frozen, Command[int], frozen=True):
     """Validates a put and reserves its bytes. Reply: the write id. Raises as the hook ``put_samples``.
 
-    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed; `ContentChangedError`: a row that the
-    put names is gone, or there is one with a digest of the put. The rows that it names stay until it ends. Other
+    Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed; `ContentGoneError`: a row that the
+    put names is gone, or there is one with a probe of the put. The rows that it names stay until it ends. Other
     attributes are as in `PutRequest`.
 
     Attributes:
@@ -172,7 +175,7 @@ class WaitForRoom(Frozen, Command[None], frozen=True):
 
 class CommitPut(Frozen, Command[list[Ref]], frozen=True):
     """Makes a begun put visible: its cells and tags at once. Reply: the refs that are now free: those that it replaced,
-    and of its own rows with equal digests all but one.
+    and its own rows with content that another put committed since `BeginPut`, or that it has twice.
 
     Raises:
         StalePartitionError: The partition or one of the samples was cleared since `BeginPut`, or the put was abandoned.
@@ -180,7 +183,7 @@ class CommitPut(Frozen, Command[list[Ref]], frozen=True):
         SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed since `BeginPut` fixed
             another schema, filled the group, or wrote the cells. Nothing is visible, and the put's refs are free.
         AlreadyDoneError: A put with the same request id committed since `BeginPut`. The put's refs are free.
-        ContentChangedError: As of `BeginPut`, or another put has committed a row with one of its digests.
+        ContentGoneError: As of `BeginPut`. Nothing is visible, and the put's refs are free.
     """
 
     op = "commit_put"

@@ -7,8 +7,8 @@ same order give the same state in every process.
 The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
 pos)`` names the payload of row ``pos`` of a write. Samples with equal cells may share a row of a write; its payload is
 then freed with the last of them. A write that is kept **by content** has a digest of each row: samples of later puts,
-in any partition, may name such a row, and need not bring it. No two rows have the same digest: a put that brings one
-which the ledger has is refused, and is to ask first.
+in any partition, may name such a row, and need not bring it. Of two puts that bring the same digest, the second gets
+the row of the first. A probe does not tell whether rows are equal, so there the second is refused, and is to ask again.
 
 Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too. Callers draw the
 epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would start again if the
@@ -37,7 +37,7 @@ from msgspec.structs import asdict, replace
 from dataplane_core.errors import (
     AlreadyDoneError,
     CapacityExceededError,
-    ContentChangedError,
+    ContentGoneError,
     InvalidRequestError,
     MissingDataError,
     OpenCellsError,
@@ -189,7 +189,8 @@ class Ledger:
         if put.request_id is not None:
             write_ids: Iterable[int] = self._pending if put.write_id is None else self._pending.keys() & {put.write_id}
             for write_id in write_ids:
-                if self._pending[write_id].put.request_id == put.request_id:
+                begun = self._pending[write_id].put
+                if begun.request_id == put.request_id and begun.writes == list(put.writes):
                     return write_id
         self._refuse_done(put)
         partition = self._found_or_opened(put)
@@ -320,12 +321,17 @@ class Ledger:
         return write_id
 
     def _rows_of(self, put: commands.BeginPut) -> list[Ref]:
-        """The rows of other puts that a put names. Raises `ContentChangedError` if one is gone, or if there is one with
-        a digest of the put."""
+        """The rows of other puts that a put names. Raises `ContentGoneError` if one is gone, or if there is one with
+        a probe of the put."""
         refs = [ref for write in put.writes for ref in write.known]
-        brought = [digest for write in put.writes for digest in write.digests]
-        if not all(map(self._is_kept, refs)) or any(digest in self._content for digest in brought):
-            raise ContentChangedError(f"put_samples('{put.partition_id}') is to ask what the store has.")
+        digests = chain.from_iterable(write.digests for write in put.writes)
+        if not all(map(self._is_kept, refs)) or any(
+            len(digest) == commands.PROBE_BYTES and digest in self._content for digest in digests
+        ):
+            raise ContentGoneError(
+                f"put_samples('{put.partition_id}') refused: which of its cells the store has is no longer as it was. "
+                "Nothing was written. Ask again."
+            )
         return refs
 
     def _is_kept(self, ref: Ref) -> bool:
@@ -437,13 +443,13 @@ class Ledger:
     def _keep_content(
         self, partition: Partition, writes: Mapping[int, commands.Write], by_content: dict[int, list[Ref]]
     ) -> list[Ref]:
-        """Finds the rows of the samples in writes that are kept by content: of rows of the put with equal digests the
+        """Finds the rows of the samples in writes that are kept by content: of equal rows that which was committed
         first. Returns the rows that the put brought, which the caller gives up for the put."""
         brought: list[Ref] = []
         for write_id, refs in by_content.items():
             write = writes[write_id]
             own = [(write_id, pos) for pos in range(len(write.row_bytes))]
-            for digest, ref in zip(write.digests, own, strict=False):
+            for digest, ref in zip(write.digests, own, strict=True):
                 self._content.setdefault(digest, ref)
             rows = [*(self._content[digest] for digest in write.digests), *write.known]
             refs += rows if write.positions is None else [rows[pos] for pos in write.positions]

@@ -94,8 +94,9 @@ class WireFormat:
         shared_rows: Whether equal large cells of a column are sent once, as `SharedRows`, and may be returned so.
         by_content: Whether these cells come with their digests, and the store keeps equal ones once, whichever puts
             wrote them. It needs ``shared_rows``, and a store that knows which of its rows are lost.
-        by_sample: Whether these are digests of a few bytes of each cell, and the client compares those that agree with
-            what the store has: `LedgerBackend.kept_digests`. Then a put of new cells does not read them twice.
+        by_probe: Whether these are digests of a few bytes of each cell, and the client compares those that agree with
+            what the store has: `LedgerBackend.kept_digests`. Then a put of new cells does not read them twice. It needs
+            ``by_content``, on a wire of tensors.
         narrow: Whether integers may be sent in a narrower dtype than that of their spec, which differs from put to put.
             The backend returns each column in the dtype that it was sent in, or in that of its spec. Frames are always
             sent so: they say their dtype.
@@ -107,7 +108,7 @@ class WireFormat:
     objects: Literal["native", "encoded"] = "encoded"
     shared_rows: bool = False
     by_content: bool = False
-    by_sample: bool = False
+    by_probe: bool = False
     narrow: bool = False
 
     def __post_init__(self) -> None:
@@ -115,6 +116,8 @@ class WireFormat:
             raise ValueError(f"WireFormat: ragged must be 'jagged', got {self.ragged!r}.")
         if self.objects not in ("native", "encoded"):
             raise ValueError(f"WireFormat: objects must be 'native' or 'encoded', got {self.objects!r}.")
+        if self.by_probe and (self.bytes or not self.by_content):
+            raise ValueError("WireFormat: by_probe needs by_content, and a wire of tensors.")
 
     def describe(self) -> str:
         """One line for people, such as ``jagged, (N,) promoted, objects encoded``."""

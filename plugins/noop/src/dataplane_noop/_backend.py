@@ -59,7 +59,7 @@ class Segment:
 class NoopBackend(LedgerBackend):
     """The reference backend: every operation of the contract, scope process. It waits for nothing but its ledger."""
 
-    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, by_content=True, by_sample=True, narrow=True)
+    wire = WireFormat(ragged="jagged", objects="native", shared_rows=True, by_content=True, by_probe=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.PROCESS
     why_not_declared: ClassVar[Mapping[str, str]] = {

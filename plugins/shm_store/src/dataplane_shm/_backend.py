@@ -42,9 +42,7 @@ class ShmBackend(LedgerBackend):
     bootstrapping client starts and ends. Linux only.
     """
 
-    wire = WireFormat(
-        ragged="jagged", objects="encoded", shared_rows=True, by_content=True, by_sample=True, narrow=True
-    )
+    wire = WireFormat(ragged="jagged", objects="encoded", shared_rows=True, by_content=True, by_probe=True, narrow=True)
     capabilities = LEDGER_CAPABILITIES | {Capability.CLIENTS, Capability.NO_PICKLE, Capability.WAKES}
     scope = Scope.HOST
     why_not_declared: ClassVar[Mapping[str, str]] = {

@@ -39,7 +39,7 @@ LATER: Final = "z"
 #: It follows from the version, so it is read together with ``x``. From which size on cells are large is set by the run.
 MEDIA: Final = "m"
 _PICTURES: Final = 5
-_PICTURE_BYTES: Final = 2048
+_PICTURE_BYTES: Final = 20_000
 SHARE_ABOVE: Final[Mapping[str, int]] = {MEDIA: _PICTURE_BYTES // 2}
 #: Task -> the fields that its claims require, and whether they have leases.
 TASKS: Final[Mapping[str, tuple[tuple[str, ...], bool]]] = {

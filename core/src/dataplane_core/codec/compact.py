@@ -48,7 +48,7 @@ _FIRST: Final = 4096
 #: Only columns whose cells have at least so many bytes on average are looked at, unless the config says otherwise.
 LARGE_CELL_BYTES: Final = 64 << 10
 #: At so many places, so many bytes of a cell are looked at first, if cells have many more bytes on average.
-_PROBES: Final = 32
+_PROBES: Final = 16
 _PROBE_BYTES: Final = 16
 LEAST_PROBED_BYTES: Final = 16 << 10
 

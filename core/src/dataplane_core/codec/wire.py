@@ -190,6 +190,8 @@ def _differing(
     probes = row_probes(encoded, spec.to_text()) if is_probed else [b""] * len(encoded)
     counts = Counter(probes)
     alike = [row for row, probe in enumerate(probes) if not probe or counts[probe] > 1]
+    if not alike:
+        return rows, same, probes
     whole = dict(zip(alike, row_digests(encoded, spec.to_text(), alike), strict=True))
     equal = Repeats.by_key([whole.get(row, probe) for row, probe in enumerate(probes)])
     firsts = range(len(probes)) if equal is None else equal.firsts

@@ -68,7 +68,8 @@ def place(self, *names):
 
 
 def when_gone(path, wake):
-    while path.exists() and not wake._ended:
+    give_up = time.monotonic() + 60
+    while path.exists() and time.monotonic() < give_up:
         time.sleep(0.01)
     wake()
 

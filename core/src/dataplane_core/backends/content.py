@@ -74,7 +74,7 @@ class Probes:
 
         counts = Counter(digest for write in writes for digest in write.digests)
         names: dict[bytes, bytes] = {}  # digest of a whole cell -> the one that names it
-        cells: list[list[bytes]] = []  # of each write: the digests of whole cells, or those that it has
+        cells: list[list[bytes]] = []  # of each write: digests of whole cells, or probes that no other cell has
         for write in writes:
             whole = list(write.digests)
             alike = [
@@ -86,20 +86,20 @@ class Probes:
                 (name,) = write.fields
                 column, spec = request.columns[name], request.specs[name]
                 assert isinstance(column, SharedRows)
-                here = {whole[row]: known[whole[row]] for row in alike if whole[row] in known}
-                names |= zip(self._of_store(list(here.values()), name, spec, request.deadline), here, strict=True)
+                stored = {whole[row]: known[whole[row]] for row in alike if whole[row] in known}
+                names |= zip(self._of_store(list(stored.values()), name, spec, request.deadline), stored, strict=True)
                 for row, digest in zip(alike, column_digests(column.rows, spec, alike), strict=True):
                     whole[row] = digest
             cells.append(whole)
         taken = set(names.values())
-        told = []
+        named = []
         for write, whole in zip(writes, cells, strict=True):
             for digest, cell in zip(write.digests, whole, strict=True):
                 if cell not in names:
                     names[cell] = cell if digest in taken else digest
                     taken.add(names[cell])
-            told.append(replace(write, digests=[names[cell] for cell in whole]))
-        return told
+            named.append(replace(write, digests=[names[cell] for cell in whole]))
+        return named
 
     def _of_store(self, refs: Sequence[Ref], field: str, spec: FieldSpec, deadline: float) -> list[bytes]:
         """The digests of whole cells of the store."""

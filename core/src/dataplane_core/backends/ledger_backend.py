@@ -301,8 +301,8 @@ class LedgerBackend(Backend, ABC):
             self.store_write(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
     def kept_digests(self, parts: Sequence[commands.Part], spec: FieldSpec, deadline: float) -> list[bytes]:
-        """The digests (`column_digests`) of rows of the store, part by part. Only of a backend with
-        `WireFormat.by_probe`: it makes them of the rows in place.
+        """The digests (`column_digests`) of rows of the store, part by part, made of the rows in place. Not abstract,
+        since only a backend with `WireFormat.by_probe` is asked.
 
         Args:
             parts: The rows. Each part is of one field, always the same.

@@ -47,9 +47,9 @@ _PART_BYTES: Final = 1 << 20
 _FIRST: Final = 4096
 #: Only columns whose cells have at least so many bytes on average are looked at, unless the config says otherwise.
 LARGE_CELL_BYTES: Final = 64 << 10
-#: At so many places, so many bytes of a cell are looked at first, if cells have many more bytes on average.
-_PROBES: Final = 16
-_PROBE_BYTES: Final = 16
+#: A probe looks at so many places of a cell, at so many bytes each; if cells have many more bytes on average.
+_PLACES: Final = 16
+_PLACE_BYTES: Final = 16
 LEAST_PROBED_BYTES: Final = 16 << 10
 
 
@@ -161,8 +161,8 @@ def row_probes(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
     """A short digest of a few bytes of each row, its size and its kind: rows whose probes differ are different."""
     data, cuts = _bytes_of(rows)
     sizes, first = np.diff(cuts), _kind_of(rows, kind)
-    places = cuts[:-1, None] + np.maximum(sizes - _PROBE_BYTES, 0)[:, None] * np.arange(_PROBES) // (_PROBES - 1)
-    at = (places[:, :, None] + np.arange(_PROBE_BYTES)).reshape(len(sizes), -1)
+    places = cuts[:-1, None] + np.maximum(sizes - _PLACE_BYTES, 0)[:, None] * np.arange(_PLACES) // (_PLACES - 1)
+    at = (places[:, :, None] + np.arange(_PLACE_BYTES)).reshape(len(sizes), -1)
     taken = data[np.minimum(at, len(data) - 1)]
     return [
         fast_hash(b"%b %d %b" % (first, size, some.tobytes())).digest()

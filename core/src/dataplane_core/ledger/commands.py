@@ -46,8 +46,8 @@ from dataplane_core.spec.tags import TagValue
 Reply = TypeVar("Reply", covariant=True)
 #: Payload bytes of a row, or of a put: at most 2**50, so that their sums stay small.
 _Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
-#: Stands for the content of a cell, and for what kind of cell it is: 16 bytes for all of its bytes, 8 for a few of them
-#: (a probe).
+#: Stands for the content of a cell, and for what kind of cell it is. One of 8 bytes is a probe: it stands for a few
+#: bytes of the cell, and different cells may have the same.
 Digest: TypeAlias = Annotated[bytes, Meta(min_length=8, max_length=16)]
 PROBE_BYTES: Final = 8
 

@@ -35,11 +35,7 @@ _MOST_RESUMES: Final = 10
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Prints what a recording says of a run; or the first difference of two.
-
-    Returns:
-        0, `WRONG` or `UNKNOWN`.
-    """
+    """Prints what a recording says of a run; or the first difference of two."""
     folder, other, task, html = chosen.folder, chosen.other, chosen.task, chosen.html
     try:
         bounds = _bounds(chosen.steps)
@@ -70,12 +66,7 @@ def audit(
     bounds: tuple[float, float] | None = None,
     task: str | None = None,
 ) -> dict[str, Any]:
-    """What a recording says of a run, as JSON values.
-
-    Raises:
-        InvalidRequestError: No step has this number.
-        DataPlaneError: The recording cannot be read.
-    """
+    """What a recording says of a run, as JSON values."""
     recording = Recording(folder)
     # those that may end meanwhile
     still_open = {writer.client for writer in recording.writers if recording.is_open(writer.client)}

@@ -365,30 +365,7 @@ class _Follower:
 
 
 class _Portions:
-    """Writes rows of a partition as shards. Use it in a ``with`` statement.
-
-    Args:
-        client: Of the store.
-        partition_id: The partition.
-        folder: The folder.
-        what: Which rows and columns. With a task, it goes on with what the folder has.
-        tokenizer: As for `Tokenizer`; for messages.
-        shard_bytes: Size of a shard before compression.
-
-    Attributes:
-        required: The fields that a row is to have.
-        where: The condition of ``what``.
-        rows: The samples of the partition.
-        found: Those that meet the condition. With a task, they are not looked for.
-        shards: The folder.
-        num_gone: Samples that were gone when they were to be read.
-        num_rows: How many rows to write next.
-        no_chat: What rows lack that are no chats -> how many they are.
-
-    Raises:
-        InvalidRequestError: There is no such field, tag or size, or `Shards` refuses the folder.
-        DataPlaneError: As `Shards`, `Tokenizer`, `parse_where` and `DataPlaneClient.describe`.
-    """
+    """Writes rows of a partition as shards. Use it in a ``with`` statement. With a task, it goes on with the folder."""
 
     def __init__(
         self,
@@ -411,6 +388,7 @@ class _Portions:
             has = preview(names, limit=20) or "none"
             raise InvalidRequestError(f"partition '{partition_id}' has no field {preview(unknown)}. It has: {has}.")
         self.client, self.partition_id, self._what = client, partition_id, what
+        #: The fields that a row is to have.
         self.required = list(description.info.fields if what.fields is None else what.fields)
         if what.task is not None and not self.required:
             raise InvalidRequestError(
@@ -420,12 +398,13 @@ class _Portions:
         self.where = None if what.where is None else parse_where(what.where)
         self._decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
         self.rows = Rows(client, partition_id)
-        # of one that follows, later rows may have what a condition names
+        #: The samples that meet the condition. Of one that follows, later rows may have what that names.
         self.found: Tags = self.rows.find(where=self.where).tags if what.task is None else {}
         manifest = Manifest(partition_id=partition_id, epoch=description.info.epoch, what=what)
         self.shards = Shards(folder, manifest, size)
-        self.num_gone, self.num_rows = 0, _FIRST_ROWS
-        self.no_chat: Counter[str] = Counter()
+        self.num_gone = 0  # when they were to be read
+        self.num_rows = _FIRST_ROWS  # to write next
+        self.no_chat: Counter[str] = Counter()  # what rows lack that are no chats -> how many they are
         #: The column of a field, and of a tag. Later shards keep it.
         self._titles = {("", name): name for name in ("sample_id", "tags", *(["messages"] * what.messages))}
         #: Of a field of objects: how its items are stored; whether its column is one of binary.
@@ -448,7 +427,7 @@ class _Portions:
         self.shards.close()
 
     def end(self, lacking: Mapping[str, int] | None = None, num_left: int = 0) -> Exported:
-        """Completes the export. Raises as `check_chats`."""
+        """Completes the export."""
         self.check_chats()
         self.shards.end()
         num_rows, size_bytes = self.shards.totals()
@@ -463,11 +442,7 @@ class _Portions:
         )
 
     def check_chats(self) -> None:
-        """Refuses rows of which none is a chat.
-
-        Raises:
-            InvalidRequestError: No row that was read so far is a chat.
-        """
+        """Refuses rows of which none is a chat so far."""
         if self.no_chat and not (self.shards.num_open_rows or self.shards.numbers):
             count, what = self.no_chat.total(), next(iter(self.no_chat))
             raise InvalidRequestError(
@@ -486,13 +461,7 @@ class _Portions:
             self._tag_types = {name: kind for name, kind in types.items() if kind is not None}
 
     def write(self, tags: Tags) -> list[str]:
-        """Writes rows. Returns the ids of those that are still there.
-
-        Raises:
-            StalePartitionError: The partition was registered anew.
-            InvalidTypeError: As `arrow_of_items`.
-            SaveError: They cannot be written.
-        """
+        """Writes rows. Returns the ids of those that are still there."""
         specs = self._specs(self._described())
         portion = read_portion(self.client, self.partition_id, list(tags), list(specs))
         self._described()  # the registration may have changed meanwhile
@@ -588,12 +557,7 @@ class _Portions:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Exports rows of a running store, of a save or of a recording.
-
-    Raises:
-        DataPlaneError: As `export_partition`, `follow_partition`, `attach` and `opened`. It cannot follow partial rows,
-            nor a folder.
-    """
+    """Exports rows of a running store, of a save or of a recording."""
     path, partition_id, folder = chosen.config, chosen.partition, chosen.folder
     options = {name: getattr(chosen, name) for name in ("fields", "where", "tokenizer", "shard_bytes")}
     options["messages"] = chosen.form == "messages"

@@ -73,38 +73,22 @@ class Given:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sample from its first put until it is cleared.
-
-    Attributes:
-        sample_id: Its id.
-        partition: Its partition.
-        put: Its first put. None: the recording does not have it.
-        tags: Its tags.
-        cells: Field -> its value, in the order of puts.
-        given: Task -> how far it is.
-        is_read: Whether it was read since it was put, or since a claim handed it out.
-        is_lost: Whether its newest read failed, since the store had lost rows.
-        last: Its newest operation.
-        prompt: Its prompt.
-        life: Which of the lives of its prompt it belongs to.
-        step: The newest step that counts that trained on it, or "".
-        trained_at: When a task that trains consumed it, or it was read where none does.
-        early: Field -> when it was first claimed or read, if the record of its put comes later; ``by``: by whom.
-    """
+    """A sample from its first put until it is cleared."""
 
     sample_id: str
     partition: str
-    put: Put | None = None
+    put: Put | None = None  # its first one, if the recording has it
     tags: dict[str, Any] = field(default_factory=dict)
-    cells: dict[str, Cell] = field(default_factory=dict)
-    given: dict[str, Given] = field(default_factory=dict)
-    is_read: bool = False
-    is_lost: bool = False
-    last: str = ""
+    cells: dict[str, Cell] = field(default_factory=dict)  # by field, in the order of puts
+    given: dict[str, Given] = field(default_factory=dict)  # task -> how far it is
+    is_read: bool = False  # since it was put, or since a claim handed it out
+    is_lost: bool = False  # its newest read failed, since the store had lost rows
+    last: str = ""  # its newest operation
     prompt: Prompt | None = None
-    life: int = 0
-    step: str = ""
-    trained_at: float = 0.0
+    life: int = 0  # which of the lives of its prompt it belongs to
+    step: str = ""  # the newest step that counts that trained on it
+    trained_at: float = 0.0  # when a task that trains consumed it, or it was read where none does
+    #: Field -> when it was first claimed or read, if the record of its put comes later; and by whom.
     early: dict[str, float] = field(default_factory=dict)
     by: Writer | None = None
 
@@ -130,27 +114,16 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step of training; without marks, a batch of a task.
+    """A step of training; without marks, a batch of a task."""
 
-    Attributes:
-        number: Its number, by its mark. None: no mark says that it ended.
-        batch: Without marks: which batch of ``task`` it is, from 1.
-        task: Without marks: the task.
-        after: The newest step before one that did not end.
-        at: When it ended.
-        values: What its mark says.
-        is_undone: Whether the run went on from an earlier step later, or before it ended.
-        rows: Its samples -> the task that consumed them, or "" for samples that were read.
-    """
-
-    number: int | None = None
-    batch: int = 0
+    number: int | None = None  # by its mark, if one says that it ended
+    batch: int = 0  # without marks: which batch of ``task`` it is, from 1
     task: str = ""
-    after: int | None = None
-    at: float = 0.0
-    values: Mapping[str, float] = field(default_factory=dict)
-    is_undone: bool = False
-    rows: dict[Row, str] = field(default_factory=dict)
+    after: int | None = None  # the newest step before one that did not end
+    at: float = 0.0  # when it ended
+    values: Mapping[str, float] = field(default_factory=dict)  # of its mark
+    is_undone: bool = False  # the run went on from an earlier step later, or before it ended
+    rows: dict[Row, str] = field(default_factory=dict)  # -> the task that consumed them, or "": they were read
 
     @property
     def key(self) -> tuple[str, int | None]:
@@ -212,27 +185,16 @@ class _Registration:
 
 
 class History:
-    """Follows the samples of a recording.
-
-    Args:
-        recording: The recording.
-        found: Its survey.
-        check_rows: Whether to compare recorded rows with their digests.
-
-    Attributes:
-        survey: As it was given.
-        untrained: What became of samples that were not trained on: ``count``, ``reason``, ``task`` ("" in a partition
-            of which no task was given samples), ``by`` (who cleared them, or None), ``last`` (their last operation
-            before that), and ``examples``: the first few, and the newest step then.
-        latency_s: Task -> seconds from the put that made a sample ready to the claim that was given it.
-        num_misplaced: How often a sample was used before its put began, or after its partition ended, by the times of
-            the records: the clocks of hosts differ.
-    """
+    """Follows the samples of a recording. ``check_rows``: whether to compare recorded rows with their digests."""
 
     def __init__(self, recording: Recording, found: Survey, *, check_rows: bool = True) -> None:
         self.survey = found
+        #: What became of samples that were not trained on: ``count``, ``reason``, ``task`` ("" in a partition of which
+        #: no task was given samples), ``by`` (who cleared them), ``last`` (their operation before), and ``examples``.
         self.untrained: dict[tuple[str, ...], dict[str, Any]] = {}
+        #: Task -> seconds from the put that made a sample ready to the claim that was given it.
         self.latency_s: dict[str, array[float]] = {}
+        #: How often a sample was used before its put began, or after its partition ended: the clocks of hosts differ.
         self.num_misplaced = 0
         self._recording, self._check_rows = recording, check_rows
         self._prompts = Prompts()
@@ -254,12 +216,7 @@ class History:
         self._now = 0.0
 
     def steps(self) -> Iterator[Step]:
-        """The steps in the order of their ends. The attributes are complete when all were taken.
-
-        Raises:
-            CorruptDataError: A record is damaged.
-            SaveError: The recording cannot be read.
-        """
+        """The steps in the order of their ends. The attributes are complete when all were taken."""
         markers = {client for _, _, client in self.survey.marks}
         for record in self._recording.records():
             client = record.client.client

@@ -53,12 +53,7 @@ _WIDEST: Final = 28
 
 
 def run(chosen: argparse.Namespace, shows_samples: bool) -> int:
-    """Shows the store of a config until it is left.
-
-    Raises:
-        BackendUnavailableError: The store cannot be reached, and waiting does not help. The screen waits for one that
-            has not started yet, or has ended.
-    """
+    """Shows the store of a config until it is left."""
     where = None if chosen.where is None else parse_where(chosen.where)
     decode = None if chosen.tokenizer is None else Tokenizer(chosen.tokenizer).decode
     watcher = Watcher(chosen.config, chosen.partition, decode)
@@ -103,42 +98,23 @@ class Wish:
 
 @dataclass(eq=False)
 class Seen(Message):
-    """What a watcher saw last.
-
-    Attributes:
-        wish: What it was asked for.
-        stages: The stages, drawn.
-        partition_ids: The partitions.
-        partition_id: That of the samples. None: there is none.
-        found: Its samples, without their fields.
-        fields: Its fields of one number.
-        values: Id -> the values of these, of rows on the screen.
-        sample: The chosen one.
-        error: What is refused, or why nothing is seen.
-    """
+    """What a watcher saw last, for a wish."""
 
     wish: Wish = field(default_factory=Wish)
     stages: RenderableType = ""
     partition_ids: Sequence[str] = ()
-    partition_id: str | None = None
+    partition_id: str | None = None  # that of the samples
     found: Found = field(default_factory=lambda: Found({}, 0, 0))
-    fields: Sequence[str] = ()
-    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    sample: Sample | None = None
-    error: str = ""
+    fields: Sequence[str] = ()  # those of one number
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of these, by id, of rows on the screen
+    sample: Sample | None = None  # the chosen one
+    error: str = ""  # what is refused, or why nothing is seen
 
 
 class Watcher(Thread):
     """Asks a store for what is wished, and again each second; rarely enough to take 2 % of its time.
 
-    Args:
-        config_path: The config file of the store. When the store ends, the next one is looked for.
-        partition_id: The only partition to look at. None: all.
-        decode: The text of token ids.
-
-    Attributes:
-        wish: What to ask for. A new one is asked for at once.
-        tell: Gets what was seen, in this thread.
+    When the store ends, the next one of its config is looked for. ``tell`` gets what was seen, in this thread.
     """
 
     def __init__(self, config_path: str, partition_id: str | None = None, decode: Decode | None = None) -> None:
@@ -157,11 +133,7 @@ class Watcher(Thread):
         self._open = ExitStack()
 
     def open(self) -> None:
-        """Attaches to the store.
-
-        Raises:
-            DataPlaneError: There is none, or it has not the partition.
-        """
+        """Attaches to the store, if it has the partition."""
         client = attach(self._config_path)
         self._open.callback(client.close)
         try:
@@ -173,19 +145,17 @@ class Watcher(Thread):
         self._looks = Looks(client, self._partition_id)
 
     def ask_for(self, wish: Wish) -> None:
-        """Sets what is wished."""
+        """Sets what is wished. A new wish is asked for at once."""
         if wish != self.wish:
             self.wish = wish
             self._wake.set()
 
     def end(self) -> None:
-        """Ends the thread."""
         self._ends.set()
         self._wake.set()
         self.join(PAUSE_S)
 
     def run(self) -> None:
-        """Looks, until it is to end."""
         before, due, seen = Wish(), 0.0, Seen()
         while not self._ends.is_set():
             start = time.monotonic()
@@ -291,12 +261,10 @@ class Samples(ScrollView, can_focus=True):
 
     @property
     def chosen(self) -> str | None:
-        """The id under the cursor."""
         return self.ids[self.cursor] if self.ids else None
 
     @property
     def on_screen(self) -> tuple[str, ...]:
-        """The ids of the rows on the screen."""
         first = round(self.scroll_y)
         return tuple(self.ids[first : first + max(self.size.height - 1, 1)])
 
@@ -320,7 +288,6 @@ class Samples(ScrollView, can_focus=True):
         self._reveal()
 
     def restart(self) -> None:
-        """Goes to the first row."""
         self.ids, self.cursor, self._follows = [], 0, False
 
     def _text(self, sample_id: str, column: str) -> str:
@@ -344,12 +311,10 @@ class Samples(ScrollView, can_focus=True):
         return Strip([Segment(text, style)]).crop_extend(left, left + self.size.width, style)
 
     def action_move(self, count: int) -> None:
-        """Moves the cursor."""
         self._follows = False
         self._go(self.cursor + count)
 
     def action_page(self, count: int) -> None:
-        """Moves it by a screen."""
         self.action_move(count * max(self.size.height - 2, 1))
 
     def action_follow(self) -> None:
@@ -370,7 +335,6 @@ class Samples(ScrollView, can_focus=True):
                 break
 
     def watch_scroll_y(self, old: float, new: float) -> None:
-        """Other rows are on the screen."""
         super().watch_scroll_y(old, new)
         self.post_message(self.Moved())
 
@@ -389,12 +353,7 @@ class Samples(ScrollView, can_focus=True):
 
 
 class Live(App[None]):
-    """The screen.
-
-    Args:
-        watcher: Asks the store. The screen starts and ends it.
-        wish: What is shown at first.
-    """
+    """The screen. It starts and ends its watcher."""
 
     CSS = """
     #stages { width: 44%; padding: 0 1; }
@@ -426,7 +385,6 @@ class Live(App[None]):
         self._refused = ""
 
     def compose(self) -> ComposeResult:
-        """The panes."""
         with Horizontal():
             with VerticalScroll(id="stages", can_focus=False):
                 yield Static(id="drawn")
@@ -439,18 +397,15 @@ class Live(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Starts to ask."""
         self.query_one(Samples).focus()
         self._watcher.tell = self.post_message
         self._want()
         self._watcher.start()
 
     def on_unmount(self) -> None:
-        """Ends it."""
         self._watcher.end()
 
     def on_seen(self, seen: Seen) -> None:
-        """Shows what was seen."""
         if not self.query("#drawn"):  # the screen is being taken down, and this came before the end
             return
         before, self._seen = self._seen, seen
@@ -524,7 +479,6 @@ class Live(App[None]):
         self._want(sort=names[(place + 1) % len(names)])
 
     def action_turn(self) -> None:
-        """The other way round."""
         self._want(descending=not self._wish.descending)
 
     def action_group(self) -> None:
@@ -533,7 +487,6 @@ class Live(App[None]):
         self._want(group=None if self._wish.group else group_of_id(chosen) or None)
 
     def action_partition(self) -> None:
-        """Shows the next partition."""
         names = [*self._seen.partition_ids]
         if names:
             place = names.index(self._seen.partition_id) if self._seen.partition_id in names else -1

@@ -42,19 +42,10 @@ def messages_of(
     cells: Sequence[Mapping[str, Any]],
     decode: Decode | None,
 ) -> tuple[Any, Counter[str]]:
-    """The Arrow column of the chats of rows.
+    """The Arrow column of the chats of rows, null where a row is none; and why those are none -> how many.
 
     The turns are those that are kept: as ``turn_roles`` and ``turn_contents``, or as a list of messages, if one of them
     is of the assistant. Else they are the text of the parts of the tokens, by ``decode``.
-
-    Args:
-        ids: N ids.
-        tags: N dicts.
-        cells: N dicts: field -> cell.
-        decode: The text of a list of token ids. None: there is no tokenizer.
-
-    Returns:
-        The column, null where a row is no chat; and why those are none -> how many.
     """
     chats: list[list[str] | None] = []
     reasons: Counter[str] = Counter()

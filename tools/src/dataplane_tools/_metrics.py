@@ -28,13 +28,7 @@ _LABELS: Final = ("host", "pid", "role")
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Serves ``/targets``, for Prometheus' discovery over HTTP, and ``/metrics``, until it is interrupted.
-
-    Raises:
-        BackendUnavailableError: No store runs.
-        InvalidRequestError: The address cannot be listened on.
-        UnsupportedOperationError: The clients of this backend do not announce themselves.
-    """
+    """Serves ``/targets``, for Prometheus' discovery over HTTP, and ``/metrics``, until it is interrupted."""
     client = attach(chosen.config)
     with contextlib.closing(Gauges(client, lambda: attach(chosen.config))) as gauges:
         if Capability.CLIENTS not in client.capabilities:
@@ -66,16 +60,10 @@ def _with_targets(gauges: Gauges, metrics: Callable[..., Iterable[bytes]]) -> Ca
 
 
 class Gauges(Collector):
-    """What the store says of its clients and tasks, for Prometheus.
+    """What the store says of its clients, by process, and of its tasks, over all partitions, for Prometheus.
 
-    Of each process it says how long a client was not heard of, and how long the longest operation has been under way.
-    Of each task it says how many samples it has not consumed, how many are ready for it, and for how long it is
-    starved and why; over all partitions.
-    ``dataplane_store_up`` is 0 while the store does not answer; then there is nothing else.
-
-    Args:
-        client: Asks the store. It is closed with this.
-        attach: Opens another client where that one fails, since the store may have been started again.
+    While the store does not answer, there is nothing but ``dataplane_store_up``, which is 0. ``attach`` then opens
+    another client, since the store may have been started again.
     """
 
     def __init__(self, client: DataPlaneClient, attach: Callable[[], DataPlaneClient]) -> None:
@@ -90,10 +78,7 @@ class Gauges(Collector):
         self._client.close()
 
     def targets(self) -> list[dict[str, Any]]:
-        """The endpoints of the processes, in the form of Prometheus' discovery over HTTP.
-
-        Left out are addresses that are neither on the loopback interface nor on the host that the client names.
-        """
+        """The endpoints of the processes, as Prometheus' discovery over HTTP has them, if `_is_of` their hosts."""
         targets: dict[tuple[str, str], dict[str, Any]] = {}
         for client in self._ask() or ():  # clients of a process share an endpoint
             host = client.host if self._client.scope is Scope.CLUSTER else socket.gethostname()

@@ -56,16 +56,16 @@ td:first-child,th:first-child{{text-align:left}}</style></head>
 
 
 class _Move(NamedTuple):
-    """An operation, as it is drawn: times in seconds since the first one began, and the samples that are followed."""
+    """An operation, as it is drawn."""
 
-    end: float
+    end: float  # in seconds since the first operation began
     seconds: float
     kind: str
     stage: str
     rows: int
     size_bytes: int
     error: str
-    samples: Sequence[tuple[str, str]]  # partition and id
+    samples: Sequence[tuple[str, str]]  # partition and id of those that are followed
     drops: str  # the partition of which it dropped all samples
 
 
@@ -76,15 +76,7 @@ class _Step(NamedTuple):
 
 
 def page(folder: str, lines: Iterable[str]) -> str:
-    """The page of a recording, as HTML.
-
-    Args:
-        folder: Its folder.
-        lines: What `audit` says of it.
-
-    Raises:
-        DataPlaneError: It cannot be read, or has no operation.
-    """
+    """The page of a recording, as HTML. ``lines``: what `audit` says of it."""
     moves, steps = _read(Recording(folder))
     shown = [move for move in moves if move.rows or move.error]  # a registration only drops samples
     if not shown:
@@ -125,13 +117,7 @@ def _read(recording: Recording) -> tuple[list[_Move], list[_Step]]:
 
 
 class _Picture:
-    """A picture of a run, one panel below the other.
-
-    Args:
-        moves: All operations.
-        shown: Those that a reader counts.
-        steps: The steps.
-    """
+    """A picture of a run, one panel below the other. ``shown``: those of its operations that a reader counts."""
 
     def __init__(self, moves: Sequence[_Move], shown: Sequence[_Move], steps: Sequence[_Step]) -> None:
         self._shown, self._steps = shown, steps

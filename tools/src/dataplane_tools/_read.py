@@ -38,11 +38,7 @@ _MOST_INLINE: Final = 90
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Shows samples of a running store, of a save or of a recording.
-
-    Raises:
-        DataPlaneError: As `opened`, `Rows`, `Tokenizer` and `parse_where`; or a file cannot be written.
-    """
+    """Shows samples of a running store, of a save or of a recording."""
     limit, path, images = chosen.limit, chosen.html, chosen.images
     if limit is not None and limit < 1:
         raise InvalidRequestError(f"read refused: --limit {limit}. Expected a number of 1 or more.")

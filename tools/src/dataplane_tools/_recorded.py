@@ -36,15 +36,8 @@ def opened_recording(folder: str, partition_id: str | None) -> Iterator[DataPlan
     """A client of a store that has the rows that a run put in a partition, with their last cells and tags.
 
     Of rows that were put again after they were cleared, it has the newest. Rows that have no tag or field ``step`` get
-    the tag: the number of the step that ended next after they were put. What a reader should know is printed.
-
-    Args:
-        folder: That of the recording.
-        partition_id: The partition. None: the only one. The others are registered, and have no rows.
-
-    Raises:
-        DataPlaneError: As `Recording` and its methods.
-        MissingDataError: No rows of the partition were recorded, but it had some.
+    the tag: the number of the step that ended next after they were put. What a reader should know is printed. The other
+    partitions are registered, and have no rows.
     """
     recording = Recording(folder)
     partitions = _registered(recording)
@@ -192,16 +185,11 @@ class _Load:
 
 
 class _Blocks:
-    """The rows of puts, read from the recording. Of each set of fields, those that were read last are kept.
-
-    Attributes:
-        recording: The recording.
-        record: The put that was read last.
-    """
+    """The rows of puts, read from the recording. Of each set of fields, those that were read last are kept."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.record: Record | None = None
+        self.record: Record | None = None  # the put that was read last
         self._kept: dict[tuple[str, ...], tuple[Record, dict[str, WireColumn | SharedRows]]] = {}
 
     def read(self, record: Record) -> tuple[list[str], dict[str, Any]]:

@@ -68,11 +68,7 @@ class Looks:
         self._before: dict[str, tuple[float, PartitionDescription]] = {}
 
     def look(self) -> dict[str, Any]:
-        """Asks. Returns the answers as JSON values; clients, units and leases as the store gives them.
-
-        Raises:
-            DataPlaneError: The store does not answer, or it has not the partition that is named.
-        """
+        """Asks. Returns the answers as JSON values; clients, units and leases as the store gives them."""
         client, now = self.client, self._clock()
         descriptions: dict[str, PartitionDescription] = {}
         for name in client.list_partitions() if self._partition_id is None else [self._partition_id]:
@@ -156,11 +152,7 @@ def newest(partitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def stacks_of(clients: Sequence[ClientInfo]) -> dict[str, str]:
-    """Process -> what py-spy prints of it, of the open clients on this host.
-
-    Raises:
-        UnsupportedOperationError: There is no py-spy.
-    """
+    """Process -> what py-spy prints of it, of the open clients on this host."""
     here = {client.pid for client in clients if client.host == socket.gethostname() and client.state == "open"}
     return {str(pid): _stacks_of(pid) for pid in sorted(here)}
 
@@ -213,12 +205,9 @@ def _shape(description: PartitionDescription, field: str) -> dict[str, Any] | No
 
 
 class Screen:
-    """A report, drawn. Where there is little room: without bars, rates, leases, hosts and processes.
+    """A report of `Looks`, drawn. Where there is little room: without bars, rates, leases, hosts and processes.
 
-    Args:
-        report: As `Looks.look` gives it, perhaps with stacks.
-        partitions: Those of its partitions that are shown. None: all, with all clients.
-        fields: Whether to show the fields of partitions.
+    ``partitions``: those that are shown, with few clients. None: all, with all clients.
     """
 
     def __init__(
@@ -229,7 +218,6 @@ class Screen:
         self._most_clients = None if partitions is None else _MOST_CLIENTS
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draws it."""
         report, narrow = self._report, options.max_width < _WIDE
         yield _head(report, narrow)
         for partition in self._partitions:
@@ -293,10 +281,7 @@ def _stages(report: Mapping[str, Any], narrow: bool) -> Table:
 
 
 def _lag_of(report: Mapping[str, Any]) -> str | None:
-    """The task for which most samples of a partition are ready, if it is one alone: others wait for it.
-
-    One that waits for a field does not lag, however many samples it has not consumed.
-    """
+    """The task for which most samples of a partition are ready, if it is one alone: others wait for it."""
     ready = {task: counts["ready"] for task, counts in report["tasks"].items()}
     most = max(ready.values(), default=0)
     lagging = [task for task, count in ready.items() if count == most]

@@ -31,17 +31,7 @@ _VALUE_ROWS: Final = 4096
 
 
 def opened(path: str, partition_id: str | None) -> AbstractContextManager[DataPlaneClient]:
-    """A client of the running store of a config file; or, for a folder, of a copy of its save, or of its recording.
-
-    Args:
-        path: The config file, or the folder.
-        partition_id: The partition that will be read. None: the only one.
-
-    Raises:
-        BackendUnavailableError: No store runs.
-        UnknownBackendError: A save, and ``dataplane-noop`` is not installed, which holds its copy.
-        DataPlaneError: As `opened_recording`.
-    """
+    """A client of the running store of a config file; or, for a folder, of a copy of its save, or of its recording."""
     if not Path(path).is_dir():
         return attach(path)
     return opened_recording(path, partition_id) if is_recording(path) else _opened_save(path)
@@ -56,30 +46,15 @@ def _opened_save(folder: str) -> Iterator[DataPlaneClient]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Samples that were looked for.
+    """Samples that were looked for."""
 
-    Attributes:
-        tags: Id -> tags of those to show, in their order.
-        num_matching: How many there are without a limit.
-        num_samples: How many the partition holds.
-    """
-
-    tags: dict[str, Mapping[str, Any]]
-    num_matching: int
-    num_samples: int
+    tags: dict[str, Mapping[str, Any]]  # id -> tags of those to show, in their order
+    num_matching: int  # without a limit
+    num_samples: int  # that the partition holds
 
 
 class Rows:
-    """The samples of a partition.
-
-    Args:
-        client: Of its store. It needs the capability ``listing`` only.
-        partition_id: The partition. None: the only one of the store.
-
-    Raises:
-        UnknownPartitionError: Not registered.
-        InvalidRequestError: None, and the store has not just one.
-    """
+    """The samples of a partition, by the capability ``listing`` only. None: of the only partition of the store."""
 
     def __init__(self, client: DataPlaneClient, partition_id: str | None = None) -> None:
         if partition_id is None:
@@ -108,19 +83,8 @@ class Rows:
         group: str | None = None,
         limit: int | None = None,
     ) -> Found:
-        """Finds samples.
-
-        Args:
-            where: They meet it.
-            sort: The tag or field of one value that orders them. Those that lack it come last. None: the order of their
-                first write.
-            descending: The greatest first; without ``sort`` the newest.
-            group: Only those of this group, where the rows of a rollout come one after another.
-            limit: No more than these.
-
-        Raises:
-            InvalidRequestError: A name is neither a tag nor a field, or a field has no single value. A group has no
-                samples.
+        """Finds samples, in the order of their first write, or by a tag or a field of one value: those that lack it
+        come last. In a group, the rows of a rollout come one after another.
         """
         found = self._client.describe(self.partition_id)
         self._specs, self._expected = found.specs, found.info.fields
@@ -159,13 +123,7 @@ class Rows:
     def read(self, found: Found, *, fields: Sequence[str] | None = None, decode: Decode | None = None) -> list[Sample]:
         """Reads samples, in their order. Those that were cleared meanwhile, or whose payload is lost, are left out.
 
-        Args:
-            found: They.
-            fields: The fields to read. None: all but tensors of two dims or more, which are described; images are read.
-            decode: As for `sample_of`.
-
-        Raises:
-            InvalidRequestError: A field that is neither registered nor written.
+        Without ``fields``, all are read but tensors of two dims or more that are no images: these are described.
         """
         known = {*self._specs, *self._expected}
         for name in fields or ():
@@ -212,16 +170,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Some samples that were read.
-
-    Attributes:
-        ids: Those that are there.
-        has: For each of them, the names of all fields that it has.
-        pieces: Field -> the samples that have it, in one or several pieces: their places in ``ids``, and their column.
-    """
+    """Some samples that were read."""
 
     ids: Sequence[str]
-    has: Sequence[Sequence[str]]
+    has: Sequence[Sequence[str]]  # for each of them, the names of all its fields
+    #: Field -> the samples that have it, in one or several pieces: their places in ``ids``, and their column.
     pieces: Mapping[str, Sequence[tuple[Sequence[int], Any]]]
 
     def items(self, field: str) -> list[Any]:
@@ -243,11 +196,7 @@ class Portion:
 def read_portion(
     client: DataPlaneClient, partition_id: str, ids: Sequence[str], fields: Sequence[str], *, share_rows: bool = False
 ) -> Portion:
-    """Reads what samples have of some fields. Those that are cleared or lost meanwhile are left out.
-
-    Raises:
-        DataPlaneError: As `DataPlaneClient.get_samples`, if all of the samples are there.
-    """
+    """Reads what samples have of some fields. Those that are cleared or lost meanwhile are left out."""
     while ids:
         try:
             has = client.list_fields(ids, partition_id)

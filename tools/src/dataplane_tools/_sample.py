@@ -59,52 +59,30 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A stretch of a sample.
+    """A stretch of a sample."""
 
-    Attributes:
-        role: ``prompt``, ``answer``, ``masked`` (what follows the prompt and is no answer), ``text`` (all of a sample
-            that nothing divides), or the role of a turn.
-        text: What it says. Without a tokenizer: the turn's content, else its first and last token ids.
-        start: Its first token, counted in `Sample.tokens`.
-        stop: The token after its last one. ``start``: it has no tokens.
-        calls: What a turn holds besides, such as tool calls, as JSON values. None: nothing.
-    """
-
+    #: That of a turn; or ``prompt``, ``answer``, ``masked`` (no answer, after the prompt), ``text`` (undivided).
     role: str
-    text: str
-    start: int = 0
+    text: str  # without a tokenizer: the turn's content, else its first and last token ids
+    start: int = 0  # of its tokens in `Sample.tokens`
     stop: int = 0
-    calls: Any = None
+    calls: Any = None  # what a turn holds besides, such as tool calls, as JSON values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What is known of a sample.
-
-    Attributes:
-        sample_id: Its id.
-        group: The part of the id before the last ``_g``, or empty.
-        tags: Its tags.
-        values: Its fields of one value: bool, int, float, str or None.
-        parts: Its text, in order.
-        tokens: Its token ids, without padding.
-        per_token: Field -> a number for each token, or None where the column has none.
-        objects: Its other small fields, as JSON values.
-        shapes: Field -> what its other fields are, such as ``float32 of shape (600, 1176)``.
-        images: Field -> a cell that is an image: a uint8 tensor, or the bytes of a file.
-        lacks: Expected fields that it does not have yet.
-    """
+    """What is known of a sample. Each field is in one of the dicts."""
 
     sample_id: str
     group: str
     tags: Mapping[str, Any]
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # bool, int, float, str or None
     parts: list[Part] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    per_token: dict[str, list[Any]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    shapes: dict[str, str] = field(default_factory=dict)
-    images: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)  # without padding
+    per_token: dict[str, list[Any]] = field(default_factory=dict)  # None where the column has no number of a token
+    objects: dict[str, Any] = field(default_factory=dict)  # small ones, as JSON values
+    shapes: dict[str, str] = field(default_factory=dict)  # what the others are, such as float32 of shape (600, 1176)
+    images: dict[str, Any] = field(default_factory=dict)  # uint8 tensors, or the bytes of a file
     lacks: Sequence[str] = ()
 
 
@@ -116,15 +94,7 @@ def sample_of(
     lacks: Sequence[str] = (),
     decode: Decode | None = None,
 ) -> Sample:
-    """What a row says.
-
-    Args:
-        sample_id: Its id.
-        tags: Its tags.
-        cells: Field -> its cell: a tensor, or the item of an object column.
-        lacks: Fields that the row should have, and has not.
-        decode: The text of a list of token ids. None: there is no tokenizer.
-    """
+    """What a row says. A cell is a tensor, or the item of an object column."""
     sample = Sample(sample_id=sample_id, group=group_of_id(sample_id), tags=dict(tags), lacks=lacks)
     rows = _Rows(cells, tags)
     sample.tokens.extend(rows.tokens)
@@ -278,11 +248,8 @@ def shape_of(cell: torch.Tensor) -> str:
 
 
 def json_value(value: Any, *, exact_ints: bool = False) -> Any:
-    """A value as JSON has it: bytes and large tensors by their size, and what is no number of JSON as a string.
-
-    Args:
-        value: A value of a sample.
-        exact_ints: Integers that JavaScript would round become strings.
+    """A value as JSON has it: bytes and large tensors by their size, and what is no number of JSON as a string; with
+    ``exact_ints`` also integers that JavaScript would round.
     """
     if isinstance(value, torch.Tensor):
         return shape_of(value) if value.numel() > _MOST_NUMBERS else json_value(_numbers(value), exact_ints=exact_ints)
@@ -342,11 +309,7 @@ def describe_image(cell: Any) -> str:
 
 
 def thumbnail(cell: Any) -> bytes | None:
-    """A PNG of at most 256 pixels in width and height. None: there is no Pillow, or it cannot read the cell.
-
-    Args:
-        cell: A uint8 tensor (H, W, C) or (C, H, W) of 1, 3 or 4 channels, or the bytes of a file.
-    """
+    """A small PNG of an image, (H, W, C), (C, H, W) or a file. None: there is no Pillow, or it cannot read it."""
     try:
         from PIL import Image
     except ImportError:

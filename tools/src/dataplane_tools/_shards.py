@@ -78,23 +78,15 @@ class What(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What an export says of itself.
-
-    Attributes:
-        partition_id: Its partition.
-        epoch: The id of the registration of that.
-        what: Its options.
-        closed: Whether it has ended in order.
-        num_acked: Of one that follows: the rows of shards with smaller numbers are acked.
-    """
+    """What an export says of itself."""
 
     format: str = KIND
     version: int = VERSION
     partition_id: str
-    epoch: str
+    epoch: str  # the id of its registration
     what: What
-    closed: bool = False
-    num_acked: int = 0
+    closed: bool = False  # it has ended in order
+    num_acked: int = 0  # of one that follows: the rows of shards with smaller numbers are acked
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -108,32 +100,16 @@ def _read_manifest(path: Path) -> Manifest:
 class Shards:
     """Writes shards into a folder, where no other process writes until it is closed.
 
-    Args:
-        folder: The folder. Created if needed.
-        manifest: The one of a new export.
-        shard_bytes: Size at which a shard is complete, measured before compression.
-
-    If ``what`` has a task, it adds to an export that is there. Else one that was closed is refused, and what one that
-    was not closed has left is removed.
-
-    Attributes:
-        manifest: That of the folder.
-        numbers: The numbers of the complete shards.
-        schema: The schema of the newest one. None: there is none.
-
-    Raises:
-        InvalidRequestError: The folder has another export, or another process writes it.
-        SaveError: It cannot be written.
-        UnsupportedOperationError: Another version of this package wrote it.
-        CorruptDataError: The manifest or the newest shard is damaged, or that of something else.
+    If ``what`` of the manifest has a task, it adds to an export that is there. Else one that was closed is refused, and
+    what one that was not closed has left is removed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], manifest: Manifest, shard_bytes: int):
         self.folder = Path(folder)
         self.manifest = manifest
-        self.numbers: list[int] = []
-        self.schema: Any = None
-        self._shard_bytes = shard_bytes
+        self.numbers: list[int] = []  # of the complete shards
+        self.schema: Any = None  # of the newest one
+        self._shard_bytes = shard_bytes  # before compression
         self._writer: Any = None
         self._group: list[Any] = []  # of the row group that is not written yet
         self._left_rows = self._left_bytes = 0
@@ -227,11 +203,7 @@ class Shards:
         return num_rows, size_bytes
 
     def write(self, table: Any) -> None:
-        """Adds rows to the shard. Another schema begins another shard.
-
-        Raises:
-            SaveError: They cannot be written.
-        """
+        """Adds rows to the shard. Another schema begins another shard."""
         if self._writer is not None and not self._schema.equals(table.schema, check_metadata=True):
             self.complete()
         try:
@@ -313,7 +285,6 @@ class Shards:
 
 
 def _shard(path: Path) -> Any:
-    """A shard, opened."""
     try:
         return parquet.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
@@ -346,7 +317,6 @@ def _locked(folder: Path) -> int:
 
 
 def arrow_of_tensors(column: torch.Tensor, spec: FieldSpec) -> Any:
-    """The Arrow column of a tensor column."""
     if 0 in spec.trailing:
         column = _mapped(column, lambda values: torch.zeros(len(values), dtype=torch.uint8, device="cpu"))
     elif column.is_complex():

@@ -19,14 +19,8 @@ SHARE: Final = 0.02
 def attach(config_path: str, *, announced: bool = False) -> DataPlaneClient:
     """A client of the store of a config: of the running one, or of what an earlier one left, if it outlives its owner.
 
-    It imports torch once it reads rows.
-
-    Args:
-        config_path: The config file.
-        announced: Whether it announces itself, and has the middleware of the config.
-
-    Raises:
-        BackendUnavailableError: None runs, and none was left. Nothing is made.
+    It makes no store, and imports torch once it reads rows. ``announced``: with the announcements and the middleware of
+    the config.
     """
     quiet: dict[str, Any] = {} if announced else {"middleware": [], "announce_s": None}
     config = load_config(config_path).model_copy(update={"attach_wait_s": 0.0, **quiet})

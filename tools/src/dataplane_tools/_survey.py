@@ -22,21 +22,13 @@ _WEIGHTS: Final = "weight_anchor"
 
 @dataclass(slots=True)
 class Client:
-    """A client of the run, which has done something.
-
-    Attributes:
-        writer: What it said of itself.
-        first: When its first operation ended, and ``last``: its last one.
-        until: Segment and line of its last record: a run that goes on writes more.
-        counts: Operation -> how many samples.
-        is_closed: Whether it was closed.
-    """
+    """A client of the run, which has done something."""
 
     writer: Writer
-    first: float
+    first: float  # when its first operation ended, and its last one
     last: float = 0.0
-    until: tuple[str, int] = ("", 0)
-    counts: Counter[str] = field(default_factory=Counter)
+    until: tuple[str, int] = ("", 0)  # segment and line of its last record: a run that goes on writes more
+    counts: Counter[str] = field(default_factory=Counter)  # operation -> how many samples
     is_closed: bool = False
 
 
@@ -56,49 +48,28 @@ class Resume(NamedTuple):
 
 @dataclass(slots=True)
 class Survey:
-    """What is to be known of a run before its samples are followed.
+    """What is to be known of a run before its samples are followed."""
 
-    Attributes:
-        clients: Id -> client, in the order of their first records.
-        marks: (time, step, client) of each mark that counts.
-        undone: For each of them, whether the run went on from an earlier step later.
-        others: Marks that do not count, since two clients marked steps at the same time.
-        claimed: Partitions of which a task was given samples.
-        weights: Partitions of weights: their rows are no samples.
-        tasks: The tasks that train: those that the client that marks steps claims for; else its role; else all.
-        consumers: Clients that were given samples of these tasks.
-        readers: Clients whose reads of other partitions train, of those that read in most steps: the one that marks
-            steps; else its role; else all.
-        failures: (operation, error) -> how often.
-        resumes: Where a role began again.
-        blind_until: Up to then records are lost or were deleted.
-        end: When the last operation ended.
-        num_records: How many there are.
-    """
-
-    clients: dict[str, Client] = field(default_factory=dict)
-    marks: list[tuple[float, int, str]] = field(default_factory=list)
-    undone: list[bool] = field(default_factory=list)
-    others: int = 0
-    claimed: set[str] = field(default_factory=set)
-    weights: set[str] = field(default_factory=set)
+    clients: dict[str, Client] = field(default_factory=dict)  # in the order of their first records
+    marks: list[tuple[float, int, str]] = field(default_factory=list)  # (time, step, client) of those that count
+    undone: list[bool] = field(default_factory=list)  # for each mark, whether the run went on from before it later
+    others: int = 0  # marks that do not count, since two clients marked steps at the same time
+    claimed: set[str] = field(default_factory=set)  # partitions of which a task was given samples
+    weights: set[str] = field(default_factory=set)  # partitions of weights: their rows are no samples
+    #: The tasks that train: those that the client that marks steps claims for; else its role; else all.
     tasks: set[str] = field(default_factory=set)
-    consumers: set[str] = field(default_factory=set)
+    consumers: set[str] = field(default_factory=set)  # clients that were given samples of these tasks
+    #: Clients whose reads of other partitions train, of those that read in most steps: as with ``tasks``.
     readers: set[str] = field(default_factory=set)
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # by operation and error
     resumes: list[Resume] = field(default_factory=list)
-    blind_until: float = -math.inf
-    end: float = 0.0
+    blind_until: float = -math.inf  # up to then records are lost or were deleted
+    end: float = 0.0  # of the last operation
     num_records: int = 0
 
 
 def survey(recording: Recording, task: str | None = None) -> Survey:
-    """Reads a recording for the first time.
-
-    Args:
-        recording: The recording.
-        task: The task that trains. None: find it out.
-    """
+    """Reads a recording for the first time. ``task``: the one that trains, if it is not to be found out."""
     found = Survey(blind_until=max((segment.until for segment in recording.dropped), default=-math.inf))
     claimed: set[tuple[str, str, str]] = set()  # partition, task, client
     read: dict[tuple[str, str], set[int]] = {}  # partition, client -> how many steps had ended at its reads
@@ -189,28 +160,17 @@ _MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})(?:/(\d{1,4}))?", re.DOTALL)
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt.
+    """A prompt."""
 
-    Attributes:
-        first: When a sample of it was first put, and ``latest``: when one was put last.
-        lives: How often it was given: a life begins when a sample of it is put that this life has already.
-        members: The samples of the present life: for each number of a row, the rollouts that have it, as bits.
-        trained: Its lives that were trained on: the number, when it was put, and the step.
-        trained_at: When a sample of it that a step trained on was consumed last.
-        is_undone: Whether a step trained on it from before which the run went on later.
-        is_decided: Whether it was cleared by somebody who was there when it was put.
-        is_dropped_later: Whether a client that began later dropped it with its partition.
-    """
-
-    first: float
+    first: float  # when a sample of it was first put, and when one was put last
     latest: float
-    lives: int = 0
-    members: list[int] = field(default_factory=list)
-    trained: list[tuple[int, float, str]] = field(default_factory=list)
-    trained_at: float = -math.inf
-    is_undone: bool = False
-    is_decided: bool = False
-    is_dropped_later: bool = False
+    lives: int = 0  # how often it was given: one begins when a sample of it is put that the present one has already
+    members: list[int] = field(default_factory=list)  # of this life: for each row, the rollouts that have it, as bits
+    trained: list[tuple[int, float, str]] = field(default_factory=list)  # lives: number, when it was put, and the step
+    trained_at: float = -math.inf  # when a sample of it that a step trained on was consumed last
+    is_undone: bool = False  # a step trained on it from before which the run went on later
+    is_decided: bool = False  # it was cleared by somebody who was there when it was put
+    is_dropped_later: bool = False  # a client that began later dropped it with its partition
 
     def train(self, life: int, put_at: float, step: str, trained_at: float) -> None:
         """Notes that a step that counts trained on it."""
@@ -221,15 +181,12 @@ class Prompt:
 
 @dataclass(slots=True)
 class _Stream:
-    """Prompts whose names differ in their number only, in partitions whose names do not differ more.
-
-    ``newest``: the greatest number. ``disorder``: by how much a number that was first put was below it, at most.
-    """
+    """Prompts whose names differ in their number only, in partitions whose names do not differ more."""
 
     name: str
     prompts: dict[int, Prompt] = field(default_factory=dict)
-    newest: int = -1
-    disorder: int = 0
+    newest: int = -1  # the greatest number
+    disorder: int = 0  # by how much a number that was first put was below that, at most
 
     def name_of(self, number: int) -> str:
         return self.name.replace("*", str(number))
@@ -267,10 +224,6 @@ class Prompts:
         little below the greatest one before it that they were under way. Nothing is said of them where numbers are
         missing elsewhere too, or where more are missing than were ever put: they jump. And prompts that were put
         before it, and then neither trained on nor put again, while later ones were.
-
-        Args:
-            resumes: In the order of time.
-            blind_until: Up to then the recording lacks records: nothing is said of that time.
         """
         times = [each.at for each in resumes]
         for stream, (find, more) in product(self._streams.values() if resumes else (), _SKIPPED):

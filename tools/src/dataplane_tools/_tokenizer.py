@@ -25,10 +25,6 @@ class Tokenizer:
         name: A folder with a ``tokenizer.json``, such a file, a name of Hugging Face whose file is in its cache, or
             ``module:function``, which turns a list of ids into text.
         skip_special: Leave special tokens out. A function decides by itself.
-
-    Raises:
-        InvalidRequestError: There is none, or it cannot be read.
-        UnsupportedOperationError: The package ``tokenizers`` is not installed.
     """
 
     def __init__(self, name: str, *, skip_special: bool = False) -> None:
@@ -37,11 +33,7 @@ class Tokenizer:
         self._pieces: dict[int, str] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids.
-
-        Raises:
-            InvalidRequestError: The tokenizer fails, or gives no string.
-        """
+        """The text of ids."""
         try:
             text = self._decode(list(ids))
         except Exception as error:

@@ -32,15 +32,7 @@ _MOST_INTERVAL_S: Final = 86400.0
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Shows a store live in a terminal, or prints it once, or each time that the state of a task changed.
-
-    Raises:
-        InvalidRequestError: The interval is below 0, or above a day.
-        BackendUnavailableError: No store runs.
-        UnknownPartitionError: There is no such partition.
-        UnsupportedOperationError: ``stacks``, and the clients of this store do not announce themselves, or there is no
-            py-spy. Samples are asked for in a pipe.
-    """
+    """Shows a store live in a terminal, or prints it once, or each time that the state of a task changed."""
     shows_samples = chosen.samples or any(name is not None for name in (chosen.tokenizer, chosen.where, chosen.sort))
     if not (chosen.once or chosen.json or chosen.watch or chosen.stacks or chosen.interval) and sys.stdout.isatty():
         from dataplane_tools import _live
@@ -77,7 +69,7 @@ def _text_of(client: DataPlaneClient, chosen: argparse.Namespace) -> str:
 
 
 def why(chosen: argparse.Namespace) -> int:
-    """Prints how the tasks of the store of a config fare. Returns as `_watched`."""
+    """Prints how the tasks of a store fare."""
 
     def tell(_: DataPlaneClient, verdicts: Sequence[Verdict]) -> None:
         print(json.dumps([asdict(verdict) for verdict in verdicts]) if chosen.json else _said(verdicts), flush=True)
@@ -100,9 +92,6 @@ def _watched(
 ) -> int:
     """Tells the verdicts of tasks, the starved ones first: once; or each time that one changed, until a task is starved
     or all are done.
-
-    Returns:
-        0, `STARVED` or `UNKNOWN`.
     """
     before: Sequence[tuple[str, ...]] | None = None
     try:

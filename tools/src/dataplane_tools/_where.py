@@ -45,15 +45,10 @@ _Test = Callable[[_Row], bool | None]
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A condition on a sample.
-
-    Attributes:
-        text: As it was written.
-        names: The tags and fields that it compares, each once, in the order of the text.
-    """
+    """A condition on a sample."""
 
     text: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # that it compares, each once, in the order of the text
     _test: _Test
 
     def matches(self, row: Mapping[str, Any]) -> bool:
@@ -62,11 +57,7 @@ class Where:
 
 
 def parse_where(text: str) -> Where:
-    """Reads a condition.
-
-    Raises:
-        InvalidRequestError: It is none. The message names the place.
-    """
+    """Reads a condition, or raises an error that names the place."""
     parser = _Parser(text)
     try:
         test = parser.any_of()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-import pluggy
 from pydantic import BaseModel
 
 from dataplane_core.arguments import Count, checked_as
@@ -58,7 +57,7 @@ def load_backend(name: str) -> type[Backend]:
         PluginSignatureError: Its hooks do not fit.
     """
     cls = load_plugin(BACKEND_GROUP, name, "backend")
-    check_backend_class(cls, name)
+    _check_backend(cls, name)
     loaded: type[Backend] = cls
     return loaded
 
@@ -158,7 +157,12 @@ def connect_backend(
             hint="Choose a backend of scope host or cluster.",
         )
     refuse_in_fork(cls, config.backend)
-    middleware = [_middleware(item) for item in config.middleware]
+    _check_backend(cls, config.backend)
+    middleware: list[Any] = []
+    for item in config.middleware:
+        plugin = _middleware(item)
+        _check_middleware(plugin, middleware)
+        middleware.append(plugin)
     if tensors:
         from dataplane_core._compiler_marks import load_compiler  # it imports torch
 
@@ -172,16 +176,7 @@ def connect_backend(
         backend.exclusive = exclusive
         backend.attach_wait_s = attach_wait_s
         backend.cache_bytes = config.read_cache_bytes
-        manager = build_manager(backend, middleware)
-        connection = Connection.open(
-            config=config,
-            backend=backend,
-            manager=manager,
-            middleware=middleware,
-            bootstrap=bootstrap,
-            deadline=deadline,
-        )
-        return DataPlaneClient._of(connection)
+        return DataPlaneClient._of(Connection.open(config, backend, middleware, bootstrap, deadline))
 
     if bootstrap is True or cls.scope is Scope.PROCESS:
         return open_client(True)
@@ -253,37 +248,13 @@ def _validated(model: type[_M], options: Mapping[str, Any], label: str) -> _M:
     return validate_model(model, options, label)
 
 
-# --- the hooks of a client: one backend and the middleware around it, with checked signatures ------------------------
+# --- the hooks of backends and of middleware --------------------------------------------------------------------------
 
 
-@pluggy.HookspecMarker("dataplane")(firstresult=True)
-def _spec(request: Any) -> Any:
-    """What pluggy knows of each operation."""
-
-
-def build_manager(backend: Backend, middleware: Sequence[Any]) -> pluggy.PluginManager:
-    """Checks a backend, and registers the middleware around it (outermost first).
-
-    The client registers the backend itself: see `Connection.enter`.
-    """
-    check_backend_class(type(backend), backend.name)
-    manager = pluggy.PluginManager("dataplane")
-    manager.add_hookspecs(type("Operations", (), dict.fromkeys(OPERATIONS, _spec)))
-    # pluggy calls the wrapper that was registered last first, so the outermost is registered last
-    for position, plugin in reversed(list(enumerate(middleware))):
-        _check_middleware(plugin)
-        if manager.is_registered(plugin):
-            raise ConfigError(
-                f"middleware lists the same {type(plugin).__name__} object twice. Expected an object for each entry."
-            )
-        manager.register(plugin, name=f"middleware {position} {type(plugin).__name__}")
-    return manager
-
-
-def check_backend_class(cls: type[Backend], name: str = "") -> None:
+def _check_backend(cls: type[Backend], name: str) -> None:
     """Checks a backend class against the table of operations. Also refuses a public method with almost the name of
     one."""
-    label = f"backend '{name or getattr(cls, '__name__', cls)}'"
+    label = f"backend '{name}'"
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise PluginSignatureError(
             f"{label}: its entry point gives {cls!r}. Expected a subclass of dataplane_core.Backend."
@@ -313,8 +284,10 @@ def check_backend_class(cls: type[Backend], name: str = "") -> None:
             )
 
 
-def _check_middleware(plugin: Any) -> None:
+def _check_middleware(plugin: Any, others: Sequence[Any]) -> None:
     cls = type(plugin)
+    if any(plugin is other for other in others):
+        raise ConfigError(f"middleware lists the same {cls.__name__} object twice. Expected an object for each entry.")
     label = f"middleware '{cls.__name__}'"
     wrappers = 0
     for method in _public_methods(cls):

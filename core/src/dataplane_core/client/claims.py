@@ -157,7 +157,7 @@ def claiming(
     finally:
         connection.work.end_claim(work, request)
         if request.wake is not None and not claim.answered:  # else nobody keeps it
-            connection.enter("claim_meta", connection.backend.stop_waiting, request.token)
+            connection.entering("claim_meta", connection.backend.stop_waiting)(request.token)
     return claimed(connection, request, claim), claim
 
 

@@ -13,7 +13,7 @@ import inspect
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
@@ -103,6 +103,15 @@ def with_methods_not_compiled(kind: _Class) -> _Class:
 
     wrapt.register_post_import_hook(mark, "torch._dynamo")
     return kind
+
+
+def _check_tasks(partition_id: str, names: list[str], registered: Collection[str]) -> None:
+    unknown = [name for name in names if name not in registered]
+    if unknown:
+        raise UnknownTaskError(
+            f"partition '{partition_id}' has no consumer task {preview(unknown)}.",
+            hint=f"Registered: {preview(registered, limit=5) or 'none'}.",
+        )
 
 
 @with_methods_not_compiled
@@ -598,13 +607,7 @@ class DataPlaneClient(ClientFacts):
         """
         with self._connection.operation("is_finished", partition_id, needs=Capability.CLAIMS):
             info = self._connection.describe(partition_id)
-            names = check_names("is_finished: task_names", task_names)
-            unknown = [name for name in names if name not in info.consumer_tasks]
-            if unknown:
-                raise UnknownTaskError(
-                    f"partition '{partition_id}' has no consumer task {preview(unknown)}.",
-                    hint=f"Registered: {preview(info.consumer_tasks, limit=5) or 'none'}.",
-                )
+            _check_tasks(partition_id, check_names("is_finished: task_names", task_names), info.consumer_tasks)
             return info.num_samples is not None and self.check_consumption_status(partition_id, task_names)
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
@@ -651,7 +654,7 @@ class DataPlaneClient(ClientFacts):
         Examples:
             >>> client.save(folder, {"step": 7})
         """
-        with self._connection.naming_errors():
+        with self._connection.operation():
             from dataplane_core.client.saving import save  # it imports torch
 
             save(self, folder, metadata, partitions)
@@ -683,7 +686,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_sample_ids("step-1")
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        with self._connection.naming_errors():
+        with self._connection.operation():
             from dataplane_core.client.saving import load  # it imports torch
 
             return load(self, folder, partitions)
@@ -841,14 +844,10 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_consumed("step-1", "trainer")
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        with self._connection.naming_errors():
+        with self._connection.operation():
             check_name("task_name", task_name)
             state = export(self._connection, "list_consumed", partition_id)
-            if task_name not in state.consumed:
-                raise UnknownTaskError(
-                    f"partition '{partition_id}' has no consumer task '{task_name}'.",
-                    hint=f"Registered: {preview(state.consumed, limit=5) or 'none'}.",
-                )
+            _check_tasks(partition_id, [task_name], state.consumed)
             return list(state.consumed[task_name])
 
     def reset_consumption(self, partition_id: str, task_name: str, sample_ids: Sequence[str] = ()) -> None:

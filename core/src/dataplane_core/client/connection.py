@@ -65,6 +65,12 @@ _MOST_REGISTERED: Final = 1024
 #: Seconds between two looks of a close whether operations run.
 _LOOK_S: Final = 0.002
 
+
+@pluggy.HookspecMarker("dataplane")(firstresult=True)
+def _spec(request: Any) -> Any:
+    """What pluggy knows of each operation."""
+
+
 #: The connections that are open in this process. In a fork, also those of the parent process.
 _open: Final[WeakSet[Connection]] = WeakSet()
 
@@ -111,14 +117,7 @@ class ClientFacts:
 
 
 class Waiters:
-    """What waits on a client or a stream, to be woken when that closes. Safe for threads.
-
-    Args:
-        message: What the error says that a waiter gets then.
-
-    Attributes:
-        closed: Whether it was closed.
-    """
+    """What waits on a client or a stream, to be woken when that closes. Safe for threads."""
 
     def __init__(self, message: str = "the client was closed while a claim waited.") -> None:
         self._message = message
@@ -160,7 +159,9 @@ class Connection:
     not care: no thread enters it twice.
     """
 
-    def __init__(self, config: DataPlaneConfig, backend: Backend, hooks: Any, bootstrapped: bool) -> None:
+    def __init__(
+        self, config: DataPlaneConfig, backend: Backend, middleware: Sequence[Any], bootstrapped: bool
+    ) -> None:
         self.config = config
         self.backend = backend
         self.bootstrapped = bootstrapped
@@ -185,24 +186,16 @@ class Connection:
         # token -> the thread, request and reply of a claim that was handed samples and has not returned them yet
         self.handed: dict[str, tuple[int, ClaimRequest, Claim]] = {}
         self.waiters = Waiters()
-        self._hooks = hooks
+        self._hooks = self._register(middleware)
         self.to_stop: list[Any] = [backend]  # what `close` has not stopped yet
         self._close_lock = threading.RLock()
 
     @classmethod
     def open(
-        cls,
-        *,
-        config: DataPlaneConfig,
-        backend: Backend,
-        manager: pluggy.PluginManager,
-        middleware: Sequence[Any],
-        bootstrap: bool,
-        deadline: float,
+        cls, config: DataPlaneConfig, backend: Backend, middleware: Sequence[Any], bootstrap: bool, deadline: float
     ) -> Self:
-        """Starts the backend and the middleware."""
-        connection = cls(config, backend, manager.hook, bootstrap)
-        connection._register(manager)
+        """Starts the backend and the middleware around it, outermost first. Both are checked already."""
+        connection = cls(config, backend, middleware, bootstrap)
         context = MiddlewareContext(
             backend=config.backend,
             wire=connection.wire,
@@ -281,8 +274,7 @@ class Connection:
 
     def others_run(self) -> bool:
         """Whether operations of other threads run. One of this thread goes on only after the close."""
-        this = threading.get_ident()
-        return any(call.thread_id != this for call in list(self.calls))
+        return any(call.thread_id != threading.get_ident() for call in list(self.calls))
 
     def _is_left_alone(self) -> bool:
         """Whether the interpreter ends while other threads are in operations: they never go on, and may hold locks."""
@@ -326,46 +318,46 @@ class Connection:
 
     # --- the way into the backend -------------------------------------------------------------------------------------
 
-    def _register(self, manager: pluggy.PluginManager) -> None:
-        """Registers the operations of the backend, as the innermost hooks, so that they are called by `enter`."""
-
-        def entered(name: str, operation: Callable[[Any], _R]) -> Callable[[Any], _R]:
-            def hook(request: Any) -> _R:
-                return self.enter(name, operation, request)
-
-            return hookimpl(hook)
-
-        operations = {name: getattr(self.backend, name, None) for name in OPERATIONS}
-        hooks = {name: entered(name, operation) for name, operation in operations.items() if operation is not None}
-        manager.register(SimpleNamespace(**hooks), name=f"backend {self.backend.name}")
+    def _register(self, middleware: Sequence[Any]) -> Any:
+        """The hooks: the operations of the backend, and the middleware around them."""
+        manager = pluggy.PluginManager("dataplane")
+        manager.add_hookspecs(type("Operations", (), dict.fromkeys(OPERATIONS, _spec)))
+        operations = [name for name in OPERATIONS if hasattr(self.backend, name)]
+        entered = {name: hookimpl(self.entering(name, getattr(self.backend, name))) for name in operations}
+        manager.register(SimpleNamespace(**entered), name=f"backend {self.backend.name}")
+        # pluggy calls the wrapper that was registered last first, so the outermost is registered last
+        for position, plugin in reversed(list(enumerate(middleware))):
+            manager.register(plugin, name=f"middleware {position} {type(plugin).__name__}")
+        return manager.hook
 
     @property
     def _is_inside(self) -> bool:
         """Whether this thread is in the middle of a call of the backend."""
         return threading.get_ident() in self._inside
 
-    def enter(self, what: str, function: Callable[..., _R], *args: Any) -> _R:
-        """Calls a part of the backend.
+    def entering(self, what: str, function: Callable[[Any], _R]) -> Callable[[Any], _R]:
+        """A part of the backend, refused to a thread that is in the middle of another one.
 
         A signal handler, a logging handler or a ``__del__`` may come between any two lines of a backend, and would then
         wait for ever for a lock that its own thread has.
-
-        Raises:
-            UnsupportedOperationError: This thread is in the middle of another one.
         """
-        this = threading.get_ident()
-        if this in self._inside:
-            raise UnsupportedOperationError(
-                f"{what} refused: it was called in the middle of another call of the same client and thread, which a "
-                "signal handler, a logging handler or a '__del__' has interrupted. Nothing was done.",
-                hint="Let the handler note what it wants, and do it when the other call has ended; or give it a client "
-                "of its own.",
-            )
-        try:
-            self._inside.add(this)
-            return function(*args)
-        finally:
-            self._inside.discard(this)
+
+        def enter(request: Any) -> _R:
+            this = threading.get_ident()
+            if this in self._inside:
+                raise UnsupportedOperationError(
+                    f"{what} refused: it was called in the middle of another call of the same client and thread, which "
+                    "a signal handler, a logging handler or a '__del__' has interrupted. Nothing was done.",
+                    hint="Let the handler note what it wants, and do it when the other call has ended; or give it a "
+                    "client of its own.",
+                )
+            try:
+                self._inside.add(this)
+                return function(request)
+            finally:
+                self._inside.discard(this)
+
+        return enter
 
     # --- what operations need -----------------------------------------------------------------------------------------
 
@@ -400,15 +392,6 @@ class Connection:
             if self.closes_after == call.thread_id and not self._is_inside:
                 self.closes_after = None
                 self.close()
-
-    @contextmanager
-    def naming_errors(self) -> Iterator[None]:
-        """Names the backend in errors."""
-        try:
-            yield
-        except DataPlaneError as error:
-            error.backend = error.backend or self.config.backend
-            raise
 
     def deadline(self) -> float:
         """When an operation that begins now must end."""

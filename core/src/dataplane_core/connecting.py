@@ -51,15 +51,11 @@ def load_backend(name: str) -> type[Backend]:
     """Imports the backend of that name and checks its hooks.
 
     Raises:
-        UnknownBackendError: Not installed. The message lists the names found, and the pip command if the name is known.
-        DuplicatePluginError: Two distributions register the name.
-        PluginImportError: Its import fails. The cause is the original error.
-        PluginSignatureError: Its hooks do not fit.
+        PluginError: It is not installed, or twice, its import fails, or its hooks do not fit.
     """
-    cls = load_plugin(BACKEND_GROUP, name, "backend")
+    cls: type[Backend] = load_plugin(BACKEND_GROUP, name, "backend")
     _check_backend(cls, name)
-    loaded: type[Backend] = cls
-    return loaded
+    return cls
 
 
 def connect(config: ConfigSource, bootstrap: Bootstrap = True) -> DataPlaneClient:

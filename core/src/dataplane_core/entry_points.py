@@ -75,35 +75,43 @@ _PACKAGES: Final[dict[str, dict[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One entry point, read from metadata without an import.
+    """One entry point, read from the metadata of an installed distribution without an import."""
 
-    Attributes:
-        name: What a config calls it.
-        distribution: The installed distribution that registers it.
-        version: That distribution's version.
-        target: ``module:attribute``.
-    """
-
-    name: str
+    name: str  # what a config calls it
     distribution: str
     version: str
-    target: str
+    target: str  # ``module:attribute``
 
     def __str__(self) -> str:
         return f"'{self.name}' ({self.distribution} {self.version})"
 
 
 def find_plugins(group: str = BACKEND_GROUP) -> list[PluginRecord]:
-    """Lists the installed plugins, sorted by name. Imports nothing.
+    """Lists the installed plugins, sorted by name; twice those that two distributions register. Imports nothing.
 
-    A name that two distributions register is listed twice.
+    The list is kept until something is installed or removed. Else each client would read the metadata of all installed
+    distributions, which takes tens of milliseconds.
     """
+    return list(_read_plugins(group, tuple((place, _changed_ns(place)) for place in sys.path)))
+
+
+@functools.lru_cache(maxsize=16)
+def _read_plugins(group: str, _places: tuple[tuple[str, int], ...]) -> Sequence[PluginRecord]:
     records: dict[tuple[str, str, str], PluginRecord] = {}
-    for point in _points(group):
-        record = _record(point)
+    for point in entry_points(group=group):
+        assert point.dist is not None  # only an entry point that a program makes has none
         # one distribution may be found twice, by an editable install and by a path entry
-        records.setdefault((record.name, record.distribution, record.target), record)
-    return sorted(records.values(), key=lambda record: (record.name, record.distribution))
+        key = (point.name, point.dist.name, point.value)
+        records.setdefault(key, PluginRecord(point.name, point.dist.name, point.dist.version, point.value))
+    return [records[key] for key in sorted(records)]
+
+
+def _changed_ns(place: str) -> int:
+    """When entries of a folder of ``sys.path`` were last added or removed. 0 if it is not there."""
+    try:
+        return os.stat(place or os.curdir).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -117,22 +125,20 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
     """Imports the object that the entry point of that name refers to. ``kind`` is the word for it in messages.
 
     Raises:
-        UnknownBackendError: Not installed. The message lists the names found, and says how to install a known one.
-        DuplicatePluginError: Two distributions register the name.
-        PluginImportError: Its import fails. The cause is the original error.
+        PluginError: It is not installed, or twice, or its import fails.
     """
-    points = {(_record(point).distribution, point.value): point for point in _points(group) if point.name == name}
-    if not points:
+    records = [record for record in find_plugins(group) if record.name == name]
+    if not records:
         raise unknown_plugin(group, name, kind)
-    if len(points) > 1:
-        owners = ", ".join(f"{_record(point).distribution} ({point.value})" for point in points.values())
+    if len(records) > 1:
+        owners = ", ".join(f"{record.distribution} ({record.target})" for record in records)
         raise DuplicatePluginError(
-            f"{kind} '{name}' is claimed by {len(points)} installed distributions: {owners}. Expected one.",
+            f"{kind} '{name}' is claimed by {len(records)} installed distributions: {owners}. Expected one.",
             backend=name,
             hint="Uninstall all but one.",
         )
-    (point,) = points.values()
-    record = _record(point)
+    (record,) = records
+    point = EntryPoint(name, record.target, group)
     with plugin_code(kind, record, "imported"), ExitStack() as stack:
         if EntryPoint.pattern.match(point.value) is None:
             raise ValueError(f"its entry point is {point.value!r}. Expected module:attribute.")
@@ -148,10 +154,8 @@ def load_plugin(group: str, name: str, kind: str) -> Any:
 
 @contextmanager
 def plugin_code(kind: str, record: PluginRecord, what: str) -> Iterator[None]:
-    """Runs code of a plugin: what goes wrong in it, or ends the program, becomes an error that names the plugin.
-
-    ``what`` is what is done with it, such as "imported".
-    """
+    """Runs code of a plugin, which is ``what``, such as "imported". What goes wrong in it, or ends the program, becomes
+    an error that names the plugin."""
     try:
         yield
     except DataPlaneError:
@@ -168,7 +172,7 @@ def install_command(package: str) -> str:
 
 
 def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
-    """The error for a name that is not installed. Arguments as for `load_plugin`."""
+    """The error for a name that is not installed."""
     installed = [record.name for record in find_plugins(group)]
     packages = _PACKAGES.get(kind, {})
     near = nearest(name, [*installed, *packages])
@@ -180,35 +184,4 @@ def unknown_plugin(group: str, name: str, kind: str) -> UnknownBackendError:
         parts.append(f"Install '{missing}' in a checkout of dataplane: {install_command(packages[missing])}")
     return UnknownBackendError(
         f"{kind} '{name}' is not installed. Found: {', '.join(installed) or 'none'}.", hint=" ".join(parts) or None
-    )
-
-
-def _points(group: str) -> Sequence[EntryPoint]:
-    """The entry points of a group. They are kept until something is installed or removed.
-
-    Else each client would read the metadata of all installed distributions, which takes tens of milliseconds.
-    """
-    return _read_points(group, tuple((place, _changed_ns(place)) for place in sys.path))
-
-
-@functools.lru_cache(maxsize=16)
-def _read_points(group: str, _places: tuple[tuple[str, int], ...]) -> Sequence[EntryPoint]:
-    return tuple(entry_points(group=group))
-
-
-def _changed_ns(place: str) -> int:
-    """When entries of a folder of ``sys.path`` were last added or removed. 0 if it is not there."""
-    try:
-        return os.stat(place or os.curdir).st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _record(point: EntryPoint) -> PluginRecord:
-    dist = point.dist
-    return PluginRecord(
-        name=point.name,
-        distribution="unknown" if dist is None else dist.name,
-        version="unknown" if dist is None else dist.version,
-        target=point.value,
     )

@@ -322,8 +322,8 @@ class LeaseExpiredError(DataPlaneError, RuntimeError):
 Outcome: TypeAlias = Literal["done", "not_done", "unknown"]
 
 
-class OperationTimeoutError(DataPlaneError, TimeoutError):
-    """The deadline passed. A put, ack, nack or renew may have happened or not. A read or claim returned nothing.
+class UnansweredError(DataPlaneError):
+    """Base of those after which a put, ack, nack or renew may have happened or not.
 
     Attributes:
         outcome: Whether it was carried out: ``done``, ``not_done``, or ``unknown``.
@@ -334,6 +334,10 @@ class OperationTimeoutError(DataPlaneError, TimeoutError):
     def __init__(self, message: str, *, outcome: Outcome = "unknown", **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
         self.outcome: Outcome = outcome
+
+
+class OperationTimeoutError(UnansweredError, TimeoutError):
+    """The deadline passed. A read or claim returned nothing."""
 
 
 class LeaseHolder(Frozen, frozen=True):
@@ -502,18 +506,8 @@ class ClientClosedError(DataPlaneError, RuntimeError):
     """The client was closed."""
 
 
-class BackendUnavailableError(DataPlaneError, ConnectionError):
-    """The backend cannot be reached, or died.
-
-    Attributes:
-        outcome: Whether the operation was carried out: ``done``, ``not_done``, or ``unknown``.
-    """
-
-    default_retryable = True
-
-    def __init__(self, message: str, *, outcome: Outcome = "unknown", **kwargs: Any) -> None:
-        super().__init__(message, **kwargs)
-        self.outcome: Outcome = outcome
+class BackendUnavailableError(UnansweredError, ConnectionError):
+    """The backend cannot be reached, or died."""
 
 
 class LostReplyError(BackendUnavailableError):

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from dataplane_core.cli import _examination
 from dataplane_core.entry_points import MIDDLEWARE_GROUP, find_plugins, install_command, unknown_plugin
 from dataplane_core.errors import ConfigError, DataPlaneError, printable
 
@@ -32,12 +33,6 @@ _WIDTH: Final = 118
 def complete_backends(argument: argparse.Action) -> None:
     """Lets a shell complete an argument by the names of the installed backends (argcomplete)."""
     argument.completer = lambda **_: sorted({record.name for record in find_plugins()})  # type: ignore[attr-defined]
-
-
-def _ask(function: str, **arguments: Any) -> Any:
-    from dataplane_core.cli import _examination
-
-    return _examination.ask(function, **arguments)
 
 
 def doctor(parser: argparse.ArgumentParser) -> Command:
@@ -79,7 +74,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
         report = {"name": name, "distributions": owners, "findings": findings}
         if backend is not None and not chosen.only_list:
             with suppress(DataPlaneError):  # the findings say that it cannot be loaded
-                report["declares"] = _ask("describe", name=name)
+                report["declares"] = _examination.ask("describe", name=name)
         reports.append(report)
     levels = Counter(finding["level"] for report in reports for finding in report["findings"])
     if chosen.json:
@@ -100,7 +95,7 @@ def _examine(names: Sequence[str], config: DataPlaneConfig | None) -> list[list[
     """
     options = None if config is None else config.options
     try:
-        findings: list[list[dict[str, Any]]] = _ask("diagnose_all", names=names, options=options)
+        findings: list[list[dict[str, Any]]] = _examination.ask("diagnose_all", names=names, options=options)
         return findings
     except DataPlaneError as error:
         if len(names) > 1:

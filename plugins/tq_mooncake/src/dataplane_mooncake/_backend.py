@@ -114,11 +114,8 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def put_rows(self, handles: Sequence[int], buffer: Any, offsets: Any, deadline: float) -> None:
-        """As `RowStoreBackend.put_rows`. Each handle is used only once in the instance, and no row is empty.
-
-        If it times out, its thread may store more rows later, and deletes these itself. So the caller must not change
-        the bytes, even after an error.
-        """
+        """As `RowStoreBackend.put_rows`. If it times out, its thread may store more rows later, and deletes these
+        itself. So the caller must not change the bytes, even after an error."""
         keys = self._keys(handles)
         store = self._require_store()
         what = f"put_rows({len(keys)} rows, {int(offsets[-1])} bytes)"
@@ -143,7 +140,7 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
         )
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> list[memoryview]:
-        """As `RowStoreBackend.get_rows`. No handle may repeat. The views are of one new buffer."""
+        """As `RowStoreBackend.get_rows`."""
         keys = self._keys(handles)
         store = self._require_store()
         what = f"get_rows({len(keys)} rows)"

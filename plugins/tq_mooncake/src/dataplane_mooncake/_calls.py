@@ -118,11 +118,8 @@ class Call:
 
 
 class _Worker:
-    """A thread that runs calls, one after the other.
-
-    Threads are reused: the C library gives each new thread its own heap, and memory that a call leaves there is not
-    reused by other threads. With one thread per call, the process grew.
-    """
+    """A thread that runs calls, one after the other. With one thread per call, the process grew: the C library gives
+    each a heap of its own, and what a call leaves there is not reused by other threads."""
 
     def __init__(self) -> None:
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -150,23 +147,17 @@ def bounded(
     closed: Callable[[], bool] = lambda: False,
     on_give_up: Callable[[], None] = lambda: None,
 ) -> _Result:
-    """Runs engine calls in a thread, and waits for them until the deadline.
+    """Runs engine calls in a thread, and waits for them until the deadline. Raises what they raise.
 
     Args:
         what: The operation, for messages.
         work: Makes the calls. It must not use memory that the caller may change after this returns.
-        deadline: On `time.monotonic`'s clock, in seconds.
+        deadline: On `time.monotonic`'s clock.
         undo: Called if the work ends after the call was given up: with its result, or None if it raised.
         hold: Makes what is entered for the time of the work and of ``undo``. What it raises, this raises.
         watch: Makes a watch over the processes that the engine talks to, for calls that take long.
         closed: Whether the client was closed.
         on_give_up: Called in the caller's thread when the call was given up.
-
-    Raises:
-        OperationTimeoutError: The deadline passed.
-        ClientClosedError: The client was closed.
-        BackendUnavailableError: The watch found one of the processes dead.
-        Exception: What ``work`` raised.
     """
     if deadline <= time.monotonic():
         raise OperationTimeoutError(f"{what}: the deadline had passed before it began. Nothing was sent.")

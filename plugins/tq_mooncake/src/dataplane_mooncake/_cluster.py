@@ -69,11 +69,7 @@ def this_nodes_address(config: TQMooncakeConfig) -> str:
 
 
 class SegmentHost:
-    """A storage unit: a Ray actor that provides a segment of memory to Mooncake.
-
-    Args:
-        config: The options, as a dict.
-    """
+    """A storage unit: a Ray actor that provides a segment of memory to Mooncake."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = TQMooncakeConfig(**config)
@@ -81,11 +77,7 @@ class SegmentHost:
         self._life = new_id()
 
     def describe(self) -> Described:
-        """Checks its machine, and describes itself.
-
-        Raises:
-            ConfigError: As `check_machine`; or other nodes cannot reach its address.
-        """
+        """Checks its machine, and describes itself. Raises as `check_machine` and `announced_address`."""
         check_machine(self._config)
         node = ray.get_runtime_context().get_node_id()
         return Described(self._life, node, this_nodes_address(self._config), memory_limit().available_bytes)
@@ -97,10 +89,8 @@ class SegmentHost:
     def open(self, master: str, sign: str, dead: Collection[str]) -> Segment:
         """Mounts a segment, instead of that of a try before.
 
-        Args:
-            master: ``host:port`` of the master.
-            sign: The key of a row that it leaves in the store, which shows that the segment takes rows.
-            dead: Endpoints that it must not have: the master may still list segments of dead units there.
+        It leaves a row under the key ``sign``, which shows that the segment takes rows. It must not have one of the
+        endpoints ``dead``: the master may still list segments of dead units there.
         """
         config = self._config
         address = this_nodes_address(config)
@@ -198,10 +188,7 @@ class MooncakeInstance(Instance):
             self._watch = UnitWatch(self)
 
     def refresh(self, *, deadline: float) -> None:
-        """Asks the controller for the details anew: segments may have been mounted, or their units died.
-
-        Has no effect in the process that watches them.
-        """
+        """Asks the controller for the details anew, if others watch the units: they may have died or come back."""
         if self._watch is not None:
             return
         description = get_within(self.controller.get_config.remote(), "ask for details", deadline)
@@ -245,9 +232,6 @@ class UnitWatch:
 
     A unit that died is started again by Ray. Then it mounts a new segment. Without the master all is lost, and the
     watch ends.
-
-    Args:
-        instance: The instance, whose segments are mounted.
     """
 
     def __init__(self, instance: MooncakeInstance) -> None:

@@ -26,13 +26,8 @@ def listening_ports(pid: int | None = None) -> set[int]:
 
 
 def end_connections(peers: Collection[Endpoint]) -> int:
-    """Shuts down this process's connections to these peers. A call that waits for one of them fails at once.
-
-    Host names are resolved.
-
-    Returns:
-        How many connections were shut down that were not before.
-    """
+    """Shuts down this process's connections to these peers: a call that waits for one of them fails at once. Returns
+    how many were shut down that were not before."""
     num_ended = 0
     wanted = {(address, port) for host, port in peers for address in _addresses(host)}
     for each in psutil.Process().net_connections("tcp"):
@@ -54,11 +49,8 @@ def _addresses(host: str) -> set[str]:
 
 
 def skip_cpp_teardown() -> None:
-    """Lets this process exit without running the destructors of C++ libraries. Its exit status is kept.
-
-    Call it from a Python ``atexit`` handler. Python then shuts down as usual; after that the C library flushes its
-    files and exits. Has no effect if the C library has no ``on_exit``.
-    """
+    """For an ``atexit`` handler: lets this process exit without running the destructors of C++ libraries. Python shuts
+    down as usual; then the C library, if it has ``on_exit``, flushes its files and exits with the same status."""
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         # the one registered last runs first

@@ -35,21 +35,14 @@ _SETTINGS: Final = {
 
 
 class Master:
-    """A `mooncake_master` that belongs to this process.
-
-    Args:
-        ip: The address that it listens on.
-
-    Attributes:
-        address: ``host:port`` of its RPC service.
-    """
+    """A `mooncake_master` that belongs to this process."""
 
     def __init__(self, ip: str) -> None:
-        self._ip = ip
+        self._ip = ip  # that it listens on
         self._folder = Path(tempfile.mkdtemp(prefix="dataplane-mooncake-"))
         self._log = self._folder / "log"
         self._process: OwnedProcess | None = None
-        self.address = ""
+        self.address = ""  # of its RPC service
 
     @property
     def pid(self) -> int | None:
@@ -62,12 +55,7 @@ class Master:
         return self._process is not None and self._process.ended
 
     def start(self, deadline: float) -> None:
-        """Starts it on free ports and waits until it answers.
-
-        Raises:
-            BackendUnavailableError: It ended at every start.
-            OperationTimeoutError: It did not answer in time.
-        """
+        """Starts it on free ports and waits until it answers."""
         try:
             for _ in range(_NUM_STARTS):
                 if self._launch(_free_port(self._ip), _free_port("0.0.0.0"), deadline):
@@ -115,16 +103,7 @@ class Master:
 
 
 class MasterWatch:
-    """Notices that the master of an instance is dead: then this idle connection to it ends. Thread-safe.
-
-    Args:
-        instance: The instance's name, for messages.
-        address: ``host:port`` of the master.
-        deadline: On `time.monotonic`'s clock, in seconds.
-
-    Raises:
-        BackendUnavailableError: The master is dead, or cannot be reached.
-    """
+    """Notices that the master of an instance is dead: then this idle connection to it ends. Thread-safe."""
 
     def __init__(self, instance: str, address: str, deadline: float) -> None:
         self._master = f"the mooncake_master at {address} of instance {instance!r}"
@@ -138,11 +117,7 @@ class MasterWatch:
         self._connection.setblocking(False)
 
     def check(self) -> None:
-        """Does not block. A master that is suspended, or cannot be reached now, does not count as dead.
-
-        Raises:
-            BackendUnavailableError: The master is dead.
-        """
+        """Does not block. A master that is suspended, or cannot be reached now, does not count as dead."""
         try:
             alive = bool(self._connection.recv(1, socket.MSG_PEEK))
         except ConnectionError:

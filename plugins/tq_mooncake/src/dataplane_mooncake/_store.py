@@ -69,16 +69,12 @@ class StoreSettings(NamedTuple):
 
 
 class EngineError(Exception):
-    """Mooncake refused some keys of a call, or failed for them.
-
-    Attributes:
-        code: The most frequent code.
-    """
+    """Mooncake refused some keys of a call, or failed for them."""
 
     def __init__(self, call: str, codes: Sequence[int]) -> None:
         counts = collections.Counter(codes).most_common()
         super().__init__(f"{call} returned " + ", ".join(f"{code} for {count} keys" for code, count in counts))
-        self.code = counts[0][0]
+        self.code = counts[0][0]  # the most frequent one
 
 
 class RowsMissing(Exception):
@@ -86,19 +82,8 @@ class RowsMissing(Exception):
 
 
 def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
-    """Sets up an engine.
-
-    The engine reads settings from the environment when it is set up. They must be this node's: a Ray actor inherits the
-    environment of its driver, which may run on another node.
-
-    Args:
-        settings: The settings.
-        segment_size_bytes: Memory to hold rows in; 0: none.
-
-    Raises:
-        ConfigError: Mooncake's library does not load.
-        BackendUnavailableError: The engine refused, or there is no master.
-    """
+    """Sets up an engine, with memory to hold rows in if a size is named."""
+    # the engine reads them now, and a Ray actor inherits those of its driver, which may run on another node
     os.environ["MC_TCP_BIND_ADDRESS"] = settings.address
     os.environ["MC_STORE_MEMCPY"] = "0"  # over TCP it is unsafe in some wheels
     os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)  # in 0.3.11 a pool gives rows the bytes of others
@@ -127,20 +112,15 @@ def open_engine(settings: StoreSettings, *, segment_size_bytes: int) -> Any:
 
 
 def _silence_log(library: Any) -> None:
-    """Silences the library's log on standard error, unless ``MC_LOG_LEVEL`` is set.
-
-    The library logs every start, each time with an error although nothing is wrong. Our errors say what matters.
-    """
+    """Silences the library's log, unless ``MC_LOG_LEVEL`` is set: at every start it tells of an error that is none."""
     if "MC_LOG_LEVEL" not in os.environ:
         with contextlib.suppress(ValueError, OSError):  # another build of the library may not export it
             ctypes.c_int.in_dll(ctypes.CDLL(library.__file__), _LOG_THRESHOLD).value = 3
 
 
 class Store:
-    """This process's engine for one master, without a segment of its own. Thread-safe.
-
-    Call `acquire` to get one, and `release` once for each `acquire`.
-    """
+    """This process's engine for one master, without a segment of its own. Thread-safe. Each `acquire` needs a
+    `release`."""
 
     _shared: ClassVar[dict[tuple[int, StoreSettings], Store]] = {}
     _setting_up: ClassVar[dict[tuple[int, StoreSettings], threading.Lock]] = {}  # held by who sets an engine up
@@ -174,18 +154,7 @@ class Store:
 
     @classmethod
     def acquire(cls, settings: StoreSettings, units: Collection[Endpoint], *, deadline: float) -> Store:
-        """This process's engine for these settings, set up by the first caller.
-
-        Args:
-            settings: The settings.
-            units: Addresses on which the caller's storage units listen.
-            deadline: On `time.monotonic`'s clock, in seconds.
-
-        Raises:
-            ConfigError: Mooncake's library does not load.
-            BackendUnavailableError: The engine cannot be set up.
-            OperationTimeoutError: It was not set up in time.
-        """
+        """This process's engine for these settings, set up by the first caller. For ``units`` see `add_units`."""
         key = (os.getpid(), settings)
         what = f"connecting to the mooncake_master at {settings.master}"
         with cls._shared_lock:
@@ -243,10 +212,8 @@ class Store:
                 self._idle.notify_all()
 
     def end_given_up(self) -> None:
-        """Ends calls that were given up, by shutting down their connections, once no other call uses these.
-
-        Otherwise a transfer to a suspended process would keep a core busy, and its slot of the buffer, for a minute.
-        """
+        """Ends calls that were given up, by shutting down their connections, once no other call uses these. Otherwise a
+        transfer to a suspended process would keep a core busy, and its slot of the buffer, for a minute."""
         with self._lock:
             if self._ending:
                 return
@@ -277,18 +244,10 @@ class Store:
         *,
         segments: Sequence[str] = (),
     ) -> None:
-        """Stores rows.
+        """Stores rows under keys that were never used, in one of these segments, by default in any.
 
-        Args:
-            call: The call that this runs in.
-            keys: N keys, never used before.
-            buffer: The bytes.
-            offsets: (N + 1,): row i is ``buffer[offsets[i]:offsets[i + 1]]``. No row is empty: the engine refuses empty
-                rows.
-            segments: Names of the segments that may hold the rows; empty: any segment of the master.
-
-        Raises:
-            EngineError: Some rows were not stored; others may be.
+        Row i is ``buffer[offsets[i]:offsets[i + 1]]``, which is not empty. If some rows are refused, others may be
+        stored.
         """
         source = np.frombuffer(buffer, dtype=np.uint8)
         for first, stop in self._parts(np.diff(offsets)):
@@ -308,20 +267,9 @@ class Store:
                 raise EngineError("batch_put_from", [code for code in codes if code])
 
     def get(self, call: Call, keys: Sequence[str], *, dead: Collection[str] = ()) -> list[memoryview]:
-        """Reads rows, in the order of the keys.
+        """Reads rows into one new buffer. Raises `RowsMissing` also if one was deleted meanwhile.
 
-        Args:
-            call: The call that this runs in.
-            keys: The keys.
-            dead: Endpoints of segments of dead units: rows there count as failed without a try, which would take a
-                second.
-
-        Returns:
-            Views of one new buffer.
-
-        Raises:
-            RowsMissing: A row does not exist, or was deleted while it was read.
-            EngineError: Some rows could not be read.
+        ``dead`` are endpoints of segments of dead units: rows there fail without a try, which would take a second.
         """
         sizes = self._sizes(keys, dead)
         offsets = np.zeros(len(keys) + 1, dtype=np.int64)
@@ -354,14 +302,8 @@ class Store:
         return [view[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def delete(self, call: Call, keys: Sequence[str]) -> None:
-        """Deletes rows. Ignores keys that do not exist.
-
-        Also ignores rows that a given-up put is still writing: the thread of that put deletes them, or the master drops
-        them some minutes after its process has ended.
-
-        Raises:
-            EngineError: Some rows could not be deleted.
-        """
+        """Deletes rows that exist. Those that a given-up put is still writing, its thread deletes, or the master drops
+        them some minutes after its process has ended."""
         for part in _requests(keys):
             call.check()
             codes = self._engine.batch_remove(part, True)  # forced: does not wait for readers, see `get`
@@ -377,11 +319,8 @@ class Store:
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _tries(self, call: Call) -> Iterator[None]:
-        """How often a transfer that failed is tried again: once, and once for each connection that was shut down.
-
-        The engine keeps connections for later transfers, also those that were shut down, and a transfer over such a one
-        fails.
-        """
+        """How often a transfer that failed is tried again: once, and once for each connection that was shut down. The
+        engine keeps these for later transfers, which fail."""
         for _ in range(_MOST_TRIES):
             call.check()
             yield

@@ -85,11 +85,7 @@ def check_version() -> None:
 
 
 def check_library() -> Any:
-    """Checks that Mooncake's library loads.
-
-    Returns:
-        The module ``mooncake.store``.
-    """
+    """Checks that Mooncake's library loads, and returns it."""
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -107,11 +103,7 @@ def check_library() -> Any:
 
 
 def master_path() -> Path:
-    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH.
-
-    Raises:
-        ConfigError: The wheel has none.
-    """
+    """The path of the installed ``mooncake_master``. It comes with the wheel, and need not be on the PATH."""
     spec = util.find_spec("mooncake")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "mooncake_master"
@@ -125,11 +117,7 @@ def _reinstall() -> str:
 
 
 def check_master(*, mend: bool = False) -> None:
-    """Checks that ``mooncake_master`` exists and is executable.
-
-    Args:
-        mend: Whether to make it executable, if this user may: some installers drop that bit.
-    """
+    """Checks that ``mooncake_master`` exists and is executable, or makes it so: some installers drop that bit."""
     path = master_path()
     if mend and not os.access(path, os.X_OK):
         with contextlib.suppress(OSError):  # of another user, or on a file system that is read-only
@@ -141,13 +129,7 @@ def check_master(*, mend: bool = False) -> None:
 
 
 def check_rdma(devices: Sequence[str] = ()) -> None:
-    """Checks that this machine has RDMA devices, including the named ones.
-
-    Without devices, Mooncake itself would report success and use TCP.
-
-    Args:
-        devices: Names; empty: any device is enough.
-    """
+    """Checks that this machine has these RDMA devices, or any. Without, Mooncake would report success and use TCP."""
     there = sorted(each.name for each in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
     missing = [name for name in devices if name not in there]
     if missing or not there:
@@ -159,10 +141,7 @@ def check_rdma(devices: Sequence[str] = ()) -> None:
 
 
 def check_machine(config: TQMooncakeConfig) -> None:
-    """Checks what every process that loads Mooncake needs: one wheel, its library, and for ``rdma`` the devices.
-
-    With ``any_mooncake_version``, a version that is not accepted is logged.
-    """
+    """Checks what every process that loads Mooncake needs: one wheel, its library, and for ``rdma`` the devices."""
     check_distributions()
     try:
         check_version()

@@ -106,10 +106,9 @@ class QueueBackend(LedgerBackend):
 
         Raises:
             AlreadyRunningError: An instance of that name runs on the cluster.
-            BackendUnavailableError: No Ray at the address, too few CPUs, or a process that failed to start. To attach:
-                no such instance, or a broken one.
-            OperationTimeoutError: Not all processes started in time. Those that had started were ended. To attach: its
-                controller does not answer.
+            BackendUnavailableError: No Ray at the address, no such instance, too few CPUs, or a process that failed to
+                start.
+            OperationTimeoutError: Not all processes started in time, and were ended; or the controller does not answer.
         """
         instance_class = self.instance_class()
         from dataplane_tq_simple import _owners
@@ -143,11 +142,8 @@ class QueueBackend(LedgerBackend):
             raise
 
     def stop(self) -> None:
-        """Ends this connection. Running operations of other threads end with `ClientClosedError`.
-
-        The bootstrapping client also ends the instance's processes, after which all attached clients fail. The last
-        client to close in this process shuts down a Ray that one of them started.
-        """
+        """Ends this connection; who bootstrapped also ends the instance. Operations of other threads end with
+        `ClientClosedError`. The last client to close in this process shuts down a Ray that one of them started."""
         self._closed = True
         connection, self._connection = self._connection, None
         if self._link is not None:
@@ -175,18 +171,10 @@ class QueueBackend(LedgerBackend):
     def call(
         self, request: Request[_Reply] | Command[_Reply], deadline: float, wake: Callable[[], object] | None = None
     ) -> _Reply:
-        """Asks the host in the controller. Atomic: requests of all clients run one after the other.
-
-        A request that was given up before the controller read it is not executed.
-
-        Args:
-            request: The request.
-            deadline: On `time.monotonic`'s clock, in seconds.
-            wake: As for `Session.call`.
+        """Asks the controller, which answers the requests of all clients one after the other.
 
         Raises:
-            DataPlaneError: As the request says, or as `LedgerLink.call`; any other exception of the host as a
-                `BackendError`.
+            DataPlaneError: As the request says, or as `LedgerLink.call`.
             OperationTimeoutError: No answer in time. It may have been executed or not.
             BackendUnavailableError: The controller is dead, or has died and was not back in time.
             ClientClosedError: This client is closed.

@@ -1,7 +1,4 @@
-"""The actor of the controller, and what it does about the storage units.
-
-A thread in its process serves the ledger and the book of storage units (`ControllerHost`). Another one keeps a unit on
-each node (`Keeper`).
+"""The actor of the controller: a thread serves the ledger and the book of storage units, another one keeps the units.
 
 If it keeps a journal, Ray starts it again where it died. It then has its ledger and its book of storage units from the
 journal, another port and another token, which clients ask for over Ray.
@@ -80,12 +77,7 @@ _ENDED: Final = (
 
 
 class Controller:
-    """See above.
-
-    Args:
-        journal, capacity_bytes, sync, durable: See `make_ledger`.
-        units: The options of the units that it keeps, one on each node. None: it keeps none.
-    """
+    """See above. ``units``: the options of those that it keeps, one on each node; None: it keeps none."""
 
     _description: Any = None  # what attaching clients are told
     _host: ControllerHost
@@ -184,10 +176,9 @@ class _Process:
 
 
 class Keeper:
-    """Keeps a storage unit on each node of the cluster, in a thread of the controller.
+    """Keeps a storage unit on each node of the cluster: starts them, and learns from Ray which have died.
 
-    It starts them, and learns from Ray which have died. One thread judges for all clients, so they agree on which rows
-    are lost.
+    One thread of the controller judges for all clients, so they agree on which rows are lost.
 
     Args:
         host: Has the book, and knows which rows are garbage.
@@ -209,12 +200,7 @@ class Keeper:
         self._failure: DataPlaneError | None = None
 
     def begin(self, deadline: float) -> list[Started]:
-        """Starts the thread. Returns when the units of all nodes serve.
-
-        Raises:
-            DataPlaneError: One of them cannot.
-            OperationTimeoutError: They did not start in time.
-        """
+        """Starts the thread. Returns when the units of all nodes serve. Raises why one of them cannot."""
         self.start()
         while time.monotonic() < deadline:
             if self._failure is not None:

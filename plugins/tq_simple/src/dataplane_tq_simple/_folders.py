@@ -61,11 +61,7 @@ def open_unit(
 ) -> OpenedUnit:
     """Opens the folder of a unit, which is locked until this process ends. One that is damaged is set aside.
 
-    Args:
-        path: The folder.
-        instance: Identifies the instance.
-        size_bytes: The most bytes that its rows may take. None: as before, or `default_bytes`.
-        sync, touch_ahead_bytes: See `KeptExtents`.
+    Without ``size_bytes``, rows may take as much as before, or `default_bytes`.
 
     Raises:
         AlreadyRunningError: Another process has it.

@@ -72,16 +72,13 @@ class _Noted(NamedTuple):
 
 
 class UnitBook:
-    """The storage units: which has which rows, and which one takes new ones. Thread-safe.
+    """The storage units: which has which rows, and which one takes new ones.
 
     The server's thread in the controller and the keeper's thread use it. No method blocks.
-
-    Attributes:
-        lock: Held by each method.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held by each method
         self._lives: dict[int, Life] = {}  # by number; with those that have ended, while they have a node or rows
         self._rows: dict[int, _Rows] = defaultdict(_Rows)  # by life
         self._next_life = 0
@@ -169,20 +166,8 @@ class UnitBook:
     # --- the ledger's service -----------------------------------------------------------------------------------------
 
     def choose(self, number: int, size_bytes: int, node: str, full: Sequence[int] = ()) -> int:
-        """A write id with this number. It says which unit gets the rows.
-
-        It is that of the node, if it has room; else the one with the most room.
-
-        Args:
-            number: From which on no number of ``LIFE_BITS`` bits was used.
-            size_bytes: The size of the put.
-            node: The node.
-            full: Lives that get no rows, unless there are no others.
-
-        Raises:
-            UnitsGoneError: No unit takes rows at the moment.
-            BackendUnavailableError: Nor will one, until somebody mends what they keep.
-        """
+        """A write id with this number. It says which unit gets the rows: that of the node, if it has room; else the one
+        with the most room. Lives in ``full`` get none, unless there are no others."""
         with self.lock:
             serving = [life for life in self._lives.values() if life.served]
             if not serving:
@@ -195,6 +180,7 @@ class UnitBook:
         return life.started.size_bytes * _FILLED - self._rows[life.number].size_bytes
 
     def _refuse(self) -> None:
+        """No unit takes rows. Unless they say why, that will change by itself."""
         units = [life for life in self._lives.values() if life.node]
         if units and all(life.why for life in units):
             why = "; ".join(f"{life.unit}: {life.why}" for life in units)
@@ -281,15 +267,8 @@ class UnitBook:
                 self._saved_version = self._version
 
     def restore(self, noted: bytes, payload: Mapping[int, tuple[Sequence[int] | None, Sequence[int]]]) -> None:
-        """Is where another book was.
-
-        Args:
-            noted: What that one noted.
-            payload: Write id -> the bytes of all its rows, if known, and the rows that the units may still hold.
-
-        Raises:
-            CorruptDataError: That one was of another version.
-        """
+        """Goes on where the book was that noted this. ``payload``: write id -> the bytes of all its rows, if known, and
+        the rows that the units may still hold."""
         with self.lock:
             try:
                 self._lives, self._next_life, self._version = msgspec.msgpack.decode(noted, type=_Noted)
@@ -340,20 +319,12 @@ class UnitBook:
 def make_ledger(
     journal: Path | None, capacity_bytes: int | None, sync: bool, *, durable: bool = False, must_exist: bool = False
 ) -> tuple[LedgerService, FolderLog | None]:
-    """The ledger of an instance, and its log.
+    """The ledger of an instance, and its log in the folder ``journal``. The folder that this is in must exist.
 
     Args:
-        journal: The folder of the log; the folder that this is in must exist. None: there is no log.
-        capacity_bytes: As for `LedgerService`.
-        sync: See `FolderLog`.
         durable: Whether the log outlives the instance: who bootstraps it again goes on with it. The folder that it is
             in is made, and is this process's alone.
         must_exist: Whether there must be a log: the controller was started again.
-
-    Raises:
-        AlreadyRunningError: Another process has the folder.
-        BackendUnavailableError: The folder cannot be used.
-        CorruptDataError: The log is damaged.
     """
     if journal is None:
         return LedgerService(capacity_bytes), None
@@ -380,22 +351,16 @@ def make_ledger(
 
 
 class ControllerHost(LedgerHost):
-    """The ledger and the book of storage units of an instance.
+    """The ledger and the book of storage units of an instance, which the ledger's log keeps too, if it has one.
 
-    Args:
-        ledger: The ledger.
-        log: That of the ledger, which also keeps the book. None: they are not kept.
-        has_units: Whether rows lie on the units of the book. If not, they lie elsewhere.
-
-    Attributes:
-        book: The book of storage units. Who holds its lock keeps the server's thread from answering.
+    With ``has_units``, rows lie on the units of the book, else elsewhere.
     """
 
     messages = MESSAGES
 
     def __init__(self, ledger: LedgerService, log: FolderLog | None = None, *, has_units: bool = True) -> None:
         super().__init__(ledger, None if log is None else log.commit_or_end)
-        self.book = UnitBook()
+        self.book = UnitBook()  # who holds its lock keeps the server's thread from answering
         self._ledger = ledger
         self._has_units = has_units
         self._num_forgotten = -1  # of `UnitBook.num_ended`, when content was last forgotten
@@ -404,10 +369,7 @@ class ControllerHost(LedgerHost):
             self.book.restore(log.notes[UNITS_NOTE], ledger.ledger.payload())
 
     def note(self, name: str, value: bytes | None) -> None:
-        """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more.
-
-        Nothing happens without a log.
-        """
+        """Keeps a value, and the book as it is now, for a controller that is started again. None: no value any more."""
         if self._log is not None:
             with self.book.lock:
                 self._save_book()
@@ -434,7 +396,6 @@ class ControllerHost(LedgerHost):
     # --- as a host ----------------------------------------------------------------------------------------------------
 
     def answer(self, request: Any, client: Client) -> Any:
-        """As `LedgerHost.answer`."""
         answer = super().answer
         with self.book.lock:
             result = answer(request, client)

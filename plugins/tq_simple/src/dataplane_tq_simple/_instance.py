@@ -3,7 +3,7 @@
 An instance is one controller and its storage units: named Ray actors in the namespace ``dataplane``. The process that
 bootstrapped owns the controller: Ray ends it when that process closes its client, exits or crashes, and the units end
 with it. Other jobs reach the controller by name, which keeps a unit on each node. A package with another storage
-derives from `Instance`, and starts what keeps its rows.
+derives from `Instance`, and starts what keeps its rows. Deadlines are on `time.monotonic`'s clock.
 
 Importing this module imports Ray.
 """
@@ -73,13 +73,7 @@ _END_ACTORS_S = 2 * _SETTLE_S
 
 
 class Instance:
-    """The actors of one instance, as seen from this process.
-
-    Attributes:
-        config: The options that it was bootstrapped with.
-        details: Further values for attaching clients; of what msgpack has.
-        controller: The actor of the controller.
-    """
+    """The actors of one instance, as seen from this process."""
 
     #: What the names of the actors start with, so that instances of different backends may have equal names.
     prefix: ClassVar[str]
@@ -89,9 +83,9 @@ class Instance:
     protocol: ClassVar[int]
 
     def __init__(self, config: Any, controller: Any = None):
-        self.config = config
-        self.controller = controller
-        self.details: dict[str, Any] = {}
+        self.config = config  # that it was bootstrapped with
+        self.controller = controller  # the actor
+        self.details: dict[str, Any] = {}  # further values for attaching clients; of what msgpack has
         self._started: dict[str, Any] = {}  # the actors that this process started, by name: the controller is the first
         self._journal: Path | None = None  # that this process ends with the instance
 
@@ -114,19 +108,8 @@ class Instance:
 
     @classmethod
     def start(cls, config: Any, *, deadline: float) -> Self:
-        """Starts the actors and waits until they run. Clients can attach only after `publish`.
-
-        Args:
-            config: The options.
-            deadline: On `time.monotonic`'s clock, in seconds.
-
-        Raises:
-            AlreadyRunningError: An instance of that name runs.
-            BackendUnavailableError: The cluster lacks the configured CPUs, or an actor failed to start.
-            OperationTimeoutError: The actors did not start in time.
-            ConfigError: A process announces an address that other nodes cannot reach.
-            DataPlaneError: What `prepare` raises.
-        """
+        """Starts the actors and waits until they run. Clients can attach only after `publish`. Raises as
+        `QueueBackend.start`, and what `prepare` raises."""
         check_cpus(config, cls.num_units(config), ray.cluster_resources().get("CPU", 0.0), "the Ray cluster")
         durable = getattr(config, "durable", None)
         journal = _journal_of(config, durable)
@@ -168,19 +151,8 @@ class Instance:
     def start_actor(
         self, name: str, actor_class: type, arguments: Mapping[str, Any], deadline: float, **options: Any
     ) -> Any:
-        """Creates a named actor, which ends with the instance. Waits a little while one that has just died still holds
-        the name.
-
-        Args:
-            name: That of the controller, or one that begins with it and ``/``.
-            actor_class: It must be importable, so that a worker reads its own environment.
-            arguments: Keyword arguments of the actor.
-            deadline: On `time.monotonic`'s clock, in seconds.
-            options: Of Ray.
-
-        Raises:
-            AlreadyRunningError: An instance of that name runs.
-        """
+        """Creates an actor, which ends with the instance. Waits a little while one that has just died still holds the
+        name, which is that of the controller, or begins with it and ``/``. Raises `AlreadyRunningError`."""
         env = {"env_vars": {variable: os.environ.get(variable, value) for variable, value in _ACTOR_ENV.items()}}
         actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
         wait_until = min(deadline, time.monotonic() + _SETTLE_S)
@@ -255,12 +227,7 @@ class Instance:
 
     @classmethod
     def find(cls, config: Any, *, deadline: float, wait_s: float = 0.0) -> Self:
-        """Finds a running instance by name.
-
-        Args:
-            config: Names it.
-            deadline: On `time.monotonic`'s clock, in seconds.
-            wait_s: How long to wait for an instance that does not exist yet, in seconds.
+        """Finds a running instance by its name, for which it waits if it does not exist yet.
 
         Raises:
             BackendUnavailableError: There is no such instance.
@@ -369,11 +336,7 @@ class ControllerLink(LedgerLink):
         self._instance = instance
 
     def connect(self, deadline: float) -> Session:
-        """As `LedgerLink.connect`. Waits while Ray cannot reach the controller, or starts it again.
-
-        Raises:
-            OperationTimeoutError, BackendUnavailableError, ClientClosedError: As `QueueBackend.call`.
-        """
+        """As `LedgerLink.connect`. Waits while Ray cannot reach the controller, or starts it again."""
         watch, config = ControllerWatch(self._instance), self._instance.config
         what = "ask the controller where it answers calls"
         while not self._closed:
@@ -410,16 +373,13 @@ class ControllerLink(LedgerLink):
 
 
 class ControllerWatch:
-    """Asks Ray where the controller of an instance is: to find it, and while a call waits for it.
-
-    Attributes:
-        says: What is known about it, as a sentence.
-    """
+    """Asks Ray where the controller of an instance is: to find it, and while a call waits for it."""
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._asked: Any = None
         self._ask_at = 0.0
+        # what is known about it
         self.says = "The controller did not answer Ray either: stopped, overloaded, or on an unreachable node."
 
     def ask(self, within_s: float = 0.0) -> TcpAddress | None:
@@ -465,19 +425,13 @@ def _is_dead(actor: Any, deadline: float) -> bool:
     timeout_s = max(0.0, min(_SETTLE_S, deadline - time.monotonic()))
     try:
         ray.get(actor.__ray_ready__.remote(), timeout=timeout_s)
-    except ray.exceptions.RayActorError:
-        return True
-    except ray.exceptions.RayError:
-        return False
+    except ray.exceptions.RayError as error:
+        return isinstance(error, ray.exceptions.RayActorError)
     return False
 
 
 def check_cpus(config: QueueConfig, num_units: int, num_cpus: float, whose: str) -> None:
-    """Refuses an instance that needs more logical CPUs than there are. Ray itself would wait for them silently.
-
-    Raises:
-        BackendUnavailableError: Its processes would never be scheduled.
-    """
+    """Refuses an instance that needs more logical CPUs than there are. Ray itself would wait for them silently."""
     needed = config.controller_num_cpus + num_units * config.unit_num_cpus
     if needed > num_cpus:
         raise BackendUnavailableError(

@@ -49,11 +49,7 @@ def leave(name: str, address: str, deadline: float) -> PrivateFolder | None:
 
 def running(name: str) -> dict[str, PrivateFolder]:
     """The owners of instances of this name that run on this host: the address of the Ray of each -> what it left.
-    Removes what killed owners left.
-
-    Raises:
-        BackendUnavailableError: Other users can access the folder; not retryable.
-    """
+    Removes what killed owners left. Refuses a folder that other users can access."""
     home, owners = PrivateFolder("ray", name), {}
     if not home.path.parent.exists():
         return {}
@@ -70,12 +66,7 @@ def running(name: str) -> dict[str, PrivateFolder]:
 
 
 def find(config: QueueConfig, name: str) -> str:
-    """The address of the Ray on which an instance of this user runs.
-
-    Raises:
-        BackendUnavailableError: None runs on this host; retryable. Or as `running`.
-        ConfigError: Several of this name run, each on a Ray of its own.
-    """
+    """The address of the Ray on which the one instance of this user and name runs on this host."""
     owners = running(name)
     if not owners:
         raise BackendUnavailableError(

@@ -111,11 +111,7 @@ def get_within(ref: Any, what: str, deadline: float, hint: str | None = None) ->
 
 
 def check_head(instance: str) -> None:
-    """For a process of the instance that does not answer: Ray, without its head, starts nothing again.
-
-    Raises:
-        BackendUnavailableError: Nothing listens where the head of this process's Ray was.
-    """
+    """Refuses to wait for a process of the instance, if Ray's head is gone: then Ray starts nothing again."""
     address = ray.get_runtime_context().gcs_address
     if refuses(*host_and_port(address), _REACH_S):
         raise BackendUnavailableError(
@@ -128,16 +124,8 @@ def check_head(instance: str) -> None:
 
 
 def end_within(limit_s: float, what: str, work: Callable[[], object]) -> None:
-    """Runs a call that ends something on Ray. Returns after ``limit_s`` even if Ray does not answer.
-
-    Args:
-        limit_s: In seconds.
-        what: What Ray is asked to do, for the log.
-        work: Runs in a thread of its own, which is left behind if it takes longer.
-
-    Raises:
-        Exception: What ``work`` raised.
-    """
+    """Runs a call that ends something on Ray. Returns after ``limit_s`` even if Ray does not answer: its thread is left
+    behind. Raises what ``work`` raised."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -163,10 +151,6 @@ class RayConnection:
 
     The first client initialises Ray if it is not initialised. The last client to release that connection shuts it down.
     A connection that other code made is never shut down.
-
-    Attributes:
-        address: ``host:port`` of the Ray cluster, for clients in processes without Ray.
-        node: The id of this process's node in it.
     """
 
     _lock = threading.Lock()
@@ -178,7 +162,7 @@ class RayConnection:
     def __init__(self, *, ours: bool) -> None:
         self._counted = ours
         context = ray.get_runtime_context()
-        self.address = str(context.gcs_address)
+        self.address = str(context.gcs_address)  # host:port, for clients in processes without Ray
         self.node = str(context.get_node_id())
 
     @classmethod

@@ -14,14 +14,7 @@ from typing import Final, NamedTuple
 import ray
 
 from dataplane_core.host_memory import Arena
-from dataplane_core.hosting import (
-    ExtentHost,
-    ExtentService,
-    Server,
-    listen_on,
-    listen_unseen,
-    new_token,
-)
+from dataplane_core.hosting import ExtentHost, ExtentService, Server, listen_on, listen_unseen, new_token
 from dataplane_core.spec import new_id
 from dataplane_tq_simple._folders import default_bytes, open_unit
 from dataplane_tq_simple._messages import Started
@@ -46,10 +39,8 @@ class UnitOptions(NamedTuple):
 class StorageUnit:
     """See above. Rows are served by a thread.
 
-    Args:
-        options: The options.
-        instance: Identifies the instance, if it outlives its processes.
-        follows: The name and the id of the actor of the controller, for a unit that no process owns.
+    ``instance`` identifies it, if it outlives its processes. ``follows`` is the name and the id of the actor of the
+    controller, for a unit that no process owns.
     """
 
     def __init__(self, options: UnitOptions, instance: str = "", follows: tuple[str, str] | None = None) -> None:
@@ -61,11 +52,8 @@ class StorageUnit:
             threading.Thread(target=_follow, args=(own, *follows), name="dataplane-follow", daemon=True).start()
 
     def start(self) -> Started:
-        """Serves rows, from the first call on. Returns where, and which.
-
-        Raises:
-            BackendUnavailableError, AlreadyRunningError: As `open_unit`. This process is of no use then.
-        """
+        """Serves rows, from the first call on. Returns where, and which. Raises as `open_unit`: then this process is of
+        no use."""
         if self._started is None:
             self._started = self._serve()
         return self._started
@@ -81,9 +69,12 @@ class StorageUnit:
             token, extents = new_id(), ExtentService(arena, options.touch_ahead_bytes)
             host = ExtentHost(extents)
         else:
-            folder, size_bytes, ahead_bytes = Path(options.folder), options.size_bytes, options.touch_ahead_bytes
             token, extents, notes = open_unit(
-                folder, self._instance, size_bytes, sync=options.sync, touch_ahead_bytes=ahead_bytes
+                Path(options.folder),
+                self._instance,
+                options.size_bytes,
+                sync=options.sync,
+                touch_ahead_bytes=options.touch_ahead_bytes,
             )
             host = ExtentHost(extents, notes.commit_or_end)
         ip, node = own_address(), ray.get_runtime_context().get_node_id()

@@ -64,17 +64,7 @@ def load_library() -> None:
 
 
 class System:
-    """The TransferQueue that runs on the Ray cluster of this process.
-
-    Attributes:
-        controller: Where its controller listens, as TransferQueue says it.
-        storage: The options of its storage.
-        units: The address of each storage unit.
-
-    Raises:
-        BackendUnavailableError: None runs, or it is not ready yet.
-        ConfigError: It keeps its rows elsewhere than in storage units of its own.
-    """
+    """The TransferQueue that runs on the Ray cluster of this process."""
 
     def __init__(self, deadline: float) -> None:
         import ray
@@ -98,8 +88,8 @@ class System:
                 f"{backend.storage_backend}. Expected storage units of its own (SimpleStorage).",
                 hint="The backend tq_mooncake keeps rows in Mooncake's store.",
             )
-        self.controller = config.controller.zmq_info
-        self.storage = backend.SimpleStorage
+        self.controller = config.controller.zmq_info  # where it listens
+        self.storage = backend.SimpleStorage  # options
         self.units = [(unit.ip, unit.ports["put_get_socket"]) for unit in self.storage.zmq_info.values()]
         self._controller = (self.controller.ip, self.controller.ports["request_handle_socket"])
 
@@ -269,14 +259,7 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
         return BatchMeta(indexes, [self._partition] * len(indexes), {self._partition: {}})
 
     def _run(self, what: str, call: Coroutine[Any, Any, Any], deadline: float) -> Any:
-        """Waits for a call of TransferQueue's client, which has no timeouts that are short enough.
-
-        Raises:
-            OperationTimeoutError: The deadline passed.
-            BackendUnavailableError: TransferQueue's controller died, or one of its storage units.
-            ClientClosedError: This client is closed.
-            Exception: What the call raised.
-        """
+        """Waits for a call of TransferQueue's client, which has no timeouts that are short enough."""
         import torch
 
         async def work(num_threads: int) -> Any:

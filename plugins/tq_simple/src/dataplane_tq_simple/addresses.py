@@ -50,14 +50,7 @@ def refuses(host: str, port: int, within_s: float) -> bool:
 
 
 def parse_announced(option: str) -> _Network:
-    """Reads the option ``announce_address``: an IP address, or a network in CIDR notation.
-
-    Returns:
-        The network. For a single address, the network of that address alone.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Reads the option ``announce_address``: an IP address, or a network in CIDR notation. Raises `ValueError`."""
     try:
         return ipaddress.ip_network(option, strict=False)
     except ValueError as error:
@@ -80,16 +73,11 @@ def this_nodes_addresses() -> list[str]:
 
 
 def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: Iterable[str] | None = None) -> str:
-    """The address that a process of this node announces.
-
-    Args:
-        option: The option ``announce_address``; None: Ray's address of the node.
-        ray_ip: Ray's address of this node.
-        num_nodes: Nodes of the Ray cluster.
-        mine: This node's addresses; None: `this_nodes_addresses`.
+    """The address that a process of this node announces, by the option ``announce_address``; without it, Ray's.
 
     Raises:
-        ConfigError: The option fits none of this node's addresses, or several; or `check_address` refuses the address.
+        ConfigError: The option fits none of this node's addresses (``mine``), or several; or `check_address` refuses
+            the address.
     """
     if option is None:
         check_address(ray_ip, num_nodes=num_nodes, of="Ray's address of this node")
@@ -108,16 +96,7 @@ def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: 
 
 
 def check_address(address: str, *, num_nodes: int, of: str) -> None:
-    """Refuses an address under which other nodes cannot reach this one.
-
-    Args:
-        address: The address.
-        num_nodes: Nodes of the Ray cluster. With one node, a loopback address is accepted.
-        of: What the address is, for the message.
-
-    Raises:
-        ConfigError: A link-local, multicast or unspecified address; a loopback address where there are several nodes.
-    """
+    """Refuses an address under which other nodes cannot reach this one. ``of`` says what it is, for the message."""
     parsed = _parsed(address)
     if parsed is None:
         kind = "not an IP address"

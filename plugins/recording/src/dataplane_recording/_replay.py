@@ -17,35 +17,20 @@ Cell: TypeAlias = tuple[str, str]
 
 @dataclass
 class Replay:
-    """A registration, and how far this process is in it.
-
-    Attributes:
-        run: What the run did.
-        info: As this process registered it.
-        is_ours: Whether this process registered it. If not, it works on samples of a registration of another process.
-        is_used: Whether this process did anything with its samples.
-        own: Sample -> the fields that this process put.
-        stands_for: Cell -> the place of the recorded put that its cell stands for.
-        reads: Cell -> how often this process read it.
-        tags: Sample -> the tags that this process put.
-        cleared: Sample -> the place of the recorded clear up to which nothing of it is there.
-        claimed: Sample -> the place of the recorded claim that gave it last.
-        given: Task -> the keys of the recorded claims that happened again.
-        leases: Task -> sample -> its lease token, and whether it was acked.
-    """
+    """A registration, and how far this process is in it."""
 
     run: Registration
-    info: PartitionInfo
-    is_ours: bool = False
-    is_used: bool = False
-    own: dict[str, set[str]] = field(default_factory=dict)
-    stands_for: dict[Cell, int] = field(default_factory=dict)
-    reads: Counter[Cell] = field(default_factory=Counter)
-    tags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cleared: dict[str, float] = field(default_factory=dict)
-    claimed: dict[str, int] = field(default_factory=dict)
-    given: dict[str, set[tuple[int | None, int]]] = field(default_factory=dict)
-    leases: dict[str, dict[str, tuple[str, bool]]] = field(default_factory=dict)
+    info: PartitionInfo  # as this process registered it
+    is_ours: bool = False  # this process registered it; if not, it works on samples of another process's registration
+    is_used: bool = False  # this process did anything with its samples
+    own: dict[str, set[str]] = field(default_factory=dict)  # sample -> the fields that this process put
+    stands_for: dict[Cell, int] = field(default_factory=dict)  # cell -> the place of the recorded put
+    reads: Counter[Cell] = field(default_factory=Counter)  # by this process
+    tags: dict[str, dict[str, Any]] = field(default_factory=dict)  # sample -> what this process put
+    cleared: dict[str, float] = field(default_factory=dict)  # sample -> the recorded clear up to which nothing is there
+    claimed: dict[str, int] = field(default_factory=dict)  # sample -> the place of the recorded claim that gave it last
+    given: dict[str, set[tuple[int | None, int]]] = field(default_factory=dict)  # task -> recorded claims made again
+    leases: dict[str, dict[str, tuple[str, bool]]] = field(default_factory=dict)  # task -> sample -> token, is acked
 
     def next_put(self, cell: Cell) -> Event | None:
         """The recorded put that the next put of a cell stands for. One beyond the last is compared with the last."""

@@ -34,37 +34,24 @@ class Event(NamedTuple):
 
 @dataclass
 class Registration:
-    """What the run did between two registrations of a partition's name.
+    """What the run did between two registrations of a partition's name."""
 
-    Attributes:
-        number: Which of its registrations, from 0.
-        first: What opened it.
-        begin: The place at which the replay begins: of what was before, only the rows that were there are known.
-        fields: Those that were registered, also later, by ``if_exists="keep"``. So with the next two.
-        consumer_tasks: The tasks.
-        enums: Field -> the strings that it may hold.
-        is_finished: Whether the run said later how many samples there are.
-        puts: Sample -> the puts of it.
-        reads: Sample -> the reads of it.
-        clears: Sample -> the places of the clears that name it.
-        claims: Task -> the first claim of each batch, without the rows that it lost.
-        held: Task -> sample -> the batch whose lease holds it.
-        lost: Sample -> the places of the last claim that lost it, since its process crashed or was too slow, and of the
-            one that was given it then. What was done in between is done again after it.
-    """
-
-    number: int
-    first: Event
-    begin: float = -1
+    number: int  # which of its registrations, from 0
+    first: Event  # opened it
+    begin: float = -1  # the place at which the replay begins: of what was before, only the rows that were there count
+    # what was registered, also later, by if_exists="keep"
     fields: dict[str, None] = field(default_factory=dict)
     consumer_tasks: dict[str, None] = field(default_factory=dict)
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
-    is_finished: bool = False
+    is_finished: bool = False  # the run said later how many samples there are
+    # by sample; of clears, the places
     puts: dict[str, list[Event]] = field(default_factory=dict)
     reads: dict[str, list[Event]] = field(default_factory=dict)
     clears: dict[str, list[int]] = field(default_factory=dict)
-    claims: dict[str, dict[Key, Event]] = field(default_factory=dict)
-    held: dict[str, dict[str, Key]] = field(default_factory=dict)
+    claims: dict[str, dict[Key, Event]] = field(default_factory=dict)  # by task: without what they lost
+    held: dict[str, dict[str, Key]] = field(default_factory=dict)  # task -> sample -> the batch whose lease holds it
+    # sample -> the places of the last claim that lost it, since its process crashed or was too slow, and of the one
+    # that was given it then. What was done in between is done again after it.
     lost: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def puts_of(self, sample_id: str, name: str, after: float = -1) -> list[Event]:
@@ -137,16 +124,7 @@ class Registration:
 
 
 class Timeline:
-    """A recording, read once.
-
-    Args:
-        folder: Its folder.
-        after_step: The replay begins after the end of this step. None: where the run began.
-
-    Raises:
-        InvalidRequestError: The run marked no end of this step.
-        DataPlaneError: As `Recording`.
-    """
+    """A recording, read once. The replay begins after the end of ``after_step``, or where the run began."""
 
     def __init__(self, folder: Path, after_step: int | None) -> None:
         self._recording = Recording(folder)
@@ -198,11 +176,7 @@ class Timeline:
                 registration.number = number
 
     def registrations(self, partition_id: str) -> list[Registration]:
-        """The registrations of a partition. Empty: the run did not have it.
-
-        Raises:
-            MissingDataError: The run used it, but no registration is recorded.
-        """
+        """The registrations of a partition. Empty: the run did not have it."""
         if partition_id in self._early:
             raise MissingDataError(
                 f"the recording has operations on partition '{partition_id}', but no registration of it.",
@@ -221,11 +195,7 @@ class Timeline:
         return "before the end of any step" if step is None else f"after step {step}"
 
     def block(self, event: Event) -> tuple[dict[str, int], Columns]:
-        """The recorded rows of a put: where each sample is, and the columns.
-
-        Raises:
-            DataPlaneError: As `Recording.rows`.
-        """
+        """The recorded rows of a put: where each sample is, and the columns. Raises as `Recording.rows`."""
         if event.at not in self._blocks:
             ids, columns = self._recording.rows(event.record)
             assert isinstance(columns, Columns)

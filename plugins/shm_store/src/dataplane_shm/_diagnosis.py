@@ -53,11 +53,7 @@ def diagnose(config: ShmConfig, deadline: float) -> Iterator[Finding]:
 
 
 def huge_pages(root: Path = Path("/")) -> Iterator[Finding]:
-    """Whether the system gives shared memory huge pages.
-
-    Args:
-        root: Where ``sys`` lies.
-    """
+    """Whether the system, whose files lie in ``root``, gives shared memory huge pages."""
     try:
         words = (root / _HUGE_PAGES).read_text().split()  # always within_size advise [never] deny force
     except OSError:
@@ -131,12 +127,7 @@ def _durable(folder: Path, capacity_bytes: int) -> Iterator[Finding]:
 
 
 def _contents(folder: Path) -> str:
-    """What a folder holds that nobody has open, in words. It is not changed.
-
-    Raises:
-        CorruptDataError: It is damaged, or of another version.
-        OSError: It cannot be read.
-    """
+    """What a folder holds that nobody has open, in words. It is not changed."""
     with tempfile.TemporaryDirectory() as copy:
         try:
             shutil.copytree(folder / _JOURNAL, Path(copy, _JOURNAL))

@@ -26,18 +26,7 @@ _SESSIONS_TOGETHER: Final = 64
 
 
 class DurableStore(Store):
-    """As `Store`, of what lies in a folder.
-
-    Args:
-        folder: The folder. It is made.
-        capacity_bytes: Limit for the payload held.
-        on_full: What clients do if it is reached.
-        sync: Whether a put and all else that is answered survives the end of the machine.
-        touch_ahead_bytes: How much memory is made ready before it is used.
-        namespace: That of the store, for others that want the folder.
-
-    Attributes:
-        kept: Its extents.
+    """As `Store`, of what lies in a folder, which it makes. The options are as in `ShmConfig`.
 
     Raises:
         AlreadyRunningError: Another process has the folder open.

@@ -15,13 +15,9 @@ FAILURE: Final = "failure"
 
 
 class Options(msgspec.Struct):
-    """What the owner of a store tells the ledger's process at its start. The others as in `ShmConfig`.
+    """What the owner of a store tells the ledger's process at its start. All but ``folder`` as in `ShmConfig`."""
 
-    Attributes:
-        folder: The folder in which to listen, and to write why the store cannot start.
-    """
-
-    folder: str
+    folder: str  # in which to listen, and to write why the store cannot start
     capacity_bytes: int
     on_full: str
     touch_ahead_bytes: int
@@ -30,17 +26,11 @@ class Options(msgspec.Struct):
 
 
 class About(AboutExtents):
-    """What the store says about itself to a client that connects.
-
-    Attributes:
-        capacity_bytes: The store's limit.
-        on_full: What a put does that does not fit.
-        folder: The folder in which the store outlives its processes. None: it ends with them.
-    """
+    """What the store says about itself to a client that connects."""
 
     capacity_bytes: int
     on_full: str
-    folder: str | None
+    folder: str | None  # in which the store outlives its processes; None: it ends with them
 
 
 #: The length that a message begins with.

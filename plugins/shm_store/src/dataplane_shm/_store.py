@@ -14,15 +14,7 @@ from dataplane_shm._messages import About
 
 class Store(LedgerHost, ExtentHost):
     """A ledger and its payload. A put that is begun ends with the session of its client, and what the ledger no longer
-    needs is freed at once.
-
-    Args:
-        extents: The payload.
-        service: The ledger.
-        capacity_bytes: Limit for the payload held, for clients.
-        on_full: What clients do if it is reached.
-        settle: See `Host`.
-    """
+    needs is freed at once. ``capacity_bytes`` and ``on_full`` are told to clients."""
 
     messages = ExtentHost.messages
     folder: str | None = None

@@ -108,13 +108,10 @@ class Stream:
         return self.read()
 
     def fetch(self, reads: Sequence[Read]) -> list[list[memoryview | None]]:
-        """The arrays that reads reply with: byte strings, as views of one buffer; None for one that does not exist.
-
-        Two chunks of commands are in flight at a time. If the server got all at once, it would copy every reply before
-        it sends the first, and the client would wait.
-        """
+        """The arrays that reads reply with: byte strings, as views of one buffer; None for one that does not exist."""
         reader = ArrayReader(self.connection._sock, sum(read.size_bytes for read in reads), self.deadline)
         arrays: list[list[memoryview | None]] = []
+        # two are in flight at a time: if the server got all at once, it would copy every reply before it sends one
         chunks = [*_in_chunks(reads), []]
         for some, following in itertools.pairwise([[], *chunks]):
             self.send([read.packed for read in following])
@@ -142,10 +139,8 @@ def _in_chunks(reads: Sequence[Read]) -> Iterator[list[Read]]:
 class Link:
     """Connections to a server, to the primary that sentinels name, or to the nodes of a cluster. Thread-safe.
 
-    Args:
-        url: The server, a service of Sentinel, or any node of a cluster. No message shows it.
-        label: What messages call the server. None: its place, without user, password and query.
-        greeting: Of a private server, which nobody starts again: what it says first; None: it has ended.
+    Messages call it by the label, or by its place, and never show the URL. ``greeting`` is that of a private server,
+    which nobody starts again: what it says first; None: it has ended.
     """
 
     def __init__(self, url: str, label: str | None = None, greeting: Callable[[], str | None] | None = None) -> None:

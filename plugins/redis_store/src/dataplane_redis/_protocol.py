@@ -73,10 +73,7 @@ def pack(words: Parts) -> list[bytes | bytearray | memoryview]:
 
 
 def pack_rows(key: bytes, first: int, frames: Sequence[Sequence[Any]]) -> list[Any]:
-    """Packs an HSET of rows under their positions, from ``first`` on: ``frames`` is one list per column.
-
-    Frames are not copied.
-    """
+    """Packs an HSET of rows under their positions, from ``first`` on, without a copy of the columns' frames."""
     from dataplane_core.codec import join_row  # it imports torch, which the owner does not need
 
     num_columns, num_rows = len(frames), len(frames[0])
@@ -171,10 +168,7 @@ class ArrayReader:
             self._stop += count
 
     def _grow(self, size: int) -> None:
-        """Continues in a new buffer, of at most twice what was received: a forged size reserves no memory.
-
-        Views of the old one stay valid.
-        """
+        """Continues in a new buffer, of at most twice what was received: a forged size reserves no memory."""
         rest = self._buffer[self._start : self._stop]
         self._buffer = np.empty(2 * min(size, len(rest)) + _SLACK_BYTES, dtype=np.uint8).data
         self._buffer[: len(rest)] = rest

@@ -48,11 +48,7 @@ class Service:
     @classmethod
     def of(cls, url: str) -> Service | None:
         """The service of a URL, ``redis+sentinel://[user:password@]host:port,host:port/service[/db]``. None for another
-        kind of URL.
-
-        Raises:
-            ValueError: It names no service, or a port is not a number.
-        """
+        kind of URL. Raises `ValueError` if it names no service, or a port is not a number."""
         scheme = SENTINEL_SCHEMES.get(url.partition("://")[0])
         if scheme is None:
             return None
@@ -83,14 +79,7 @@ class Service:
 
     def primary(self, deadline: float) -> tuple[str, int]:
         """Host and port of the server that is the primary now. Skips sentinels that missed a failover of which another
-        one told: they name an old primary.
-
-        Raises:
-            NoPrimaryError: No sentinel names one.
-            UnknownServiceError: They do not know the service.
-            AuthenticationError, NoPermissionError: A sentinel refuses the user.
-            RedisError: We refuse the certificates of all sentinels.
-        """
+        one told: they name an old primary. Raises a `RedisError` if one refuses the user, or we all certificates."""
         reasons: list[str] = []
         untrusted: list[Exception] = []
         known: set[str] = set()

@@ -57,10 +57,7 @@ def private_url(namespace: str) -> str:
 
 
 def greeting(namespace: str) -> str | None:
-    """What the private server of this namespace says first: nothing, unless it refuses connections. None: none runs.
-
-    One that is busy or stopped still takes connections.
-    """
+    """What the private server of this namespace says first: nothing, unless it refuses connections. None: none runs."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
@@ -70,27 +67,23 @@ def greeting(namespace: str) -> str | None:
             return probe.recv(256).decode("utf-8", "replace").strip().removeprefix("-ERR ")
     except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
         return None
-    except OSError:  # too many wait to be connected, or it is silent, as it should be
+    except OSError:  # it is silent, as it should be, or too many wait to be connected; a stopped one takes them too
         return ""
-
-
-def _find_binary() -> str:
-    path = shutil.which(_BINARY)
-    if path is None:
-        raise BackendUnavailableError(
-            "connect failed: server is 'private', but there is no redis-server on the PATH.",
-            retryable=False,
-            hint=_INSTALL_HINT,
-        )
-    return path
 
 
 class PrivateServer:
     """A `redis-server` that belongs to this process."""
 
     def __init__(self, config: RedisConfig) -> None:
+        path = shutil.which(_BINARY)
+        if path is None:
+            raise BackendUnavailableError(
+                "connect failed: server is 'private', but there is no redis-server on the PATH.",
+                retryable=False,
+                hint=_INSTALL_HINT,
+            )
         self._config = config
-        self._binary = _find_binary()
+        self._binary = path
         self._folder = _folder(config.namespace)
         self._process: OwnedProcess | None = None
 
@@ -108,11 +101,12 @@ class PrivateServer:
         """Starts the server process on the folder as it is, like after a crash. Raises what `start` raises."""
         self._end_process()
         self._folder.socket.unlink(missing_ok=True)
+        log = self._folder.path / "redis.log"
         settings = {
             "port": "0",
             "unixsocket": str(self._folder.socket),
             "unixsocketperm": "700",
-            "logfile": str(self._log),
+            "logfile": str(log),
             "dir": str(self._folder.path),
             "daemonize": "no",
             "save": "",
@@ -122,7 +116,9 @@ class PrivateServer:
         }
         words = [self._binary, *(word for name, value in settings.items() for word in (f"--{name}", value))]
         self._process = OwnedProcess(words, end_s=_END_S, folder=self._folder.path, lock=self._folder.lock)
-        self._wait(deadline)
+        link = Link(private_url(self._config.namespace), "the private server")
+        with contextlib.closing(link):
+            self._wait(link, self._process, log, deadline)
 
     def stop(self, until: float = math.inf) -> None:
         """Ends the server by its process id, which is killed then at the latest, and removes the folder. May be called
@@ -131,29 +127,19 @@ class PrivateServer:
             self._end_process(until)
             self._folder.release()
 
-    @property
-    def _log(self) -> Path:
-        return self._folder.path / "redis.log"
-
-    def _wait(self, deadline: float) -> None:
-        link = Link(private_url(self._config.namespace), "the private server")
-        try:
-            while True:
-                assert self._process is not None
-                if self._folder.socket.exists():
-                    with contextlib.suppress(DataPlaneError):
-                        link.command("connect", deadline, b"", b"PING")
-                        return
-                if self._process.ended:
-                    raise BackendUnavailableError(
-                        f"connect failed: the private redis-server ended at its start: {last_words(self._log)}",
-                        retryable=False,
-                    )
-                if time.monotonic() + _POLL_S >= deadline:
-                    raise OperationTimeoutError("connect timed out: the private redis-server does not answer.")
-                time.sleep(_POLL_S)
-        finally:
-            link.close()
+    def _wait(self, link: Link, process: OwnedProcess, log: Path, deadline: float) -> None:
+        while True:
+            if self._folder.socket.exists():
+                with contextlib.suppress(DataPlaneError):
+                    link.command("connect", deadline, b"", b"PING")
+                    return
+            if process.ended:
+                raise BackendUnavailableError(
+                    f"connect failed: the private redis-server ended at its start: {last_words(log)}", retryable=False
+                )
+            if time.monotonic() + _POLL_S >= deadline:
+                raise OperationTimeoutError("connect timed out: the private redis-server does not answer.")
+            time.sleep(_POLL_S)
 
     def _end_process(self, until: float = math.inf) -> None:
         process, self._process = self._process, None
@@ -238,17 +224,13 @@ def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durabilit
 def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability:
     """Refuses a server that is older than 7.0, may evict keys, or cannot do what ``wait_fsync`` asks."""
     version = _version_of(link, deadline)
-    raise_if(_version_error(link.label, version))
-    durability = durability_of(link, config, deadline)
-    raise_if(_fsync_error(link.label, config, version, durability))
-    raise_if(_policy_error(link.label, config, durability))
-    return durability
-
-
-def raise_if(reason: ConfigError | None) -> None:
-    """Refuses to connect for this reason."""
-    if reason is not None:
-        raise ConfigError(f"connect refused: {reason.message}", hint=reason.hint)
+    refused = _version_error(link.label, version)
+    if refused is None:
+        durability = durability_of(link, config, deadline)
+        refused = next(_setting_errors(link.label, config, version, durability), None)
+        if refused is None:
+            return durability
+    raise ConfigError(f"connect refused: {refused.message}", hint=refused.hint)
 
 
 def _version_of(link: Link, deadline: float) -> str:
@@ -265,30 +247,23 @@ def _is_at_least(version: str, least: tuple[int, int]) -> bool:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= least
 
 
-def _fsync_error(who: str, config: RedisConfig, version: str, durability: Durability) -> ConfigError | None:
-    if not config.wait_fsync:
-        return None
-    if not _is_at_least(version, _WAITAOF_VERSION):
-        return ConfigError(
+def _setting_errors(who: str, config: RedisConfig, version: str, durability: Durability) -> Iterator[ConfigError]:
+    if config.wait_fsync and not _is_at_least(version, _WAITAOF_VERSION):
+        yield ConfigError(
             f"{who} is Redis {version}. wait_fsync needs Redis 7.2, or Valkey.",
             hint="Upgrade it; or leave wait_fsync off and run: redis-cli CONFIG SET appendfsync always",
         )
-    if not durability.appendonly:
-        return ConfigError(
+    elif config.wait_fsync and not durability.appendonly:
+        yield ConfigError(
             f"{who} has no append-only file, which wait_fsync waits for.",
             hint="Run: redis-cli CONFIG SET appendonly yes; redis-cli CONFIG REWRITE. The replicas need it too.",
         )
-    return None
-
-
-def _policy_error(who: str, config: RedisConfig, durability: Durability) -> ConfigError | None:
-    if durability.maxmemory_policy == "noeviction" or config.allow_eviction:
-        return None
-    return ConfigError(
-        f"{who} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop samples that nobody has consumed. "
-        "Expected 'noeviction'.",
-        hint="Run: redis-cli CONFIG SET maxmemory-policy noeviction. Or set the option allow_eviction: true.",
-    )
+    if durability.maxmemory_policy != "noeviction" and not config.allow_eviction:
+        yield ConfigError(
+            f"{who} has maxmemory-policy '{durability.maxmemory_policy}', so it may drop samples that nobody has "
+            "consumed. Expected 'noeviction'.",
+            hint="Run: redis-cli CONFIG SET maxmemory-policy noeviction. Or set the option allow_eviction: true.",
+        )
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------
@@ -359,8 +334,7 @@ def _running(config: RedisConfig, url: str, deadline: float) -> Iterator[Finding
     who = link.label[0].upper() + link.label[1:]
     refused = _version_error(who, version)
     yield Finding.ok(f"{who} answers and is Redis {version}.") if refused is None else _error(refused)
-    refusals = (_policy_error(who, config, durability), _fsync_error(who, config, version, durability))
-    yield from map(_error, filter(None, refusals))
+    yield from map(_error, _setting_errors(who, config, version, durability))
     if durability.maxmemory_policy != "noeviction" and config.allow_eviction:
         yield Finding.warning(
             f"{who} has maxmemory-policy '{durability.maxmemory_policy}', which allow_eviction accepts: it may drop "

@@ -44,6 +44,7 @@ from dataplane_integrations.replay._prompts import (
     PromptSource,
     group_name,
     parse_sample_id,
+    prompt_name,
 )
 from dataplane_integrations.rollout import mint_sample_ids
 
@@ -180,8 +181,7 @@ class ReplayBuffer(PromptSource):
         self._waiting: dict[str, dict[str, Any]] = {}  # rows of prompts that were not, in the same order
         self._failures: dict[str, str] = {}  # collector -> why it failed
         self._num_running = 0
-        # what only this process knows
-        self._selected: dict[str, _Group] = {}
+        # what only this process knows, besides which groups are selected
         self._left_out: set[str] = set()  # groups that have left a selection which goes on
         self._gone: dict[str, tuple[_Group, bool]] = {}  # not cleared yet, and whether to generate them again
         self._num_late = 0  # groups dropped since the last version because they came too late
@@ -296,9 +296,7 @@ class ReplayBuffer(PromptSource):
                     "groups_per_version is what the trainer uses up.",
                 )
             meta = self._meta_of(names)
-            for name in names:
-                group = dataclasses.replace(self._groups[name], selected_version=self._weight_version)
-                self._selected[name] = self._groups[name] = group
+            self._mark(names, self._weight_version)
             return meta
 
     def take(
@@ -412,8 +410,7 @@ class ReplayBuffer(PromptSource):
         `discard` with ``requeue``.
         """
         with self._lock:
-            for name in self._selected_of(meta, "put_back"):
-                del self._selected[name]
+            self._mark(self._selected_of(meta, "put_back"), None)
             self._settled()
 
     def wait_until_reserved(self, *, timeout_s: float = 60.0) -> None:
@@ -542,7 +539,7 @@ class ReplayBuffer(PromptSource):
         # a save, or a put whose answer was lost, may have more prompts than this buffer has noted
         self._next_order = max([self._next_order, *(tags["order"] + 1 for tags in prompts.values())])
         self._next_prompt = max([self._next_prompt, *(tags["prompt"] + 1 for tags in prompts.values())])
-        groups, self._waiting = dict(self._selected), {}
+        groups, self._waiting = {name: group for name, group in self._groups.items() if group.selected}, {}
         settled = {group.row for group in (*groups.values(), *(group for group, _ in self._gone.values()))}
         starts: dict[int, int] = {}  # prompt -> the attempt that was noted last; answers of earlier ones do not count
         for row, tags in sorted(prompts.items(), key=lambda prompt: prompt[1]["order"]):
@@ -616,7 +613,7 @@ class ReplayBuffer(PromptSource):
         client = self._require_dp_client()
         again = [(group.prompt, group.attempt, group.failures) for group, requeue in self._gone.values() if requeue]
         # a put whose answer was lost is not made again: somebody may have started the prompt
-        self._put_prompts([prompt for prompt in again if _row_of(*prompt[:2]) not in prompts])
+        self._put_prompts([prompt for prompt in again if prompt_name(*prompt[:2]) not in prompts])
         self._gone = {name: (group, False) for name, (group, _) in self._gone.items()}
         # first the prompts: without its prompt an answer counts no more
         if rows := [*notes, *(group.row for group, _ in self._gone.values())]:
@@ -650,7 +647,7 @@ class ReplayBuffer(PromptSource):
             return
         rows: dict[str, dict[str, TagValue]] = {}
         for order, (prompt, attempt, failures) in enumerate(prompts, self._next_order):
-            rows[_row_of(prompt, attempt)] = {
+            rows[prompt_name(prompt, attempt)] = {
                 "prompt": prompt,
                 "attempt": attempt,
                 "order": order,
@@ -751,7 +748,7 @@ class ReplayBuffer(PromptSource):
 
     def _describe(self) -> str:
         made = [group.group for group in self._groups.values() if group.committed is None]
-        training = len(self._selected)
+        training = sum(group.selected for group in self._groups.values())
         text = (
             f": at version {self._weight_version}, of {len(self._groups)} groups {len(made)} are being made, "
             f"{len(self._groups) - len(made) - training} are ready, {training} are in training ({self._policy})"
@@ -790,9 +787,11 @@ class ReplayBuffer(PromptSource):
         return list(names)
 
     def _drop(self, names: Iterable[str], *, requeue: bool = False) -> None:
+        self._gone.update({name: (self._groups.pop(name), requeue) for name in names})
+
+    def _mark(self, names: Iterable[str], selected_version: int | None) -> None:
         for name in names:
-            self._selected.pop(name, None)
-            self._gone[name] = self._groups.pop(name), requeue
+            self._groups[name] = dataclasses.replace(self._groups[name], selected_version=selected_version)
 
     def _meta_of(self, names: Sequence[str]) -> KVBatchMeta:
         client = self._require_dp_client()
@@ -812,7 +811,7 @@ class ReplayBuffer(PromptSource):
         """The groups of a selection, without those that have left it. These are forgotten when it ends."""
         groups = dict.fromkeys(group_of(sample_id) for sample_id in meta.sample_ids)
         names = [name for name in groups if name not in self._left_out]
-        wrong = [name for name in names if name not in self._selected]
+        wrong = [name for name in names if name not in self._groups or not self._groups[name].selected]
         if wrong:
             raise InvalidRequestError(
                 f"{operation} refused: not in training: {preview(wrong)}. Expected groups of a select() that were not "
@@ -826,7 +825,3 @@ class ReplayBuffer(PromptSource):
         if self._failures and not self._num_running:
             message = list(self._failures.values())[-1]
             raise CollectorFailedError(message) from self._causes.get(message)
-
-
-def _row_of(prompt: int, attempt: int) -> str:
-    return f"p{prompt}" + (f"r{attempt}" if attempt else "")

@@ -90,9 +90,14 @@ def prompts_of(partition_id: str) -> str:
     return f"{partition_id}-prompts"
 
 
+def prompt_name(prompt: int, attempt: int) -> str:
+    """The row of a prompt: ``p17``, or ``p17r1`` if it was started once before."""
+    return f"p{prompt}" + (f"r{attempt}" if attempt else "")
+
+
 def group_name(weight_version: int, prompt: int, attempt: int) -> str:
-    """The name of a group: ``v3_p17``, or ``v3_p17r1`` if the prompt was started once before."""
-    return f"v{weight_version}_p{prompt}" + (f"r{attempt}" if attempt else "")
+    """The name of a group: ``v3_p17``, or ``v3_p17r1``."""
+    return f"v{weight_version}_{prompt_name(prompt, attempt)}"
 
 
 def parse_sample_id(sample_id: str) -> dict[str, Any]:

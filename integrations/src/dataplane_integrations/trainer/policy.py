@@ -567,12 +567,7 @@ class DataPlanePolicy:
     ) -> tuple[KVBatchMeta, list[KVBatchMeta]]:
         """The rows to work on and their shards. With ``replace_lost``, the workers have read them.
 
-        Args:
-            meta: The rows of the call.
-            stage: What they are for.
-            fields: The fields to read.
-            gbs: Global batch size in rows.
-            step: The earlier portions of the split step that the rows belong to, if they do.
+        ``step`` has the earlier portions of the split step that the rows belong to.
         """
         if self._replace_lost is None:
             return meta, self._shard(meta, stage, fields, gbs)

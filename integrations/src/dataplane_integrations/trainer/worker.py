@@ -315,15 +315,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> tuple[BatchedDataDict, list[int] | None]:
         """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
 
-        A rank plans only if no other works on other rows. Ranks that plan apart may get different numbers of
-        microbatches, and would wait for each other for ever.
-
-        Returns:
-            The rows with their plan, and their order; None: it is as it was.
-
-        Raises:
-            InvalidRequestError: Other ranks work on other rows, or the rows cannot be planned, for example because one
-                is over the token limit.
+        Returns the rows with their plan, and their order; None: it is as it was.
         """
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
@@ -442,12 +434,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> dict[str, Any]:
         """Trains on this rank's shard. The driver must call every rank.
 
-        Args:
-            meta: This data-parallel rank's rows, with the fields that ``loss_fn`` reads.
-            loss_fn: The loss.
-            eval_mode: Only compute the loss.
-            gbs: Global batch size in rows; None: all rows are one batch.
-            mbs: Rows per microbatch if there is no plan.
+        The arguments are those of `DataPlanePolicy.train_from_meta`, for this rank.
 
         Returns:
             What ``train`` returned, with ``is_replica_leader``.
@@ -455,11 +442,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         Raises:
             InvalidRequestError: A split step is open; its gradients would be mixed with these.
         """
-        if self._split_step_open:
-            raise InvalidRequestError(
-                "train_presharded refused: a split step is open. Expected finish_train_step_presharded() or "
-                "abort_train_step_presharded() first."
-            )
+        self._refuse_open_step("train_presharded")
         data, _ = self._attach_or_repack_pack_metadata(self._rows_of(meta), meta, "train", gbs)
         worker = cast(PolicyWorker, self)
         return self._tag_result(self._run(lambda: worker.train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)))
@@ -498,11 +481,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             UnsupportedOperationError: The worker lacks the methods of `SplitStepWorker`.
         """
         worker = self._split_step_worker()
-        if self._split_step_open:
-            raise InvalidRequestError(
-                "begin_train_step_presharded refused: a step is open. Expected finish_train_step_presharded() or "
-                "abort_train_step_presharded() first."
-            )
+        self._refuse_open_step("begin_train_step_presharded")
         self._split_step_open = True  # set first: if the next line raises, an abort cleans up
         self._before_method()
         worker.begin_train_step(loss_fn, gbs=gbs, mbs=mbs)
@@ -571,6 +550,13 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             self._split_step_worker().abort_train_step()
             self._split_step_open = False
 
+    def _refuse_open_step(self, what: str) -> None:
+        if self._split_step_open:
+            raise InvalidRequestError(
+                f"{what} refused: a split step is open. Expected finish_train_step_presharded() or "
+                "abort_train_step_presharded() first."
+            )
+
     def _open_split_step(self, what: str) -> SplitStepWorker:
         if not self._split_step_open:
             raise InvalidRequestError(
@@ -631,11 +617,7 @@ def _read_ahead(reads: Sequence[Callable[[], Any]], depth: int) -> Generator[Cal
 
 
 def _check_plan(meta: KVBatchMeta, micro_batch_indices: Any, num_rows: int) -> None:
-    """Checks that the microbatches of a plan cover each row once.
-
-    Raises:
-        InvalidRequestError: They do not: the plan was made for other rows.
-    """
+    """Checks that the microbatches of a plan cover each row once."""
     covered: list[int] = []
     for pairs in micro_batch_indices or []:
         first = len(covered)
@@ -649,11 +631,7 @@ def _check_plan(meta: KVBatchMeta, micro_batch_indices: Any, num_rows: int) -> N
 
 
 def _check_width(result: Any, name: str, ids: Any) -> None:
-    """Checks that a result has a value for each token that was computed on.
-
-    Raises:
-        InvalidRequestError: It has fewer.
-    """
+    """Checks that a result has a value for each token that was computed on."""
     column = result.get(name) if isinstance(result, Mapping) else None
     widths = [
         each.shape[1] for each in (column, ids) if isinstance(each, Tensor) and not each.is_nested and each.dim() > 1

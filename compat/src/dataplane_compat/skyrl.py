@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import ray
 import torch
-from tensordict import NonTensorData, NonTensorStack
 
 from dataplane_core import DataPlaneClient, DataPlaneConfig, connect, errors
+from dataplane_core.codec import object_column
 from dataplane_core.config import ConfigSource, load_config
 from dataplane_core.spec import Scope
 
@@ -191,7 +191,7 @@ def _kind(value: Any) -> str:
 def _column(value: Any, kind: str) -> Any:
     """A value of a batch as the client takes it."""
     if kind == _OBJECTS:
-        return NonTensorStack(*[NonTensorData(data=row) for row in value.tensors])
+        return object_column(value.tensors)
     return value if kind == _TENSOR else list(value.tensors)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from dataplane_core.codec import as_columns, plain, tensor_columns
+from dataplane_core.codec import as_columns, object_column, plain, tensor_columns
 from dataplane_core.spec import TagValue
 
 #: Fields whose rows, if they have two dims, have the tokens in the second one: M-RoPE's (4, L). The store wants the dim
@@ -41,7 +41,7 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
         if name in _TOKENS_LAST and column.dim() == 3 and not column.is_nested:
             return column.transpose(1, 2)
         if name in _TOKENS_LAST and column.dim() == 3 and len(column):
-            return torch.nested.as_nested_tensor([row.t() for row in column.unbind()], layout=torch.jagged)
+            return jagged([row.t() for row in column.unbind()])
         return column
     data = column.data if isinstance(column, NonTensorData) else column
     is_array = isinstance(data, np.ndarray) and data.ndim > 0
@@ -54,7 +54,7 @@ def _column_to_put(name: str, column: Any, num_rows: int) -> Any:
         items = [item.data if isinstance(item, NonTensorData) else item for item in data]
     else:
         return column  # the client names what it is
-    return NonTensorStack(*[NonTensorData(data=plain(item)) for item in items])
+    return object_column(list(map(plain, items)))
 
 
 def shape_to_show(name: str, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -81,7 +81,7 @@ def one_row(fields: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError("Please use (async)kv_batch_put for batch operation: a nested tensor is many rows.")
             row[name] = _column_to_put(name, value.unsqueeze(0), 1)
         else:
-            row[name] = NonTensorStack(NonTensorData(data=plain(value)))
+            row[name] = object_column([plain(value)])
     return row
 
 
@@ -117,43 +117,34 @@ def parsed(columns: Mapping[str, Any], data_parser: Callable[[Any], Any]) -> dic
     Raises:
         ValueError: The parser added or removed columns or rows.
     """
-    given = {
-        name: column if isinstance(column, torch.Tensor) and not column.is_nested else rows_of(column)
-        for name, column in columns.items()
-    }
-    sizes = {name: len(values) for name, values in given.items()}
-    changed = data_parser(given)
-    changed = given if changed is None else changed
+    batch = {}
+    for name, column in columns.items():
+        is_tensor = isinstance(column, torch.Tensor)
+        is_dense = is_tensor and not column.is_nested
+        batch[name] = column if is_dense else list(column.unbind() if is_tensor else column.tolist())
+    sizes = {name: len(values) for name, values in batch.items()}
+    changed = data_parser(batch)
+    changed = batch if changed is None else changed
     if {name: len(values) for name, values in changed.items()} != sizes:
         raise ValueError(
             f"data_parser changed the columns or their number of rows: {sizes} before. Expected the same after."
         )
-    return {name: column_of_rows(values, objects=not _fit(values)) for name, values in changed.items()}
+    return {name: _joined(values) for name, values in changed.items()}
 
 
-def _fit(rows: Any) -> bool:
-    """Whether rows, if they are tensors, fit one column."""
-    if isinstance(rows, torch.Tensor) or not all(isinstance(row, torch.Tensor) for row in rows):
-        return True
-    return len({(row.dtype, row.dim(), row.shape[1:]) for row in rows}) <= 1
+def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows as one column that is jagged, even if they are equally long."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
-def rows_of(column: Any) -> list[Any]:
-    """The rows of a column: tensors or objects."""
-    return list(column.unbind() if isinstance(column, torch.Tensor) else column.tolist())
-
-
-def column_of_rows(values: Any, *, objects: bool = False) -> Any:
-    """Rows as one column: jagged or scalar tensors, else ``objects``. A tensor is a column already."""
+def _joined(values: Any) -> Any:
+    """Rows as one column. Tensors that do not fit one are objects."""
     if isinstance(values, torch.Tensor):
         return values
-    if objects:
-        return NonTensorStack(*[NonTensorData(data=plain(value)) for value in values])
-    if values and all(isinstance(value, torch.Tensor) and value.dim() for value in values):
-        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
-    if values and all(isinstance(value, torch.Tensor) for value in values):
-        return torch.stack(list(values))
-    return column_of_rows(values, objects=True)
+    are_tensors = all(isinstance(value, torch.Tensor) for value in values)
+    if not are_tensors or len({(value.dtype, value.dim(), value.shape[1:]) for value in values}) != 1:
+        return object_column(list(map(plain, values)))
+    return jagged(values) if values[0].dim() else torch.stack(list(values))
 
 
 def tags_to_put(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, TagValue]]:

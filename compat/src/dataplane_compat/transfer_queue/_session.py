@@ -66,34 +66,31 @@ def current() -> Session | None:
 
 def start(conf: Any) -> Session:
     """Opens the session: starts the store, or attaches if it runs. An open session is returned as it is."""
-    global _session
     with _lock:
-        session = current()
-        if session is None:
-            config = find_config(conf)
-            with contextlib.ExitStack() as opened:  # closes the store if what follows raises
-                store = opened.enter_context(connect(config, bootstrap="auto"))
-                controller = _key(conf, "controller") or {}
-                settings = controller if store.bootstrapped else None
-                client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
-                shown = _shown(config, controller)
-                published = publish(shown, config.op_timeout_s) if store.bootstrapped else None
-                session = _session = Session(config, client, os.getpid(), published)
-                opened.pop_all()
-        return session
+        return current() or _open(find_config(conf), "auto", _key(conf, "controller") or {})
 
 
 def attached(config: DataPlaneConfig | None = None) -> Session:
     """The open session, or one that attaches to a running store, with the config given or else found."""
-    global _session
     with _lock:
         session = current()
         if session is None:
             if config is None:
                 config = _session.config if _session is not None else find_config(None)  # a parent's, before a fork
-            client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", connect(config, bootstrap=False))
-            session = _session = Session(config, client, os.getpid())
+            session = _open(config, False, {})
         return session
+
+
+def _open(config: DataPlaneConfig, bootstrap: Any, controller: Any) -> Session:
+    global _session
+    with contextlib.ExitStack() as opened:  # closes the store if what follows raises
+        store = opened.enter_context(connect(config, bootstrap))
+        settings = controller if store.bootstrapped else None
+        client = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", store, settings)
+        published = publish(_shown(config, controller), config.op_timeout_s) if store.bootstrapped else None
+        _session = Session(config, client, os.getpid(), published)
+        opened.pop_all()
+    return _session
 
 
 def end() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,10 +20,8 @@ from tensordict import TensorDict
 
 from dataplane_compat.transfer_queue._claims import Asked, Claims
 from dataplane_compat.transfer_queue._columns import (
-    column_of_rows,
     columns_to_put,
     parsed,
-    rows_of,
     tags_to_put,
     tags_to_show,
     to_batch,
@@ -40,7 +39,7 @@ from dataplane_compat.transfer_queue._pool import in_threads, submit
 from dataplane_compat.transfer_queue._rows import KEY, TAGS, find_rows, forget_shapes, meta_of, put_rows
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core.client import DataPlaneClient, common_fields
-from dataplane_core.codec import take_rows
+from dataplane_core.codec import join_parts, take_rows
 from dataplane_core.errors import MissingDataError, UnknownPartitionError, UnknownTaskError, preview
 
 #: What a read of rows or cells that are not there raises. It is a `KeyError`.
@@ -227,16 +226,11 @@ class TransferQueueClient:
         ids, parts = self._ids(metadata), metadata._places()
         if len(parts) == 1:
             return to_batch(self.store.get_samples(ids, metadata.partition_ids[0], fields))
-        rows: dict[str, list[Any]] = {name: [None] * metadata.size for name in fields}
-        objects: set[str] = set()
-        for part_id, places in parts.items():
-            found = self.store.get_samples([ids[place] for place in places], part_id, fields)
-            for name in fields:
-                column = found.get(name)
-                objects.update([] if isinstance(column, torch.Tensor) else [name])
-                for place, row in zip(places, rows_of(column), strict=True):
-                    rows[name][place] = row
-        columns = {name: column_of_rows(each, objects=name in objects) for name, each in rows.items()}
+        wanted = {part_id: [ids[place] for place in places] for part_id, places in parts.items()}
+        reads = [self.store.get_samples(part, part_id, fields) for part_id, part in wanted.items()]
+        places_read = list(chain.from_iterable(parts.values()))
+        order = sorted(range(metadata.size), key=places_read.__getitem__)
+        columns = {name: join_parts([read.get(name) for read in reads], order) for name in fields}
         return to_batch(TensorDict(columns, batch_size=[metadata.size]))
 
     def clear_partition(self, partition_id: str) -> None:

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader, IterableDataset
 
 from dataplane_compat.transfer_queue import _session
-from dataplane_compat.transfer_queue._columns import column_of_rows
+from dataplane_compat.transfer_queue._columns import jagged
 from dataplane_compat.transfer_queue.client import TransferQueueClient
 from dataplane_compat.transfer_queue.metadata import BatchMeta
 from dataplane_core import DataPlaneConfig
@@ -209,7 +209,7 @@ def micro_batches(td: TensorDictBase, batch_meta: BatchMeta, micro_batch_size: i
     for start in range(0, size, micro_batch_size):
         stop = min(start + micro_batch_size, size)
         columns = {
-            name: column_of_rows(column[start:stop]) if isinstance(column, tuple) else column[start:stop]
+            name: jagged(column[start:stop]) if isinstance(column, tuple) else column[start:stop]
             for name, column in rows.items()
         }
         parts.append((TensorDict(columns, batch_size=[stop - start]), batch_meta[start:stop]))

@@ -160,15 +160,13 @@ def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[s
         columns = _read(store, wanted, partition_id, names)
     except LostSamplesError:
         raise
-    except MissingDataError as error:
+    except (MissingDataError, UnknownPartitionError) as error:
         raise RowsNotFoundError(
             f"{what}: not found: {error}",
             partition_id=partition_id,
-            missing_samples=error.missing_samples,
-            missing_cells=error.missing_cells,
+            missing_samples=getattr(error, "missing_samples", ()),
+            missing_cells=getattr(error, "missing_cells", None),
         ) from error
-    except UnknownPartitionError as error:
-        raise RowsNotFoundError(f"{what}: not found: {error}", partition_id=partition_id) from error
     if wanted and not list(columns.keys()):
         raise RowsNotFoundError(f"{what} refused: the rows have no field in common.", partition_id=partition_id)
     return to_batch(columns)

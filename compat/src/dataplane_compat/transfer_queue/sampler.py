@@ -95,25 +95,13 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> _Chosen:
-        """The rows of a rank's batch.
-
-        Args:
-            ready_indexes: The ready rows.
-            batch_size: How many rows are wanted.
-            dp_rank: The rank.
-            batch_index: Which of the rank's batches.
-            task_name: The task.
-            partition_id: The partition.
-            *args: Not used.
-            **kwargs: Not used.
-        """
+        """The rows of the batch ``batch_index`` of the rank ``dp_rank``."""
         if dp_rank < 0:
             raise ValueError(f"dp_rank {dp_rank} must be greater than or equal to 0")
         kept = self._chosen(partition_id, task_name).get(dp_rank, {}).get(batch_index)
         if kept is None:
             kept = ready_indexes[:batch_size]
             if len(kept) < batch_size:
-                self._states.setdefault(partition_id, {}).setdefault(task_name, {}).setdefault(dp_rank, {})
                 return [], []
             self._keep(partition_id, task_name, dp_rank, batch_index, kept)
         return kept, kept
@@ -137,15 +125,9 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> _Chosen:
-        """The first whole groups; none if they do not fill the batch.
+        """The first whole groups; none if they do not fill the batch, whose size is a multiple of that of a group.
 
-        Args:
-            ready_indexes: The ready rows.
-            batch_size: How many rows are wanted, a multiple of the group size.
-            task_name: The task.
-            partition_id: The partition.
-            *args: Not used.
-            **kwargs: ``dp_rank`` and ``batch_index``, if a rank's rows are to be kept.
+        With ``dp_rank`` and ``batch_index``, the rank's rows are kept.
         """
         rank, batch_index = kwargs.get("dp_rank"), kwargs.get("batch_index")
         kept: _Chosen | None = self._chosen(partition_id, task_name).get(rank, {}).get(batch_index)
@@ -178,7 +160,6 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if dp_size <= 0:
             raise ValueError(f"dp_size must be positive, got {dp_size}")
         self.dp_size = dp_size
-        self._balanced_cache: dict[tuple[Any, ...], list[list[int]]] = {}
 
     def sample(
         self,
@@ -189,29 +170,16 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> _Chosen:
-        """The rows of one rank.
-
-        Args:
-            ready_indexes: The ready rows.
-            batch_size: How many rows a rank gets on average.
-            task_name: The task.
-            partition_id: The partition.
-            *args: Not used.
-            **kwargs: ``dp_rank``, ``batch_index``, and ``partition`` for the lengths.
-        """
+        """The rows of the rank ``dp_rank``. A rank gets ``batch_size`` rows on average."""
         rank, batch_index = kwargs.get("dp_rank", 0), kwargs.get("batch_index", 0)
-        name = (partition_id, task_name, batch_index)
-        if name not in self._balanced_cache:
+        if batch_index not in self._chosen(partition_id, task_name).get(0, {}):
             rows, _ = super().sample(ready_indexes, batch_size * self.dp_size, task_name, partition_id)
             if not rows:
                 return [], []
-            ranks = self._deal(rows, kwargs.get("partition"))
-            self._balanced_cache[name] = ranks
-            for place, chosen in enumerate(ranks):
+            for place, chosen in enumerate(self._deal(rows, kwargs.get("partition"))):
                 self._keep(partition_id, task_name, place, batch_index, (chosen, list(chosen)))
-        ranks = self._balanced_cache[name]
-        sampled = ranks[rank] if rank < len(ranks) else []
-        return sampled, list(sampled)
+        kept: _Chosen = self._chosen(partition_id, task_name).get(rank, {}).get(batch_index, ([], []))
+        return kept
 
     def _deal(self, rows: list[int], partition: Any) -> list[list[int]]:
         """The rows of each rank, groups kept whole where they divide."""
@@ -226,20 +194,6 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         weights = [sum(lengths[place : place + size]) for place in range(0, len(rows), size)]
         parts = balanced_parts(weights, self.dp_size)
         return [[row for group in part for row in groups[group]] for part in parts]
-
-    def clear_cache(self, partition_id: str) -> None:
-        """Forgets what was chosen in a partition."""
-        super().clear_cache(partition_id)
-        self._balanced_cache = {name: ranks for name, ranks in self._balanced_cache.items() if name[0] != partition_id}
-
-    def save_checkpoint(self) -> dict[str, Any]:
-        """The sampler's state."""
-        return {**super().save_checkpoint(), "_balanced_cache": self._balanced_cache}
-
-    def load_checkpoint(self, state: dict[str, Any]) -> None:
-        """Restores what `save_checkpoint` returned."""
-        super().load_checkpoint(state)
-        self._balanced_cache = state["_balanced_cache"]
 
 
 def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:

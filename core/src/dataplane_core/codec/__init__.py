@@ -7,7 +7,17 @@ from dataplane_core import _compiler_marks as _compiler_marks  # before tensordi
 from dataplane_core.codec.cells import decode_item, encode_item, join_row, plain, split_rows
 from dataplane_core.codec.compact import narrowed, widened
 from dataplane_core.codec.inputs import as_column, as_columns
-from dataplane_core.codec.rows import Columns, Piece, copy_column, merge_pieces, num_rows, take_rows, tensor_columns
+from dataplane_core.codec.rows import (
+    Columns,
+    Piece,
+    copy_column,
+    join_parts,
+    merge_pieces,
+    num_rows,
+    object_column,
+    take_rows,
+    tensor_columns,
+)
 from dataplane_core.codec.tensors import (
     ALL_DTYPES,
     DTYPE_CODES,
@@ -41,10 +51,12 @@ __all__ = [
     "encode_item",
     "host_tensor",
     "jagged_parts",
+    "join_parts",
     "join_row",
     "merge_pieces",
     "narrowed",
     "num_rows",
+    "object_column",
     "plain",
     "ragged_of_nested",
     "scalar_of_digest",

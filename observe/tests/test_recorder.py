@@ -316,18 +316,10 @@ def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
     assert len(recording.dropped) >= 2
 
 
-def test_a_shared_file_is_locked_only_while_a_line_is_written(tmp_path):
-    one, other = (_lines.LineFile(tmp_path / "lines.jsonl", shared=True) for _ in range(2))
-    one.write({"n": 1})
-    assert other._try_to_lock()
-    one.close()
-    other.close()
-
-
 def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl", reason="not run: Windows has no fcntl, which locks files")
     path = tmp_path / "lines.jsonl"
-    file = _lines.LineFile(path, shared=False)
+    path.touch()
     with path.open("rb") as asking:
         fcntl.flock(asking.fileno(), fcntl.LOCK_SH)
         assert not _lines.is_held(path), "another process asks the same"
@@ -339,7 +331,7 @@ def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
                 fcntl.flock(asking.fileno(), fcntl.LOCK_UN)
 
         monkeypatch.setattr(_lines.time, "sleep", pause)
-        file.hold()
+        file = _lines.LineFile(path)
         assert len(pauses) == 3
     assert _lines.is_held(path)
     file.close()

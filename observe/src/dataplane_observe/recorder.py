@@ -20,7 +20,7 @@ import os
 import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 _SEGMENTS: Final = 32
 _LEAST_SEGMENT_BYTES: Final = 1 << 16
 _MOST_SEGMENT_BYTES: Final = 1 << 28
-#: Of so many partitions and tasks, a recorder knows what was asked for last and not found.
-_MOST_EMPTY: Final = 1024
+#: Of so many partitions, and of so many tasks, a recorder knows what was met last.
+_MOST_KNOWN: Final = 1024
 #: What a line says of a request, beside what an event has.
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
     "register_partition": (
@@ -132,6 +132,7 @@ class Recorder(EventMiddleware):
         super().__init__(**options)
         self._lock = threading.RLock()  # a signal handler may use the client in the middle of a line
         self._segment: _Segment | None = None
+        self._segment_bytes = max(_LEAST_SEGMENT_BYTES, min(_MOST_SEGMENT_BYTES, self.config.max_bytes // _SEGMENTS))
         self._contents: dict[int, tuple[dict[str, Any], bytes]] = {}  # of puts under way
         self._num_lost = 0
         self._failed = False
@@ -140,12 +141,7 @@ class Recorder(EventMiddleware):
         self._opened: dict[str, PartitionInfo] = {}  # partition -> the registration that was recorded last
 
     def start(self, context: MiddlewareContext) -> None:
-        """Begins a segment.
-
-        Raises:
-            UnsupportedOperationError: The folder has a recording of another version.
-            BackendUnavailableError: It cannot be written.
-        """
+        """Begins a segment."""
         super().start(context)
         folder = self.config.folder
         try:
@@ -173,18 +169,14 @@ class Recorder(EventMiddleware):
             segment, self._segment = self._segment, None
             if segment is not None:
                 with suppress(OSError):  # the disk is still full
-                    if self._num_lost:
-                        segment.append({"op": "lost", "lines": self._num_lost}, b"")
-                    segment.append({"op": "end"}, b"")
+                    self._write(segment, {"op": "end"})
                 segment.close()
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Records it."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}  # JSON has no others
-        self._append({"op": "step", "step": int(step), "values": finite}, b"")
+        self._append({"op": "step", "step": int(step), "values": finite})
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
-        """Records an operation."""
         if operation not in _RECORDED:
             return (yield)
         if isinstance(request, PutRequest):
@@ -250,6 +242,7 @@ class Recorder(EventMiddleware):
         }
         if failed:  # a claim that was answered in vain has not: a recording has what the store answered
             optional |= {"status": event.status, "error": event.error}
+            more, block = {}, b""
         line |= {name: value for name, value in optional.items() if value}
         asked = {name: getattr(request, name) for name in _OF_REQUEST.get(event.op, ())}
         line |= {name: value for name, value in asked.items() if value is not None}
@@ -263,7 +256,7 @@ class Recorder(EventMiddleware):
             line["epoch"] = outcome.epoch
         if not failed and getattr(request, "opens", None) is not None:
             self._record_opened(request)
-        self._append(line if failed else line | more, b"" if failed else block)
+        self._append(line | more, block)
 
     def _record_opened(self, request: Any) -> None:
         """Records the registration that a put or a claim may have made: there is no operation of its own for that."""
@@ -273,47 +266,41 @@ class Recorder(EventMiddleware):
             info = self.context.describe(DescribeRequest(partition_id, deadline=request.deadline))
         except DataPlaneError:  # cleared meanwhile
             return
-        if self._opened.get(partition_id) == info:
+        if not _is_new(self._opened, partition_id, info):
             return
-        if len(self._opened) >= _MOST_EMPTY:
-            self._opened.clear()
-        self._opened[partition_id] = info
         line = {"op": "register_partition", "partition": partition_id, "rows": 0, "bytes": 0, "seconds": 0.0}
         known = {name: value for name, value in info.registration().items() if value is not None}
-        self._append({**line, **known, "if_exists": "keep", "epoch": info.epoch}, b"")
+        self._append({**line, **known, "if_exists": "keep", "epoch": info.epoch})
 
     def _tells(self, request: ClaimRequest, reply: Claim) -> bool:
         """Whether a claim is worth a line. Those that get nothing come often: the first of several alike is."""
-        asked = (request.required_fields, request.tag_filter)
         key = request.partition_id, request.task_name
         if reply.answered:
             self._empty.pop(key, None)
             return True
-        if self._empty.get(key) == asked:
-            return False
-        if len(self._empty) >= _MOST_EMPTY:
-            self._empty.clear()
-        self._empty[key] = asked
-        return True
+        return _is_new(self._empty, key, (request.required_fields, request.tag_filter))
 
-    def _append(self, line: Mapping[str, Any], block: bytes) -> None:
+    def _append(self, line: Mapping[str, Any], block: bytes = b"") -> None:
         with self._lock:
             segment = self._segment
             if segment is None:
                 return
             try:
-                if segment.size_bytes >= _segment_bytes(self.config.max_bytes):
+                if segment.size_bytes >= self._segment_bytes:
                     segment = self._segment = segment.next()
                     _drop_oldest(self.config.folder, self.config.max_bytes)
-                if self._num_lost:
-                    segment.append({"op": "lost", "lines": self._num_lost}, b"")
-                    self._num_lost = 0
-                segment.append(line, block)
+                self._write(segment, line, block)
             except (OSError, ValueError) as error:  # a full disk must not end the run
                 if not self._failed:
                     _log.warning("the recorder cannot write to '%s': %s", self.config.folder, error)
                 self._failed = True
                 self._num_lost += 1
+
+    def _write(self, segment: _Segment, line: Mapping[str, Any], block: bytes = b"") -> None:
+        if self._num_lost:
+            segment.append({"op": "lost", "lines": self._num_lost})
+            self._num_lost = 0
+        segment.append(line, block)
 
 
 class _Segment:
@@ -325,16 +312,14 @@ class _Segment:
         self._rows_path = folder / (name + ROWS_SUFFIX)
         self._rows: int | None = None
         self._rows_end = 0
-        self._lines = LineFile(folder / (name + LINES_SUFFIX), shared=False)
-        self._lines.hold()
+        self._lines = LineFile(folder / (name + LINES_SUFFIX))
         self._lines.write({"op": "begin", "format": FORMAT, "version": VERSION, **about, "segment": number})
 
     @property
     def size_bytes(self) -> int:
         return self._lines.size_bytes + self._rows_end
 
-    def append(self, line: Mapping[str, Any], block: bytes) -> None:
-        """Writes the block, then the line, which refers to it."""
+    def append(self, line: Mapping[str, Any], block: bytes = b"") -> None:
         if block:
             if self._rows is None:
                 self._rows = os.open(self._rows_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -357,6 +342,16 @@ class _Segment:
         if self._rows is not None:
             os.close(self._rows)
             self._rows = None
+
+
+def _is_new(last: dict[Any, Any], key: Any, value: Any) -> bool:
+    """Notes what was met last. Whether it is another than before, as far as that is known."""
+    if last.get(key) == value:
+        return False
+    if len(last) >= _MOST_KNOWN:
+        last.clear()
+    last[key] = value
+    return True
 
 
 def _begun(folder: Path) -> str:
@@ -392,10 +387,6 @@ def _can_be_packed(columns: Mapping[str, Any], num_rows: int) -> bool:
     return True
 
 
-def _segment_bytes(max_bytes: int) -> int:
-    return max(_LEAST_SEGMENT_BYTES, min(_MOST_SEGMENT_BYTES, max_bytes // _SEGMENTS))
-
-
 def _drop_oldest(folder: Path, max_bytes: int) -> None:
     """Deletes the segments that were written first, until the folder holds ``max_bytes``. Notes which."""
     files: dict[str, os.stat_result] = {}
@@ -412,11 +403,8 @@ def _drop_oldest(folder: Path, max_bytes: int) -> None:
             continue
         size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
         until = round(files[name + LINES_SUFFIX].st_mtime, 6)
-        note = LineFile(folder / DROPPED, shared=True)
-        try:
-            note.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
-        finally:
-            note.close()
+        with closing(LineFile(folder / DROPPED)) as notes:
+            notes.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
         for suffix in (LINES_SUFFIX, ROWS_SUFFIX):
             (folder / (name + suffix)).unlink(missing_ok=True)
         total -= size

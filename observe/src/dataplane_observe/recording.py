@@ -7,10 +7,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ from dataplane_core.digests import fast_digest, fast_hash
 from dataplane_core.errors import CorruptDataError, DataPlaneError, MissingDataError, SaveError
 from dataplane_core.saves import read_head, tensor_rows, unpack_rows
 from dataplane_core.spec import FieldSpec, WireFormat
-from dataplane_observe._lines import is_held, unsealed
+from dataplane_observe._lines import is_held, texts_of, unsealed
 
 FORMAT: Final = "dataplane-recording"
 VERSION: Final = 3
@@ -143,24 +142,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return None if text is None else np.frombuffer(bytes.fromhex(text), dtype=">u8").astype(np.uint64)
 
 
-class _Head(TypedDict):
-    """What a block of rows says beside its columns."""
-
-    ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedSegment:
-    """A segment that was deleted to keep ``max_bytes``.
-
-    Attributes:
-        name: Its name: the client's id and its number.
-        until: When it was written last, in seconds since 1970.
-        size_bytes: Its size.
-    """
+class DroppedSegment(msgspec.Struct, frozen=True, rename={"name": "segment", "size_bytes": "bytes"}):
+    """A segment that was deleted to keep ``max_bytes``."""
 
     name: str
-    until: float
+    until: float  # when it was written last, in seconds since 1970
     size_bytes: int
 
 
@@ -304,10 +290,10 @@ class Recording:
         is_whole = len(block) == size and fast_hash(block).hexdigest() == digest
         try:
             columns, head = unpack_rows(block)
-            ids = msgspec.convert(head, _Head)["ids"]
+            ids = msgspec.convert(head.get("ids"), list[str])
         except (DataPlaneError, msgspec.ValidationError, UnicodeEncodeError) as error:
             raise CorruptDataError(f"{what} are not as they were written.") from error
-        return list(ids), columns, is_whole
+        return ids, columns, is_whole
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 
@@ -344,13 +330,9 @@ class Recording:
             data = self._lines_of(name)
             if data is None:
                 continue
-            *lines, tail = data.split(b"\n")
-            if tail:
-                lines.append(tail)
-            for number, line in enumerate(lines, 1):
-                text = unsealed(line)
+            for number, text, is_last in texts_of(data):
                 if text is None:
-                    if number == len(lines) and tail and name == names[-1]:
+                    if is_last and name == names[-1]:
                         self.remarks.append(
                             f"The last line of segment {name} is cut off, as a killed process leaves it. It was left "
                             "out."
@@ -393,24 +375,21 @@ class Recording:
 
     def _read_dropped(self) -> list[DroppedSegment]:
         path = self.folder / DROPPED
-        found: dict[str, DroppedSegment] = {}
+        dropped: dict[str, DroppedSegment] = {}
         try:
-            lines = path.read_bytes().split(b"\n")
+            data = path.read_bytes()
         except FileNotFoundError:
             return []
-        for number, line in enumerate(lines, 1):
-            text = unsealed(line) if line else None
-            if text is None:
-                if line and number < len(lines):
-                    raise CorruptDataError(f"line {number} of '{path}' is damaged.")
-                continue
-            try:
-                held: Mapping[str, Any] = json.loads(text)
-                each = DroppedSegment(str(held["segment"]), float(held["until"]), int(held["bytes"]))
-            except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-                raise CorruptDataError(f"line {number} of '{path}' is no note of a segment: {error}.") from error
-            found[each.name] = each
-        return list(found.values())
+        for number, text, is_last in texts_of(data):
+            if text is None and not is_last:
+                raise CorruptDataError(f"line {number} of '{path}' is damaged.")
+            if text is not None:
+                try:
+                    segment = msgspec.json.decode(text, type=DroppedSegment)
+                except (ValueError, RecursionError) as error:
+                    raise CorruptDataError(f"line {number} of '{path}' is no note of a segment: {error}.") from error
+                dropped[segment.name] = segment
+        return list(dropped.values())
 
 
 def pack_digests(digests: np.ndarray[Any, np.dtype[np.uint64]]) -> str:
@@ -440,14 +419,7 @@ def row_digests(
 
 
 def read_mark(folder: Path) -> str:
-    """The id of the run that began a recording.
-
-    Raises:
-        MissingDataError: The folder has no recording.
-        UnsupportedOperationError: It is of another version.
-        CorruptDataError: Its mark is damaged.
-        OSError: It cannot be read.
-    """
+    """The id of the run that began a recording."""
     try:
         return str(read_head(folder / MARK, (folder / MARK).read_bytes(), FORMAT, VERSION)["run"])
     except KeyError as error:

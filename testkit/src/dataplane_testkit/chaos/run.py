@@ -366,7 +366,8 @@ class Run(ExitStack):
 
     def _hands(self, process: str, first_version: int) -> Hands:
         self._processes.append(process)
-        plan = replace(self._plan, settings=replace(self._settings, op_timeout_s=self._op_timeout_s))
+        limit_s = self._op_timeout_s  # also of leases: the audit acks in time, however busy the machine is
+        plan = replace(self._plan, settings=replace(self._settings, op_timeout_s=limit_s, lease_s=limit_s))
         return self.enter_context(closing(Hands(self._client, plan, process, first_version)))
 
     def _put_again(self, heir: Hands) -> None:
@@ -536,16 +537,17 @@ class Run(ExitStack):
         """Claims (and acks) for all tasks until nothing has come back for longer than any lease lasts."""
         tasks = TASKS if "claim" in self._able else ()
         left = {(partition, task) for partition in self._plan.partitions for task in tasks}
-        last, tells = time.monotonic(), "consumed" in self._able
+        gave_s, tells = time.monotonic(), "consumed" in self._able
         claims: Counter[tuple[str, str]] = Counter()
-        while left and time.monotonic() < last + 3 * self._settings.lease_s + 1:
+        while left:
             for partition, task in sorted(left):
                 self._progress(f"auditing task {task} of {partition}")
-                meta, leased = audit.claim(partition, task, _AUDIT_CLAIMS), self._plan.lease_of(task) is not None
+                begin_s, leased = time.monotonic(), self._plan.lease_of(task) is not None
+                meta = audit.claim(partition, task, _AUDIT_CLAIMS)
                 if meta is None:
                     over = True  # why is in the history
                 elif meta.size:
-                    last, claims[partition, task] = time.monotonic(), claims[partition, task] + 1
+                    claims[partition, task] += 1
                     if partition == ROLLOUTS:
                         audit.read(partition, meta.sample_ids, self._plan.base)
                     over = claims[partition, task] > _MOST_AUDIT_CLAIMS  # a store that gives the same again and again
@@ -553,8 +555,10 @@ class Run(ExitStack):
                         audit.consumed(partition, task)  # not yet: these are not acked
                     if leased:
                         audit.settle("ack", meta)
+                    gave_s = time.monotonic()
                 else:
                     over = not leased or (tells and audit.consumed(partition, task))
+                    over = over or begin_s > gave_s + 3 * self._settings.lease_s + 1
                 left -= {(partition, task)} if over else set()
             time.sleep(0.2)
 

@@ -322,7 +322,7 @@ class LeaseExpiredError(DataPlaneError, RuntimeError):
 Outcome: TypeAlias = Literal["done", "not_done", "unknown"]
 
 
-class UnansweredError(DataPlaneError):
+class Unanswered(DataPlaneError):
     """Base of those after which a put, ack, nack or renew may have happened or not.
 
     Attributes:
@@ -336,7 +336,7 @@ class UnansweredError(DataPlaneError):
         self.outcome: Outcome = outcome
 
 
-class OperationTimeoutError(UnansweredError, TimeoutError):
+class OperationTimeoutError(Unanswered, TimeoutError):
     """The deadline passed. A read or claim returned nothing."""
 
 
@@ -506,7 +506,7 @@ class ClientClosedError(DataPlaneError, RuntimeError):
     """The client was closed."""
 
 
-class BackendUnavailableError(UnansweredError, ConnectionError):
+class BackendUnavailableError(Unanswered, ConnectionError):
     """The backend cannot be reached, or died."""
 
 

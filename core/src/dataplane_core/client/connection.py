@@ -35,7 +35,7 @@ from dataplane_core.errors import (
     LostReplyError,
     MissingDataError,
     Outcome,
-    UnansweredError,
+    Unanswered,
     UnsupportedOperationError,
 )
 from dataplane_core.middleware import MiddlewareContext
@@ -427,7 +427,7 @@ class Connection:
                 return self._call(name, request)
             except CapacityExceededError:  # an answer: a request that was done before would not wait for room
                 raise
-            except UnansweredError as error:
+            except Unanswered as error:
                 last = error
             if isinstance(last, LostReplyError):
                 lost = lost or last
@@ -540,7 +540,7 @@ _SAYS: Final[dict[Outcome, str]] = {
 }
 
 
-def _raise_at_end(last: UnansweredError, lost: LostReplyError | None) -> NoReturn:
+def _raise_at_end(last: Unanswered, lost: LostReplyError | None) -> NoReturn:
     """Raises the last error, or the first lost reply if the store did not answer after it."""
     if lost is None or lost is last or last.outcome == "done":
         _say(last)
@@ -552,7 +552,7 @@ def _raise_at_end(last: UnansweredError, lost: LostReplyError | None) -> NoRetur
     raise lost from last
 
 
-def _say(error: UnansweredError) -> None:
+def _say(error: Unanswered) -> None:
     """Adds to the message whether the operation was carried out."""
     words = _SAYS[error.outcome]
     if words not in error.message and (error.retryable or error.outcome != "unknown"):

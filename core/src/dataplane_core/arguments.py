@@ -41,14 +41,10 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
-    """An object of a type that declares what its values may be, such as a request.
+    """An object of a `msgspec.Struct` that declares what its values may be, such as a request.
 
-    A list may be given as any iterable but a str, and a str or a number as one of a subclass.
-
-    Args:
-        where: The operation. The error's message begins with it.
-        form: A `msgspec.Struct`. If it has a method ``check``, that is called.
-        arguments: Its values. They are not changed.
+    A list may be given as any iterable but a str, and a str or a number as one of a subclass. If ``form`` has a method
+    ``check``, that is called. ``where`` is the operation, for messages.
 
     Raises:
         InvalidTypeError: A value has another type. The message says which was expected.
@@ -63,13 +59,10 @@ def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
         try:
             made = msgspec.convert(arguments, form)
             break
-        except msgspec.ValidationError as error:
-            name, bracket, rest = _place_of(error).removeprefix(".").partition("[")
-            value: Any = arguments.get(name)
-            if bracket or (plain := _plain(value, error)) is None:
-                hints = get_type_hints(form, include_extras=True)
-                raise _refusal(f"{where}: {name}", bracket + rest, value, hints.get(name), error) from None
-            arguments[name] = plain
+        except msgspec.ValidationError as error:  # mend the value that it names, or refuse it
+            name = re.split(r"[.\[]", _place_of(error))[1]
+            hint = get_type_hints(form, include_extras=True)[name]
+            arguments[name] = checked_as(f"{where}: {name}", hint, arguments[name])
     made = _sendable(where, form, made)
     check = getattr(made, "check", None)
     if check is not None:

@@ -98,14 +98,10 @@ ConfigSource: TypeAlias = DataPlaneConfig | Mapping[str, Any] | str | os.PathLik
 
 
 def load_config(source: ConfigSource) -> DataPlaneConfig:
-    """Reads a config.
-
-    Args:
-        source: A `DataPlaneConfig`, a dict, an OmegaConf ``DictConfig``, or the path of a YAML file.
+    """Reads a config: a `DataPlaneConfig`, a dict, an OmegaConf ``DictConfig``, or the path of a YAML file.
 
     Raises:
-        ConfigError: The file is missing or not YAML, a key is unknown (the nearest known key is named), or a value is
-            wrong.
+        ConfigError: The file is missing or not YAML, a key is unknown, or a value is wrong.
     """
     if isinstance(source, DataPlaneConfig):
         return source
@@ -159,16 +155,8 @@ def yaml_problem(error: yaml.YAMLError | ValueError) -> str:
 
 
 def validate_model(model: type[M], values: Mapping[str, Any], label: str) -> M:
-    """Validates a mapping, turning pydantic's report into a `ConfigError` that names the nearest key.
-
-    Args:
-        model: The pydantic model.
-        values: Keys and values.
-        label: What is being read. The message begins with it.
-
-    Raises:
-        ConfigError: A key is unknown or missing, or a value is wrong. The message names every such key.
-    """
+    """Validates a mapping, turning pydantic's report into a `ConfigError` that names every wrong key, and the nearest
+    known ones. ``label`` is what is being read."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:

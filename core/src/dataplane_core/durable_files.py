@@ -20,12 +20,7 @@ def disk_hint(error: OSError, otherwise: str | None = None) -> str | None:
 def write_file(path: Path, parts: Iterable[bytes | bytearray]) -> None:
     """Writes a new file and syncs its content to the disk. Its name is durable only after `sync_path` of its folder.
 
-    Args:
-        path: The file.
-        parts: Its content, consumed one by one, so that it need not fit in memory.
-
-    Raises:
-        OSError: The write failed. A part of the file may exist.
+    The parts are consumed one by one, so that they need not fit in memory.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0), 0o666)
     try:

@@ -188,11 +188,6 @@ class OpenCellsError(DataPlaneError, LookupError):
         super().__init__(message, **kwargs)
         self.groups = tuple(map(tuple, groups))
 
-    @classmethod
-    def of_groups(cls, what: str, groups: Iterable[Sequence[str]]) -> OpenCellsError:
-        """The error for a read ``what``."""
-        return cls(f"{what}: some cells were put before the type of their field was known.", groups=groups)
-
 
 class UnsupportedOperationError(DataPlaneError, NotImplementedError):
     """The backend does not declare the capability that this call needs."""

@@ -96,10 +96,6 @@ def check_extents(folder: Path, notes: Mapping[str, bytes]) -> int:
 
     Returns:
         The most bytes that all extents could take, 0 if there are none yet.
-
-    Raises:
-        CorruptDataError: It is cut or removed, of another version, or nothing is noted of its rows.
-        OSError: It cannot be read.
     """
     return _memory_before(folder, notes).size_bytes // ADDRESSES
 
@@ -146,20 +142,10 @@ class KeptExtents(ExtentService):
         notes: The log that keeps where they lie. It has what the process before noted.
         sync: Whether a put may be committed only when its bytes are on the disk.
         touch_ahead_bytes: How much memory is made ready before it is used, if the file system has room for all extents.
-
-    Raises:
-        CorruptDataError: What is in the folder is damaged, or of another version.
-        OSError: It cannot be used.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        most_bytes: int,
-        notes: FolderLog,
-        *,
-        sync: bool = False,
-        touch_ahead_bytes: int = 0,
+        self, folder: Path, most_bytes: int, notes: FolderLog, *, sync: bool = False, touch_ahead_bytes: int = 0
     ) -> None:
         before = _memory_before(folder, notes.notes)
         arena = Arena.open(folder / _ARENA, most_bytes * ADDRESSES)

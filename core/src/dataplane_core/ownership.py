@@ -65,19 +65,12 @@ def is_locked(path: Path) -> bool:
 
 
 class Owner(msgspec.Struct):
-    """Who has a folder open.
-
-    Attributes:
-        host: The name of its host.
-        pid: Its process id there.
-        since: Since when, on the clock of that host, in seconds since 1970.
-        name: What the store is called. Empty: not known.
-    """
+    """The process that has a folder open."""
 
     host: str
     pid: int
-    since: float
-    name: str = ""
+    since: float  # on the clock of that host, in seconds since 1970
+    name: str = ""  # what the store is called, if it is known
 
 
 def is_open(folder: Path) -> bool:
@@ -103,11 +96,6 @@ def lock_folder(folder: Path, holds: str, patience_s: float, name: str = "") -> 
 
     Returns:
         A file descriptor. The folder is locked until it is closed.
-
-    Raises:
-        AlreadyRunningError: Another process has it.
-        BackendUnavailableError: It holds something else.
-        OSError: It cannot be used.
     """
     _make_folder(folder)
     names = set(os.listdir(folder)) - {_LOCK}
@@ -167,12 +155,7 @@ class PrivateFolder:
     Args:
         service: What runs there, such as ``redis``. Part of the path.
         namespace: The name of the instance. Part of the path.
-        socket: The file name of the Unix socket in the folder. Its path must be short. Default: there is none.
-
-    Attributes:
-        path: The folder.
-        socket: The path of the socket.
-        lock_path: The path of the lock file. Its name is never that of a folder: no namespace begins with a dot.
+        socket: The file name of the Unix socket in the folder, if there is one.
     """
 
     def __init__(self, service: str, namespace: str, socket: str = "") -> None:
@@ -182,6 +165,7 @@ class PrivateFolder:
             path = Path("/tmp") / name / namespace
         self.path = path
         self.socket = path / socket
+        # never the name of a folder: no namespace begins with a dot
         self.lock_path = path.with_name(f".{namespace}.lock")
         self._lock: int | None = None
         not_in_forks(self)
@@ -216,11 +200,7 @@ class PrivateFolder:
         return True
 
     def check_home(self) -> None:
-        """Refuses a folder above this one that others can access: they could have put anything there.
-
-        Raises:
-            BackendUnavailableError: They can.
-        """
+        """Refuses a folder above this one that others can access: they could have put anything there."""
         home = self.path.parent
         status = home.lstat()
         if not home.is_dir() or home.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -230,12 +210,7 @@ class PrivateFolder:
             )
 
     def claim(self, deadline: float) -> None:
-        """Locks the folder and makes it new and empty.
-
-        Raises:
-            BackendUnavailableError: Other users can access the folder above it.
-            AlreadyRunningError: Another process owns the folder. Retryable.
-        """
+        """Locks the folder, unless another process owns it, and makes it new and empty."""
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         self.check_home()
         give_up = min(deadline, time.monotonic() + _CLEANUP_S)
@@ -302,13 +277,10 @@ class OwnedProcess(subprocess.Popen[bytes]):
         command: The program and its arguments.
         log: The file for its output. None: the output is discarded.
         end_s: Seconds that it may take to end when asked, after which it is killed. 0: it is killed at once.
-        folder: A folder that the watcher removes if this process is killed, or None. It kills the child before, so that
-            the child cannot write to a folder of the same name that the next owner makes.
-        lock: A lock file, open and locked, and its path, or None. The watcher shares the lock, so the lock is held
-            until the folder is removed. The watcher then removes the file.
-
-    Raises:
-        OSError: The program cannot be started.
+        folder: A folder that the watcher removes if this process is killed. It kills the child before, so that the
+            child cannot write to a folder of the same name that the next owner makes.
+        lock: A lock file, open and locked, and its path. The watcher shares the lock, so the lock is held until the
+            folder is removed. The watcher then removes the file.
     """
 
     def __init__(
@@ -354,12 +326,8 @@ class OwnedProcess(subprocess.Popen[bytes]):
         return self.poll() is not None
 
     def end(self, until: float = math.inf) -> None:
-        """Ends the watcher, then the process. Blocks until both have ended. May be called again.
-
-        Args:
-            until: When to kill a process that does not end by itself, on `time.monotonic`'s clock, if that is before
-                ``end_s`` is over.
-        """
+        """Ends the watcher, then the process, which is killed when ``end_s`` is over, or at ``until``. May be called
+        again."""
         self._watcher.kill()
         self._watcher.wait()
         self.forget_in_fork()

@@ -57,15 +57,8 @@ def write_save(
 ) -> None:
     """Replaces the save in a folder. Creates the folder if needed. Only one process may do this at a time.
 
-    Args:
-        folder: Other files in it stay as they are.
-        kind: The name of the save's format.
-        body: JSON values.
-        blocks: The content, consumed one by one, so that it need not fit in memory. ``body`` is read after them.
-
-    Raises:
-        SaveError: The save cannot be written. It says whether the former save is unchanged.
-        DataPlaneError: What ``blocks`` raised. The former save is unchanged.
+    The blocks are consumed one by one, so that they need not fit in memory. ``body``, of JSON values, is read after
+    them. Raises `SaveError` if it cannot be written, or what ``blocks`` raised.
     """
     path = Path(folder) / f"{kind}.save"
     new, kept = path.with_suffix(".new"), "A former save is as it was."
@@ -101,13 +94,7 @@ def _parts_of(kind: str, body: Mapping[str, Any], blocks: Iterable[bytes | bytea
 class SavedFile:
     """The save in a folder, checked. Holds its file open, so close it, or use it in a ``with`` statement.
 
-    Args:
-        folder: The folder.
-        kind: The name of the save's format.
-
-    Attributes:
-        body: The body that was passed to `write_save`.
-        num_blocks: The number of blocks.
+    ``body`` and ``num_blocks`` are of what was passed to `write_save`.
 
     Raises:
         MissingDataError: The folder has no save.
@@ -128,6 +115,7 @@ class SavedFile:
             raise self._unreadable(error) from error
         try:
             self.body = self._read_body(kind)
+            self.num_blocks = len(self._index)
         except BaseException:
             self.close()
             raise
@@ -142,18 +130,8 @@ class SavedFile:
         """Closes the file."""
         self._file.close()
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-        return len(self._index)
-
     def blocks(self) -> Iterator[bytes]:
-        """Reads and checks the blocks, one by one. Several such iterators may be read in turn.
-
-        Raises:
-            CorruptDataError: A block is not as it was written.
-            SaveError: It cannot be read.
-        """
+        """Reads and checks the blocks, one by one. Several such iterators may be read in turn."""
         start = self._begin
         for number, (size, digest) in enumerate(self._index):
             try:
@@ -196,12 +174,7 @@ class SavedFile:
 
 
 def read_head(path: Path, text: bytes, kind: str, version: int) -> dict[str, Any]:
-    """The JSON object that says format and version of a file.
-
-    Raises:
-        CorruptDataError: It is damaged, or that of something else.
-        UnsupportedOperationError: Another version of this package wrote it.
-    """
+    """The JSON object that says format and version of a file, which must be these."""
     try:
         head: dict[str, Any] = json.loads(text)
         is_kind, number = head["format"] == kind, int(head["version"])
@@ -250,12 +223,7 @@ def pack_rows(
 
 
 def unpack_rows(block: bytes, *, allow_pickle: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head.
-
-    Raises:
-        CorruptDataError: The block is not of that form.
-        BackendError: A column is not as its spec says.
-    """
+    """Reads what `pack_rows` packed: the columns, whose equal large rows share memory, and the head."""
     try:
         held = _decode(block)
         columns: dict[str, WireColumn | SharedRows] = {}

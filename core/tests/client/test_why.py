@@ -371,6 +371,8 @@ LOADING_MAKER = generates(client("collector", pid=9), "q17")
 AGAIN = replace(MAKER, client_id="3", pid=10)
 ELSEWHERE = generates(MAKER, "q17", partition="step-1")
 HOLDER = client("old", pid=8, state="closed")
+EXPORT = client("dataplane", asks("export"), asks("export:copy"), state="gone", heard_s=90.0)
+EXPORTS = partition(tasks=("export", "export:copy"))
 ROLLS, ITSELF = "process 7 on h (rollout)", "of its task 'score' itself."
 NO_ROOM = "The store is full (90 of 100 bytes). process 6"
 
@@ -410,6 +412,8 @@ STARVED = [
     row("unwritten", LATE, ROLLOUT, **LACKING),
     row("full", LATE, BLOCKED, found=CONSUMED, **FULL),
     row("stuck", client("trainer", served(), calls=[call("get_samples", 90.0)])),
+    row("stuck", TRAINER, client("rollout", puts("x"), calls=[call("put_samples", 90.0)]), said="in put_samples for"),
+    row("gone", EXPORT, said="nobody claims them", found=EXPORTS, task="export"),
     # tasks for which nobody claims
     row("name", TRAINER, found=OF_TASK, task="trian"),
     row("name", TRAINER, found=OF_TASK, task="train-1"),
@@ -489,6 +493,8 @@ WAITS = [
     *(row("", LATE, LOADING, ROLLOUT, found=partition(held=31), **facts) for facts in ({}, LACKING)),
     *(row("", replace(LATE, client_id=""), found=partition(held=31), **facts) for facts in ({}, LACKING)),
     *(row("unwritten", *who, found=NAMES, **ALMOST) for who in ((TRAINER, ROLLOUT), (LATE, ROLLOUT, client("ref")))),
+    # its put began when it announced itself, so it need not wait for room
+    row("works", TRAINER, client("rollout", puts("x"), calls=[call("put_samples", 0.1)], heard_s=9.0), **FULL),
     # in a phase
     row("works", TRAINER, generates(writer()), said="It is alive in generate for 14 s", **LACKING),
     row("works", TRAINER, generates(client("r", puts("y", ended_s=None))), said="is in generate for", **LACKING),
@@ -511,6 +517,7 @@ IDLE = [
     row("unclaimed", TRAINER, LOADING, found=COMPLETE, task="score"),
     row("unclaimed", TRAINER, ROLLOUT, found=replace(COMPLETE, oldest_s=9.0), task="score"),
     row("unclaimed", TRAINER, ROLLOUT, found=TWO, task="score"),  # more samples may come
+    row("gone", EXPORT, found=EXPORTS, task="export:copy"),
     row("", client("trainer", served(), state="closed"), found=partition(held=0, cleared=8)),
     row("", client("trainer", served(), state="closed", heard_s=0.2)),
     row("", client("trainer", served(), state="closed", heard_s=90.0), client("trainer", pid=70)),
@@ -562,21 +569,3 @@ def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_not_called_sta
 def test_it_is_over_if_those_that_are_waited_for_have_ended_and_not_if_they_are_slow(is_over, row):
     _, found, clients, facts = row
     assert verdict(found, *clients, **facts).is_over is is_over
-
-
-@pytest.mark.parametrize("fate", ["gone", "closed", "silent"])
-def test_a_task_of_an_export_that_ended_is_not_starved(fate):
-    for task, state in (("export:copy", "idle"), ("export", "starved")):
-        ended = client("dataplane", asks(task), state=fate, heard_s=90.0)
-        told = verdict(partition(tasks=("export:copy", "export")), ended, task=task)
-        assert (told.state, told.cause) == (state, fate)
-
-
-@pytest.mark.parametrize(
-    ("full", "running_s", "is_full"),
-    [((90, 100), 9.0, True), (None, 90.0, False), ((90, 100), 0.1, False)],  # the last began when it announced itself
-)
-def test_a_put_that_waits_for_room(full, running_s, is_full):
-    rollout = client("rollout", puts("x"), calls=[call("put_samples", running_s)], heard_s=9.0)
-    told = verdict(partition(), TRAINER, rollout, full=full)
-    assert (told.cause == "full") is is_full, told

@@ -20,10 +20,8 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OperationTimeoutError,
     PluginError,
-    PluginSignatureError,
 )
-from dataplane_core.middleware import Middleware
-from dataplane_core.spec import Capability, Scope, WireFormat, hookimpl
+from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_testkit import backend_of
 
 
@@ -307,13 +305,3 @@ def test_a_plugin_that_misbehaves_is_named(site, kind):
     with pytest.raises(PluginError, match=r"middleware 'bad' \(acme 1\.0\)") as caught:
         connect({"backend": "noop", "middleware": ["bad"]})
     assert says in str(caught.value)
-
-
-def test_a_hook_that_is_no_generator_is_named():
-    class Plain(Middleware):
-        @hookimpl(wrapper=True)
-        def put_samples(self, request):
-            return request
-
-    with pytest.raises(PluginSignatureError, match="middleware 'Plain', hook 'put_samples': is no generator"):
-        connect({"backend": "noop", "middleware": [Plain()]})

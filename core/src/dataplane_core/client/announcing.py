@@ -51,23 +51,17 @@ class RunningCall(Struct, eq=False):
 
 
 class Work(Struct, eq=False):
-    """Puts of certain fields, or claims for a task: the last one, and claims that wait. See `WorkInfo`.
-
-    Attributes:
-        claim: The last claim.
-        waits: Token of a claim under way -> its begin.
-        served_at: When a put was last written, or a claim was given samples.
-    """
+    """Puts of certain fields, or claims for a task: the last one, and claims that wait. See `WorkInfo`."""
 
     operation: str
     partition_id: str
     task_name: str
     fields: tuple[str, ...]
-    claim: ClaimRequest | None = None
-    waits: dict[str, float] = field(default_factory=dict)
+    claim: ClaimRequest | None = None  # the last one
+    waits: dict[str, float] = field(default_factory=dict)  # token of a claim under way -> its begin
     began_at: float = field(default_factory=time.monotonic)
     ended_at: float | None = None
-    served_at: float | None = None
+    served_at: float | None = None  # when a put was last written, or a claim was given samples
 
     def announced(self, now: float) -> WorkInfo:
         """As it is announced."""
@@ -87,14 +81,10 @@ class Work(Struct, eq=False):
 
 
 class WorkLog:
-    """What a client did last, of each kind. For any thread: it changes, and is copied, by single steps of C.
-
-    Attributes:
-        waiting: Token of each claim that is under way -> when it began, on `time.monotonic`'s clock.
-    """
+    """What a client did last, of each kind. For any thread: it changes, and is copied, by single steps of C."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, float] = {}
+        self.waiting: dict[str, float] = {}  # token of each claim that is under way -> when it began
         self._work: dict[tuple[Any, ...], Work] = {}
 
     def begin(self, operation: str, partition_id: str, fields: Iterable[str] = (), task_name: str = "") -> Work:

@@ -98,17 +98,11 @@ def _like(
 
 
 class Call(Generic[_R]):
-    """A function that a thread runs.
-
-    Attributes:
-        error: What it raised, if it has ended.
-        result: What it returned, if it has ended without an error.
-        ended: Whether it has ended. Changed and read on the event loop.
-    """
+    """A function that a thread runs."""
 
     error: BaseException | None = None
-    result: _R
-    ended = False
+    result: _R  # if it has ended without an error
+    ended = False  # changed and read on the event loop
 
     def __init__(self, function: Callable[[], _R]) -> None:
         self._function = function
@@ -152,10 +146,6 @@ class CallThreads:
     Calls that end at about the same time wake the event loop once. With the executor of the standard library, 500 tasks
     moved a tenth to a quarter fewer small samples (``benchmarks/asyncio_client.py`` of commit 12304f53, noop, 2 and 4
     threads).
-
-    Args:
-        name: The names of the threads begin with it.
-        most: How many threads there are at most.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -404,15 +394,10 @@ class AsyncDataPlaneClient(ClientFacts):
             function: The function.
             writes: Whether it is a put.
             several: Whether it makes several operations, each with an ``op_timeout_s`` of its own.
-            until: When to give up, on `time.monotonic`'s clock, if that is before ``op_timeout_s`` is over.
+            until: When to give up if no thread is free, if that is before ``op_timeout_s`` is over.
             if_cancelled: Called in a thread with the result of a cancelled call. Returns what is left of it.
-
-        Raises:
-            OperationTimeoutError: No thread was free in time.
-            asyncio.CancelledError: It was cancelled. The cause, an `OperationCancelledError`, says what became of it.
         """
         until = min(until, time.monotonic() + self.config.op_timeout_s)
-
         cancellation = Cancellation()
 
         def in_time() -> _R:

@@ -125,13 +125,10 @@ def claiming(
     since: Callable[[], float] | None = None,
 ) -> Generator[Step, Any, tuple[KVBatchMeta, Claim]]:
     """The steps of a claim, which neither asks nor sleeps itself: each client takes them in its own way. They return
-    its meta, and the reply.
+    its meta, and the reply. The request is changed before each question, except for its token.
 
     Args:
-        connection: The client's.
-        request: It is changed before each question, except for its token.
         timeout_s: None: it does not wait. Infinity: until those that it waits for have ended.
-        waiters: They end the wait when they are closed.
         new_bell: Makes what ends a pause: a `Bell`, or what rings and waits as one does.
         since: The moment from which ``timeout_s`` counts; it may change. Infinity: it does not count yet. Default: now.
     """
@@ -208,10 +205,10 @@ def spread(seconds: float) -> float:
 
 
 def _timed_out(request: ClaimRequest, timeout_s: float, claim: Claim) -> ClaimTimeoutError:
-    where = f"claim_meta('{request.partition_id}', '{request.task_name}')"
     what = "groups" if claim.counts_groups else "samples"
     return ClaimTimeoutError(
-        f"{where} timed out after {timeout_s:g} s: {claim.num_ready} of {request.batch_size} {what} "
+        f"claim_meta('{request.partition_id}', '{request.task_name}') timed out after {timeout_s:g} s: "
+        f"{claim.num_ready} of {request.batch_size} {what} "
         f"were ready with {preview(request.required_fields)}. {_describe(claim.shortfall)}",
         num_ready=claim.num_ready,
         shortfall=claim.shortfall,
@@ -310,7 +307,6 @@ def settle(
             task_name=meta.task_name,
             sample_ids=list(tokens),
             lease_tokens=list(tokens.values()),
-            deadline=connection.deadline(),
             **extra,
         )
         num_samples: int = connection.call(request)

@@ -3,7 +3,7 @@
 Its methods check their arguments, call what the modules beside this one do, and keep the promises of the contract that
 do not depend on the backend.
 
-This file is long because it is one class, and half of it is the docstrings of the methods.
+This file is long because it is one class, and half of it is docstrings.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ from dataplane_core.spec import (
     ClearRequest,
     ClientInfo,
     FieldsRequest,
+    GetRequest,
     InspectRequest,
     ListRequest,
     ListUnitsRequest,
@@ -80,7 +81,7 @@ from dataplane_core.spec import (
     new_id,
 )
 from dataplane_core.spec.replies import FieldList
-from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest, Words
+from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest
 from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:  # torch is imported by the first call that needs it
@@ -120,7 +121,9 @@ class DataPlaneClient(ClientFacts):
 
     Several threads may share a client. It cannot be pickled, and a forked child cannot use its parent's. Every method
     blocks until it is done, at most ``op_timeout_s`` seconds (see the config); a blocking claim has a ``timeout_s`` of
-    its own. All errors derive from `DataPlaneError`.
+    its own. All errors derive from `DataPlaneError`. Where a method names a partition or a task that is not registered,
+    they are `UnknownPartitionError` and `UnknownTaskError`; where the backend does not declare what a method needs, it
+    is `UnsupportedOperationError`.
 
     Examples:
         The examples of the methods continue this one.
@@ -177,7 +180,6 @@ class DataPlaneClient(ClientFacts):
         Raises:
             InvalidRequestError: A size below 1, empty names, no kind of cells, or ``keep`` with another group size,
                 ``rollouts`` or kind of cells than the partition has.
-            UnsupportedOperationError: The backend does not declare groups.
 
         Examples:
             >>> client.register_partition("step-1", ["input_ids", "reward"], 4, ["trainer"])
@@ -192,7 +194,7 @@ class DataPlaneClient(ClientFacts):
                 num_samples=num_samples,
                 consumer_tasks=consumer_tasks,
                 grpo_group_size=grpo_group_size,
-                enums=checked_as("register_partition: enums", dict[Name, Words], enums or {}),
+                enums=enums or {},
                 if_exists=if_exists,
                 rollouts=rollouts,
             )
@@ -216,9 +218,6 @@ class DataPlaneClient(ClientFacts):
         `is_finished` becomes true once all are consumed. Puts of new ids are refused; those of further fields or tags
         are not. If it has ``num_samples``, this changes nothing. Groups that are not whole by then are never given; a
         warning in the log names the first of them.
-
-        Raises:
-            UnknownPartitionError: Not registered.
 
         Examples:
             >>> client.register_partition("open", ["reward"], None, ["trainer"])
@@ -271,11 +270,9 @@ class DataPlaneClient(ClientFacts):
             SchemaMismatchError: A field changes kind, dtype, rank or trailing shape; nothing is written.
             InvalidTypeError: A non-tensor leaf, a meta-device tensor, an object item outside the closed set, None or a
                 null among numbers.
-            UnknownPartitionError: Not registered.
             CapacityExceededError: The store is full.
-            LostReplyError: The store was lost before it answered, and did not come back before the deadline. Its
-                ``outcome`` is ``"unknown"``.
-            OperationTimeoutError: Its ``outcome`` says whether the write happened, if the store could tell.
+            LostReplyError, OperationTimeoutError: Its ``outcome`` says whether the write happened, if the store could
+                tell before the deadline.
 
         Examples:
             >>> ids = ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
@@ -331,8 +328,8 @@ class DataPlaneClient(ClientFacts):
     def seal(self, rollouts: Mapping[str, int], partition_id: str, *, ends_groups: bool = False) -> KVBatchMeta:
         """Says how many rows rollouts have, and with that, that they are complete once these are there.
 
-        It puts tags on the last row of each, and nothing else: ``rollout_rows``, and ``group_rollouts`` if
-        ``ends_groups``. The put of that row may bring them along, which saves this call. May be called again.
+        It puts tags on the last row of each: ``rollout_rows``, and ``group_rollouts`` if ``ends_groups``. The put of
+        that row may bring them along, which saves this call. May be called again.
 
         Args:
             rollouts: Rollout -> how many rows it has.
@@ -343,7 +340,6 @@ class DataPlaneClient(ClientFacts):
         Raises:
             InvalidRequestError: A rollout has more rows, or is sealed with another number; a group has more sealed
                 rollouts; or the partition is not one of rollouts.
-            UnknownPartitionError: Not registered.
 
         Examples:
             >>> client.register_partition("agents", ["reward"], None, ["trainer"], grpo_group_size=2, rollouts=True)
@@ -397,8 +393,6 @@ class DataPlaneClient(ClientFacts):
             MissingDataError: A sample is not there, or a cell is not yet produced. It is also a `KeyError`.
             LostSamplesError: The store has lost payload of samples that were produced. A `MissingDataError`.
             CorruptDataError: The bytes that were read are not those that were written.
-            UnknownPartitionError: Not registered.
-            OperationTimeoutError: The deadline passed.
 
         Examples:
             >>> batch = client.get_samples(["p1_g1", "p0_g0"], "step-1", ["input_ids", "reward"])
@@ -429,7 +423,7 @@ class DataPlaneClient(ClientFacts):
                 names = common_fields(self.list_fields(unique, partition_id))
                 if not names:
                     return TensorDict({}, batch_size=[len(ids)])
-            columns = read(connection, unique, partition_id, names, share_rows, connection.deadline())
+            columns = read(connection, GetRequest(partition_id, sample_ids=unique, fields=names), share_rows)
             if len(unique) != len(ids):
                 at = {sample_id: position for position, sample_id in enumerate(unique)}
                 columns = repeat_rows(columns, [at[sample_id] for sample_id in ids], share=share_rows)
@@ -438,10 +432,8 @@ class DataPlaneClient(ClientFacts):
     def get_data(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None, share_rows: bool = False
     ) -> TensorDict:
-        """Reads the rows that a meta names, as `get_samples` does: ``select_fields``, or else ``meta.fields``.
-
-        Raises:
-            InvalidRequestError: Both are None.
+        """Reads the rows that a meta names, as `get_samples` does: ``select_fields``, or else ``meta.fields``. One of
+        the two is needed.
 
         Examples:
             >>> client.get_data(meta.slice(1, 3), ["reward"])["reward"]
@@ -500,7 +492,6 @@ class DataPlaneClient(ClientFacts):
                 get about the same number of tokens (tag ``input_lengths``).
             dp_size: The number of ranks; ``balanced`` requires it. The first claim of a batch then chooses
                 ``batch_size`` samples for each rank, or what is left, and all ranks get about as many, perhaps none.
-                That there is no further batch is also said to all ranks. `stream` tells the two apart.
             batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
             balance: What ``balanced`` balances instead of tokens, such as ``{"cost": "flops", "hidden_size": 4096}``:
                 see `shard_meta_for_dp`. It is sent to the store, so it cannot be a function.
@@ -514,7 +505,6 @@ class DataPlaneClient(ClientFacts):
 
         Raises:
             ClaimTimeoutError: Says how many were ready, and what keeps the others back.
-            UnknownPartitionError, UnknownTaskError: Not registered, or cleared while waiting.
             InvalidRequestError: A batch size below 1 or no multiple of the group size.
 
         Examples:
@@ -598,9 +588,6 @@ class DataPlaneClient(ClientFacts):
         Unlike `check_consumption_status`, it is never true before the end is known: by ``num_samples`` of the
         registration, or by `DataPlaneClient.finish_partition`.
 
-        Raises:
-            UnknownPartitionError, UnknownTaskError: Not registered.
-
         Examples:
             >>> client.is_finished("step-1", ["trainer"])
             True
@@ -633,10 +620,9 @@ class DataPlaneClient(ClientFacts):
     ) -> None:
         """Saves partitions in a folder: registration, rows, tags, schema, and what tasks have consumed; not leases.
 
-        Any store of any backend and size can `load` the save. Blocks until it is on the disk. It reads and writes
-        blocks of about 16 MB, or one row if that is larger, and needs memory for a few of them. Other clients may write
-        and clear meanwhile: rows that are cleared during the save may be left out, and so may rows that are first
-        written during it. Each row is as it was at one moment, see the contract.
+        Any store of any backend and size can `load` the save. Blocks until it is on the disk. It needs memory for a few
+        blocks of 16 MB, or of one row if that is larger. Other clients may write and clear meanwhile: each row is as it
+        was at one moment, and those that are cleared or first written during the save may be left out.
 
         Args:
             folder: Holds one save, and is created if needed. The new save replaces the former one when it is complete.
@@ -644,12 +630,10 @@ class DataPlaneClient(ClientFacts):
             partitions: The partitions to save. None: all.
 
         Raises:
-            UnknownPartitionError: Not registered.
             StalePartitionError: A partition was registered again meanwhile. After any error, the former save is as it
                 was.
             SaveError: The files cannot be written.
             InvalidTypeError: ``metadata`` has other than JSON values.
-            UnsupportedOperationError: The backend does not declare ``listing`` and ``cursors``.
 
         Examples:
             >>> client.save(folder, {"step": 7})
@@ -696,7 +680,6 @@ class DataPlaneClient(ClientFacts):
 
         Raises:
             OperationTimeoutError, BackendUnavailableError: It does not answer.
-            UnsupportedOperationError: The backend does not declare ``listing``.
 
         Examples:
             >>> client.ping()
@@ -727,9 +710,6 @@ class DataPlaneClient(ClientFacts):
             have it (``num_rows``), the number of samples held and cleared, their bytes, the age of the oldest, and per
             task how many are ready, leased and consumed.
 
-        Raises:
-            UnknownPartitionError: Not registered.
-
         Examples:
             >>> description = client.describe("step-1")
             >>> description.num_samples, description.num_cleared, description.specs["reward"].dtype
@@ -753,9 +733,6 @@ class DataPlaneClient(ClientFacts):
             partition_id: A registered partition.
             tag_filter: A condition on tags, as for `claim_meta`.
             sample_ids: Only these samples, in this order. Those that are not there are left out.
-
-        Raises:
-            UnknownPartitionError: Not registered.
 
         Examples:
             >>> client.list_samples("step-1", {"input_lengths": (">=", 2)}).sample_ids
@@ -785,9 +762,6 @@ class DataPlaneClient(ClientFacts):
             tag_filter: A condition on tags, as for `claim_meta`.
             fields: Only samples that have all of these fields, so that a read of them does not fail.
 
-        Raises:
-            UnknownPartitionError: Not registered.
-
         Examples:
             >>> client.list_sample_ids("step-1")
             ['p0_g1', 'p1_g0', 'p1_g1']
@@ -811,7 +785,6 @@ class DataPlaneClient(ClientFacts):
 
         Raises:
             MissingDataError: A sample is not there. It is also a `KeyError`.
-            UnknownPartitionError: Not registered.
 
         Examples:
             >>> client.list_fields(["p1_g0"], "step-1")
@@ -837,9 +810,6 @@ class DataPlaneClient(ClientFacts):
     def list_consumed(self, partition_id: str, task_name: str) -> list[str]:
         """The held samples that a task was given for good (without a lease, or acked), in order of first write.
 
-        Raises:
-            UnknownPartitionError: Not registered.
-
         Examples:
             >>> client.list_consumed("step-1", "trainer")
             ['p0_g1', 'p1_g0', 'p1_g1']
@@ -858,9 +828,6 @@ class DataPlaneClient(ClientFacts):
             task_name: A task of it.
             sample_ids: Samples that it keeps, or is given now, for good. Those that are not there are ignored.
 
-        Raises:
-            UnknownPartitionError, UnknownTaskError: Not registered.
-
         Examples:
             >>> client.reset_consumption("step-1", "trainer")
             >>> client.claim_meta("step-1", "trainer", ["reward"], 3).sample_ids
@@ -876,10 +843,6 @@ class DataPlaneClient(ClientFacts):
         Args:
             partition_id: A partition. None: all.
             task_name: A task. None: all.
-
-        Raises:
-            UnknownPartitionError, UnknownTaskError: Not registered.
-            UnsupportedOperationError: The backend does not declare ``listing`` and ``claims``.
 
         Examples:
             >>> [(verdict.task_name, verdict.state) for verdict in client.why("step-1")]
@@ -904,9 +867,6 @@ class DataPlaneClient(ClientFacts):
             ended: Whether to list also those that closed, or were not heard of for too long, in the last ten minutes.
                 Their ``state`` says which, and whether a process of this host is stopped or gone.
 
-        Raises:
-            UnsupportedOperationError: The backend does not declare ``clients``.
-
         Examples:
             >>> [(info.pid, info.role, info.calls) for info in client.list_clients()]
             []
@@ -916,9 +876,6 @@ class DataPlaneClient(ClientFacts):
 
     def list_units(self) -> list[UnitInfo]:
         """The storage units: the processes that hold the payload, in order of their first start.
-
-        Raises:
-            UnsupportedOperationError: The backend does not declare ``units``.
 
         Examples:
             >>> [(unit.name, unit.num_rows) for unit in client.list_units()]  # doctest: +SKIP

@@ -393,10 +393,6 @@ class Connection:
                 self.closes_after = None
                 self.close()
 
-    def deadline(self) -> float:
-        """When an operation that begins now must end."""
-        return min(time.monotonic() + self.config.op_timeout_s, LATEST_END.get())
-
     def require(self, capability: Capability, what: str) -> None:
         """Refuses what the backend does not declare."""
         if capability not in self.capabilities:
@@ -409,14 +405,11 @@ class Connection:
         """Calls the hook of a request, and returns its reply.
 
         It has until the request's deadline, and at most as long as an operation may take. Middleware, which may change
-        the request, gets a copy. An operation that is made once is called again if its reply was lost.
-
-        Raises:
-            LostReplyError: A reply was lost, and the store did not answer until the deadline.
-            OperationTimeoutError, BackendUnavailableError: ``outcome`` and the message say whether it was carried out.
+        the request, gets a copy. An operation that is made once is called again, until the deadline, if its reply was
+        lost. ``outcome`` and message of an `Unanswered` error then say whether it was carried out.
         """
         name = _NAMES[type(request)]
-        request.deadline = min(request.deadline, self.deadline())
+        request.deadline = min(request.deadline, time.monotonic() + self.config.op_timeout_s, LATEST_END.get())
         if not OPERATIONS[name].once:
             return self._call(name, request)
         repeatable = Capability.REPEATABLE in self.capabilities

@@ -13,12 +13,7 @@ from dataplane_core.meta import KVBatchMeta
 
 
 class HeldMetas:
-    """Metas of claims that are not acked yet, as far as it knows. Safe for threads.
-
-    Args:
-        client: The client that renews their leases, and gives them back.
-        lease_s: How long a renewed lease lasts, in seconds.
-    """
+    """Metas of claims that are not acked yet, as far as it knows. Safe for threads. Renewed leases last ``lease_s``."""
 
     def __init__(self, client: DataPlaneClient, lease_s: float) -> None:
         self._client = client
@@ -82,11 +77,8 @@ class HeldMetas:
 
 
 def _of_held(call: Callable[[KVBatchMeta], object], meta: KVBatchMeta) -> KVBatchMeta | None:
-    """Calls with the samples whose leases are still held: others may have been acked one by one, or cleared.
-
-    Returns:
-        These samples, or None if no lease is held.
-    """
+    """Calls with the samples whose leases are still held, and returns them, or None if there are none: others may have
+    been acked one by one, or cleared."""
     while True:
         try:
             call(meta)

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from dataplane_core.arguments import check_name, checked
 from dataplane_core.client.announcing import program_name
 from dataplane_core.client.connection import Connection, check_counts
@@ -157,19 +159,17 @@ def encode(connection: Connection, where: str, request: PutRequest, inputs: Any)
             request.strings[name] = strings
 
 
-def read(
-    connection: Connection, ids: list[str], partition_id: str, names: list[str], share_rows: bool, deadline: float
-) -> dict[str, Any]:
+def read(connection: Connection, request: GetRequest, share_rows: bool) -> dict[str, Any]:
     """The columns of different samples."""
     from dataplane_core.codec.rows import join_parts
     from dataplane_core.codec.wire import decode_columns
 
-    request = GetRequest(partition_id=partition_id, sample_ids=ids, fields=names, deadline=deadline)
+    partition_id, ids, names = request.partition_id, request.sample_ids, request.fields
     try:
         with _naming_samples(partition_id, ids):
             batch: WireBatch = connection.call(request)
     except OpenCellsError as error:
-        parts = [read(connection, list(group), partition_id, names, share_rows, deadline) for group in error.groups]
+        parts = [read(connection, replace(request, sample_ids=list(group)), share_rows) for group in error.groups]
         places = {sample_id: place for place, sample_id in enumerate(chain.from_iterable(error.groups))}
         order = [places[sample_id] for sample_id in ids]
         return {name: join_parts([part[name] for part in parts], order) for name in names}

@@ -52,7 +52,7 @@ class _Entry(msgspec.Struct):
     """What a save says of a partition."""
 
     partition_id: str
-    registration: dict[str, Any]  # of a `Registration`
+    registration: Registration
     num_blocks: Annotated[int, msgspec.Meta(ge=0)]
     num_samples: int
     cleared_ids: list[str]
@@ -135,7 +135,8 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
     if seqs:  # rows of one rollout may have been written before it was cleared, and others after it was put again
         now = export(client._connection, "save", partition_id, list(seqs)).samples
         broken.update(group_of(name) for name, seq in seqs.items() if name not in now or now[name].seq != seq)
-    entry = _Entry(partition_id, info.registration(), num_blocks, num_saved, cleared, sorted(broken))
+    registration = msgspec.convert(info, Registration, from_attributes=True)
+    entry = _Entry(partition_id, registration, num_blocks, num_saved, cleared, sorted(broken))
     entries.append(msgspec.to_builtins(entry))
 
 
@@ -144,29 +145,20 @@ class _Reader:
 
     Each row is as it was at one moment: what the store knows of it is asked before its cells are read, and once more
     afterwards. If that differs, it is read again.
-
-    Attributes:
-        gone: The rows that were cleared meanwhile.
     """
 
     def __init__(self, client: _Client, partition_id: str) -> None:
         self._client = client
         self._partition_id = partition_id
         self._specs: dict[str, FieldSpec] = {}
-        self.gone: list[str] = []
+        self.gone: list[str] = []  # the rows that were cleared meanwhile
 
     def read(
         self, ids: Sequence[str], before: _Rows | None = None, tries: int = _TRIES
     ) -> tuple[dict[str, SampleState], list[_Batch]]:
         """Reads rows, in this order, and columns of those that have them.
 
-        Args:
-            ids: The rows.
-            before: What the store knew of them a moment ago, if that was asked.
-            tries: How often one row may change while it is read.
-
-        Raises:
-            StalePartitionError: A row changes all the time.
+        ``before`` is what the store knew of them a moment ago, if that was asked.
         """
         before = self._known(ids) if before is None else before
         rows = {sample_id: before[sample_id] for sample_id in ids if sample_id in before}
@@ -257,14 +249,9 @@ def load(client: _Client, folder: str | os.PathLike[str], partitions: Sequence[s
 
 
 def _entries_of(body: Mapping[str, Any], num_blocks: int, folder: str | os.PathLike[str]) -> list[_Entry]:
-    """The partitions of a save.
-
-    Raises:
-        CorruptDataError: They are not what `save` wrote.
-    """
+    """The partitions of a save, if they are what `save` wrote."""
     try:
         entries = msgspec.convert(body.get("partitions"), list[_Entry])
-        msgspec.convert([entry.registration for entry in entries], list[Registration])
         msgspec.convert(body.get("metadata"), dict[str, Any])
         check_names("the save", [entry.partition_id for entry in entries])
         if sum(entry.num_blocks for entry in entries) == num_blocks:
@@ -284,9 +271,9 @@ def _load_partition(
     """
     partition_id = entry.partition_id
     cleared = {"cleared_ids": entry.cleared_ids, "broken_groups": entry.broken_groups}
-    registration = {**entry.registration, "partition_id": partition_id, "consumer_tasks": [], **cleared}
-    register(client._connection, checked("load", RegisterRequest, **registration))
-    consumed: dict[str, list[str]] = {task: [] for task in entry.registration["consumer_tasks"]}
+    about = {**msgspec.structs.asdict(entry.registration), "consumer_tasks": [], **cleared}
+    register(client._connection, checked("load", RegisterRequest, partition_id=partition_id, **about))
+    consumed: dict[str, list[str]] = {task: [] for task in entry.registration.consumer_tasks}
     num_loaded = 0
     for columns, head in _unpacked(client, partition_id, blocks):
         num_loaded += len(head.created)

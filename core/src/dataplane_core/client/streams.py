@@ -330,23 +330,15 @@ class AsyncStream:
         await self.close()
 
 
-class _OnLoop:
+class _OnLoop(asyncio.Queue["Item | BaseException | None"]):
     """What a feed has read, for a task of an event loop."""
 
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None  # that of the task which waits
-        self._read: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+    loop: asyncio.AbstractEventLoop | None = None  # that of the task which waits
 
-    def put(self, item: Item | BaseException | None) -> None:
+    def hand_over(self, item: Item | BaseException | None) -> None:
         if self.loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._read.put_nowait, item)
-
-    def empty(self) -> bool:
-        return self._read.empty()
-
-    async def get(self) -> Item | BaseException | None:
-        return await self._read.get()
+                self.loop.call_soon_threadsafe(self.put_nowait, item)
 
 
 # --- what is behind it ------------------------------------------------------------------------------------------------
@@ -395,11 +387,7 @@ class Terms:
             )
 
     def bounds(self) -> Mapping[str, float]:
-        """Tag -> its least value, as ``fresh`` says now.
-
-        Raises:
-            InvalidRequestError: It returned no lower bounds.
-        """
+        """Tag -> its least value, as ``fresh`` says now."""
         bounds = {} if self.fresh is None else self.fresh()
         if any(not isinstance(bound, tuple) or len(bound) != 2 or bound[0] != ">=" for bound in bounds.values()):
             raise InvalidRequestError(
@@ -408,11 +396,7 @@ class Terms:
         return {tag: bound for tag, (_, bound) in bounds.items()}
 
     def request(self, client: DataPlaneClient) -> ClaimRequest:
-        """The request of the next claim.
-
-        Raises:
-            DataPlaneError: The arguments are refused.
-        """
+        """The request of the next claim, checked."""
         claim = {"tag_filter": {tag: (">=", bound) for tag, bound in self.bounds().items()} or None, **self.claim}
         return checked_claim(
             client._connection,
@@ -426,11 +410,7 @@ class Terms:
         )
 
     def is_given(self, claim: Claim) -> bool:
-        """Whether the loop gets a batch. All ranks decide the same.
-
-        Raises:
-            InvalidRequestError: Some ranks get no samples, and ``uneven`` is "error".
-        """
+        """Whether the loop gets a batch. All ranks decide the same, and all raise if ``uneven`` is "error"."""
         dp_size = self.claim.get("dp_size")
         if self.uneven in (None, "equal") or claim.num_ranks in (None, dp_size):
             return True
@@ -455,16 +435,7 @@ class Feed:
     """Claims and reads the batches of a stream, renews their leases, and gives back what is not acked.
 
     One thread renews, another one reads ahead. It does not refer to its stream, so that that can be collected.
-
-    Args:
-        client: Claims and reads.
-        terms: What it claims and reads.
-        on_loop: Takes what was read, for a stream of an event loop, whose task must not claim or read itself.
-
-    Attributes:
-        held: The batches that are not acked.
-        terms: What it claims and reads.
-        num_stale: Samples that were dropped since they were too old.
+    ``on_loop`` takes what was read, for a stream of an event loop, whose task must not claim or read itself.
     """
 
     def __init__(self, client: DataPlaneClient, terms: Terms, *, on_loop: _OnLoop | None = None) -> None:
@@ -472,9 +443,9 @@ class Feed:
         self._client = client
         self._connection = client._connection
         self.terms = terms
-        self.num_stale = 0
+        self.num_stale = 0  # samples that were dropped since they were too old
         self._wait_s = _longest_wait_s(client, terms.timeout_s)
-        self.held = HeldMetas(client, terms.lease_s)
+        self.held = HeldMetas(client, terms.lease_s)  # the batches that are not acked
         self._waiters = Waiters("the stream or its client was closed while the next batch was waited for.")
         self._wanted = False
         self._looked_s = 0.0  # how long the loop had waited when it was last asked who lives
@@ -484,6 +455,7 @@ class Feed:
         self._reads_ahead = terms.prefetch > 0 or on_loop is not None
         self._read_now: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self._ready = on_loop or self._read_now
+        self._hand_over = self._read_now.put if on_loop is None else on_loop.hand_over
         # one token per batch that may be read; not a semaphore, whose lock a signal handler could find taken
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(terms.prefetch):
@@ -492,17 +464,14 @@ class Feed:
 
     def next(self) -> Item | None:
         """The next batch. None: there are no more."""
-        if not self.ask():
-            return None
-        while True:
+        while self.ask():
             item = self.taken(self._read_now.get() if self._reads_ahead else self._fetch())
             if item is None:
                 self.clear_rest()
             if item is None or self.is_fresh(item):
                 return item
             self.held.give_back(item.meta)  # the next claim drops what is too old of it
-            if not self.ask():
-                return None
+        return None
 
     def ask(self) -> bool:
         """The loop waits for the next batch from now on. False: there are no more."""
@@ -563,7 +532,7 @@ class Feed:
         if self._connection.is_forked:
             return  # a forked child must not end what its parent uses
         self._waiters.close()
-        self._end_threads(self._connection.config.op_timeout_s)
+        self.collected(self._connection.config.op_timeout_s)
 
     def collected(self, within_s: float = _COLLECTED_WITHIN_S) -> None:
         """Ends the feed when nobody refers to its stream. Waits a little until what it holds is given back.
@@ -571,12 +540,9 @@ class Feed:
         The garbage collector may call it while its thread has a lock that the threads need. So it takes none (`put` of
         this queue may interrupt itself), and does not wait until they have ended.
         """
-        self._end_threads(within_s)
-
-    def _end_threads(self, timeout_s: float) -> None:
         self._told.put(True)
         if self._threads and threading.current_thread() not in self._threads:
-            self._threads[0].join(timeout_s)  # which waits for the other one
+            self._threads[0].join(within_s)  # which waits for the other one
 
     def _begin(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="dataplane-stream", daemon=True)
@@ -729,7 +695,7 @@ class Feed:
                 item = None if self._waiters.closed else self._fetch()
             except BaseException as error:  # the loop gets it
                 item = error
-            self._ready.put(item)
+            self._hand_over(item)
             if not isinstance(item, Item):
                 return
 

@@ -34,21 +34,13 @@ _WAITING: Final = ("claim_meta", "put_samples")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a store.
-
-    Attributes:
-        partitions: Partition -> what it holds.
-        answers: Partition and task -> what the claim that `claims_of` finds would be given.
-        clients: Those that announced themselves, also if they ended. Empty if the backend does not list them.
-        patience_s: See above.
-        now: The time, in seconds since 1970.
-    """
+    """What is known of a store."""
 
     partitions: Mapping[str, PartitionDescription]
-    answers: Mapping[_Task, Answer | None] = field(default_factory=dict)
-    clients: Sequence[ClientInfo] = ()
+    answers: Mapping[_Task, Answer | None] = field(default_factory=dict)  # to the claim that `claims_of` finds
+    clients: Sequence[ClientInfo] = ()  # those that announced themselves, also if they ended
     patience_s: float = 60.0
-    now: float = 0.0
+    now: float = 0.0  # since 1970
 
 
 def got_nothing(work: WorkInfo) -> bool:
@@ -99,6 +91,10 @@ def _makes(client: ClientInfo, partition_id: str, group: str | None = None) -> b
     """Whether a client says by a phase that it makes a group, or any group, of a partition."""
     phases = (phase for phase in client.phases if phase.partition_id == partition_id)
     return any(phase.groups and group in (None, *phase.groups) for phase in phases)
+
+
+def _liveliest(clients: Iterable[ClientInfo]) -> ClientInfo | None:
+    return min(clients, key=lambda client: (client.state != "open", client.heard_s), default=None)
 
 
 def _call_s(client: ClientInfo, operation: str | None, least_s: float) -> float | None:
@@ -160,14 +156,7 @@ class _Reason:
 
 
 class _Judge:
-    """Judges each task at most twice, so that its cost grows with the tasks and not with the paths between them.
-
-    Attributes:
-        full: Bytes that the store holds and may hold, while puts wait for room.
-        are_listed: Whether the backend lists clients.
-        fresh: The open clients that have put nothing yet, by their ids.
-        is_idle: Whether an open client has done nothing yet.
-    """
+    """Judges each task at most twice, so that its cost grows with the tasks and not with the paths between them."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -179,12 +168,14 @@ class _Judge:
                 kind = (work.operation, work.partition_id, work.task_name)
                 for part in {kind[:count] for count in (1, 2, 3)}:
                     self._work.setdefault(part, []).append(_Worker(client, work))
+        # bytes that the store holds and may hold, while puts wait for room
         self.full = next((partition.full for partition in facts.partitions.values() if partition.full), None)
         self.are_listed = any(client.client_id for client in facts.clients)
         # who has registered and says nothing of what it does does not count: registering is not writing
         begun = {client.client_id for client, _ in self.workers("put_samples")}
         begun |= {client.client_id for client, _ in self.workers("register_partition") if not client.phases}
         open_clients = [client for client in facts.clients if client.state == "open"]
+        # who has put nothing yet
         self.fresh = {client.client_id for client in open_clients} - begun - {""}
         self.is_idle = any(client.client_id and not client.work for client in open_clients)
 
@@ -351,8 +342,7 @@ class _Case:
         """Others hold samples of the task."""
         lease = shortfall.leased[0] if shortfall.leased else LeaseHolder(sample_id="", holder="", left_s=0)
         holders = [client for client in self._clients if f"process {client.pid} on {client.host}" == lease.holder]
-        # a process may have several clients, of which some were closed
-        holder = min(holders, key=lambda client: (client.state != "open", client.heard_s), default=None)
+        holder = _liveliest(holders)  # a process may have several clients, of which some were closed
         who = (lease.holder or "an unnamed client") if holder is None else process_of(holder)
         text = f"{_count(shortfall.num_leased)} are leased, '{lease.sample_id}' to {who}"
         text = f"{text} for another {_seconds(lease.left_s)}."
@@ -401,7 +391,7 @@ class _Case:
             return _Reason("group", f"{what}, and no more samples come. It is never given.", False, is_over=True)
         never = f"{what}. {self._absent(group, size, shortfall)}."
         makers = [client for client in self._clients if _makes(client, self._partition_id, group)]
-        maker = min(makers, key=lambda client: (client.state != "open", client.heard_s), default=None)
+        maker = _liveliest(makers)
         sources = sorted(self._judge.sources(self._partition_id), key=lambda worker: worker.client is not maker)
         reason = self._of_producers(sources, "puts new samples")
         is_fault = reason.is_fault or self._is_late

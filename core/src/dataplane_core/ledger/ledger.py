@@ -536,9 +536,10 @@ class Ledger:
                 parts.append(Part(write_id, in_write, slots, places, at, bool(write.digests)))
             forms.setdefault(tuple(sorted(form)), []).append(places)
         if len(forms) > 1:
-            raise OpenCellsError.of_groups(
-                f"get_samples('{command.partition_id}', {len(sample_ids)} samples)",
-                [[sample_ids[place] for place in sorted(chain.from_iterable(alike))] for alike in forms.values()],
+            raise OpenCellsError(
+                f"get_samples('{command.partition_id}', {len(sample_ids)} samples): some cells were put before the "
+                "type of their field was known.",
+                groups=[[sample_ids[row] for row in sorted(chain.from_iterable(rows))] for rows in forms.values()],
             )
         for name, lists in next(iter(forms), ()):
             specs[name] = specs[name].reading(lists)

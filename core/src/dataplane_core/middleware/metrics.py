@@ -88,17 +88,15 @@ class Metrics(EventMiddleware):
             operations = {op: dict(total) for op, total in self._operations.items()}
             if reset:
                 self._operations = {}
-            sums = {
-                f"total_{name}": sum(total[counted] for total in operations.values())
-                for name, counted in (("ops", "calls"), ("keys", "n_keys"), ("bytes", "n_bytes"))
-            }
             return {
                 "operations": operations,
                 "partitions": {
                     partition_id: {"live_bytes": held.live_bytes, "peak_bytes": held.peak_bytes}
                     for partition_id, held in self._held.items()
                 },
-                **sums,
+                "total_ops": sum(total["calls"] for total in operations.values()),
+                "total_keys": sum(total["n_keys"] for total in operations.values()),
+                "total_bytes": sum(total["n_bytes"] for total in operations.values()),
                 "bytes_outstanding": self._live_bytes,
                 "peak_bytes_outstanding": self._peak_bytes,
                 "n_keys_outstanding": sum(len(held.cells) for held in self._held.values()),

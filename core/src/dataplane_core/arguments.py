@@ -116,11 +116,7 @@ def _sendable(what: str, form: Any, made: Any) -> Any:
 
 
 def as_plain(value: Any) -> object:
-    """A value of a subclass as Python's own, for an encoder of msgspec.
-
-    Raises:
-        NotImplementedError: It is none. That is how msgspec wants to be told.
-    """
+    """A value of a subclass as Python's own, for an encoder of msgspec, which `NotImplementedError` tells of others."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (int, float)):

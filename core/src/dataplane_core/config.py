@@ -21,11 +21,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(?:([kmgtp])(i?))?
 
 
 def size_bytes(value: Any) -> Any:
-    """A size with a unit, such as ``1.5GB`` (1000 each) or ``512 MiB`` (1024 each), in bytes. No text: as it is.
-
-    Raises:
-        ValueError: The text is not a size.
-    """
+    """A size with a unit, such as ``1.5GB`` (1000 each) or ``512 MiB`` (1024 each), in bytes. No text: as it is."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value)

@@ -134,9 +134,6 @@ def connect_backend(
     """As `connect`, for a given backend class. ``config.backend`` is then only its name.
 
     ``tensors``: False for a client that will ask questions only: torch is imported once a call needs it.
-
-    Raises:
-        DataPlaneError: As `connect`.
     """
     if not (bootstrap is True or bootstrap is False or bootstrap == "auto"):
         raise InvalidRequestError(f"connect refused: bootstrap must be True, False or 'auto', got {bootstrap!r}.")

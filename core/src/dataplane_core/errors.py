@@ -266,7 +266,6 @@ class LostSamplesError(MissingDataError):
     The engine dropped it, or restarted from an older state. Clear the samples and produce them again.
 
     Attributes:
-        partition_id: The partition that was read.
         missing_samples: All samples of the read whose payload is gone, in the order of the request.
         missing_cells: For the first few of them, the fields whose payload is gone.
     """

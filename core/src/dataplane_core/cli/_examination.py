@@ -20,11 +20,8 @@ _DEADLINE_S: Final = 20.0
 
 
 def ask(function: str, **arguments: Any) -> Any:
-    """Calls a function of this module in a new process. Arguments and result are plain values.
-
-    Raises:
-        DataPlaneError: The function raised it, did not return in time, or ended its process.
-    """
+    """Calls a function of this module in a new process. Arguments and result are plain values. Raises `DataPlaneError`
+    if the function did, if it did not return in time, and if it ended its process."""
     try:
         # through a pipe, so that a secret does not show in a list of processes
         question = json.dumps({"function": function, "arguments": arguments})

@@ -74,13 +74,8 @@ class WireGuard(Middleware):
 
     @hookimpl(wrapper=True)
     def get_samples(self, request: GetRequest) -> Generator[None, WireBatch, WireBatch]:
-        """Reads the checksums too, compares them, and returns only the fields.
-
-        Raises:
-            CorruptDataError: Cells differ from what was put. The message names the first few; `CorruptDataError.cells`
-                holds all of them.
-            ConfigError: The cells were put by a client without this middleware.
-        """
+        """Reads the checksums too, compares them, and returns only the fields. `CorruptDataError.cells` holds all cells
+        that differ."""
         names = list(request.fields)
         request.fields = [*names, *(_PREFIX + name for name in names)]
         try:

@@ -50,17 +50,6 @@ async def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
         assert num_threads <= threading.active_count() + 2
 
 
-async def test_a_claim_that_waits_gets_a_group_that_is_sealed_meanwhile():
-    async with await _open() as client:
-        await client.register_partition("agents", ["x"], None, ["t"], 3, rollouts=True)
-        ids = ["q0_g0/0", "q0_g0/1", "q0_g1/0"]
-        await client.put_samples([*ids, "q0_g2/0"], "agents", {"x": torch.arange(4)})
-        claim = asyncio.create_task(client.claim_meta("agents", "t", ["x"], 1))
-        sealed = await client.seal({"q0_g0": 2, "q0_g1": 1}, "agents", ends_groups=True)
-        assert sealed.sample_ids == ids[1:]
-        assert (await claim).sample_ids == ids
-
-
 async def _cancelled(task):
     """What became of an operation, which raises as any task that is cancelled."""
     with pytest.raises(asyncio.CancelledError) as caught:

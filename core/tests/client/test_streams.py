@@ -278,18 +278,6 @@ def test_metas_are_held_until_their_leases_have_ended(client, faults):
     assert not held.renew()
 
 
-@ONLY_SYNC
-def test_a_batch_can_be_acked_by_hand(client):
-    batches = client.stream("p", "t", ["x"], 2)
-    next(batches)
-    for _ in range(2):
-        batches.ack()
-        assert _consumed(client) == IDS[:2]
-    assert next(batches).meta.sample_ids == IDS[2:4]
-    batches.close()
-    assert _consumed(client) == IDS[:2]
-
-
 # --- streams that clear, and that give nothing too old ----------------------------------------------------------------
 
 

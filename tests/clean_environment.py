@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,26 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def make_wheel(folder, name, files, version="1.0", entry_points=""):
-    """Writes a wheel with these files, which are executable, and returns its path."""
-    stem = name.replace("-", "_")
-    info = f"{stem}-{version}.dist-info"
-    files = {
-        **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": entry_points,
-    }
-    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    path = folder / f"{stem}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for place, text in files.items():
-            entry = zipfile.ZipInfo(place)
-            entry.external_attr = 0o100755 << 16
-            archive.writestr(entry, text)
-    return path
 
 
 class CleanEnvironment:
@@ -63,25 +42,11 @@ class CleanEnvironment:
         install = [*pip, "--python", str(self.python), "install", *offline, *map(str, made)]
         subprocess.run(install, check=True, timeout=170, stdin=subprocess.DEVNULL, cwd=self.folder)
 
-    def run(self, *words, timeout_s=170, **kwargs):
+    def run(self, *words):
         """Runs a program of the environment, outside the checkout, to its end."""
         words = [str(self.bin / words[0]), *map(str, words[1:])]
-        return subprocess.run(
-            words,
-            cwd=self.folder,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            **kwargs,
-        )
-
-
-@pytest.fixture(scope="session")
-def new_environment():
-    """Makes a clean environment in a folder."""
-    return CleanEnvironment
+        where = {"cwd": self.folder, "env": self.env, "stdin": subprocess.DEVNULL}
+        return subprocess.run(words, capture_output=True, text=True, timeout=170, **where)
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,3 @@
 """A clean environment for the tests of this folder."""
 
-from clean_environment import clean as clean, new_environment as new_environment
+from clean_environment import clean as clean

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from dataplane_mooncake import _calls, _ending
+from dataplane_mooncake import _calls
 from dataplane_mooncake._store import Store
 from dataplane_testkit._timing import eventually
 
@@ -48,7 +48,7 @@ def test_a_call_that_was_given_up_goes_no_further():
 
 def test_a_connection_that_was_shut_down_counts_once():
     with socket.create_server(("127.0.0.1", 0)) as peer, socket.create_connection(peer.getsockname()):
-        assert [_ending.end_connections([peer.getsockname()]) for _ in range(3)] == [1, 0, 0]
+        assert [_calls.end_connections([peer.getsockname()]) for _ in range(3)] == [1, 0, 0]
 
 
 def in_threads(number):

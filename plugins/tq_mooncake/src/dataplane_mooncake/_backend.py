@@ -140,7 +140,6 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
         )
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> list[memoryview]:
-        """As `RowStoreBackend.get_rows`."""
         keys = self._keys(handles)
         store = self._require_store()
         what = f"get_rows({len(keys)} rows)"
@@ -162,7 +161,6 @@ class TQMooncakeBackend(QueueBackend, RowStoreBackend):
             raise RefsGoneError(f"{what}: some rows do not exist.") from None
 
     def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        """As `RowStoreBackend.delete_rows`."""
         keys = self._keys(handles)
         store = self._require_store()
         self._run(store, f"delete_rows({len(keys)} rows)", lambda call: store.delete(call, keys), deadline)

@@ -1,27 +1,36 @@
 """Calls into Mooncake's engine, each with a deadline.
 
 An engine call has no timeout of its own (it releases the interpreter's lock). So each call runs in a thread, and the
-caller gives the call up at the deadline. When the process exits, no thread is left in the engine: see `_end_all`.
+caller gives the call up at the deadline. A transfer to a suspended process would then go on for a minute, and polls
+meanwhile. But the engine only ever waits for connections, so shutting these down ends the call at once.
+
+When the process exits, C++ destroys the engine even if threads are still in it: the process then dies by a segmentation
+fault and loses its exit status. So no thread is left in it: see `_end_all`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
+import psutil
+
 from dataplane_core.errors import ClientClosedError, OperationTimeoutError
 from dataplane_core.hosting import Watch
-from dataplane_mooncake._ending import Endpoint, end_connections, skip_cpp_teardown
 
 _Result = TypeVar("_Result")
+#: An address and a port.
+Endpoint = tuple[str, int]
 
 #: Seconds between two checks of a waiting caller whether its client was closed.
 POLL_S: Final = 0.1
@@ -188,6 +197,38 @@ def bounded(
     return result
 
 
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+def listening_ports(pid: int | None = None) -> set[int]:
+    """The TCP ports that a process listens on, by default this one."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def end_connections(peers: Collection[Endpoint]) -> int:
+    """Shuts down this process's connections to these peers: a call that waits for one of them fails at once. Returns
+    how many were shut down that were not before."""
+    num_ended = 0
+    wanted = {(address, port) for host, port in peers for address in _addresses(host)}
+    for each in psutil.Process().net_connections("tcp"):
+        if each.fd < 0 or not each.raddr or (each.raddr.ip.removeprefix("::ffff:"), each.raddr.port) not in wanted:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as connection:
+            # the descriptor may belong to another connection by now
+            if connection.getpeername()[1] == each.raddr.port and connection.getsockname()[1] == each.laddr.port:
+                connection.shutdown(socket.SHUT_RDWR)
+                num_ended += each.status == psutil.CONN_ESTABLISHED
+    return num_ended
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return {host}
+
+
 # --- the exit of the process -----------------------------------------------------------------------------------------
 
 _running: set[Call] = set()
@@ -218,7 +259,7 @@ def _end_all() -> None:
     """When the process exits: ends the calls that still run, before C++ destroys the engine that they use."""
     global _exits
     if os.getpid() != _pid:
-        skip_cpp_teardown()  # a fork lacks the engine's threads, and the destructors would wait for them
+        _skip_cpp_teardown()  # a fork lacks the engine's threads, and the destructors would wait for them
         return
     # Python soon ends each thread that comes back to it. In C++ that aborts the process, so none may be in the engine.
     _exits = True
@@ -226,10 +267,20 @@ def _end_all() -> None:
     while _running:
         waited_s = time.monotonic() - started
         if waited_s >= _EXIT_S:
-            skip_cpp_teardown()
+            _skip_cpp_teardown()
             return
         for call in list(_running):
             call.give_up()
         with contextlib.suppress(Exception):
             end_connections(_units if waited_s < _GRACE_S else _units | _masters)
         time.sleep(0.02)
+
+
+def _skip_cpp_teardown() -> None:
+    """For an ``atexit`` handler: lets this process exit without running the destructors of C++ libraries. Python shuts
+    down as usual; then the C library, if it has ``on_exit``, flushes its files and exits with the same status."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        # the one registered last runs first
+        for function in (libc._exit, libc.fcloseall):
+            libc.on_exit(ctypes.cast(function, ctypes.c_void_p), None)

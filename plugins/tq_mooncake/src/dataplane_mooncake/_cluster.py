@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.host_memory import memory_limit
 from dataplane_core.spec import new_id
-from dataplane_mooncake._ending import listening_ports
+from dataplane_mooncake._calls import listening_ports
 from dataplane_mooncake._master import Master
 from dataplane_mooncake._store import StoreSettings, endpoint_of, open_engine, pinned_in
 from dataplane_mooncake.config import TQMooncakeConfig

@@ -14,7 +14,7 @@ import psutil
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 from dataplane_core.ownership import OwnedProcess, last_words
-from dataplane_mooncake._ending import listening_ports
+from dataplane_mooncake._calls import listening_ports
 from dataplane_mooncake.machine import master_path
 from dataplane_tq_simple.addresses import host_and_port, with_port
 

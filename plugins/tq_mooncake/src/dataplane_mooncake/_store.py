@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from dataplane_core.errors import BackendUnavailableError, ClientClosedError, OperationTimeoutError
 from dataplane_core.host_memory import recycled_bytes
-from dataplane_mooncake._calls import POLL_S, Call, add_peers, bounded
-from dataplane_mooncake._ending import Endpoint, end_connections
+from dataplane_mooncake._calls import POLL_S, Call, Endpoint, add_peers, bounded, end_connections
 from dataplane_mooncake.machine import check_library
 from dataplane_tq_simple.addresses import host_and_port
 

@@ -17,12 +17,7 @@ from dataplane_core.spec import Capability, FieldSpec, Scope, WireColumn, WireFo
 
 
 class Segment:
-    """The columns of one put, and which of its rows exist. Never changed in place: readers need no lock.
-
-    Args:
-        columns: The columns, of which it keeps this memory.
-        num_rows: How many rows they have.
-    """
+    """The columns of one put, in this memory, and which rows exist. Never changed in place: readers need no lock."""
 
     def __init__(self, columns: dict[str, WireColumn], num_rows: int) -> None:
         self._columns = columns

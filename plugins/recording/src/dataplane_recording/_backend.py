@@ -108,19 +108,16 @@ class RecordingBackend(RowStoreBackend):
         self._timeline = Timeline(self.config.folder, self.config.after_step)
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
-        """Keeps rows."""
         for row, handle in enumerate(handles):
             self._rows[handle] = bytes(buffer[offsets[row] : offsets[row + 1]])
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> list[bytes]:
-        """Gives rows."""
         gone = [handle for handle in handles if handle not in self._rows]
         if gone:
             raise RefsGoneError(f"{len(gone)} rows are gone.", handles=gone)
         return [self._rows[handle] for handle in handles]
 
     def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        """Drops rows."""
         for handle in handles:
             self._rows.pop(handle, None)
 

@@ -121,7 +121,6 @@ class RedisBackend(RowStoreBackend):
         return super().owner_options() | ({} if url is None else {"url": url.get_secret_value()})
 
     def owner_uses_tls(self) -> bool:
-        """As connections to the server."""
         url = self.config.url
         return url is not None and url.get_secret_value().startswith("rediss")
 
@@ -153,7 +152,6 @@ class RedisBackend(RowStoreBackend):
             self._put(first, framed_columns(columns_of(write, columns)), write.row_bytes, deadline)
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
-        """Stores rows, as `store_writes`."""
         bounds, packed = offsets.tolist(), []
         for key, some in self._by_key(handles).items():
             words: list[Any] = [b"HSET", key]

@@ -111,13 +111,7 @@ class ArrayReader:
         return self._start == self._stop
 
     def read(self) -> list[memoryview | None]:
-        """The next reply.
-
-        Raises:
-            ResponseError: The server refused the command, or names another node.
-            InvalidResponse: The reply is no array of byte strings.
-            TimeoutError, OSError: The deadline passed; the connection was lost.
-        """
+        """The next reply. Raises `ResponseError` if it is a refusal, and `InvalidResponse` if it is no such array."""
         count = self._number(b"*")
         strings: list[memoryview | None] = []
         for _ in range(count):

@@ -192,10 +192,10 @@ def _info(link: Link, deadline: float, section: bytes) -> dict[str, str]:
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
-def setting_of(link: Link, what: str, deadline: float, name: str) -> str | None:
+def _setting_of(link: Link, deadline: float, name: str) -> str | None:
     """A setting, or None if the server does not say."""
     try:
-        reply = link.command(what, deadline, b"", b"CONFIG", b"GET", name.encode())
+        reply = link.command("connect", deadline, b"", b"CONFIG", b"GET", name.encode())
     except DataPlaneError as error:
         if isinstance(error, BackendUnavailableError) and not error.retryable:
             return None  # the ACL forbids it
@@ -209,12 +209,12 @@ def durability_of(link: Link, config: RedisConfig, deadline: float) -> Durabilit
     """Reads the server's settings."""
     persistence = _info(link, deadline, b"persistence")
     appendonly = persistence.get("aof_enabled") == "1"
-    appendfsync = setting_of(link, "connect", deadline, "appendfsync") or "unknown"
+    appendfsync = _setting_of(link, deadline, "appendfsync") or "unknown"
     private = config.url is None
     return Durability(
         appendonly=appendonly,
         appendfsync=appendfsync,
-        snapshots=setting_of(link, "connect", deadline, "save") or "",
+        snapshots=_setting_of(link, deadline, "save") or "",
         maxmemory_policy=_info(link, deadline, b"memory").get("maxmemory_policy", "unknown"),
         private=private,
         survives_kill=appendonly and (appendfsync == "always" or config.wait_fsync) and not private,

@@ -396,9 +396,8 @@ class ControllerHost(LedgerHost):
     # --- as a host ----------------------------------------------------------------------------------------------------
 
     def answer(self, request: Any, client: Client) -> Any:
-        answer = super().answer
         with self.book.lock:
-            result = answer(request, client)
+            result = super().answer(request, client)
             try:
                 self._save_book()
             except BackendUnavailableError as error:
@@ -408,7 +407,6 @@ class ControllerHost(LedgerHost):
             return result
 
     def end_session(self, client: Client) -> None:
-        """As `LedgerHost.end_session`."""
         with self.book.lock:
             super().end_session(client)
 

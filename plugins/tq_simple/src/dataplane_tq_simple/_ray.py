@@ -167,14 +167,7 @@ class RayConnection:
 
     @classmethod
     def acquire(cls, config: QueueConfig, *, bootstrap: bool, deadline: float) -> RayConnection:
-        """Connects to Ray, or starts it, unless this process is connected already.
-
-        Raises:
-            BackendUnavailableError: There is no Ray to connect to, or this process is a fork of one that used Ray.
-            OperationTimeoutError: Another client of this process is connecting to Ray all that time.
-            ConfigError: This process is connected to another cluster than the configured one, or Ray would run on
-                this host alone and it has less memory than ``capacity_bytes``.
-        """
+        """Connects to Ray, or starts it, unless this process is connected already."""
         if cls._pid not in (None, os.getpid()):
             raise BackendUnavailableError(
                 f"process {os.getpid()} was forked from one that used Ray, and Ray does not work in a fork: every call "

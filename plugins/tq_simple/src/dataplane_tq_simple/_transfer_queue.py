@@ -182,7 +182,6 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def put_rows(self, handles: Sequence[int], buffer: memoryview, offsets: Any, deadline: float) -> None:
-        """As `RowStoreBackend.put_rows`."""
         from tensordict import NonTensorStack, TensorDict
 
         array, ends, rows = np.frombuffer(buffer, np.uint8), offsets.tolist(), []
@@ -205,7 +204,6 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
             ) from error
 
     def get_rows(self, handles: Sequence[int], deadline: float) -> list[memoryview]:
-        """As `RowStoreBackend.get_rows`."""
         from transfer_queue import StorageKeyNotFoundError
 
         what = f"get_rows({len(handles)} rows)"
@@ -229,7 +227,6 @@ class TransferQueueBackend(QueueBackend, RowStoreBackend):
         return [memoryview(row) for _, row in rows]
 
     def delete_rows(self, handles: Sequence[int], deadline: float) -> None:
-        """As `RowStoreBackend.delete_rows`."""
 
         async def delete() -> None:
             entries = await self._entries(handles)

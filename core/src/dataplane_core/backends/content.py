@@ -9,8 +9,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from dataplane_core.errors import FrameError
-from dataplane_core.ledger import Located, Ref, commands
+from dataplane_core.ledger import Ref, commands
 from dataplane_core.spec import FieldSpec, PutRequest, SharedRows, WireColumn
 
 #: Of how many rows of the store a client keeps the digests.
@@ -127,36 +126,26 @@ class ReadCells:
         self._lock = threading.Lock()
         self._size = 0
 
-    def fetch(self, located: Located, most_bytes: int, fetch: Callable[[Located, int], WireColumn]) -> WireColumn:
-        """A column of different rows. It fetches those that it has not read before.
-
-        Args:
-            located: One field, each row once.
-            most_bytes: How many bytes it may keep.
-            fetch: Fetches some of these rows, numbered anew. They are copied, so that nobody else has what is kept.
-        """
+    def fetch(
+        self, refs: Sequence[Ref], spec: FieldSpec, most_bytes: int, fetch: Callable[[Sequence[Ref]], WireColumn]
+    ) -> WireColumn:
+        """A column of these rows, all different. It calls ``fetch`` for those that it has not read before, and keeps
+        copies of them, of at most ``most_bytes`` in all."""
         from dataplane_core.codec import Piece, merge_pieces  # it imports torch
 
-        (spec,) = located.specs.values()
-        refs: dict[int, Ref] = {}  # by row
-        for part in located.parts:
-            refs.update((row, (part.write_id, pos)) for row, pos in zip(part.rows, part.positions, strict=True))
-        cells = {row: self._get(ref) for row, ref in refs.items()}
-        lacking = sorted(row for row, cell in cells.items() if cell is None)
+        cells = {ref: self._get(ref) for ref in refs}
+        lacking = [ref for ref, cell in cells.items() if cell is None]
         if lacking:
-            try:
-                column = fetch(_numbered(located, lacking), len(lacking))
-            except FrameError as error:
-                error.row = None if error.row is None else lacking[error.row]
-                raise
-            for place, row in enumerate(lacking):
+            column = fetch(lacking)
+            for place, ref in enumerate(lacking):
                 frame = [bytes(column[place])] if isinstance(column, list) else None
-                cell = cells[row] = frame or merge_pieces([Piece(column, [place], [0])])
-                self._add(refs[row], cell, most_bytes)
+                cell = cells[ref] = frame or merge_pieces([Piece(column, [place], [0])])
+                self._add(ref, cell, most_bytes)
             if len(lacking) == len(refs):
                 return column
         dtype = None if spec.kind == "object" else spec.stored.torch_dtype
-        return merge_pieces([Piece(cell, [0], [row]) for row, cell in cells.items() if cell is not None], dtype)
+        kept = [cell for cell in cells.values() if cell is not None]
+        return merge_pieces([Piece(cell, [0], [row]) for row, cell in enumerate(kept)], dtype)
 
     def _get(self, ref: Ref) -> WireColumn | None:
         with self._lock:
@@ -175,14 +164,3 @@ class ReadCells:
                 self._size += size
             while self._size > most_bytes:
                 self._size -= self._cells.popitem(last=False)[1][1]
-
-
-def _numbered(located: Located, rows: Sequence[int]) -> Located:
-    """Some rows of a read, numbered anew in this order."""
-    places = {row: place for place, row in enumerate(rows)}
-    parts = []
-    for part in located.parts:
-        kept = [(places[row], pos) for row, pos in zip(part.rows, part.positions, strict=True) if row in places]
-        if kept:
-            parts.append(replace(part, rows=[row for row, _ in kept], positions=[pos for _, pos in kept]))
-    return replace(located, parts=parts)

@@ -326,37 +326,44 @@ class LedgerBackend(Backend, ABC):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _fetch_once(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn | SharedRows]:
-        """Fetches columns. Rows of a write that several samples share are fetched once, and those that are kept by
-        content not at all if this client has them."""
-        shared = _shared_fields(located)
-        kept = [part for part in located.parts if part.by_content] if self.cache_bytes else []
-        columns: dict[str, WireColumn | SharedRows] = {}
-        for name in shared.union(*(part.fields for part in kept)):
-            some, index = _without_repeats(located, name, num_samples)
-            num_rows = max(index) + 1
-            if num_rows == num_samples:
-                some, index = _only(located, [name]), list(range(num_samples))
-            try:
-                column = self._fetch_different(some, num_rows, deadline)
-            except FrameError as error:
-                error.row = None if error.row is None else index.index(error.row)
-                raise
-            columns[name] = column if num_rows == num_samples else SharedRows(column, index)
+        names = _fields_that_repeat(located, by_content=self.cache_bytes > 0)
+        columns = {name: self._fetch_different(located, name, num_samples, deadline) for name in names}
         rest = [name for name in located.specs if name not in columns]
         if rest:
             some = located if not columns else _only(located, rest)
             columns.update(self.fetch_fields(some, num_samples, deadline))
         return columns
 
-    def _fetch_different(self, located: Located, num_rows: int, deadline: float) -> WireColumn:
-        """Fetches a column of different rows."""
+    def _fetch_different(
+        self, located: Located, field: str, num_samples: int, deadline: float
+    ) -> WireColumn | SharedRows:
+        """Fetches a column: rows that samples share once, and those kept by content only if this client lacks them."""
+        spec, slots, is_kept = located.specs[field], dict[int, int](), self.cache_bytes > 0
+        refs: list[Ref] = [(0, 0)] * num_samples
+        for part in located.parts:
+            if field in part.fields:
+                slots[part.write_id] = part.slots[part.fields.index(field)]
+                is_kept &= part.by_content
+                for row, position in zip(part.rows, part.positions, strict=True):
+                    refs[row] = part.write_id, position
 
-        def fetch(some: Located, count: int) -> WireColumn:
-            return next(iter(self.fetch_fields(some, count, deadline).values()))
+        def fetch(wanted: Sequence[Ref]) -> WireColumn:
+            parts: dict[int, commands.Part] = {}
+            for row, (write_id, position) in enumerate(wanted):
+                if write_id not in parts:
+                    parts[write_id] = commands.Part(write_id, (field,), (slots[write_id],), [], [])
+                parts[write_id].rows.append(row)
+                parts[write_id].positions.append(position)
+            try:
+                return self.fetch_fields(Located([*parts.values()], {field: spec}), len(wanted), deadline)[field]
+            except FrameError as error:
+                error.row = None if error.row is None else refs.index(wanted[error.row])
+                raise
 
-        if self.cache_bytes and all(part.by_content for part in located.parts):
-            return self._cells_read.fetch(located, self.cache_bytes, fetch)
-        return fetch(located, num_rows)
+        places = {ref: place for place, ref in enumerate(dict.fromkeys(refs))}
+        different = list(places)
+        column = self._cells_read.fetch(different, spec, self.cache_bytes, fetch) if is_kept else fetch(different)
+        return column if len(different) == num_samples else SharedRows(column, [places[ref] for ref in refs])
 
     def _put_lacking(
         self, request: PutRequest, writes: Sequence[commands.Write], ticket: _Ticket | None
@@ -528,32 +535,14 @@ def _only(located: Located, fields: Sequence[str]) -> Located:
     return replace(located, parts=parts, specs={name: located.specs[name] for name in fields})
 
 
-def _shared_fields(located: Located) -> set[str]:
-    """The fields of which several samples have the same row of a write."""
+def _fields_that_repeat(located: Located, *, by_content: bool) -> set[str]:
+    """The fields of which several samples have the same row of a write, or, if kept by content, of another read."""
     positions: dict[int, list[int]] = {}
     for part in located.parts:
         positions.setdefault(part.write_id, []).extend(part.positions)
-    repeated = {write_id for write_id, rows in positions.items() if len(set(rows)) < len(rows)}
-    return {name for part in located.parts if part.write_id in repeated for name in part.fields}
-
-
-def _without_repeats(located: Located, field: str, num_samples: int) -> tuple[Located, list[int]]:
-    """What was located of one field, each row of a write once; and for each sample its place among these rows."""
-    index = [0] * num_samples
-    parts = []
-    places: dict[int, dict[int, int]] = {}  # write -> position -> place
-    count = 0
-    for part in _only(located, [field]).parts:
-        place_of = places.setdefault(part.write_id, {})
-        new = [position for position in dict.fromkeys(part.positions) if position not in place_of]
-        if new:
-            rows = list(range(count, count + len(new)))
-            place_of.update(zip(new, rows, strict=True))
-            parts.append(replace(part, rows=rows, positions=new))
-            count += len(new)
-        for row, position in zip(part.rows, part.positions, strict=True):
-            index[row] = place_of[position]
-    return replace(located, parts=parts, specs={field: located.specs[field]}), index
+    writes = {write_id for write_id, rows in positions.items() if len(set(rows)) < len(rows)}
+    writes.update(part.write_id for part in located.parts if by_content and part.by_content)
+    return {name for part in located.parts if part.write_id in writes for name in part.fields}
 
 
 def _lost_samples(request: GetRequest, located: Located, lost: Iterable[Ref]) -> LostSamplesError:
